@@ -53,7 +53,7 @@ NEEDED = {  # what a partition or an algorithm cannot do without
     "column": ["partition.column=ward"],
     "label_groups": ["partition.groups=[[0,1],[2]]", "partition.clients_per_group=[1,1]"],
     "quantity": ["partition.fractions=[0.6,0.4]"],
-    "cfdnas": ["client_tags=[a,b]"],
+    "cfdnas": ["algorithm.client_tags=[a,b]"],
 }
 KEPT = {  # what a run needs to be small, its own and on this machine
     *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
@@ -148,7 +148,7 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
         f"retrain={draw(st.sampled_from(retrain))}",
         f"partition={partition}",
         f"privacy={draw(st.sampled_from(['none', 'none', *choices('privacy')]))}",
-        *("device=cpu", "tensorboard=false", "clients=2"),
+        *("runtime.device=cpu", "trackers=[]", "clients=2"),
         *(needed if fits else []),
     ]
     tree = _composed(tuple(advised(chosen) if fits else chosen))

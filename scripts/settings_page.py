@@ -23,13 +23,10 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from fednas_flwr.algorithms.entries import ALGORITHMS
 from fednas_flwr.settings import Config, Dataset
+from fednas_flwr.settings.configuration import CHOICES
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.network_settings import Retrain
 from fednas_flwr.settings.parser import Between, Length, OneOf
-from fednas_flwr.settings.partitions import PARTITIONS
-from fednas_flwr.settings.privacy_settings import PRIVACY
-from fednas_flwr.settings.runtimes import RUNTIMES
-from fednas_flwr.settings.server_optimizers import SERVER_OPTIMIZERS
 from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.cache
@@ -67,11 +64,12 @@ def page() -> str:
     parts.append(experiments())
     for group, title, kinds in (
         ("dataset", "Data set", {"digits": Dataset}),
-        ("partition", "Division over clients", PARTITIONS),
-        ("privacy", "Privacy", PRIVACY),
+        ("partition", "Division over clients", CHOICES["partition"]),
+        ("privacy", "Privacy", CHOICES["privacy"]),
         ("retrain", "Retraining", {"quickstart": Retrain}),
-        ("server_optimizer", "Optimiser of the server", SERVER_OPTIMIZERS),
-        ("runtime", "Runtime", RUNTIMES),
+        ("aggregate", "Average of the clients' models", CHOICES["aggregate"]),
+        ("server_optimizer", "Optimiser of the server", CHOICES["server_optimizer"]),
+        ("runtime", "Runtime", CHOICES["runtime"]),
     ):
         parts.append(group_section(title, group, kinds))
     for group, title, entries in (

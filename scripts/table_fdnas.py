@@ -29,7 +29,7 @@ SEEDS = (1, 2, 3)
 FDNAS = ["experiment=fdnas/fashion_mnist"]
 CFDNAS = ["experiment=cfdnas/fashion_mnist"]
 BUDGET = 8  # of each client's filter
-PRIVATE = ["privacy=dp", f"privacy.epsilon={BUDGET}", "personalised=false"]
+PRIVATE = ["privacy=dp", f"privacy.epsilon={BUDGET}", "evaluation.personalised=false"]
 ON_FEATURES = [  # networks are smaller there: 0.35 to 0.44 M multiply-adds
     *("dataset.transform=scattering", "search_space.skip=linear"),
     *(

@@ -44,7 +44,7 @@ def main() -> None:
             measure(
                 RESULTS,
                 RUNS / f"{wire}_s{seed}",
-                overrides=[f"wire={wire}"],
+                overrides=[f"runtime.wire={wire}"],
                 group={"wire": wire},
                 seed=seed,
                 root=None,

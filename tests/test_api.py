@@ -276,7 +276,7 @@ def test_a_strategy_without_settings_has_none_in_the_configuration(tiny) -> None
 
 
 def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, tmp_path) -> None:
-    private = ["privacy=dp", "privacy.test_seed=1", "privacy.epsilon=100", "tensorboard=false"]
+    private = ["privacy=dp", "privacy.test_seed=1", "privacy.epsilon=100", "trackers=[]"]
     groups = ["search_space.norm=group", "retrain.norm=group"]
     result = run(compose(*tiny, *private, *groups), strategy=LateAlphas)
     check_whole(result)

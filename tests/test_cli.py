@@ -33,7 +33,12 @@ from fednas_flwr.settings.hydra_config import compose_tree
 
 from .fork_server import ForkServer
 
-GROUPED = ["privacy=dp", "personalised=false", "search_space.norm=group", "retrain.norm=group"]
+GROUPED = [
+    "privacy=dp",
+    "evaluation.personalised=false",
+    "search_space.norm=group",
+    "retrain.norm=group",
+]
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
 
 
@@ -89,9 +94,12 @@ MISTAKES = {  # overrides: what the sentence must say
     "retrain.weights.lr=-1": ["retrain.weights.lr=-1", "above 0"],
     "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 to 10000"],
     "runtime.quorum=2": ["runtime.quorum=2.0", "above 0, at most 1"],
-    "device=cuda:1": ["device=cuda:1 is unknown: set device=cuda", "CUDA_VISIBLE_DEVICES=1."],
+    "runtime.device=cuda:1": [
+        "runtime.device=cuda:1 is unknown: set runtime.device=cuda",
+        "CUDA_VISIBLE_DEVICES=1.",
+    ],
     "runtime=deployment runtime.superlink=nowhere": ["runtime.superlink=nowhere is unknown: ch"],
-    "device=gpu": ["device=gpu", "auto, cpu, cuda", "(nearest: cuda)"],
+    "runtime.device=gpu": ["runtime.device=gpu", "auto, cpu, cuda", "(nearest: cuda)"],
     "retrain.norm=bach": ["retrain.norm=bach", "(nearest: batch)"],
     "stages=[serch]": ["stages=serch", "(nearest: search)"],
     "dataset.fractions={train:1,validation:0,test:0}": ["dataset.fractions.validation=0"],
@@ -578,7 +586,7 @@ def exported(folder: Path, *overrides: str) -> None:
 def test_latency_measure_writes_a_table_of_the_composed_space(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    space = ["search_space=mbconv_small", "search_space.width=.5", "device=cpu"]
+    space = ["search_space=mbconv_small", "search_space.width=.5", "runtime.device=cpu"]
     measure = ["latency", "measure", "--passes", "2", "--shape", "1", "8", "8"]
     measure += ["--output", "table.json"]
     assert cli.main([*measure, *space]) == 0

@@ -393,10 +393,10 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
         (["aggregate=median", "algorithm=fnas"], "sums of gradients"),
         (["aggregate=median", "clients=2"], "expected 3 or more"),
         (["aggregate=median", "retrain.exchange=gradients"], "set aggregate=mean or retrain.exch"),
-        (["aggregate=trimmed_mean"], "trim=1 leaves nothing of the 2 replies"),
-        (["aggregate=trimmed_mean", "clients=9", "trim=3"], "of the 5 replies"),
+        (["aggregate=trimmed_mean"], "aggregate.trim=1 leaves nothing of the 2 replies"),
+        (["aggregate=trimmed_mean", "clients=9", "aggregate.trim=3"], "of the 5 replies"),
         (["aggregate=trimmed_mean", "algorithm=cfdnas", *NEEDS["algorithm=cfdnas"]], "=median"),
-        (["trim=0"], "trim=0"),
+        (["aggregate.trim=0"], "aggregate.trim=0"),
     ],
 )
 def test_robust_averages_of_nothing_are_refused(overrides: list[str], words: str) -> None:
@@ -406,14 +406,19 @@ def test_robust_averages_of_nothing_are_refused(overrides: list[str], words: str
 
 @pytest.mark.parametrize("algorithm", ["fed_darts", "feathers", "fedavg", "fedex", "random_search"])
 def test_robust_averages_are_for_all_that_average(algorithm: str) -> None:
-    rest = [f"algorithm={algorithm}", "aggregate=trimmed_mean", "trim=2", "runtime.quorum=1"]
+    rest = [
+        f"algorithm={algorithm}",
+        "aggregate=trimmed_mean",
+        "aggregate.trim=2",
+        "runtime.quorum=1",
+    ]
     assert parse_config(compose_tree([*rest, "clients=5"])).trim == 2
 
 
 def test_two_ways_of_sending_less_are_refused() -> None:
-    mbconv = ["search_space=mbconv", "retrain=mbconv", "wire=int8"]
+    mbconv = ["search_space=mbconv", "retrain=mbconv", "runtime.wire=int8"]
     for algorithm, key in (("fdnas", "algorithm"), ("cfdnas", "algorithm.search")):
-        with pytest.raises(ConfigError, match="wire=int8 with sparse=true"):
+        with pytest.raises(ConfigError, match="runtime.wire=int8 with sparse=true"):
             parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=true"]))
         parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=false"]))
 
@@ -548,7 +553,7 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
         compose(
             "experiment=feathers/fashion_mnist", "algorithm=fed_darts", "algorithm.nas_rounds=2"
         )
-    brief = compose("experiment=fdnas/fashion_mnist", "personalised=false", "clients=3")
+    brief = compose("experiment=fdnas/fashion_mnist", "evaluation.personalised=false", "clients=3")
     assert not brief.personalised
 
 
@@ -587,16 +592,28 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedavg retrain.channels=3", "network that is fixed: remove it"),
         ("algorithm=fedavg genotype=a.json algorithm.network=linear stages=[retrain]", "gives the"),
         ("algorithm=fedavg retrain.drop_path_prob=.1", "retrain.drop_path_prob=0.1 has no effect"),
-        ("algorithm=fedavg momentum=averaged client_tags=[a,b,c]", "client_tags=[a, b, c]"),
+        (
+            "algorithm=fedavg training.momentum=averaged algorithm.client_tags=[a,b,c]",
+            "algorithm.client_tags=[a, b, c]",
+        ),
         ("algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3", "tries no net"),
-        ("algorithm=fnas stages=[search] momentum=server", "clients send gradients"),
-        (f"{LOCAL} stages=[search] momentum=averaged", "no trained model is sent"),
-        (f"{LOCAL} stages=[search] wire=int8", "no trained model is sent"),
-        (f"{LOCAL} retrain.exchange=gradients momentum=server", "the server steps with retrain"),
-        ("algorithm=zero_cost stages=[search] wire=int8", "in which no client trains"),
-        ("algorithm=zero_cost stages=[search] precision=bfloat16", "in which no client trains"),
-        ("algorithm=dpnas stages=[search] precision=bfloat16", "with algorithm.dp_aware"),
-        ("algorithm=zero_cost stages=[search] class_factors={a:.5}", "class_factors={a: 0.5}"),
+        ("algorithm=fnas stages=[search] training.momentum=server", "clients send gradients"),
+        (f"{LOCAL} stages=[search] training.momentum=averaged", "no trained model is sent"),
+        (f"{LOCAL} stages=[search] runtime.wire=int8", "no trained model is sent"),
+        (
+            f"{LOCAL} retrain.exchange=gradients training.momentum=server",
+            "the server steps with retrain",
+        ),
+        ("algorithm=zero_cost stages=[search] runtime.wire=int8", "in which no client trains"),
+        (
+            "algorithm=zero_cost stages=[search] training.precision=bfloat16",
+            "in which no client trains",
+        ),
+        ("algorithm=dpnas stages=[search] training.precision=bfloat16", "with algorithm.dp_aware"),
+        (
+            "algorithm=zero_cost stages=[search] training.class_factors={a:.5}",
+            "training.class_factors={a: 0.5}",
+        ),
         ("algorithm=feathers retrain.weights.lr=.3", "configurations of its own"),
         ("algorithm=feathers algorithm.bandit={scaled:false,scale_retention:.1}", "scaled=false"),
         (f"algorithm=feathers algorithm.configurations=[{ARM}] algorithm.num_configurations=3", ""),
@@ -607,12 +624,12 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedex retrain.weights.clip_norm=1", "retrain.weights.clip_norm=1.0 has no"),
         ("stages=[search] retrain.rounds=3", "retrain.rounds=3 has no effect with stages=[search"),
         ("stages=[search] retrain.weights={lr:.5}", "retrain.weights.lr=0.5 has no effect"),
-        ("stages=[search] personalised=true", "which lack retrain: remove it"),
-        ("stages=[search,retrain] personalised=true", "which lack evaluate"),
+        ("stages=[search] evaluation.personalised=true", "which lack retrain: remove it"),
+        ("stages=[search,retrain] evaluation.personalised=true", "which lack evaluate"),
         ("stages=[retrain] genotype=a.json algorithm.rule=first_order", "which lack search"),
         ("stages=[retrain] genotype=a.json search_space=darts", "which do not search"),
         (
-            "personalised=true dataset.fractions={test:0,validation:.5}",
+            "evaluation.personalised=true dataset.fractions={test:0,validation:.5}",
             "no client has test records",
         ),
         ("dataset.server_test=false dataset.limit_test=5", "dataset.server_test=false"),
@@ -620,9 +637,9 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("dataset=csv dataset.flip=true", "a table"),
         ("dataset=csv dataset.cutout=3", "dataset.cutout=3 has no effect with dataset=csv"),
         ("partition=quantity partition.fractions=[.1,.9] partition.alpha=.2", "give the sizes"),
-        ("trim=2", "trim=2 has no effect with aggregate=mean"),
+        ("aggregate.trim=2", "aggregate.trim=2 has no effect with aggregate=mean"),
         (
-            "algorithm=fnas retrain.exchange=gradients momentum=server",
+            "algorithm=fnas retrain.exchange=gradients training.momentum=server",
             "the server steps with retrain.weights.momentum",
         ),
         (
@@ -645,9 +662,15 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedex retrain.evaluate_every=1", "which has exchanges of its own"),
         (f"{DP} retrain.evaluate_every=1", "whose budget is for training on all records"),
         ("stages=[search] retrain.evaluate_every=1", "which lack retrain"),
-        ("aggregate=median trim=2", "trim=2 has no effect with aggregate=median"),
-        ("client_tags=[a,b,c]", "algorithm=fed_darts: tags divide the clients of algorithm=cfdnas"),
-        (f"{SITES} secure_sum=true secure_terms.colluding=0", "policies have terms of their own"),
+        (
+            "aggregate=median aggregate.trim=2",
+            "aggregate.trim=2 has no effect with aggregate=median",
+        ),
+        (
+            "algorithm.client_tags=[a,b,c]",
+            "algorithm=fed_darts: tags divide the clients of algorithm=cfdnas",
+        ),
+        (f"{SITES} secure_sum=true secure_sum.colluding=0", "policies have terms of their own"),
         (f"{SITES} privacy.test_seed=3", "whose sites keep their own books and noise"),
         ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
         ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
@@ -721,10 +744,15 @@ def test_a_cause_of_no_effect_is_told_with_at_most_300_characters() -> None:
 
 
 def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding() -> None:
-    compose("algorithm=fedavg", "retrain.channels=null", "personalised=false", "client_tags=[]")
+    compose(
+        "algorithm=fedavg",
+        "retrain.channels=null",
+        "evaluation.personalised=false",
+        "algorithm.client_tags=[]",
+    )
     compose("algorithm=fedavg", "algorithm.network=linear", "retrain.auxiliary_weight=0")
     compose("stages=[search]")
-    compose("algorithm=zero_cost", "stages=[search]", "class_factors={}")
+    compose("algorithm=zero_cost", "stages=[search]", "training.class_factors={}")
 
 
 SIZED = ("stages=[retrain]", "genotype=a.json", "retrain.channels=8", "retrain.num_cells=1")
@@ -753,7 +781,7 @@ def test_noise_of_metrics_acts_where_test_records_are_measured() -> None:
 def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:
     mine = own_experiment({"class_factors": {"1": 0.5}})
     assert compose(mine).class_factors == {"1": 0.5}
-    assert compose(mine, "class_factors={}").class_factors == {}
+    assert compose(mine, "training.class_factors={}").class_factors == {}
     arms = f"algorithm.configurations=[{ARM}]"
     config = compose("algorithm=feathers", arms, "algorithm.ranges={}")
     assert config.algorithm.ranges == {}  # type: ignore[attr-defined]
@@ -848,7 +876,7 @@ def test_a_last_learning_rate_that_was_typed_does_not_follow() -> None:
         ("seed=null", "seed=null has the wrong type"),
         ("seed=true", "seed=true has the wrong type"),
         ("genotype={a:null}", "genotype={a: null} has the wrong type"),
-        ("client_tags=[a,1]", "client_tags[1]=1 has the wrong type"),
+        ("algorithm.client_tags=[a,1]", "client_tags[1]=1 has the wrong type"),
     ],
 )
 def test_sentences_spell_values_as_overrides_do(overrides: str, words: str) -> None:

@@ -54,7 +54,7 @@ def test_every_setting_of_a_configuration_is_drawn(fuzz_settings):
     assert {key.partition(".")[0] for key in keys} >= {*groups, "seed", "stages", "wire"}
     given = (*groups, "secure_terms", "server_optimizer")  # the last one has but its name here
     known = {name for name in Config.__dataclass_fields__ if name not in given}
-    assert {"secure_terms.least_sites", "secure_terms.colluding"} <= set(keys)
+    assert {"secure_sum.least_sites", "secure_sum.colluding"} <= set(keys)
     assert known - set(keys) == {"run_dir", "device", "tensorboard"}
     assert {"algorithm.bandit.beta", "privacy.retrain.local_steps"} <= set(keys)
 

@@ -77,7 +77,7 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
         *("clients=1", "search_space=darts_small", "search_space.channels=4", "retrain=small"),
         *("retrain.channels=4", "retrain.num_cells=3", "retrain.norm=group"),
         *("retrain.auxiliary_weight=0.7", "retrain.drop_path_prob=0.6", "retrain.weights.lr=0.005"),
-        *("dataset.class_names=[red,green,blue]", "class_factors={blue: 0.25, red: 0.5}"),
+        *("dataset.class_names=[red,green,blue]", "training.class_factors={blue: 0.25, red: 0.5}"),
         *(*NORMALISED, *AUGMENTED),
     )
     fed = federate(config)

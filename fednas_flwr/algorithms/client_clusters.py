@@ -36,7 +36,7 @@ def group_name(properties: Mapping[str, object], client: int, name: str) -> str:
     if not isinstance(label, str) or not label:
         raise ConfigError(
             f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
-            "tag in its --node-config, or simulated clients client_tags=[...]."
+            "tag in its --node-config, or simulated clients algorithm.client_tags=[...]."
         )
     # in UTF-8 up to 240 bytes, where file systems take 255
     if not re.fullmatch(r"[\w .-]{1,60}", label) or label.startswith("."):

@@ -34,7 +34,7 @@ from fednas_flwr.settings import (
     incompatible,
 )
 from fednas_flwr.settings.optimizers import Configuration, PriorSettings, ShortlistSettings
-from fednas_flwr.settings.server_optimizers import ServerAdagrad, ServerAdam
+from fednas_flwr.settings.rounds import ServerAdagrad, ServerAdam
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +91,7 @@ def _fed_avg_releases(config: Config) -> RoundReleases:
         "norm": own.max_grad_norm,
     }
     if retrains_by_gradients(config):
-        return partial(fedsgd.releases, **terms, secure_sum=config.secure_sum)
+        return partial(fedsgd.releases, **terms, secure_sum=config.secure_sum is not None)
     return partial(fedavg.releases, **terms)
 
 
@@ -134,7 +134,7 @@ def retrains_by_gradients(config: Config) -> bool:
     if ALGORITHMS[config.algorithm.name].retraining is not Algorithm.retraining:
         return False
     if config.retrain.exchange is None:
-        return config.secure_sum and incompatible.by_record(config)
+        return config.secure_sum is not None and incompatible.by_record(config)
     return config.retrain.exchange == "gradients"
 
 
@@ -208,7 +208,9 @@ def _fnas_releases(config: Config) -> RoundReleases:
     from fednas_flwr.algorithms.fnas.strategy import releases
 
     measures = _privacy(config).metrics_noise_multiplier is not None
-    return _with_terms(config, releases, measures=measures, secure_sum=config.secure_sum)
+    return _with_terms(
+        config, releases, measures=measures, secure_sum=config.secure_sum is not None
+    )
 
 
 def _feathers(config: Config, prepared: Prepared, space: SearchSpace) -> Plan:

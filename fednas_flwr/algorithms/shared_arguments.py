@@ -25,6 +25,7 @@ from fednas_flwr.server.robust_averages import TrimmedMean
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.incompatible import by_client, follows_noise
 from fednas_flwr.settings.optimizers import Configuration
+from fednas_flwr.settings.rounds import TrimmedMeanSettings
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 
@@ -57,7 +58,7 @@ def make_search(
     network = _first_supernet(config, space) if entry.trains_supernet else nn.Module()
     shared: dict[str, Any] = {"space": space, "checkpoints": checkpoints}
     plan = entry.search(config, prepared, space)
-    shared["momentum"] = config.momentum or "reset"
+    shared["momentum"] = config.training.momentum or "reset"
     return _make_strategy(config, plan, network, courier, shared, private)
 
 
@@ -87,7 +88,7 @@ def make_retraining(
         "batch_size": config.retrain.batch_size,
         "auxiliary_weight": config.retrain.auxiliary_weight,
         "checkpoints": checkpoints,
-        "momentum": config.momentum or ("averaged" if follows_noise(config) else "reset"),
+        "momentum": config.training.momentum or ("averaged" if follows_noise(config) else "reset"),
     }
     plan = ALGORITHMS[config.algorithm.name].retraining(config, configuration)
     return _make_strategy(config, plan, network, courier, shared, private), network
@@ -136,9 +137,7 @@ def _make_strategy(
 
 def _averaging(config: Config) -> Callable[[], Average]:
     """Return what makes the average of a round's models."""
-    makers: dict[str, Callable[[], Average]] = {
-        "mean": WeightedAverage,
-        "median": partial(TrimmedMean, None),
-        "trimmed_mean": partial(TrimmedMean, config.trim),
-    }
-    return makers[config.aggregate]
+    aggregate = config.aggregate
+    if isinstance(aggregate, TrimmedMeanSettings):
+        return partial(TrimmedMean, aggregate.trim)
+    return partial(TrimmedMean, None) if aggregate.name == "median" else WeightedAverage

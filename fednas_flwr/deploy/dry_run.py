@@ -200,8 +200,8 @@ def own_folder(config: Config, folder: Path) -> Config:
 
 
 def _estimate(config: Config) -> Estimate:
-    torch.set_num_threads(config.threads)
-    folder, device = Path(str(config.run_dir)), make_device(config.device)
+    torch.set_num_threads(config.runtime.threads)
+    folder, device = Path(str(config.run_dir)), make_device(config.runtime.device)
     grid = MeasuringGrid(make_client_app(dump_config(config)), config)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

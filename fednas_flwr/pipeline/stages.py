@@ -118,10 +118,10 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
         QuorumError: Too few clients answered.
         ConfigError: A setting does not fit the data.
     """
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.runtime.threads)
     circumstances = _circumstances()
     if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
-        circumstances["device"] = str(make_device(config.device))
+        circumstances["device"] = str(make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
         _run_stages(config, grid, log, circumstances, resumed=resumed)
 
@@ -157,7 +157,7 @@ def begin(
         earlier: Events of the run that goes on; empty of a new one.
     """
     resumed = bool(earlier)
-    limit = config.time_limit
+    limit = config.runtime.time_limit
     ends_at = None if limit is None else time.monotonic() + seconds("time_limit", limit)
     folder = Path(str(config.run_dir))
     table = given_table(config)
@@ -387,7 +387,7 @@ def _evaluate(
 ) -> None:
     """Measure the network on the server's test set and on every client's own test records."""
     config, prepared = run.config, run.prepared
-    device = make_device(config.device)
+    device = make_device(config.runtime.device)
     with run.stage("evaluate"):
         private = private_stage(config, run.schedule, "evaluate")
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
@@ -416,7 +416,7 @@ def _evaluate(
                     results["total"] = tested[0] if tested else None
                 else:
                     results["clients"] = tested
-            if config.personalised:
+            if config.evaluation.personalised:
                 last = Personalise(_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         told = {name: baselines.get(name) for name in ("linear", "trees")}
@@ -572,10 +572,10 @@ def make_courier(config: Config, *, run: str, emit: Emit = ignore_events) -> Cou
         quorum=runtime.quorum,
         deadline_s=runtime.deadline_s,
         connect_s=runtime.connect_s if isinstance(runtime, Deployment) else CONNECT_S,
-        wire=config.wire,
+        wire=runtime.wire,
         fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
         most_records=runtime.most_records,
         largest_share=runtime.largest_share,
-        secure_sum=config.secure_sum,
+        secure_sum=config.secure_sum is not None,
         emit=emit,
     )

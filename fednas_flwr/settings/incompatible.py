@@ -24,7 +24,7 @@ from fednas_flwr.settings import (
 )
 from fednas_flwr.settings.names import BY_SIZE, CLIENT
 from fednas_flwr.settings.parser import check_range
-from fednas_flwr.settings.run_settings import MOST_SITES
+from fednas_flwr.settings.rounds import MOST_SITES
 
 
 def has_real_sites(config: Config) -> bool:
@@ -66,9 +66,10 @@ def searches(config: Config) -> bool:
 
 def of_fnas(config: Config) -> None:
     """Refuse robust averages of what is not an average."""
-    if config.aggregate != "mean" and searches(config):
+    if config.aggregate.name != "mean" and searches(config):
         raise ConfigError(
-            f"aggregate={config.aggregate} with algorithm={config.algorithm.name}: it adds up sums "
+            f"aggregate={config.aggregate.name} with algorithm={config.algorithm.name}: it adds "
+            "up sums "
             "of gradients over batches of different sizes; set aggregate=mean."
         )
 
@@ -153,17 +154,23 @@ def of_fdnas(config: Config) -> None:
     if isinstance(search, CFDNASSettings):
         search = search.search
     assert isinstance(search, FDNASSettings)
-    if config.wire != "float32" and search.sparse:
+    if config.runtime.wire != "float32" and search.sparse:
         raise ConfigError(
-            f"wire={config.wire} with sparse=true of algorithm={config.algorithm.name}: rounding "
-            "is of differences to whole states; set one of wire=float32 and sparse=false."
+            f"runtime.wire={config.runtime.wire} with sparse=true of "
+            f"algorithm={config.algorithm.name}: rounding "
+            "is of differences to whole states; set one of runtime.wire=float32 and sparse=false."
         )
 
 
 def of_cfdnas(config: Config) -> None:
     """Refuse what FDNAS does, groups by alphas that rest, and averages that need a number."""
     assert isinstance(config.algorithm, CFDNASSettings)
-    warm_up = config.algorithm.search.warm_up_rounds
+    tags, warm_up = config.algorithm.client_tags, config.algorithm.search.warm_up_rounds
+    if len(tags) not in (0, config.clients):
+        raise ConfigError(
+            f"algorithm.client_tags={show(tags)} for clients={config.clients}: give one for each "
+            "client, or none."
+        )
     if config.algorithm.group_by == "alphas" and config.rounds <= warm_up:
         raise ConfigError(
             f"algorithm.group_by=alphas with rounds={config.rounds}: alphas rest in the first "
@@ -175,7 +182,7 @@ def of_cfdnas(config: Config) -> None:
             f"algorithm=cfdnas with stages={show(config.stages)}: its groups begin with a search; "
             "add search, or set algorithm=fedavg to retrain a genotype."
         )
-    if config.aggregate == "trimmed_mean":
+    if config.aggregate.name == "trimmed_mean":
         raise ConfigError(
             "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
             "known before; set aggregate=median."
@@ -197,16 +204,17 @@ def check_groups(config: Config) -> None:
         )
     if algorithm.group_by != "tag" or config.runtime.name == "deployment":
         return
-    if not config.client_tags or "" in config.client_tags:
+    tags = algorithm.client_tags
+    if not tags or "" in tags:
         raise ConfigError(
-            f"algorithm.group_by=tag with client_tags={show(config.client_tags)}: every simulated "
+            f"algorithm.group_by=tag with algorithm.client_tags={show(tags)}: every simulated "
             f"client needs a tag; give one for each of clients={config.clients}."
         )
-    for client, tag in enumerate(config.client_tags):
+    for client, tag in enumerate(tags):
         group_name({"tag": tag}, client, "tag")
     for name in algorithm.group_hardware:
-        if name not in config.client_tags:
-            raise unknown_choice("algorithm.group_hardware", name, set(config.client_tags))
+        if name not in tags:
+            raise unknown_choice("algorithm.group_hardware", name, set(tags))
 
 
 def of_dpnas(config: Config) -> None:
@@ -231,18 +239,19 @@ def check_validation(config: Config) -> None:
 
 def check_secure_sum(config: Config) -> None:
     """Refuse what a server that sees totals only cannot do."""
-    if not config.secure_sum:
+    terms = config.secure_sum
+    if terms is None:
         return
-    name, algorithm, terms = config.algorithm.name, config.algorithm, config.secure_terms
+    name, algorithm = config.algorithm.name, config.algorithm
     own_paths = isinstance(algorithm, FDNASSettings | CFDNASSettings) and searches(config)
     needs = {
-        f"aggregate={config.aggregate}": (
-            config.aggregate != "mean",
+        f"aggregate={config.aggregate.name}": (
+            config.aggregate.name != "mean",
             "it compares the values of single clients; set aggregate=mean",
         ),
-        f"wire={config.wire}": (
-            config.wire != "float32",
-            "masked integers are not rounded; set wire=float32",
+        f"runtime.wire={config.runtime.wire}": (
+            config.runtime.wire != "float32",
+            "masked integers are not rounded; set runtime.wire=float32",
         ),
         f"clients={config.clients}": (
             config.clients > MOST_SITES,
@@ -252,7 +261,10 @@ def check_secure_sum(config: Config) -> None:
             getattr(config.privacy, "statistics_noise_multiplier", None) is not None,
             "what clients standardise by is found before there is a sum; set it to null",
         ),
-        "personalised=true": (config.personalised, "it is a result per client; leave it out"),
+        "evaluation.personalised=true": (
+            config.evaluation.personalised,
+            "it is a result per client; leave it out",
+        ),
         f"algorithm={name}": (
             own_paths or name == "fedex",
             "its clients, or groups of them, are asked different things, which have no sum; choose "
@@ -276,16 +288,16 @@ def check_secure_sum(config: Config) -> None:
         return  # whose sites' own policies decide
     if config.clients < terms.colluding + 2:
         raise ConfigError(
-            f"secure_sum=true with clients={config.clients} and secure_terms.colluding="
+            f"secure_sum=true with clients={config.clients} and secure_sum.colluding="
             f"{terms.colluding}: a sum must have two honest clients beside those; raise clients to "
-            f"{terms.colluding + 2} or more, or lower secure_terms.colluding."
+            f"{terms.colluding + 2} or more, or lower secure_sum.colluding."
         )
     if not terms.colluding + 2 <= terms.least(config.clients) <= config.clients:
         raise ConfigError(
-            f"secure_terms.least_sites={show(terms.least_sites)} with secure_terms.colluding="
+            f"secure_sum.least_sites={show(terms.least_sites)} with secure_sum.colluding="
             f"{terms.colluding} and clients={config.clients}: a sum must have two honest clients, "
             f"so that least_sites is from {terms.colluding + 2} to {config.clients}; raise clients "
-            "or lower secure_terms.colluding."
+            "or lower secure_sum.colluding."
         )
 
 
@@ -297,7 +309,7 @@ def check_unit_of_privacy(config: Config) -> None:
     updates = FedDARTSSettings | FEATHERSSettings | ZeroCostSettings | GivenNetwork
     needs = {
         "secure_sum=false": (
-            not config.secure_sum,
+            config.secure_sum is None,
             "each client would add all of the noise; set secure_sum=true",
         ),
         f"algorithm={algorithm.name}": (
@@ -305,9 +317,10 @@ def check_unit_of_privacy(config: Config) -> None:
             "its clients' replies are no updates of several local steps; choose fed_darts, "
             "feathers, fedavg, fedprox or zero_cost",
         ),
-        f"momentum={config.momentum}": (
-            config.momentum == "averaged",
-            "the moments would be further releases; set momentum=reset or momentum=server",
+        f"training.momentum={config.training.momentum}": (
+            config.training.momentum == "averaged",
+            "the moments would be further releases; set training.momentum=reset or "
+            "training.momentum=server",
         ),
         "privacy.metrics_noise_multiplier": (
             privacy.metrics_noise_multiplier is not None,
@@ -325,47 +338,48 @@ def check_unit_of_privacy(config: Config) -> None:
 
 def check_sampling(config: Config) -> None:
     """Refuse what needs all clients in every round, or each of them once."""
-    if not config.samples:
+    sampling = config.sampling
+    if sampling is None or not config.samples:
         return
-    algorithm, by_size = config.algorithm, config.sampling == BY_SIZE
+    algorithm, by_size = config.algorithm, sampling.by == BY_SIZE
     of_sets = isinstance(algorithm, FEATHERSSettings | DPNASSettings | SuccessiveHalvingSettings)
     needs = {
         f"algorithm={algorithm.name}": (
             isinstance(algorithm, CFDNASSettings),
-            "it divides all clients into groups by what each of them answers; leave "
-            "clients_per_round out",
+            "it divides all clients into groups by what each of them answers; set sampling=null",
         ),
         "secure_sum=true": (
-            config.secure_sum,
+            config.secure_sum is not None,
             "every sum is over the whole roster; leave one of them out",
         ),
         "algorithm.reduce=sum": (
             getattr(algorithm, "reduce", "mean") == "sum" and searches(config),
             "a sum over some clients is no estimate of that over all; set algorithm.reduce=mean",
         ),
-        f"sampling=by_size and aggregate={config.aggregate}": (
-            by_size and config.aggregate != "mean",
-            "a large client that is drawn twice has one value; set sampling=uniform",
+        f"sampling.by=by_size and aggregate={config.aggregate.name}": (
+            by_size and config.aggregate.name != "mean",
+            "a large client that is drawn twice has one value; set sampling.by=uniform",
         ),
-        "sampling=by_size and privacy=dp": (
+        "sampling.by=by_size and privacy=dp": (
             by_size and of_sets and not isinstance(config.privacy, NoPrivacy),
             f"the noise on rewards of algorithm={algorithm.name} is known for averages by records "
-            "only; set sampling=uniform or sampling=round_robin",
+            "only; set sampling.by=uniform or sampling.by=round_robin",
         ),
     }
     for setting, (refused, reason) in needs.items():
         if refused:
-            asked = config.clients_per_round
-            raise ConfigError(f"clients_per_round={asked:g} with {setting}: {reason}.")
+            asked = sampling.per_round
+            raise ConfigError(f"sampling.per_round={asked:g} with {setting}: {reason}.")
 
 
 def of_fedex(config: Config) -> None:
     """Refuse the server's momentum, as every client draws its own."""
     check_validation(config)
-    if config.momentum == "server":
+    if config.training.momentum == "server":
         raise ConfigError(
-            "momentum=server with algorithm=fedex: every client steps with a momentum of its own; "
-            "set momentum=reset or momentum=averaged."
+            "training.momentum=server with algorithm=fedex: every client steps with a momentum of "
+            "its own; "
+            "set training.momentum=reset or training.momentum=averaged."
         )
 
 

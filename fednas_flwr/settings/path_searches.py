@@ -133,6 +133,8 @@ class CFDNASSettings(AlgorithmSettings):
         inherit: If true, groups start from the supernet of all clients; false is naive-CFDNAS,
             which leaves that search out.
         group_rounds: Rounds of search in each group.
+        client_tags: Tags of simulated clients, by index, to group them by ``tag``; real nodes tell
+            their own.
         group_hardware: Hardware loss of a group, by its name; other groups have none.
         search: The clients' search.
     """
@@ -141,6 +143,7 @@ class CFDNASSettings(AlgorithmSettings):
     num_groups: Annotated[int, Between(2)] | None
     inherit: bool
     group_rounds: Count
+    client_tags: list[str]
     group_hardware: dict[str, Hardware]
     search: FDNASSettings
 

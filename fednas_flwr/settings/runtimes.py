@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings.optimizers import NonNegative, Positive, ShareAbove0
-from fednas_flwr.settings.parser import Between, Checked, Text
+from fednas_flwr.settings.parser import Between, Checked, OneOf, Text, seconds
 
+DEVICES = ("auto", "cpu", "cuda")
+WIRES = ("float32", "float16", "int8")
+MOST_THREADS = 1024
 LEAST_PART = Between(1e-4, reason="Ray counts no smaller part of a processor")
 
 
@@ -17,6 +20,13 @@ class Runtime(Checked):
     """``inline``: all clients in this process, one after the other.
 
     Attributes:
+        device: Device for training; ``auto`` takes CUDA if there is a GPU.
+        threads: torch's threads per client, the same in every runtime.
+        wire: Number format of tensors in messages, both ways (:mod:`fednas_flwr.protocol.wire`).
+        time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
+            would not end in time; the network is then exported as trained so far, or a search is
+            left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
+            that it has not cut short. Null is none.
         quorum: Share of the clients that must answer every exchange.
         deadline_s: Seconds the server waits for the replies of one exchange.
         approval_s: Seconds the server waits for people at private sites to approve the run.
@@ -27,11 +37,27 @@ class Runtime(Checked):
     """
 
     name: str
+    device: Annotated[str, OneOf(DEVICES)]
+    threads: Annotated[int, Between(1, MOST_THREADS, reason="no machine has more cores")]
+    wire: Annotated[str, OneOf(WIRES)]
+    time_limit: Text | None
     quorum: ShareAbove0
     deadline_s: Positive
     approval_s: NonNegative
     most_records: Annotated[float, Between(1)]
     largest_share: ShareAbove0
+
+    def __post_init__(self) -> None:
+        """Check the ranges, the device's name and the time."""
+        if self.device.startswith("cuda:"):
+            number = self.device.removeprefix("cuda:")
+            raise ConfigError(
+                f"device={show(self.device)} is unknown: set runtime.device=cuda, and choose the "
+                f"GPU by the environment variable CUDA_VISIBLE_DEVICES={show(number)}."
+            )
+        super().__post_init__()
+        if self.time_limit is not None:
+            seconds("time_limit", self.time_limit)
 
 
 @dataclass(frozen=True)

@@ -231,25 +231,29 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
         "retrain.batch_size retrain.auxiliary_weight "
-        "retrain.drop_path_prob retrain.weights privacy.retrain personalised "
-        "dataset.linear_baseline dataset.limit_test positive",
+        "retrain.drop_path_prob retrain.weights privacy.retrain evaluation.personalised "
+        "dataset.linear_baseline dataset.limit_test evaluation.positive",
         lambda c: not _retrains(c),
         STAGES + ", which lack retrain",
     ),
     Rule(
-        "personalised dataset.linear_baseline dataset.limit_test positive",
+        "evaluation.personalised dataset.linear_baseline dataset.limit_test evaluation.positive",
         lambda c: "evaluate" not in c.stages,
         STAGES + ", which lack evaluate",
     ),
     Rule(
-        "baselines",
+        "evaluation.baselines",
         lambda c: not searches(c) or not {"retrain", "evaluate", "export"}.issubset(c.stages),
         "algorithm={c.algorithm.name} and stages={c.stages}: they are compared with a searched "
         "network that is retrained, evaluated and exported",
     ),
-    Rule("baselines", _is(CFDNASSettings), "algorithm=cfdnas, whose groups each have a network"),
     Rule(
-        "baselines",
+        "evaluation.baselines",
+        _is(CFDNASSettings),
+        "algorithm=cfdnas, whose groups each have a network",
+    ),
+    Rule(
+        "evaluation.baselines",
         lambda c: has_real_sites(c) and _private(c) and _baseline_share(c) is None,
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
         "set privacy.baseline_share to what they may cost, or remove it",
@@ -260,17 +264,19 @@ RULES: tuple[Rule, ...] = (
         "runtime={c.runtime.name} partition={c.partition.name}, in which every baseline has a "
         "ledger of its own",
     ),
-    Rule("privacy.baseline_share", lambda c: not c.baselines, "baselines={c.baselines}"),
     Rule(
-        "aggregate momentum wire secure_sum oversample precision "
-        "class_factors dataset.crop_padding "
-        "clients_per_round sampling over_selection "
-        "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
+        "privacy.baseline_share",
+        lambda c: not c.evaluation.baselines,
+        "evaluation.baselines={c.evaluation.baselines}",
+    ),
+    Rule(
+        "aggregate training secure_sum sampling runtime.wire runtime.time_limit "
+        "dataset.crop_padding dataset.flip dataset.cutout privacy.micro_batch_size",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
     ),
     Rule(
-        "precision",
+        "training.precision",
         lambda c: (
             isinstance(c.algorithm, DPNASSettings)
             and c.algorithm.dp_aware is not None
@@ -314,18 +320,18 @@ RULES: tuple[Rule, ...] = (
         "set algorithm.rule=mixed_level or remove it",
     ),
     Rule(
-        "momentum",
+        "training.momentum",
         lambda c: isinstance(c.algorithm, FNASSettings) and not _retrains(c),
         "algorithm={c.algorithm.name} and stages={c.stages}: clients send gradients",
         "remove it; the server steps with algorithm.weights.momentum",
     ),
     Rule(
-        "momentum wire",
+        "training.momentum runtime.wire",
         lambda c: _halves_by_local_training(c) and not _retrains(c),
         "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
     ),
     Rule(
-        "momentum",
+        "training.momentum",
         lambda c: (
             _retrains(c) and retrains_by_gradients(c) and not (searches(c) and _trains_models(c))
         ),
@@ -417,44 +423,33 @@ RULES: tuple[Rule, ...] = (
         "remove it, and set algorithm.group_rounds and algorithm.group_hardware",
     ),
     Rule(
-        "client_tags",
-        lambda c: not isinstance(c.algorithm, CFDNASSettings),
-        "algorithm={c.algorithm.name}: tags divide the clients of algorithm=cfdnas",
-    ),
-    Rule(
-        "client_tags",
+        "algorithm.client_tags",
         lambda c: isinstance(c.algorithm, CFDNASSettings) and c.algorithm.group_by != "tag",
         "algorithm.group_by={c.algorithm.group_by}",
         "set algorithm.group_by=tag or remove it",
     ),
     Rule(
-        "secure_terms",
-        lambda c: not c.secure_sum,
-        "secure_sum=false",
-        "set secure_sum=true or remove it",
-    ),
-    Rule(
-        "secure_terms",
+        "secure_sum.least_sites secure_sum.colluding",
         _real_sites,
         "runtime=deployment partition=sites, whose sites' policies have terms of their own",
     ),
     Rule(
         "runtime.largest_share",
-        lambda c: c.secure_sum,
+        lambda c: c.secure_sum is not None,
         "secure_sum=true, with which the server sees no client's weight",
     ),
     Rule(
-        "sampling over_selection",
-        lambda c: not c.samples,
-        "clients_per_round={c.clients_per_round} of clients={c.clients}, with which all are asked",
-        "set clients_per_round below clients, or remove it",
+        "sampling.by sampling.spare",
+        lambda c: c.sampling is not None and not c.samples,
+        "sampling.per_round={c.sampling.per_round:g} of clients={c.clients}, with which all are "
+        "asked",
+        "set sampling.per_round below clients, or remove it",
     ),
     Rule(
         "runtime.largest_share",
         lambda c: c.samples and c.asked < FEWEST_VOTES,
-        "clients_per_round={c.clients_per_round}, of whom nobody can tell who is right",
+        "sampling.per_round={c.sampling.per_round:g}, of whom nobody can tell who is right",
     ),
-    Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
     # Privacy.
     Rule(
         "algorithm.local_epochs algorithm.search.local_epochs",
@@ -583,7 +578,7 @@ RULES: tuple[Rule, ...] = (
         "runtime=deployment, whose records are not in one place",
     ),
     Rule(
-        "personalised",
+        "evaluation.personalised",
         lambda c: c.dataset.fractions.get("test") == 0,
         "dataset.fractions.test=0.0, with which no client has test records",
     ),
@@ -625,8 +620,8 @@ RULES: tuple[Rule, ...] = (
 # What is false, zero, null or empty here asks for nothing, so that it is no finding: in that way
 # what an experiment sets is taken back.
 SWITCHES = {
-    *("personalised", "oversample", "secure_sum", "class_factors", "client_tags", "genotype"),
-    *("baselines", "clients_per_round", "over_selection"),
+    *("secure_sum", "sampling", "genotype", "training.oversample", "training.class_factors"),
+    *("evaluation.personalised", "evaluation.baselines", "algorithm.client_tags"),
     *("dataset.linear_baseline", "dataset.limit_test", "dataset.root"),
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
     *("retrain.channels", "retrain.num_cells", "retrain.exchange"),

@@ -65,11 +65,11 @@ def table(tmp_path_factory):
 def overrides(table):
     return [
         *("algorithm=dp_fnas", "privacy=dp", *SIZES, "search_space.norm=group"),
-        *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "device=cpu"),
+        *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu"),
         "privacy.epsilon=100",
         *("dataset=csv", f"dataset.root={table}", f"dataset.cache={table.parent / 'cache'}"),
         *("dataset.categories={sex: [f, m]}", RANGES, "dataset.server_test=false"),
-        "tensorboard=false",
+        "trackers=[]",
     ]
 
 

@@ -127,5 +127,5 @@ def test_a_simulation_whose_threads_are_not_those_of_its_policies_is_refused(
 
     assert client(1).threads == 1
     assert client(1).guard.allowed.micro_batch_size == privacy.micro_batch_size
-    with pytest.raises(ConfigError, match="threads=2, but the simulated sites' policies"):
+    with pytest.raises(ConfigError, match="runtime.threads=2, but the simulated sites' policies"):
         client(2)

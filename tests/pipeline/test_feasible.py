@@ -62,7 +62,7 @@ def saved(path: Path, labels: np.ndarray, test_labels: np.ndarray, **more: np.nd
 def test_secure_sums_take_no_table_whose_statistics_each_client_tells(
     compose_config: Compose, table: tuple[str, ...]
 ) -> None:
-    own = (*table, "clients=3", "secure_terms.colluding=0", "secure_sum=true")
+    own = (*table, "clients=3", "secure_sum.colluding=0", "secure_sum=true")
     sentence = refused(compose_config(*own))
     assert sentence.startswith("secure_sum=true with a table whose dataset.statistics are not")
     assert "declare them as {column: [mean, std], ...}" in sentence
@@ -279,11 +279,13 @@ def test_more_threads_than_cores_can_run_are_refused(
     compose_config: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    sentence = refused(compose_config("threads=17"))
-    assert sentence.startswith("threads=17 is out of range: expected at most 16, 8 for each of")
-    api.check([compose_config("threads=16")])
+    sentence = refused(compose_config("runtime.threads=17"))
+    assert sentence.startswith(
+        "runtime.threads=17 is out of range: expected at most 16, 8 for each of"
+    )
+    api.check([compose_config("runtime.threads=16")])
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    api.check([compose_config("threads=8")])
+    api.check([compose_config("runtime.threads=8")])
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_a_search_that_costs_all_of_the_target_is_refused_naming_the_split(compo
 
 
 SHARED = [
-    *("runtime=deployment", "runtime.superlink=site", "partition=sites", "baselines=2"),
+    *("runtime=deployment", "runtime.superlink=site", "partition=sites", "evaluation.baselines=2"),
     *("privacy.epsilon=8", "privacy.baseline_share=0.25"),
 ]
 

@@ -62,7 +62,7 @@ def test_clients_without_test_records_are_not_asked_to_test(
         "rounds=1",
         "retrain.rounds=1",
     )
-    done = run_inline(*own, "personalised=true", "runtime.quorum=1")
+    done = run_inline(*own, "evaluation.personalised=true", "runtime.quorum=1")
     assert done.error is None
     assert [
         tuple(r["client"] for r in last(done.events, "evaluated")[kind])
