@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deploy"))
 HONEST = "honest"
 STATED = ("dataset.statistics={a: [0, 1], b: [0, 1], c: [0, 1]}", "dataset.ignore=[id]")
 RANGES = ("dataset.ranges={a: [-4, 4], b: [-4, 4], c: [-4, 4]}", "dataset.id_column=id")
-SUMS = ("secure_sum=true", "secure_sum={least_sites: 3, colluding: 1}", "clients=3")
+SUMS = ("secure_sum={least_sites: 3, colluding: 1}", "clients=3")
 RUNS = {
     "persons": (
         *("algorithm=dp_fnas", *RANGES, "privacy.statistics_noise_multiplier=3"),

@@ -56,10 +56,14 @@ NEEDED = {  # what a partition or an algorithm cannot do without
     "cfdnas": ["algorithm.client_tags=[a,b]"],
 }
 KEPT = {  # what a run needs to be small, its own and on this machine
-    *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
+    *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "trackers", "runtime.device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
 }
-SIZES = {"dataset.limit_train", "search_space.width", "threads"}  # drawn, they take much time
+SIZES = {
+    "dataset.limit_train",
+    "search_space.width",
+    "runtime.threads",
+}  # drawn, they take much time
 WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
 WIDE["search_space.width"] = 0.25
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges

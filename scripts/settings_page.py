@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -159,7 +159,7 @@ def leaves(
     hints, told = get_type_hints(kind, include_extras=True), meanings(kind)
     for field in fields(kind):
         key, hint = f"{prefix}{field.name}", hints[field.name]
-        value = tree.get(field.name) if isinstance(tree, dict) else None
+        value = tree.get(field.name) if isinstance(tree, dict) else _default(field)
         inner = next((part for part in parts_of(hint) if is_dataclass(part)), None)
         if field.name == "name" or (not prefix and names_of(field.name)):
             continue
@@ -173,6 +173,11 @@ def leaves(
         else:
             meaning = f"{(only or {}).get(field.name, '')}{told[field.name]}"
             yield row(key, allowed(hint), value, meaning)
+
+
+def _default(field: Field[Any]) -> Any:
+    """The default of a field of a mapping that is null in ``conf/``."""
+    return None if field.default is MISSING else field.default
 
 
 def row(key: str, values: str, default: Any, meaning: str) -> str:

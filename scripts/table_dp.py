@@ -211,7 +211,7 @@ def shared_job(clients: int, terms: tuple[int, int] | None, seed: int) -> Job:
     if terms is not None:
         name = f"shared {terms[0]}-{terms[1]}"
         sums = f"secure_sum={{least_sites: {terms[0]}, colluding: {terms[1]}}}"
-        overrides += ["secure_sum=true", sums]
+        overrides += [sums]
     return Job("dp_shared", {"noise": name, "K": clients}, tuple(overrides), seed)
 
 

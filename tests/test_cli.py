@@ -86,7 +86,7 @@ MISTAKES = {  # overrides: what the sentence must say
     "rounds=many": ["rounds=many", "a whole number"],
     "rounds=2.5": ["rounds=2.5", "a whole number"],
     "seed=true": ["seed=true", "a whole number"],
-    "tensorboard=1": ["tensorboard=1", "true or false"],
+    "training.oversample=1": ["training.oversample=1", "true or false"],
     "stages=search": ["stages=search", "a list such as [text, ...]"],
     "algorithm.weights=3": ["algorithm.weights=3", "a group of settings"],
     "retrain.weights.lr=.inf": ["retrain.weights.lr=.inf", "a number"],

@@ -35,6 +35,7 @@ from fednas_flwr.settings.configuration import (
 )
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 from fednas_flwr.settings.optimizers import Configuration
+from fednas_flwr.settings.rounds import AggregateSettings
 from fednas_flwr.settings.unused import check_experiment
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
@@ -150,7 +151,7 @@ def test_json_round_trip(tree: dict[str, Any]) -> None:
 def test_whole_numbers_become_floats_and_nothing_else_is_converted(tree: dict[str, Any]) -> None:
     config = parse_config(changed(tree, "runtime.deadline_s", 60))
     assert isinstance(config.runtime.deadline_s, float)
-    for key, value in {"rounds": 3.0, "clients": "3", "tensorboard": "true", "seed": None}.items():
+    for key, value in {"rounds": 3.0, "clients": "3", "run_dir": 1, "seed": None}.items():
         with pytest.raises(ConfigError, match=f"{key}={show(value)} has the wrong type"):
             parse_config(changed(tree, key, value))
 
@@ -187,7 +188,7 @@ BAD_VALUES = [
     ("retrain.auxiliary_weight", -0.1),
     ("stages", []),
     ("stages", ["search", "search"]),
-    ("threads", 100_000),
+    ("runtime.threads", 100_000),
     ("run_dir", ""),
     ("genotype", ""),
     ("dataset.cache", ""),
@@ -274,7 +275,7 @@ def test_at_most_300_characters_of_a_value_are_echoed(tree: dict[str, Any]) -> N
         ("dataset.class_names", [long, long]),
         ("stages", [long]),
         ("dataset.root", long),
-        ("client_tags", [long]),
+        ("runtime.device", long),
         ("runtime.superlink", {"a": long}),
     ):
         with pytest.raises(ConfigError) as told:
@@ -396,7 +397,7 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
         (["aggregate=trimmed_mean"], "aggregate.trim=1 leaves nothing of the 2 replies"),
         (["aggregate=trimmed_mean", "clients=9", "aggregate.trim=3"], "of the 5 replies"),
         (["aggregate=trimmed_mean", "algorithm=cfdnas", *NEEDS["algorithm=cfdnas"]], "=median"),
-        (["aggregate.trim=0"], "aggregate.trim=0"),
+        (["aggregate=trimmed_mean", "aggregate.trim=0"], "aggregate.trim=0"),
     ],
 )
 def test_robust_averages_of_nothing_are_refused(overrides: list[str], words: str) -> None:
@@ -412,7 +413,7 @@ def test_robust_averages_are_for_all_that_average(algorithm: str) -> None:
         "aggregate.trim=2",
         "runtime.quorum=1",
     ]
-    assert parse_config(compose_tree([*rest, "clients=5"])).trim == 2
+    assert parse_config(compose_tree([*rest, "clients=5"])).aggregate.trim == 2
 
 
 def test_two_ways_of_sending_less_are_refused() -> None:
@@ -433,10 +434,10 @@ def test_every_algorithm_has_one_entry_and_a_file() -> None:
 def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
     config = parse_config(compose_tree(["algorithm=fed_darts", "clients=2"]))
     with pytest.raises(ConfigError, match="aggregate=median with clients=2"):
-        check_combinations(replace(config, aggregate="median"))
+        check_combinations(replace(config, aggregate=AggregateSettings("median")))
     fnas = parse_config(compose_tree(["algorithm=fnas", "clients=2"]))
     with pytest.raises(ConfigError, match="sums of gradients"):
-        check_combinations(replace(fnas, aggregate="median"))
+        check_combinations(replace(fnas, aggregate=AggregateSettings("median")))
 
 
 def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
@@ -593,8 +594,8 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedavg genotype=a.json algorithm.network=linear stages=[retrain]", "gives the"),
         ("algorithm=fedavg retrain.drop_path_prob=.1", "retrain.drop_path_prob=0.1 has no effect"),
         (
-            "algorithm=fedavg training.momentum=averaged algorithm.client_tags=[a,b,c]",
-            "algorithm.client_tags=[a, b, c]",
+            "algorithm=cfdnas algorithm.client_tags=[a,b,c]",
+            "algorithm.client_tags=[a, b, c] has no effect with algorithm.group_by=alphas",
         ),
         ("algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3", "tries no net"),
         ("algorithm=fnas stages=[search] training.momentum=server", "clients send gradients"),
@@ -637,7 +638,6 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("dataset=csv dataset.flip=true", "a table"),
         ("dataset=csv dataset.cutout=3", "dataset.cutout=3 has no effect with dataset=csv"),
         ("partition=quantity partition.fractions=[.1,.9] partition.alpha=.2", "give the sizes"),
-        ("aggregate.trim=2", "aggregate.trim=2 has no effect with aggregate=mean"),
         (
             "algorithm=fnas retrain.exchange=gradients training.momentum=server",
             "the server steps with retrain.weights.momentum",
@@ -662,14 +662,6 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedex retrain.evaluate_every=1", "which has exchanges of its own"),
         (f"{DP} retrain.evaluate_every=1", "whose budget is for training on all records"),
         ("stages=[search] retrain.evaluate_every=1", "which lack retrain"),
-        (
-            "aggregate=median aggregate.trim=2",
-            "aggregate.trim=2 has no effect with aggregate=median",
-        ),
-        (
-            "algorithm.client_tags=[a,b,c]",
-            "algorithm=fed_darts: tags divide the clients of algorithm=cfdnas",
-        ),
         (f"{SITES} secure_sum=true secure_sum.colluding=0", "policies have terms of their own"),
         (f"{SITES} privacy.test_seed=3", "whose sites keep their own books and noise"),
         ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
@@ -724,6 +716,9 @@ def test_a_setting_without_effect_is_refused_by_name(overrides: str, sentence: s
         ("runtime.superlink=here", "runtime=deployment, and runtime=inline"),
         ("runtime=ray runtime.superlink=here", "runtime=deployment, and runtime=ray"),
         ("runtime.connect_s=3", "runtime=deployment, and runtime=inline"),
+        ("aggregate.trim=2", "aggregate=trimmed_mean, and aggregate=mean"),
+        ("aggregate=median aggregate.trim=2", "aggregate=trimmed_mean, and aggregate=median"),
+        ("algorithm.client_tags=[a,b]", "algorithm=cfdnas, and algorithm=fed_darts"),
     ],
 )
 def test_a_setting_of_another_choice_is_refused_by_its_name(overrides: str, choices: str) -> None:
@@ -748,7 +743,6 @@ def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding() -> N
         "algorithm=fedavg",
         "retrain.channels=null",
         "evaluation.personalised=false",
-        "algorithm.client_tags=[]",
     )
     compose("algorithm=fedavg", "algorithm.network=linear", "retrain.auxiliary_weight=0")
     compose("stages=[search]")
@@ -876,7 +870,7 @@ def test_a_last_learning_rate_that_was_typed_does_not_follow() -> None:
         ("seed=null", "seed=null has the wrong type"),
         ("seed=true", "seed=true has the wrong type"),
         ("genotype={a:null}", "genotype={a: null} has the wrong type"),
-        ("algorithm.client_tags=[a,1]", "client_tags[1]=1 has the wrong type"),
+        ("algorithm=cfdnas algorithm.client_tags=[a,1]", "client_tags[1]=1 has the wrong type"),
     ],
 )
 def test_sentences_spell_values_as_overrides_do(overrides: str, words: str) -> None:

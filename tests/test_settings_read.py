@@ -39,11 +39,17 @@ GROUPS = {  # the groups of a configuration, by what their classes derive from
     "NoPrivacy": "privacy",
     "ServerOptimizer": "server_optimizer",
     "DifferentialPrivacy": "privacy",
-    "SimulatedTerms": "secure_terms",
+    "AggregateSettings": "aggregate",
+    "SamplingSettings": "sampling",
+    "SecureSumSettings": "secure_sum",
+    "TrainingSettings": "training",
+    "EvaluationSettings": "evaluation",
     "Config": "",
 }
 # Who reads a setting to copy, check, compare or print all of them does not use it.
-COPIES = ("dataclasses.py", "typed.py", "copy.py", "configuration.py", "refusals.py", "effects.py")
+COPIES = (
+    *("dataclasses.py", "parser.py", "copy.py", "configuration.py", "incompatible.py", "unused.py"),
+)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def test_weights_that_no_candidate_has_trained_travel_as_they_are(compose_config
         *("algorithm.trained_candidates=1", "algorithm.final_candidates=1", "runtime.wire=int8"),
     )
     fed = federate(config)
-    fed.courier.wire = config.wire
+    fed.courier.wire = config.runtime.wire
     before = fed.strategy.named_arrays().to_torch_state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
     fed.strategy.start(fed.grid, num_rounds=1)

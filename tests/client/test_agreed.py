@@ -160,7 +160,7 @@ INSIDE = {"guard": "policy, commitment, generator", "sums": "roster, terms, keys
 @pytest.fixture
 def client(compose_config, tmp_path):
     config = compose_config(
-        *("algorithm=dp_fnas", "privacy=dp", "secure_sum=true", "clients=4"),
+        *("algorithm=dp_fnas", "privacy=dp", "clients=4"),
         *("secure_sum={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
     )
     return make_client(config, 0, data=make_data(config), networks={})
@@ -279,7 +279,7 @@ def test_what_settings_decide_is_shared_by_the_hash_of_all(
 ):
     """A server that sends one site other settings, even those that a composition refuses."""
     config = compose_config(
-        *("algorithm=dp_fnas", "privacy=dp", "secure_sum=true", "clients=4"),
+        *("algorithm=dp_fnas", "privacy=dp", "clients=4"),
         *("secure_sum={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
     )
     change = dict(BY_SETTINGS[name])

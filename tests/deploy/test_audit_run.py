@@ -37,7 +37,7 @@ PERSONS = (
 LOCAL = ("algorithm=fed_darts", *STATED)
 TRIALS = ("algorithm=feathers", *STATED)
 POOL = ("algorithm=successive_halving", *STATED)
-SUMS = ("secure_sum=true", "secure_sum={least_sites: 3, colluding: 1}", "clients=3")
+SUMS = ("secure_sum={least_sites: 3, colluding: 1}", "clients=3")
 CLIENTS = (
     *("algorithm=fed_darts", *STATED, *SUMS, "privacy.unit=client", "privacy.epsilon=1000"),
     *("privacy.weights.noise_multiplier=1", "privacy.alphas.noise_multiplier=1"),

@@ -92,7 +92,8 @@ def test_a_run_and_its_baselines_cost_no_more_than_the_epsilon(
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     sharing = replace(privacy, baseline_share=0.25)
-    paying = replace(config, baselines=1, privacy=sharing, run_dir=str(folder))
+    paying = replace(config, privacy=sharing, run_dir=str(folder))
+    paying = replace(paying, evaluation=replace(config.evaluation, baselines=1))
     records = [dict.fromkeys(("train", "validation", "test"), number) for number in (30, 20)]
     beside = [open_run_folder(str(own)) for own in baselines.prepare_baselines(paying)]
     assert len(beside) == 4  # random, data-free, linear and a ResNet-8

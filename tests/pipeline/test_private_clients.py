@@ -132,8 +132,6 @@ def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
 )
 def test_what_tells_more_than_an_update_is_refused(overrides, said, compose_config):
     names = {override.partition("=")[0] for override in overrides}
-    if "secure_sum" in names:
-        names.add("secure_terms")
     if "algorithm" not in names:
         overrides = [*overrides, *SEARCH]
     base = [o for o in CLIENTS if o.partition("=")[0] not in names]

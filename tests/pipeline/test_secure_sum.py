@@ -32,7 +32,7 @@ SHORT = [
     "stages=[search,retrain,evaluate]",
     "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}",
 ]
-SUMS = ("secure_sum=true", "clients=4", "secure_sum={least_sites: 3, colluding: 1}")
+SUMS = ("clients=4", "secure_sum={least_sites: 3, colluding: 1}")
 DP = [
     *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=4", "retrain.batch_size=4"),
     *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
@@ -356,7 +356,9 @@ REFUSED = [
 @pytest.mark.parametrize(("settings", "said"), REFUSED)
 def test_what_has_no_sum_is_refused_at_composition(settings, said, compose_config):
     given = {o.partition("=")[0] for o in settings.split()}
-    least = SUMS if not any(name.startswith("secure_terms") for name in given) else SUMS[:2]
+    least = SUMS
+    if any(name.startswith("secure_sum.") for name in given):
+        least = ("clients=4", "secure_sum=true")
     with pytest.raises(ConfigError, match=said):
         compose_config(*least, *settings.split())
 
