@@ -35,7 +35,7 @@ from fednas_flwr.settings.configuration import (
 )
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 from fednas_flwr.settings.optimizers import Configuration
-from fednas_flwr.settings.rounds import AggregateSettings
+from fednas_flwr.settings.rounds import AggregateSettings, SamplingSettings, SecureSumSettings
 from fednas_flwr.settings.unused import check_experiment
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
@@ -52,6 +52,7 @@ NEEDS = {  # what a file needs beside itself
     "privacy=dp": ["algorithm=dp_fnas", *GROUP],
     "runtime=deployment": ["runtime.superlink=site"],
     "partition=saved": ["partition.file=partition.json"],
+    "aggregate=trimmed_mean": ["runtime.quorum=1"],
     **dict.fromkeys(
         [f"server_optimizer={name}" for name in ("adam", "yogi", "adagrad")], ["algorithm=fedavg"]
     ),
@@ -158,7 +159,7 @@ def test_whole_numbers_become_floats_and_nothing_else_is_converted(tree: dict[st
 
 BAD_VALUES = [
     ("clients", 0),
-    ("threads", 0),
+    ("runtime.threads", 0),
     ("seed", -1),
     ("algorithm.rule", "third_order"),
     ("algorithm.local_epochs", 0),
@@ -333,7 +334,7 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
         ("privacy.data_set", "", "expected 1 to 4096 bytes"),
         ("rounds", 10**9, "expected at most 10000 in all"),
         ("retrain.rounds", 10**5, "fewer rounds of more local steps"),
-        ("oversample", True, "with privacy=dp: a record that is drawn several times"),
+        ("training.oversample", True, "with privacy=dp: a record that is drawn several times"),
     ],
 )
 def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str) -> None:
@@ -555,7 +556,7 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
             "experiment=feathers/fashion_mnist", "algorithm=fed_darts", "algorithm.nas_rounds=2"
         )
     brief = compose("experiment=fdnas/fashion_mnist", "evaluation.personalised=false", "clients=3")
-    assert not brief.personalised
+    assert not brief.evaluation.personalised
 
 
 def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
@@ -728,6 +729,26 @@ def test_a_setting_of_another_choice_is_refused_by_its_name(overrides: str, choi
     assert f"{choices} has none of that name: choose the former, or remove it." in str(told.value)
 
 
+def test_a_mapping_that_is_null_is_set_by_true_by_its_keys_or_as_a_whole() -> None:
+    terms = SecureSumSettings(least_sites=3, colluding=1)
+    assert compose("clients=4").secure_sum is None
+    assert compose("clients=4", "secure_sum=true").secure_sum == SecureSumSettings()
+    assert compose("clients=4", "secure_sum={least_sites: 3, colluding: 1}").secure_sum == terms
+    assert compose("clients=4", "secure_sum.least_sites=3").secure_sum == terms
+    assert compose("clients=4", "secure_sum=true", "secure_sum.least_sites=3").secure_sum == terms
+    assert compose("secure_sum=false").secure_sum is None
+    sampling = compose("clients=9", "sampling.per_round=.3", "sampling.by=by_size").sampling
+    assert sampling == SamplingSettings(per_round=0.3, by="by_size", spare=0)
+    with pytest.raises(ConfigError, match=r"^sampling\.per_round is missing: give it, too\.$"):
+        compose("sampling.by=by_size")
+    with pytest.raises(ConfigError, match="^sampling=true must be a group of settings"):
+        compose("sampling=true")
+    for last in ("true", "null"):
+        lost = f"secure_sum.colluding=0 is lost with secure_sum={last}: leave one out."
+        with pytest.raises(ConfigError, match=lost):
+            compose("clients=4", "secure_sum.colluding=0", f"secure_sum={last}")
+
+
 def test_a_cause_of_no_effect_is_told_with_at_most_300_characters() -> None:
     with pytest.raises(NoEffectError) as told:
         compose("algorithm=fedavg", f"genotype={'x' * 4000}", "algorithm.network=linear")
@@ -773,9 +794,9 @@ def test_noise_of_metrics_acts_where_test_records_are_measured() -> None:
 
 
 def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:
-    mine = own_experiment({"class_factors": {"1": 0.5}})
-    assert compose(mine).class_factors == {"1": 0.5}
-    assert compose(mine, "training.class_factors={}").class_factors == {}
+    mine = own_experiment({"training": {"class_factors": {"1": 0.5}}})
+    assert compose(mine).training.class_factors == {"1": 0.5}
+    assert compose(mine, "training.class_factors={}").training.class_factors == {}
     arms = f"algorithm.configurations=[{ARM}]"
     config = compose("algorithm=feathers", arms, "algorithm.ranges={}")
     assert config.algorithm.ranges == {}  # type: ignore[attr-defined]

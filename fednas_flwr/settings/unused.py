@@ -270,7 +270,8 @@ RULES: tuple[Rule, ...] = (
         "evaluation.baselines={c.evaluation.baselines}",
     ),
     Rule(
-        "aggregate training secure_sum sampling runtime.wire runtime.time_limit "
+        "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "
+        "training.momentum training.class_factors training.oversample "
         "dataset.crop_padding dataset.flip dataset.cutout privacy.micro_batch_size",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",

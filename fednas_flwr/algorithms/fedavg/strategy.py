@@ -49,7 +49,7 @@ def held_out_metrics(
 
 
 class FedAvg(RoundStrategy):
-    """McMahan et al. (2017), arXiv 1602.05629, Alg. 1; C is ``clients_per_round``.
+    """McMahan et al. (2017), arXiv 1602.05629, Alg. 1; C is ``sampling.per_round``.
 
     Args:
         network: The network to train, newly initialised.
