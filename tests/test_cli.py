@@ -257,7 +257,7 @@ def test_run_folder_name_is_short_and_holds_one_run(
     assert [path.name for path in folder.parent.glob("*/model.onnx")] == ["model.onnx"]
 
 
-@pytest.mark.parametrize("key", ["wire", "privacy.search_share"])
+@pytest.mark.parametrize("key", ["runtime.wire", "privacy.search_share"])
 def test_a_run_of_a_version_without_a_setting_is_not_resumed(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,8 +71,10 @@ def test_real_sites_pay_for_baselines_by_a_share_of_their_epsilon_or_not_at_all(
         NoEffectError, match="baseline_share=0.25 has no effect with evaluation.baselines=null"
     ):
         compose(*private, share)
-    assert compose(*private, share, "evaluation.baselines=2").baselines == 2
-    assert compose(*REAL_SITES, "evaluation.baselines=2").baselines == 2  # they cost time alone
+    assert compose(*private, share, "evaluation.baselines=2").evaluation.baselines == 2
+    assert (
+        compose(*REAL_SITES, "evaluation.baselines=2").evaluation.baselines == 2
+    )  # they cost time alone
 
 
 @pytest.mark.usefixtures("few_draws")
@@ -125,7 +127,7 @@ def test_baselines_are_trained_as_the_found_network(
     assert len(configs) == 5
     own = read_run(folder)
     for config in configs.values():
-        assert config["baselines"] == 0
+        assert config["evaluation"]["baselines"] == 0
         assert all(config[setting] == own.config[setting] for setting in SETTINGS)
     genotypes = {b.folder.name: load_description(b.folder).get("genotype") for b in own.baselines()}
     drawn = [genotypes[name] for name in ("data_free", "random_1", "random_2")]
