@@ -190,8 +190,8 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
         device: Of the objective's tensors.
 
     Raises:
-        ConfigError: A factor, or ``evaluation.positive``, is of a class that does not exist; or a setting is
-            for records of one class, but these can have several labels.
+        ConfigError: A factor, or ``evaluation.positive``, is of a class that does not exist; or a
+            setting is for records of one class, but these can have several labels.
     """
     given, positive, class_names = config.training.class_factors, None, records.class_names
     chosen = {
