@@ -204,7 +204,7 @@ def _launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> 
 
 def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda line: None) -> None:
     """Train the networks that the run's own is compared with, and write its report anew."""
-    if config.baselines == 0 or "baselines" in without_effect(config):
+    if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
         return
     from fednas_flwr.deploy.launch import launch
     from fednas_flwr.models.prediction import MODEL_FILE
@@ -220,7 +220,8 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
         return
     if config.runtime.name == "deployment" and not (whole / MODEL_FILE).exists():
         told(
-            f"baselines={number}: none are trained from here, since the model lies on the "
+            f"evaluation.baselines={number}: none are trained from here, since the model lies on "
+            "the "
             f"SuperLink's machine; type `fednas run resume={whole}` there."
         )
         return

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deploy"))
 HONEST = "honest"
 STATED = ("dataset.statistics={a: [0, 1], b: [0, 1], c: [0, 1]}", "dataset.ignore=[id]")
 RANGES = ("dataset.ranges={a: [-4, 4], b: [-4, 4], c: [-4, 4]}", "dataset.id_column=id")
-SUMS = ("secure_sum=true", "secure_terms={least_sites: 3, colluding: 1}", "clients=3")
+SUMS = ("secure_sum={least_sites: 3, colluding: 1}", "clients=3")
 RUNS = {
     "persons": (
         *("algorithm=dp_fnas", *RANGES, "privacy.statistics_noise_multiplier=3"),
@@ -56,7 +56,14 @@ def overrides_of(name: str, folder: Path) -> list[str]:
     ]
     (folder / "table.csv").write_text("\n".join(["id,a,b,c,label", *lines]) + "\n")
     return [
-        *("privacy=dp", "clients=1", "device=cpu", "threads=1", "rounds=2", "retrain.rounds=2"),
+        *(
+            "privacy=dp",
+            "clients=1",
+            "runtime.device=cpu",
+            "runtime.threads=1",
+            "rounds=2",
+            "retrain.rounds=2",
+        ),
         *("dataset=csv", f"dataset.root={folder / 'table.csv'}", "dataset.label=label"),
         *(f"dataset.cache={folder / 'cache'}", "search_space=mlp_small"),
         *("search_space.channels=8", *RUNS[name]),

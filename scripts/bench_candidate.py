@@ -38,7 +38,7 @@ LIMIT = 1.3
 NUM_CANDIDATES, LOCAL_STEPS, NUM_RECORDS = 6, 2, 2000
 SETTINGS = [
     *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "dataset=npz", "clients=1"),
-    *("stages=[search]", "rounds=1000", "device=cpu"),
+    *("stages=[search]", "rounds=1000", "runtime.device=cpu"),
     *(f"algorithm.trained_candidates={NUM_CANDIDATES}", f"algorithm.local_steps={LOCAL_STEPS}"),
 ]
 PLAIN = ["algorithm.dp_aware=null"]

@@ -159,7 +159,7 @@ def our_exchanges(folder: Path, number: int) -> list[float]:
             *("partition=sites", "dataset=npz", f"dataset.root={folder / 'data'}", "clients=3"),
             *("dataset.server_test=false", "algorithm=fnas", f"rounds={number // 2}"),
             *("algorithm.batch_size=8", "algorithm.evaluate_every=0", "search_space.channels=4"),
-            *("stages=[search]", "tensorboard=false", "device=cpu"),
+            *("stages=[search]", "trackers=[]", "runtime.device=cpu"),
         )
     finally:
         machines.stop()

@@ -67,7 +67,7 @@ from fednas_flwr.spaces.darts import DARTSSpace
 LIMITS = {"inline": 1.05, "ray": 1 / 1.8, "sleeping": 1 / 1.8, "small": 0.65, "server": 1.5}
 NUM_REPLIES = 100
 EQUAL_WORK = (
-    *("rounds=4", "stages=[search]", "device=cpu", "threads=1", "tensorboard=false"),
+    *("rounds=4", "stages=[search]", "runtime.device=cpu", "runtime.threads=1", "trackers=[]"),
     "search_space=nasbench201_small",
 )
 SEARCH = Search(
@@ -125,7 +125,7 @@ def main() -> int:
 
 def measure_inline(repeats: int) -> float:
     """Return the CPU time of an inline search over that of the bare loop, the median of pairs."""
-    settings = ("rounds=3", "search_space=nasbench201_small", "device=cpu")
+    settings = ("rounds=3", "search_space=nasbench201_small", "runtime.device=cpu")
     config = configured(*settings, "algorithm.beta_decay=0")
     data = make_data(config)
     prepared = data[0]

@@ -53,13 +53,17 @@ NEEDED = {  # what a partition or an algorithm cannot do without
     "column": ["partition.column=ward"],
     "label_groups": ["partition.groups=[[0,1],[2]]", "partition.clients_per_group=[1,1]"],
     "quantity": ["partition.fractions=[0.6,0.4]"],
-    "cfdnas": ["client_tags=[a,b]"],
+    "cfdnas": ["algorithm.client_tags=[a,b]"],
 }
 KEPT = {  # what a run needs to be small, its own and on this machine
-    *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
+    *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "trackers", "runtime.device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
 }
-SIZES = {"dataset.limit_train", "search_space.width", "threads"}  # drawn, they take much time
+SIZES = {
+    "dataset.limit_train",
+    "search_space.width",
+    "runtime.threads",
+}  # drawn, they take much time
 WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
 WIDE["search_space.width"] = 0.25
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
@@ -134,8 +138,8 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
     space = draw(st.sampled_from(spaces))
     retrain = [file for file in choices("retrain") if space.startswith(file)] or ["small"]
     partitions = choices("partition")
-    if fits:  # others need a folder of sites, or a column of a table
-        unfit = ("sites", "label_groups") if name in ("csv", "digits") else ("sites", "column")
+    if fits:  # others need a folder of sites, a file, or a column of a table
+        unfit = ("sites", "saved", "label_groups" if name in ("csv", "digits") else "column")
         unfit += ("column",) if name == "digits" else ()
         partitions = [other for other in partitions if other not in unfit]
     partition = draw(st.sampled_from(partitions))
@@ -148,7 +152,7 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
         f"retrain={draw(st.sampled_from(retrain))}",
         f"partition={partition}",
         f"privacy={draw(st.sampled_from(['none', 'none', *choices('privacy')]))}",
-        *("device=cpu", "tensorboard=false", "clients=2"),
+        *("runtime.device=cpu", "trackers=[]", "clients=2"),
         *(needed if fits else []),
     ]
     tree = _composed(tuple(advised(chosen) if fits else chosen))

@@ -47,7 +47,7 @@ SEARCH = [
     *("dataset=npz", "dataset.server_test=false", "clients=3", "rounds=1", "retrain.rounds=1"),
     *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=50"),
     *("algorithm.batch_size=64", "search_space.channels=4", "retrain.channels=4"),
-    *("device=cpu", "tensorboard=false", f"run_dir={RUN}"),
+    *("runtime.device=cpu", "trackers=[]", f"run_dir={RUN}"),
 ]
 
 

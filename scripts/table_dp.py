@@ -210,8 +210,8 @@ def shared_job(clients: int, terms: tuple[int, int] | None, seed: int) -> Job:
     name = "local"
     if terms is not None:
         name = f"shared {terms[0]}-{terms[1]}"
-        sums = f"secure_terms={{least_sites: {terms[0]}, colluding: {terms[1]}}}"
-        overrides += ["secure_sum=true", sums]
+        sums = f"secure_sum={{least_sites: {terms[0]}, colluding: {terms[1]}}}"
+        overrides += [sums]
     return Job("dp_shared", {"noise": name, "K": clients}, tuple(overrides), seed)
 
 

@@ -29,7 +29,7 @@ SEEDS = (1, 2, 3)
 FDNAS = ["experiment=fdnas/fashion_mnist"]
 CFDNAS = ["experiment=cfdnas/fashion_mnist"]
 BUDGET = 8  # of each client's filter
-PRIVATE = ["privacy=dp", f"privacy.epsilon={BUDGET}", "personalised=false"]
+PRIVATE = ["privacy=dp", f"privacy.epsilon={BUDGET}", "evaluation.personalised=false"]
 ON_FEATURES = [  # networks are smaller there: 0.35 to 0.44 M multiply-adds
     *("dataset.transform=scattering", "search_space.skip=linear"),
     *(
@@ -133,7 +133,7 @@ def one_client(fdnas: Path) -> list[str]:
     """Return the settings under which the one client of a run has the first one's records."""
     path = fdnas.with_name("first_client.json")
     save_partition(path, load_partition(fdnas / "partition.json")[:1])
-    return [f"partition.file={path}"]
+    return ["partition=saved", f"partition.file={path}"]
 
 
 def add(

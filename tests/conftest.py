@@ -95,8 +95,8 @@ def tiny_overrides(made_data: Path) -> list[str]:
         "retrain.channels=4",
         "retrain.rounds=2",
         "rounds=2",
-        "device=cpu",
-        "tensorboard=false",
+        "runtime.device=cpu",
+        "trackers=[]",
     ]
 
 

@@ -41,6 +41,7 @@ from fednas_flwr.runs.events import read_events
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import AlgorithmSettings, GivenNetwork, SearchSpaceSettings, dump_config
 from fednas_flwr.settings.registry import OWN, TABLES
+from fednas_flwr.settings.rounds import AggregateSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 ROOT = Path(__file__).parent.parent
@@ -198,7 +199,7 @@ def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
 def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
     config = compose(*tiny)
     for change, words in (
-        ({"aggregate": "median"}, "aggregate=median with clients=2"),
+        ({"aggregate": AggregateSettings("median")}, "aggregate=median with clients=2"),
         ({"clients": 500}, "clients=500"),
         ({"genotype": "none.json", "stages": ["retrain"]}, "none.json cannot be read"),
     ):
@@ -265,7 +266,7 @@ def test_a_strategy_without_settings_has_none_in_the_configuration(tiny) -> None
 
 
 def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, tmp_path) -> None:
-    private = ["privacy=dp", "privacy.test_seed=1", "privacy.epsilon=100", "tensorboard=false"]
+    private = ["privacy=dp", "privacy.test_seed=1", "privacy.epsilon=100", "trackers=[]"]
     groups = ["search_space.norm=group", "retrain.norm=group"]
     result = run(compose(*tiny, *private, *groups), strategy=LateAlphas)
     check_whole(result)

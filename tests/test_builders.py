@@ -162,11 +162,14 @@ def test_tables_are_not_augmented_and_need_a_column(
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ([], r"client_tags=\[\]: every simulated client needs a tag"),
-        (["client_tags=[a,'',b]"], "every simulated client needs a tag"),
-        (["client_tags=[a,b,../c]"], "cannot name a folder"),
+        ([], r"algorithm.client_tags=\[\]: every simulated client needs a tag"),
+        (["algorithm.client_tags=[a,'',b]"], "every simulated client needs a tag"),
+        (["algorithm.client_tags=[a,b,../c]"], "cannot name a folder"),
         (["algorithm.group_by=alphas", "algorithm.num_groups=4"], "num_groups=4 with clients=3"),
-        (["client_tags=[a,b,b]", f"algorithm.group_hardware={{gpu: {COST}}}"], "hardware=gpu is"),
+        (
+            ["algorithm.client_tags=[a,b,b]", f"algorithm.group_hardware={{gpu: {COST}}}"],
+            "hardware=gpu is",
+        ),
     ],
 )
 def test_groups_are_checked_before_the_search(
@@ -206,7 +209,7 @@ def test_unknown_names_are_told_with_those_there_are(compose_config: Compose) ->
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_is_refused_where_there_is_none() -> None:
     assert make_device("auto") == torch.device("cpu")
-    with pytest.raises(ConfigError, match="device=cuda.*device=cpu"):
+    with pytest.raises(ConfigError, match="runtime.device=cuda.*runtime.device=cpu"):
         make_device("cuda")
 
 
@@ -228,7 +231,7 @@ def test_partition_file_is_used_and_checked(compose_config: Compose, tmp_path: P
     _, parts = make_data(compose_config("clients=2"))
     path = tmp_path / "partition.json"
     save_partition(path, parts[::-1])
-    config = compose_config("clients=2", f"partition.file={path}")
+    config = compose_config("clients=2", "partition=saved", f"partition.file={path}")
     _, loaded = make_data(config)
     assert [p.tolist() for p in loaded] == [p.tolist() for p in parts[::-1]]
     with pytest.raises(ConfigError, match="over 2 clients, but clients=3"):
@@ -316,11 +319,13 @@ def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
 
 def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
     with pytest.raises(ConfigError, match=r"class_factors.blue=0.0 is out of range: .*at most 1"):
-        compose_config("class_factors={blue: 0.0}")
+        compose_config("training.class_factors={blue: 0.0}")
     named = "dataset.class_names=[red,green,blue]"
-    config = compose_config(named, "class_factors={blue: 0.25, red: 0.5}")
+    config = compose_config(named, "training.class_factors={blue: 0.25, red: 0.5}")
     (client, *_) = [make_client(config, 0, data=make_data(config), networks={})]
     assert client.objective.class_factors.tolist() == [0.5, 1.0, 0.25]
-    config = compose_config("class_factors={purple: 0.5}")
-    with pytest.raises(ConfigError, match="class_factors=purple is unknown: choose one of 0, 1, 2"):
+    config = compose_config("training.class_factors={purple: 0.5}")
+    with pytest.raises(
+        ConfigError, match="training.class_factors=purple is unknown: choose one of 0, 1, 2"
+    ):
         check_buildable(config)

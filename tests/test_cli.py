@@ -33,7 +33,12 @@ from fednas_flwr.settings.registry import algorithms
 
 from .fork_server import ForkServer
 
-GROUPED = ["privacy=dp", "personalised=false", "search_space.norm=group", "retrain.norm=group"]
+GROUPED = [
+    "privacy=dp",
+    "evaluation.personalised=false",
+    "search_space.norm=group",
+    "retrain.norm=group",
+]
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
 
 
@@ -81,7 +86,7 @@ MISTAKES = {  # overrides: what the sentence must say
     "rounds=many": ["rounds=many", "a whole number"],
     "rounds=2.5": ["rounds=2.5", "a whole number"],
     "seed=true": ["seed=true", "a whole number"],
-    "tensorboard=1": ["tensorboard=1", "true or false"],
+    "training.oversample=1": ["training.oversample=1", "true or false"],
     "stages=search": ["stages=search", "a list such as [text, ...]"],
     "algorithm.weights=3": ["algorithm.weights=3", "a group of settings"],
     "retrain.weights.lr=.inf": ["retrain.weights.lr=.inf", "a number"],
@@ -89,9 +94,12 @@ MISTAKES = {  # overrides: what the sentence must say
     "retrain.weights.lr=-1": ["retrain.weights.lr=-1", "above 0"],
     "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 to 10000"],
     "runtime.quorum=2": ["runtime.quorum=2.0", "above 0, at most 1"],
-    "device=cuda:1": ["device=cuda:1 is unknown: set device=cuda", "CUDA_VISIBLE_DEVICES=1."],
+    "runtime.device=cuda:1": [
+        "runtime.device=cuda:1 is unknown: set runtime.device=cuda",
+        "CUDA_VISIBLE_DEVICES=1.",
+    ],
     "runtime=deployment runtime.superlink=nowhere": ["runtime.superlink=nowhere is unknown: ch"],
-    "device=gpu": ["device=gpu", "auto, cpu, cuda", "(nearest: cuda)"],
+    "runtime.device=gpu": ["runtime.device=gpu", "auto, cpu, cuda", "(nearest: cuda)"],
     "retrain.norm=bach": ["retrain.norm=bach", "(nearest: batch)"],
     "stages=[serch]": ["stages=serch", "(nearest: search)"],
     "dataset.fractions={train:1,validation:0,test:0}": ["dataset.fractions.validation=0"],
@@ -249,7 +257,7 @@ def test_run_folder_name_is_short_and_holds_one_run(
     assert [path.name for path in folder.parent.glob("*/model.onnx")] == ["model.onnx"]
 
 
-@pytest.mark.parametrize("key", ["wire", "privacy.search_share"])
+@pytest.mark.parametrize("key", ["runtime.wire", "privacy.search_share"])
 def test_a_run_of_a_version_without_a_setting_is_not_resumed(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -578,7 +586,7 @@ def exported(folder: Path, *overrides: str) -> None:
 def test_latency_measure_writes_a_table_of_the_composed_space(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    space = ["search_space=mbconv_small", "search_space.width=.5", "device=cpu"]
+    space = ["search_space=mbconv_small", "search_space.width=.5", "runtime.device=cpu"]
     measure = ["latency", "measure", "--passes", "2", "--shape", "1", "8", "8"]
     measure += ["--output", "table.json"]
     assert cli.main([*measure, *space]) == 0

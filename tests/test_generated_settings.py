@@ -51,11 +51,12 @@ def test_every_setting_of_a_configuration_is_drawn(fuzz_settings):
     """But for the few that a small run on this machine needs."""
     keys = dict(fuzz_settings.leaves(composed()))
     groups = ("algorithm", "dataset", "partition", "search_space", "privacy", "runtime", "retrain")
-    assert {key.partition(".")[0] for key in keys} >= {*groups, "seed", "stages", "wire"}
-    given = (*groups, "secure_terms", "server_optimizer")  # the last one has but its name here
-    known = {name for name in Config.__dataclass_fields__ if name not in given}
-    assert {"secure_terms.least_sites", "secure_terms.colluding"} <= set(keys)
-    assert known - set(keys) == {"run_dir", "device", "tensorboard"}
+    assert {key.partition(".")[0] for key in keys} >= {*groups, "seed", "stages", "sampling"}
+    groups += ("aggregate", "server_optimizer", "training", "evaluation")
+    known = {name for name in Config.__dataclass_fields__ if name not in groups}
+    assert {"training.precision", "evaluation.positive", "runtime.wire"} <= set(keys)
+    assert known - set(keys) == {"run_dir", "trackers"}
+    assert "runtime.device" not in keys
     assert {"algorithm.bandit.beta", "privacy.retrain.local_steps"} <= set(keys)
 
 

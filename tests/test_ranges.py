@@ -37,7 +37,12 @@ COST = "{table: null, unit: ms, target: 3.0, loss: additive, scale: 1.0, exponen
 ARM = "{lr: 0.1, weight_decay: 0, momentum: 0, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
 RUNS = [  # together they have every class of settings
     ["algorithm=feathers", f"algorithm.configurations=[{ARM}]", "dataset.limit_train=5"],
-    ["algorithm=fednas", "search_space=darts", "class_factors={a: 0.5}", "dataset.std=[0.5]"],
+    [
+        "algorithm=fednas",
+        "search_space=darts",
+        "training.class_factors={a: 0.5}",
+        "dataset.std=[0.5]",
+    ],
     ["algorithm=fedprox_darts", "partition=quantity", "partition.fractions=[0.5,0.5]"],
     ["algorithm=dp_fnas", "privacy=dp", "privacy.metrics_noise_multiplier=1", *GROUP],
     ["algorithm=random_search", "retrain.weights.clip_norm=1", "retrain.channels=8"],
@@ -60,8 +65,10 @@ FREE = {  # numbers of any size
     ("Dataset", "statistics"),
     ("Dataset", "ranges"),
     ("DifferentialPrivacy", "test_seed"),
-    ("Partition", "groups"),
-    ("Partition", "seed"),
+    ("LabelGroups", "groups"),
+    ("LabelGroups", "seed"),
+    ("QuantityPartition", "seed"),
+    ("RandomPartition", "seed"),
 }
 
 

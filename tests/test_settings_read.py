@@ -39,11 +39,17 @@ GROUPS = {  # the groups of a configuration, by what their classes derive from
     "NoPrivacy": "privacy",
     "ServerOptimizer": "server_optimizer",
     "DifferentialPrivacy": "privacy",
-    "SimulatedTerms": "secure_terms",
+    "AggregateSettings": "aggregate",
+    "SamplingSettings": "sampling",
+    "SecureSumSettings": "secure_sum",
+    "TrainingSettings": "training",
+    "EvaluationSettings": "evaluation",
     "Config": "",
 }
 # Who reads a setting to copy, check, compare or print all of them does not use it.
-COPIES = ("dataclasses.py", "typed.py", "copy.py", "configuration.py", "refusals.py", "effects.py")
+COPIES = (
+    *("dataclasses.py", "parser.py", "copy.py", "configuration.py", "incompatible.py", "unused.py"),
+)
 
 
 @contextmanager
@@ -95,21 +101,31 @@ MBCONV = ["search_space=mbconv_small", "search_space.width=0.1", "retrain=mbconv
 CELLS = ["search_space=dp_cells_small", "search_space.widths=[2,2,4]", "retrain=dp_cells"]
 TABLE = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
 DP = ["privacy=dp", "privacy.epsilon=30", "search_space.norm=group", "retrain.norm=group"]
-SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "device=cpu", "tensorboard=false"]
-NAMES = {f"{group}.name" for group in ("algorithm", "search_space", "privacy", "server_optimizer")}
+SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu", "trackers=[]"]
+NAMES = {
+    f"{group}.name"
+    for group in (
+        "algorithm",
+        "search_space",
+        "privacy",
+        "server_optimizer",
+        "partition",
+        "runtime",
+    )
+}
 GIVEN = ["algorithm.network=linear"]
 
 RUNS = {
     "fed_darts": [*IMAGES],
     "fed_darts of a table": [*TABLE, "dataset=csv"],
-    "fed_darts, sampled": [*IMAGES, "clients=3", "clients_per_round=2", "sampling=by_size"],
+    "fed_darts, sampled": [*IMAGES, "clients=3", "sampling.per_round=2", "sampling.by=by_size"],
     "fed_darts, searched only": [*IMAGES, "stages=[search]"],
     "fed_darts with privacy": [*IMAGES, *DP],
     "fed_darts with privacy of clients": [
-        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_terms.colluding=0"),
+        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_sum.colluding=0"),
     ],
     "fednas": [*IMAGES, "aggregate=mean"],
-    "fednas by secure sums": [*IMAGES, "secure_sum=true", "secure_terms.colluding=0"],
+    "fednas by secure sums": [*IMAGES, "secure_sum=true", "secure_sum.colluding=0"],
     "fedprox_darts": [*IMAGES, "partition=dirichlet"],
     "fnas": [*IMAGES, "partition=quantity"],
     "vanilla_nas": [*IMAGES, "clients=1"],
@@ -127,7 +143,7 @@ RUNS = {
         *MBCONV,
         "algorithm.group_by=tag",
         "algorithm.num_groups=null",
-        "client_tags=[a,b]",
+        "algorithm.client_tags=[a,b]",
         "algorithm.group_rounds=1",
     ],
     "dpnas": [*CELLS],

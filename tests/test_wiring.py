@@ -45,6 +45,7 @@ from fednas_flwr.protocol.requests import (
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.settings.rounds import SecureSumSettings
 
 NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
 AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]
@@ -77,7 +78,7 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
         *("clients=1", "search_space=darts_small", "search_space.channels=4", "retrain=small"),
         *("retrain.channels=4", "retrain.num_cells=3", "retrain.norm=group"),
         *("retrain.auxiliary_weight=0.7", "retrain.drop_path_prob=0.6", "retrain.weights.lr=0.005"),
-        *("dataset.class_names=[red,green,blue]", "class_factors={blue: 0.25, red: 0.5}"),
+        *("dataset.class_names=[red,green,blue]", "training.class_factors={blue: 0.25, red: 0.5}"),
         *(*NORMALISED, *AUGMENTED),
     )
     fed = federate(config)
@@ -171,7 +172,10 @@ def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
         *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1"),
         *("search_space.widths=[4,4,8]", "search_space.head=8"),
     )
-    halved = replace(config, class_factors={str(label): 0.5 for label in range(3)})
+    halved = replace(
+        config,
+        training=replace(config.training, class_factors={str(label): 0.5 for label in range(3)}),
+    )
     supernet = federate(config).clients[0].make_space().supernet().train()
     start, found = {"weights": packed(supernet)["weights"]}, []
     for own, lr in ((config, 0.0625), (halved, 0.125)):
@@ -208,7 +212,7 @@ def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuse
     data = make_data(compose_config("clients=1"))
     plain = make_client(config, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     assert plain.sums is None
-    summed = replace(config, secure_sum=True)
+    summed = replace(config, secure_sum=SecureSumSettings())
     with pytest.raises(ConfigError, match="this site's policy has no section secure_sum"):
         make_client(summed, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     policy = yaml.safe_load(template())

@@ -14,7 +14,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from statistics import median
 from typing import Any, Generic, TypeVar, cast, get_args
 
@@ -54,6 +53,7 @@ from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.incompatible import follows_noise
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
+from fednas_flwr.settings.rounds import TrimmedMeanSettings
 from fednas_flwr.spaces.genotype import Genotype, skip_share, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
@@ -195,17 +195,15 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def new_average(self) -> Average:
         """An empty average of the clients' states: weighted, or robust as ``aggregate`` says."""
-        makers: dict[str, Callable[[], Average]] = {
-            "mean": WeightedAverage,
-            "median": partial(TrimmedMean, None),
-            "trimmed_mean": partial(TrimmedMean, self.config.trim),
-        }
-        return makers[self.config.aggregate]()
+        aggregate = self.config.aggregate
+        if isinstance(aggregate, TrimmedMeanSettings):
+            return TrimmedMean(aggregate.trim)
+        return TrimmedMean(None) if aggregate.name == "median" else WeightedAverage()
 
     def _momentum(self) -> str:
         """Where the momentum of local training goes between requests."""
         averages = self.stage == "retrain" and follows_noise(self.config)
-        return self.config.momentum or ("averaged" if averages else "reset")
+        return self.config.training.momentum or ("averaged" if averages else "reset")
 
     def amount(self, local_epochs: int, batch_size: int | None) -> Amount:
         """Return how long clients train: epochs of batches, with privacy steps."""

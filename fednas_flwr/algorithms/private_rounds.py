@@ -75,7 +75,7 @@ class PrivateRound:
             local_steps,
             {**privacy.search_norms, **norms},
             privacy.metrics_noise_multiplier is not None,
-            config.secure_sum,
+            config.secure_sum is not None,
             config.search_space.name,
         )
 

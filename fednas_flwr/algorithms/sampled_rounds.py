@@ -25,7 +25,8 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
         config: The run's configuration.
         splits: The number of records that each client declares, by split.
     """
-    if not config.samples:
+    settings = config.sampling
+    if settings is None or not config.samples:
         return None
     records = {name: np.array([own.get(name, 0) for own in splits]) for name in SPLITS}
     names = trained_on(config.retrain.evaluate_every)
@@ -41,10 +42,8 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     return Sampling(
         seed=config.seed,
         per_round=config.asked,
-        backups=min(
-            math.ceil(config.over_selection * config.asked - 1e-9), config.clients - config.asked
-        ),
-        by=config.sampling,
+        backups=min(math.ceil(settings.spare * config.asked - 1e-9), config.clients - config.asked),
+        by=settings.by,
         sizes={"search": search, "retrain": retrain},
         num_clients=config.clients,
     )

@@ -96,8 +96,8 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     generator = make_generator(config.seed, "latency")
     table, predictions = measure_space(
         space,
-        device=make_device(config.device),
-        threads=config.threads,
+        device=make_device(config.runtime.device),
+        threads=config.runtime.threads,
         batch_size=options.batch_size,
         passes=options.passes,
         genotypes=[space.random_genotype(generator) for _ in range(3)],

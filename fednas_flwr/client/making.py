@@ -33,7 +33,12 @@ from fednas_flwr.privacy.policy_file import load_policy, parse_policy
 from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
+from fednas_flwr.settings import (
+    Config,
+    DifferentialPrivacy,
+    dump_config,
+    expanded,
+)
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, SPLITS, Unit
 
@@ -76,7 +81,7 @@ def make_client(
     if guard is None and "policy" in site:
         raise ValueError("a site with a policy needs its guard: pass make_site_guard(site)")
     prepared, parts = data
-    device = make_device(config.device)
+    device = make_device(config.runtime.device)
 
     def build_network(description: Description) -> nn.Module:
         if description["name"] == "supernet":
@@ -85,10 +90,11 @@ def make_client(
 
     if guard is None:
         guard = _simulated_guard(config, index, prepared.train, parts[index])
-        if guard is not None and guard.allowed.threads != config.threads:
+        if guard is not None and guard.allowed.threads != config.runtime.threads:
             raise ConfigError(
-                f"threads={config.threads}, but the simulated sites' policies, which decide, have "
-                f"threads={guard.allowed.threads}: set it to that, or take another privacy.sites."
+                f"runtime.threads={config.runtime.threads}, but the simulated sites' policies, "
+                f"which decide, have runtime.threads={guard.allowed.threads}: set it to that, or "
+                "take another privacy.sites."
             )
     fractions: Mapping[str, float] = config.dataset.fractions
     if guard is not None:
@@ -96,6 +102,7 @@ def make_client(
         check_unit(guard.allowed.unit, prepared.train)
         fractions = guard.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
+    tags: list[str] = getattr(config.algorithm, "client_tags", [])  # of CFDNAS
     own = make_client_data(
         prepared, parts[index], key=key, fractions=fractions, may_be_empty=guard is not None
     )
@@ -111,22 +118,23 @@ def make_client(
         data=own,
         class_names=prepared.train.class_names,
         device=device,
-        threads=config.threads if guard is None else guard.allowed.threads,
+        threads=config.runtime.threads if guard is None else guard.allowed.threads,
         make_network=build_network,
         make_space=lambda: supernet_space(config, prepared),
         augmentation=Augmentation(**config.dataset.augmentation),
         networks=networks,
-        tag=site.get("tag", config.client_tags[index] if config.client_tags else ""),
+        tag=site.get("tag", tags[index] if tags else ""),
         schema=prepared.train.schema,
         image_shape=prepared.train.image_shape,
         scattering=prepared.scattering,
         moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
         from_ranges=prepared.from_ranges,
         objective=make_objective(config, prepared.train, device),
-        oversample=config.oversample and guard is None,  # a private site reads a record once
-        precision=config.precision,
+        oversample=config.training.oversample
+        and guard is None,  # a private site reads a record once
+        precision=config.training.precision,
         guard=guard,
-        wire=config.wire,
+        wire=config.runtime.wire,
         kept_models=_kept_models(site),
         sums=sums,
         cache=Path(config.dataset.cache).expanduser(),
@@ -180,24 +188,27 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
         device: Of the objective's tensors.
 
     Raises:
-        ConfigError: A factor, or ``positive``, is of a class that does not exist; or a setting is
-            for records of one class, but these can have several labels.
+        ConfigError: A factor, or ``evaluation.positive``, is of a class that does not exist; or a
+            setting is for records of one class, but these can have several labels.
     """
-    given, positive, class_names = config.class_factors, None, records.class_names
-    chosen = {f"class_factors={show(given)}": given, "oversample=true": config.oversample}
+    given, positive, class_names = config.training.class_factors, None, records.class_names
+    chosen = {
+        f"training.class_factors={show(given)}": given,
+        "training.oversample=true": config.training.oversample,
+    }
     for setting in [setting for setting, value in chosen.items() if value]:
         if records.multi_label:
             raise ConfigError(
                 f"{setting} is for records of one class each, but these can have "
                 "several labels: remove it."
             )
-    if config.positive is not None:
-        if config.positive not in class_names:
-            raise unknown_choice("positive", config.positive, class_names)
-        positive = class_names.index(config.positive)
+    if config.evaluation.positive is not None:
+        if config.evaluation.positive not in class_names:
+            raise unknown_choice("evaluation.positive", config.evaluation.positive, class_names)
+        positive = class_names.index(config.evaluation.positive)
     for name in given:
         if name not in class_names:
-            raise unknown_choice("class_factors", name, class_names)
+            raise unknown_choice("training.class_factors", name, class_names)
     if not given:
         return Objective(positive=positive, multi_label=records.multi_label)
     factors = [given.get(name, 1.0) for name in class_names]
@@ -295,7 +306,8 @@ def make_sum_site(config: Config, index: int) -> SumSite | None:
 
 def _simulated_terms(config: Config, fingerprint: str) -> SumTerms:
     """Return what the policy of a simulated site says of secure sums."""
-    terms = config.secure_terms
+    terms = config.secure_sum
+    assert terms is not None
     return SumTerms(fingerprint, terms.least(config.clients), terms.colluding)
 
 
@@ -351,7 +363,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "unit": unit,
         "records": 1 if unit == CLIENT else num_units(records, rows),
         "fractions": config.dataset.fractions,
-        "threads": config.threads,
+        "threads": config.runtime.threads,
         "micro_batch_size": privacy.micro_batch_size,
         "secure_noise": privacy.test_seed is None,
         "test_seed": privacy.test_seed is not None,

@@ -17,22 +17,22 @@ from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.sources import check_sites
 from fednas_flwr.settings import Config, Dataset, expanded
-from fednas_flwr.settings.names import NO_TRANSFORM, PARTITIONS, SCATTERING
+from fednas_flwr.settings.names import NO_TRANSFORM, SCATTERING
 from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.partitions import SavedPartition
 
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     """Return the prepared records and the rows of every client."""
     split = config.partition
     prepared = _prepare(config, sites=split.name == "sites", server_test=config.dataset.server_test)
-    if split.file is not None:
+    if isinstance(split, SavedPartition):
         parts = load_partition(expanded("partition.file", split.file))
         _check_partition(
             parts, file=split.file, clients=config.clients, records=len(prepared.train)
         )
         return prepared, parts
-    own = {setting: getattr(split, setting) for setting in PARTITIONS.get(split.name, ())}
-    return prepared, partition(prepared.train, name=split.name, clients=config.clients, **own)
+    return prepared, partition(prepared.train, split, clients=config.clients)
 
 
 def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:

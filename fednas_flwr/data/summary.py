@@ -165,10 +165,13 @@ def _suggestions(prepared: Prepared) -> list[str]:
     rarest = records.class_names[rare]
     one_class = not records.multi_label
     if one_class and prepared.num_classes == 2 and float(shares[rare]) < 0.5:
-        lines.append(f"positive={rarest}, the rarer class, for AUROC and the like")
+        lines.append(f"evaluation.positive={rarest}, the rarer class, for AUROC and the like")
     if one_class and float(shares[rare]) < RARE / prepared.num_classes:
         share = f"{100 * float(shares[rare]):.1f} %"
-        lines.append(f"class_factors or oversample=true: {rarest} is {share} of the records")
+        lines.append(
+            f"training.class_factors or training.oversample=true: {rarest} is {share} of the "
+            "records"
+        )
     if records.schema and not records.by_person:
         lines.append("dataset.id_column=<column>, if several rows can be of one person")
     return lines

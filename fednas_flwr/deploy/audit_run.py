@@ -79,7 +79,7 @@ from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.search.pool import Pool
-from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings import Config, DifferentialPrivacy, with_runtime
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import CLIENT, LARGEST_EPSILON, SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
@@ -138,13 +138,14 @@ def audit_run(config: Config, *, confidence: float = 0.9999) -> list[Finding]:
         )
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence:g}: expected a number between 0 and 1.")
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.runtime.threads)
     with tempfile.TemporaryDirectory(prefix="fednas-audit-") as folder:
-        schedule, asked = _recorded(replace(config, time_limit=None), Path(folder, "run"))
+        schedule, asked = _recorded(with_runtime(config, time_limit=None), Path(folder, "run"))
         privacy = replace(privacy, epsilon=LARGEST_EPSILON, sites=None)
         config = replace(config, run_dir=str(Path(folder, "audit")), privacy=privacy)
-        config = replace(config, wire="float32", stages=["search"], genotype=None)
-        number = config.secure_terms.least(config.clients) if config.secure_sum else 1
+        config = replace(config, stages=["search"], genotype=None)
+        config = with_runtime(config, wire="float32")
+        number = config.secure_sum.least(config.clients) if config.secure_sum else 1
         clients = _clients(config, number)
         miss = (1 - confidence) / max(1, len(schedule))
         findings: dict[str, Finding] = {}
@@ -282,7 +283,7 @@ class _Exchange:
         self._data_set, self._records = guard.data_set, guard.allowed.records
         self.by_client = guard.allowed.unit == CLIENT
         self.is_probe = isinstance(request.settings, Probe)
-        self.honest = len(clients) - (config.secure_terms.colluding if config.secure_sum else 0)
+        self.honest = len(clients) - (config.secure_sum.colluding if config.secure_sum else 0)
         self.planned = {own.kind: own for own in schedule if own.kind in self._told}
         self.hidden = [own for own in schedule if own.kind not in self._told]
         self._runs: dict[bool, str] = {}

@@ -34,7 +34,7 @@ from fednas_flwr.deploy.flower_patches import CLIENT_RAISED, take_along
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import BUDGET_SPENT, decode_request, encode_reply, payload_bytes
 from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS
-from fednas_flwr.settings import Config, dump_config, site_dataset
+from fednas_flwr.settings import Config, dump_config, site_dataset, with_runtime
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.registry import registered, restore
@@ -156,7 +156,8 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
         root=site.get(DATA_PATH, dataset.root),
         cache=site.get("cache", dataset.cache),
     )
-    return replace(config, dataset=dataset, device=site.get("device", config.device))
+    device = site.get("device", config.runtime.device)
+    return with_runtime(replace(config, dataset=dataset), device=device)
 
 
 @lru_cache(maxsize=1)

@@ -50,6 +50,7 @@ from fednas_flwr.settings import (
     expanded,
 )
 from fednas_flwr.settings.incompatible import searches
+from fednas_flwr.settings.runtimes import RayRuntime
 
 FEW = 4  # steps that tell what one takes
 DRAWS = 4  # of zero_cost, likewise
@@ -188,8 +189,8 @@ def own_folder(config: Config, folder: Path) -> Config:
 
 
 def _estimate(config: Config) -> Estimate:
-    torch.set_num_threads(config.threads)
-    folder, device = Path(str(config.run_dir)), make_device(config.device)
+    torch.set_num_threads(config.runtime.threads)
+    folder, device = Path(str(config.run_dir)), make_device(config.runtime.device)
     grid = MeasuringGrid(make_client_app(dump_config(config)), config)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -267,8 +268,9 @@ class MeasuringGrid(InProcessGrid):
         self.spent_s = 0.0
         self._step_s: dict[tuple[Any, ...], float] = {}
         nodes = (((os.cpu_count() or 1), float(torch.cuda.device_count())),)
-        ray = config.runtime.name == "ray"
-        self.at_once = min(config.clients, max(1, places(config.runtime, nodes))) if ray else 1
+        self.at_once = 1
+        if isinstance(config.runtime, RayRuntime):
+            self.at_once = min(config.clients, max(1, places(config.runtime, nodes)))
 
     def exchange_s(self, clients_s: list[float]) -> float:
         """Return how long the clients of an exchange take together."""

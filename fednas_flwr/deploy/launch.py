@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from fednas_flwr.base.errors import unknown_choice
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.deployment import deploy
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -13,6 +12,7 @@ from fednas_flwr.deploy.ray_grid import ray_grid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.runs.events import Listener
 from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings.runtimes import Deployment, RayRuntime
 
 
 def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
@@ -27,22 +27,14 @@ def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
         QuorumError: Too few clients answered.
         RuntimeError: A deployed run failed; the message is the server's error.
     """
-    runtimes: dict[str, Callable[..., None]] = {
-        "inline": _launch_inline,
-        "ray": _launch_ray,
-        "deployment": deploy,
-    }
-    if config.runtime.name not in runtimes:
-        raise unknown_choice("runtime.name", config.runtime.name, runtimes)
-    runtimes[config.runtime.name](config, listeners=listeners, resumed=resumed)
-
-
-def _launch_inline(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
-    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-    serve(config, grid, listeners=listeners, resumed=resumed)
-
-
-def _launch_ray(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
-    check_cluster(config)
-    with ray_grid(make_client_app(dump_config(config)), config.clients, config.runtime) as grid:
-        serve(config, grid, listeners=listeners, resumed=resumed)
+    runtime = config.runtime
+    if isinstance(runtime, Deployment):
+        deploy(config, listeners=listeners, resumed=resumed)
+        return
+    app = make_client_app(dump_config(config))
+    if isinstance(runtime, RayRuntime):
+        check_cluster(config)
+        with ray_grid(app, config.clients, runtime) as grid:
+            serve(config, grid, listeners=listeners, resumed=resumed)
+        return
+    serve(config, InProcessGrid(app, config.clients), listeners=listeners, resumed=resumed)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.runtimes import Runtime
+from fednas_flwr.settings.runtimes import Deployment, RayRuntime
 
 FLOWERS_OWN = {"local", "supergrid"}  # in the file that Flower writes where there is none
 CONNECTS_S, ANSWERS_S = 4.0, 12.0
@@ -22,7 +22,7 @@ CONNECTS_S, ANSWERS_S = 4.0, 12.0
 Nodes = tuple[tuple[float, float], ...]  # CPUs and GPUs of each machine
 
 
-def places(runtime: Runtime, nodes: Nodes) -> int:
+def places(runtime: RayRuntime, nodes: Nodes) -> int:
     """Return how many clients of ``runtime`` the machines of a cluster hold at a time."""
 
     def fits(cpus: float, gpus: float) -> int:
@@ -44,9 +44,9 @@ print(json.dumps([[node.get("CPU", 0), node.get("GPU", 0)] for node in nodes]))
 def check_cluster(config: Config) -> None:
     """Raise ConfigError for an unknown SuperLink, or a Ray that has no place for a client."""
     runtime = config.runtime
-    if runtime.name == "deployment":
+    if isinstance(runtime, Deployment):
         _check_superlink(str(runtime.superlink))
-    if runtime.name != "ray":
+    if not isinstance(runtime, RayRuntime):
         return
     cpus, gpus = runtime.client_cpus, runtime.client_gpus
     address = runtime.ray_address

@@ -27,7 +27,7 @@ from fednas_flwr.deploy.dispatcher import Dispatcher
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.ray_clusters import places
 from fednas_flwr.protocol.messages import payload_bytes
-from fednas_flwr.settings.runtimes import Runtime
+from fednas_flwr.settings.runtimes import RayRuntime
 
 POLL_S = 0.1
 STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster
@@ -194,7 +194,7 @@ def without_arrays(message: Message) -> tuple[Message, dict[str, ArrayRecord]]:
 
 
 @contextmanager
-def ray_grid(client_app: ClientApp, num_clients: int, runtime: Runtime) -> Iterator[RayGrid]:
+def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> Iterator[RayGrid]:
     """Start Ray, or join the cluster that ``runtime`` names, and leave it at the end.
 
     As many clients answer at a time as the machines hold ``client_cpus`` and ``client_gpus``.

@@ -23,7 +23,6 @@ from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
-from fednas_flwr.report.tensorboard import TensorBoardWriter
 from fednas_flwr.report.trackers import check_trackers, make_tracker
 from fednas_flwr.runs.events import EventLog, Listener
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, is_whole
@@ -177,8 +176,6 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
     with ExitStack() as stack:
         stack.enter_context(occupied(folder))
         listeners = list(listeners)
-        if config.tensorboard:
-            listeners.append(stack.enter_context(TensorBoardWriter(folder / "tensorboard")))
         check_trackers(config.trackers)
         listeners += [stack.enter_context(make_tracker(n, folder)) for n in config.trackers]
         log = stack.enter_context(EventLog(folder / EVENTS_FILE, listeners))

@@ -44,7 +44,9 @@ def make_device(name: str) -> torch.device:
         ConfigError: ``cuda`` was asked for and there is none.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch finds no CUDA device; set device=cpu or auto.")
+        raise ConfigError(
+            "runtime.device=cuda, but torch finds no CUDA device; set runtime.device=cpu or auto."
+        )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

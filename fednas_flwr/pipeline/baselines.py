@@ -1,4 +1,4 @@
-"""``baselines=2``: what a search was worth, by networks that were not searched, trained alike.
+"""``evaluation.baselines=2``: what a search was worth, by other networks that are trained alike.
 
 Each is a run in ``baselines/<name>/`` of the run's folder, with the same clients, records,
 retraining and privacy. Simulated sites have a ledger of their own in each: all of the epsilon goes
@@ -31,6 +31,7 @@ from fednas_flwr.settings import (
     Config,
     DifferentialPrivacy,
     conf_folder,
+    with_runtime,
 )
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import BATCH, LINEAR
@@ -74,8 +75,8 @@ def prepare_baselines(config: Config) -> list[Path]:
 
 def num_random(config: Config) -> int:
     """Return with how many random networks a finished run is compared; 0 without baselines."""
-    if config.baselines is not None:
-        return config.baselines
+    if config.evaluation.baselines is not None:
+        return config.evaluation.baselines
     return 0 if has_real_sites(config) else affordable(Path(str(config.run_dir)))
 
 
@@ -105,7 +106,9 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     privacy = config.privacy
     if isinstance(privacy, DifferentialPrivacy):  # the run's own ledgers pay for no baseline
         privacy = replace(privacy, sites=None)
-    config = replace(config, baselines=0, time_limit=None, retrain=found, privacy=privacy)
+    evaluation = replace(config.evaluation, baselines=0)
+    config = replace(config, evaluation=evaluation, retrain=found, privacy=privacy)
+    config = with_runtime(config, time_limit=None)
     space, _ = described_space(description)
     for index in range(1, number + 1):
         name = f"random_{index}"

@@ -69,7 +69,7 @@ def check_buildable(config: Config) -> Made:
     Raises:
         ConfigError: Device, data or networks cannot be made, or do not fit one another.
     """
-    make_device(config.device)
+    make_device(config.runtime.device)
     _check_threads(config)
     check_groups(config)
     data = make_data(config)
@@ -127,9 +127,9 @@ def check_buildable(config: Config) -> Made:
 def _check_threads(config: Config) -> None:
     """Refuse simulated clients with so many threads that they only wait for one another."""
     most = THREADS_PER_CORE * (os.cpu_count() or 1)
-    if config.runtime.name != "deployment" and config.threads > most:
+    if config.runtime.name != "deployment" and config.runtime.threads > most:
         raise ConfigError(
-            f"threads={config.threads} is out of range: expected at most {most}, "
+            f"runtime.threads={config.runtime.threads} is out of range: expected at most {most}, "
             f"{THREADS_PER_CORE} for each of this machine's cores; lower it."
         )
 

@@ -99,10 +99,10 @@ def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
     """Return the properties of the clients that name a group; those that do not are left out.
 
     Raises:
-        ConfigError: It is the run's own ``client_tags`` that name none, or too few are left.
+        ConfigError: The run's own ``algorithm.client_tags`` name none, or too few are left.
     """
     cohort, found = run.cohort, {}
-    tags = run.config.client_tags or [""] * run.config.clients
+    tags = _algorithm(run.config).client_tags or [""] * run.config.clients
     for client in cohort.clients:
         try:
             group_name(cohort.properties[client], client, name)

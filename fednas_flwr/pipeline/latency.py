@@ -60,7 +60,7 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
         return None
     if genotype is None or "search" not in config.stages:
         return None
-    hardware, device = algorithm.hardware, make_device(config.device)
+    hardware, device = algorithm.hardware, make_device(config.runtime.device)
     table, space = load_table(hardware), supernet_space(config, prepared)
     assert isinstance(space, MBConvSpace)  # as the configuration has it
     measured = None if table is None else measure_network(space, table, genotype, device=device)

@@ -47,7 +47,8 @@ class Run:
         self.log.emit("out_of_time", stage=stage, round=done, rounds=rounds)
         self.log.emit(
             "warning",
-            message=f"time_limit={self.config.time_limit}: the {stage} has ended after round "
+            message=f"runtime.time_limit={self.config.runtime.time_limit}: the {stage} has ended "
+            "after round "
             f"{done} of {rounds}; resume=<run folder> goes on",
         )
 

@@ -94,11 +94,13 @@ from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.parser import seconds
+from fednas_flwr.settings.runtimes import Deployment
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.skip import SkipNetwork
 
 # What each real site must tell of its data, from which the server builds networks.
+CONNECT_S = 60.0  # for simulated clients, which are there from the start
 SITE_FACTS = (
     *("input_shape", "image_shape", "scattering"),
     *("schema", "mean", "std", "class_names", "multi_label"),
@@ -118,10 +120,10 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
         QuorumError: Too few clients answered.
         ConfigError: A setting does not fit the data.
     """
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.runtime.threads)
     circumstances = _circumstances()
     if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
-        circumstances["device"] = str(make_device(config.device))
+        circumstances["device"] = str(make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
         _run_stages(config, grid, log, circumstances, resumed=resumed)
 
@@ -157,7 +159,7 @@ def begin(
         earlier: Events of the run that goes on; empty of a new one.
     """
     resumed = bool(earlier)
-    limit = config.time_limit
+    limit = config.runtime.time_limit
     ends_at = None if limit is None else time.monotonic() + seconds("time_limit", limit)
     folder = Path(str(config.run_dir))
     table = given_table(config)
@@ -387,7 +389,7 @@ def _evaluate(
 ) -> None:
     """Measure the network on the server's test set and on every client's own test records."""
     config, prepared = run.config, run.prepared
-    device = make_device(config.device)
+    device = make_device(config.runtime.device)
     with run.stage("evaluate"):
         private = private_stage(config, run.schedule, "evaluate")
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
@@ -418,7 +420,7 @@ def _evaluate(
                     results["total"] = tested[0] if tested else None
                 else:
                     results["clients"] = tested
-            if config.personalised:
+            if config.evaluation.personalised:
                 last = Personalise(local=_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         told = {name: baselines.get(name) for name in ("linear", "trees")}
@@ -571,17 +573,17 @@ def _commit() -> str | None:
 
 def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Cohort:
     """Return the server's way to the clients, with the runtime's quorum, deadlines and limits."""
-    privacy = config.privacy
+    privacy, runtime = config.privacy, config.runtime
     return Cohort(
         run=run,
         num_clients=config.clients,
-        quorum=config.runtime.quorum,
-        deadline_s=config.runtime.deadline_s,
-        connect_s=config.runtime.connect_s,
-        wire=config.wire,
+        quorum=runtime.quorum,
+        deadline_s=runtime.deadline_s,
+        connect_s=runtime.connect_s if isinstance(runtime, Deployment) else CONNECT_S,
+        wire=runtime.wire,
         fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
-        most_records=config.runtime.most_records,
-        largest_share=config.runtime.largest_share,
-        secure_sum=config.secure_sum,
+        most_records=runtime.most_records,
+        largest_share=runtime.largest_share,
+        secure_sum=config.secure_sum is not None,
         emit=emit,
     )

@@ -45,7 +45,7 @@ def positive_text(run: Run) -> str:
         return f"F1, AUROC and average precision are plain means over the {over}.{_SHARE * several}"
     text = (
         f"F1, AUROC, average precision, sensitivity and specificity are of the "
-        f"{'label' if several else 'class'} {names[positive]} (set by positive=<class>)."
+        f"{'label' if several else 'class'} {names[positive]} (set by evaluation.positive=<class>)."
         f"{_SHARE * several}"
     )
     if threshold is not None:

@@ -102,7 +102,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
     auroc_note = "likewise"
     auroc_note += "" if linear_auroc is None else f"; linear model {score(linear_auroc)}"
     auroc_note += _of_trees(numbers["trees_auroc"])
-    drawn = f" drawn of {run.config['clients']:,}" if run.config.get("clients_per_round") else ""
+    drawn = f" drawn of {run.config['clients']:,}" if run.config.get("sampling") else ""
     tested = f"{noised}test parts of {len(run.client_results())} clients{drawn}"
     if total := evaluated.get("total"):
         tested = f"{noised}test parts of {total['sites']} clients as one, by a secure sum"

@@ -17,7 +17,7 @@ from typing import Any
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
-from fednas_flwr.report.tensorboard import Scalars
+from fednas_flwr.report.tensorboard import Scalars, TensorBoardWriter
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import CONFIG_FILE
 
@@ -38,9 +38,11 @@ def make_tracker(name: str, run_folder: Path) -> AbstractContextManager[Callable
     """Return the listener of that name, a context manager.
 
     Args:
-        name: ``mlflow`` or ``wandb``.
+        name: ``tensorboard``, ``mlflow`` or ``wandb``.
         run_folder: Gives the run its name and settings.
     """
+    if name == "tensorboard":
+        return TensorBoardWriter(run_folder / "tensorboard")
     return {"mlflow": MLflow, "wandb": WandB}[name](run_folder)
 
 

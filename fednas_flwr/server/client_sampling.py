@@ -81,7 +81,7 @@ class Sampling:
     def __post_init__(self) -> None:
         """Check the name."""
         if self.by not in SAMPLINGS:
-            raise unknown_choice("sampling", self.by, SAMPLINGS)
+            raise unknown_choice("sampling.by", self.by, SAMPLINGS)
 
     def participants(self, stage: str, server_round: int) -> Participants:
         """Return who is asked in a round, from 1, of a stage."""

@@ -2,8 +2,8 @@
 
 Hydra composes ``conf/``; ``builders.parse_config`` turns the result into one :class:`Config` at
 once, so that a wrong value ends the run before any client starts. Every default stands in
-``conf/``, none here. The same tree as JSON (:func:`dump_config`) is what travels to other
-processes.
+``conf/``, but for those of mappings that are null there. The same tree as JSON
+(:func:`dump_config`) is what travels to other processes.
 """
 
 from fednas_flwr.settings.algorithm_settings import AlgorithmSettings, GivenNetwork
@@ -23,8 +23,7 @@ from fednas_flwr.settings.privacy_settings import (
     NoPrivacy,
     PrivateRetrain,
 )
-from fednas_flwr.settings.run_settings import Config, SimulatedTerms, dump_config
-from fednas_flwr.settings.server_optimizers import ServerOptimizer
+from fednas_flwr.settings.run_settings import Config, dump_config, with_runtime
 
 __all__ = [
     "AlgorithmSettings",
@@ -41,10 +40,9 @@ __all__ = [
     "Noise",
     "PrivateRetrain",
     "SearchSpaceSettings",
-    "ServerOptimizer",
-    "SimulatedTerms",
     "conf_folder",
     "dump_config",
     "expanded",
     "site_dataset",
+    "with_runtime",
 ]

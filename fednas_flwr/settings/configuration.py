@@ -23,9 +23,11 @@ from fednas_flwr.settings.loading import choose_kind
 from fednas_flwr.settings.names import CLIENT, FLOAT32
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.partitions import PARTITIONS
 from fednas_flwr.settings.privacy_settings import PRIVACY
 from fednas_flwr.settings.registry import algorithm_of, entries
-from fednas_flwr.settings.server_optimizers import SERVER_OPTIMIZERS
+from fednas_flwr.settings.rounds import AGGREGATES, SERVER_OPTIMIZERS, TrimmedMeanSettings
+from fednas_flwr.settings.runtimes import RUNTIMES
 from fednas_flwr.settings.unused import Given, check_effect, check_experiment
 
 MOST_PRIVATE_ROUNDS = 10_000
@@ -34,6 +36,13 @@ YIELDING = {  # defaults of privacy=dp that give way where the user sets what th
     "privacy.rate": ("algorithm.batch_size", "algorithm.search.batch_size"),
     "privacy.retrain.rate": ("retrain.batch_size",),
     "privacy.retrain.noise_walk": ("retrain.weights.lr",),
+}
+CHOICES: dict[str, dict[str, type]] = {  # by group, the class of each choice
+    "partition": PARTITIONS,
+    "privacy": PRIVACY,
+    "aggregate": AGGREGATES,
+    "server_optimizer": SERVER_OPTIMIZERS,
+    "runtime": RUNTIMES,
 }
 UNREGISTERED = "; one of your own must be registered first, in each process and at each site"
 
@@ -93,7 +102,7 @@ def _with_lower_ends(tree: Mapping[str, Any], given: Given, prefix: str = "") ->
     return tree
 
 
-def _with(tree: Any, path: Sequence[str], value: float | None) -> Any:
+def _with(tree: Any, path: Sequence[str], value: float | str | None) -> Any:
     """Return a tree with another value at a path, the same where there is no such path."""
     key, *rest = path
     if not isinstance(tree, Mapping) or key not in tree:
@@ -116,11 +125,12 @@ def _parse(tree: Mapping[str, Any]) -> Config:
     }
     hints = {
         **{group: choose_kind(tree, group, kinds[group], hint=UNREGISTERED) for group in kinds},
-        "privacy": choose_kind(tree, "privacy", PRIVACY),
-        "server_optimizer": choose_kind(tree, "server_optimizer", SERVER_OPTIMIZERS),
+        **{group: choose_kind(tree, group, of) for group, of in CHOICES.items()},
     }
-    if type(tree.get("positive")) is int:  # as Hydra reads the name of a class 0, 1, ...
-        tree = {**tree, "positive": str(tree["positive"])}
+    evaluation = tree.get("evaluation")
+    if isinstance(evaluation, Mapping) and type(evaluation.get("positive")) is int:
+        # as Hydra reads the name of a class 0, 1, ...
+        tree = _with(tree, ["evaluation", "positive"], str(evaluation["positive"]))
     config: Config = parse(Config, tree, key="", hints=hints)
     check_combinations(config)
     return config
@@ -146,20 +156,23 @@ def _check_privacy(config: Config) -> None:
     """Refuse what cannot be private."""
     if isinstance(config.privacy, NoPrivacy):
         return
-    if config.oversample:
+    if config.training.oversample:
         raise ConfigError(
-            "oversample=true with privacy=dp: a record that is drawn several times costs more than "
-            "is booked; set class_factors={<class>: <public factor>} instead."
+            "training.oversample=true with privacy=dp: a record that is drawn several times costs "
+            "more than "
+            "is booked; set training.class_factors={<class>: <public factor>} instead."
         )
-    if config.personalised:
+    if config.evaluation.personalised:
         raise ConfigError(
-            "personalised=true with privacy=dp: an accuracy after local training without noise is "
+            "evaluation.personalised=true with privacy=dp: an accuracy after local training "
+            "without noise is "
             "an exact function of the records; leave it out."
         )
-    if config.precision != FLOAT32:
+    if config.training.precision != FLOAT32:
         raise ConfigError(
-            f"precision={config.precision} with privacy=dp: gradients of records are clipped in "
-            "float32, so that none is longer than is booked; set precision=float32."
+            f"training.precision={config.training.precision} with privacy=dp: gradients of "
+            "records are clipped in "
+            "float32, so that none is longer than is booked; set training.precision=float32."
         )
     check_unit_of_privacy(config)
     rounds = config.rounds * searches(config)
@@ -199,8 +212,9 @@ def _check_aggregate(config: Config) -> None:
     With privacy they are allowed: they only process what has been released. The noise of a median
     has up to 1.25 times the standard deviation of the mean's.
     """
-    name, clients = config.aggregate, config.asked
-    asked = f"clients_per_round={clients}" if config.samples else f"clients={clients}"
+    aggregate, clients = config.aggregate, config.asked
+    name = aggregate.name
+    asked = f"sampling.per_round={clients}" if config.samples else f"clients={clients}"
     fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
     decides = f"runtime.quorum={config.runtime.quorum:g} of {asked}"
     if name != "mean" and clients < 3:
@@ -211,11 +225,12 @@ def _check_aggregate(config: Config) -> None:
             "gradients over batches of different sizes; set aggregate=mean or "
             "retrain.exchange=models."
         )
-    if name == "trimmed_mean" and fewest <= 2 * config.trim:
+    if isinstance(aggregate, TrimmedMeanSettings) and fewest <= 2 * aggregate.trim:
         raise ConfigError(
-            f"trim={config.trim} leaves nothing of the {fewest} replies that {decides} lets a "
-            "round go on with: expected fewer than half of them; raise runtime.quorum or lower "
-            "trim."
+            f"aggregate.trim={aggregate.trim} leaves nothing of the {fewest} replies that "
+            f"{decides} "
+            "lets a round go on with: expected fewer than half of them; raise runtime.quorum or "
+            "lower aggregate.trim."
         )
 
 
@@ -235,9 +250,10 @@ def _check_server_optimizer(config: Config) -> None:
             f"{chosen} with retrain.exchange={config.retrain.exchange}: the server steps along "
             "gradients by SGD there; set server_optimizer=none or retrain.exchange=models."
         )
-    if config.momentum == "server":
+    if config.training.momentum == "server":
         raise ConfigError(
-            f"{chosen} with momentum=server: both are optimisers of the server; leave one out."
+            f"{chosen} with training.momentum=server: both are optimisers of the server; leave "
+            "one out."
         )
 
 

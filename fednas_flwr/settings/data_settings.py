@@ -18,7 +18,7 @@ from fednas_flwr.settings.names import (
     NO_TRANSFORM,
     TRANSFORMS,
 )
-from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
+from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Text, check_distinct, parse
 
 # of one side, in pixels: an image of more takes 800 MB
@@ -188,33 +188,6 @@ class Dataset(Checked):
         return {
             name: 0 if self.transform != NO_TRANSFORM else getattr(self, name) for name in names
         }
-
-
-@dataclass(frozen=True)
-class Partition(Checked):
-    """Which client holds which records; see ``data.partitioners.partition``.
-
-    Attributes:
-        seed: Seed of random divisions; not the run's seed, so that parties keep their records over
-            runs.
-        file: A saved partition.json to use instead.
-        alpha: Concentration of the Dirichlet draws; the smaller, the more unequal.
-        min_size: Fewest records of a client, below which is drawn again.
-        groups: Groups of classes, for ``label_groups``; empty is FDNAS' three.
-        clients_per_group: Number of clients that share each group of classes.
-        fractions: Sizes of the clients, for ``quantity``; empty draws them.
-        column: Column whose values name the clients.
-    """
-
-    name: str
-    seed: int
-    file: Text | None
-    alpha: Positive
-    min_size: Count
-    groups: list[list[int]]
-    clients_per_group: list[Count]
-    fractions: list[ShareAbove0]
-    column: str | None
 
 
 def site_dataset(path: Path, *, cache: str) -> Dataset:

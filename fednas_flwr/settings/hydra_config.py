@@ -96,6 +96,8 @@ def compose_tree(overrides: Sequence[str], source: Source = CONF) -> dict[str, A
         if _parse(text).value() == {}:
             *parents, last = _parse(text).key_or_group.split(".")
             reduce(getitem, parents, tree)[last] = {}
+    for text in overrides:
+        _check_holds(_parse(text).key_or_group, text, tree)
     tree.pop("sweep", None)  # is Hydra's business
     for text in overrides:
         if text.startswith("hydra.run.dir="):
@@ -107,6 +109,17 @@ def compose_tree(overrides: Sequence[str], source: Source = CONF) -> dict[str, A
                 )
             tree["run_dir"] = folder
     return tree
+
+
+def _check_holds(key: str, text: str, tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an override within a mapping that another one has replaced."""
+    node: Any = tree
+    *parents, _ = key.split(".")
+    for depth, part in enumerate(parents, 1):
+        node = node.get(part, {}) if isinstance(node, Mapping) else {}
+        if node is None or isinstance(node, bool):
+            whole = ".".join(parents[:depth])
+            raise ConfigError(f"{show(text)} is lost with {whole}={show(node)}: leave one out.")
 
 
 def _composition_error(error: Exception, overrides: Sequence[str], source: Source) -> ConfigError:
@@ -593,9 +606,10 @@ def _choices_with(key: str, group: str, source: Source) -> list[str]:
             is_in_null = _is_in_null(key, node)
         except (HydraException, OmegaConfBaseException):  # of a file of the user's
             continue
-        for part in key.split("."):
-            node = node.get(part, MISSING) if isinstance(node, dict) else MISSING
-        if node != MISSING or is_in_null:
+        *parents, last = key.split(".")
+        for part in parents:
+            node = node.get(part) if isinstance(node, dict) else None
+        if is_in_null or (isinstance(node, dict) and last in node):
             found.append(f"{group}={name}")
     return found
 

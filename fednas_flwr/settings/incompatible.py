@@ -6,7 +6,7 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork, NoPrivacy
 from fednas_flwr.settings.names import BY_SIZE, CLIENT
 from fednas_flwr.settings.registry import algorithm_of, algorithms
-from fednas_flwr.settings.run_settings import MOST_SITES
+from fednas_flwr.settings.rounds import MOST_SITES
 
 
 def has_real_sites(config: Config) -> bool:
@@ -61,7 +61,7 @@ def retrains_by_gradients(config: Config) -> bool:
     if algorithm_of(config).retraining is not None:
         return False
     if config.retrain.exchange is None:
-        return config.secure_sum and by_record(config)
+        return config.secure_sum is not None and by_record(config)
     return config.retrain.exchange == "gradients"
 
 
@@ -82,9 +82,9 @@ def check_algorithm(config: Config) -> None:
                 f"updates of several local steps; choose one of {', '.join(able)}."
             )
     features = {
-        "aggregate": (config.aggregate != "mean", config.aggregate),
-        "secure_sum": (config.secure_sum, "true"),
-        "clients_per_round": (config.samples, f"{config.clients_per_round}"),
+        "aggregate": (config.aggregate.name != "mean", config.aggregate.name),
+        "secure_sum": (config.secure_sum is not None, "true"),
+        "sampling": (config.sampling is not None, "on"),
     }
     for feature, (is_asked, value) in features.items():
         if is_asked and feature in entry.unsupported and chooses(config):
@@ -100,17 +100,17 @@ def check_algorithm(config: Config) -> None:
 
 def check_secure_sum(config: Config) -> None:
     """Refuse what a server that sees totals only cannot do."""
-    if not config.secure_sum:
+    terms = config.secure_sum
+    if terms is None:
         return
-    terms = config.secure_terms
     needs = {
-        f"aggregate={config.aggregate}": (
-            config.aggregate != "mean",
+        f"aggregate={config.aggregate.name}": (
+            config.aggregate.name != "mean",
             "it compares the values of single clients; set aggregate=mean",
         ),
-        f"wire={config.wire}": (
-            config.wire != "float32",
-            "masked integers are not rounded; set wire=float32",
+        f"runtime.wire={config.runtime.wire}": (
+            config.runtime.wire != "float32",
+            "masked integers are not rounded; set runtime.wire=float32",
         ),
         f"clients={config.clients}": (
             config.clients > MOST_SITES,
@@ -120,7 +120,10 @@ def check_secure_sum(config: Config) -> None:
             getattr(config.privacy, "statistics_noise_multiplier", None) is not None,
             "what clients standardise by is found before there is a sum; set it to null",
         ),
-        "personalised=true": (config.personalised, "it is a result per client; leave it out"),
+        "evaluation.personalised=true": (
+            config.evaluation.personalised,
+            "it is a result per client; leave it out",
+        ),
         f"runtime={config.runtime.name}": (
             config.runtime.name == "deployment"
             and (config.partition.name != "sites" or isinstance(config.privacy, NoPrivacy)),
@@ -135,16 +138,16 @@ def check_secure_sum(config: Config) -> None:
         return  # whose sites' own policies decide
     if config.clients < terms.colluding + 2:
         raise ConfigError(
-            f"secure_sum=true with clients={config.clients} and secure_terms.colluding="
+            f"secure_sum=true with clients={config.clients} and secure_sum.colluding="
             f"{terms.colluding}: a sum must have two honest clients beside those; raise clients to "
-            f"{terms.colluding + 2} or more, or lower secure_terms.colluding."
+            f"{terms.colluding + 2} or more, or lower secure_sum.colluding."
         )
     if not terms.colluding + 2 <= terms.least(config.clients) <= config.clients:
         raise ConfigError(
-            f"secure_terms.least_sites={show(terms.least_sites)} with secure_terms.colluding="
+            f"secure_sum.least_sites={show(terms.least_sites)} with secure_sum.colluding="
             f"{terms.colluding} and clients={config.clients}: a sum must have two honest clients, "
             f"so that least_sites is from {terms.colluding + 2} to {config.clients}; raise clients "
-            "or lower secure_terms.colluding."
+            "or lower secure_sum.colluding."
         )
 
 
@@ -155,12 +158,13 @@ def check_unit_of_privacy(config: Config) -> None:
         return
     needs = {
         "secure_sum=false": (
-            not config.secure_sum,
+            config.secure_sum is None,
             "each client would add all of the noise; set secure_sum=true",
         ),
-        f"momentum={config.momentum}": (
-            config.momentum == "averaged",
-            "the moments would be further releases; set momentum=reset or momentum=server",
+        f"training.momentum={config.training.momentum}": (
+            config.training.momentum == "averaged",
+            "the moments would be further releases; set training.momentum=reset or "
+            "training.momentum=server",
         ),
         "privacy.metrics_noise_multiplier": (
             privacy.metrics_noise_multiplier is not None,
@@ -178,25 +182,26 @@ def check_unit_of_privacy(config: Config) -> None:
 
 def check_sampling(config: Config) -> None:
     """Refuse what needs all clients in every round, or each of them once."""
-    if not config.samples:
+    sampling = config.sampling
+    if sampling is None or not config.samples:
         return
-    by_size, rewards = config.sampling == BY_SIZE, algorithm_of(config).asks_rewards
+    by_size, rewards = sampling.by == BY_SIZE, algorithm_of(config).asks_rewards
     needs = {
         "secure_sum=true": (
-            config.secure_sum,
+            config.secure_sum is not None,
             "every sum is over the whole roster; leave one of them out",
         ),
-        f"sampling=by_size and aggregate={config.aggregate}": (
-            by_size and config.aggregate != "mean",
-            "a large client that is drawn twice has one value; set sampling=uniform",
+        f"sampling.by=by_size and aggregate={config.aggregate.name}": (
+            by_size and config.aggregate.name != "mean",
+            "a large client that is drawn twice has one value; set sampling.by=uniform",
         ),
-        "sampling=by_size and privacy=dp": (
+        "sampling.by=by_size and privacy=dp": (
             by_size and rewards and not isinstance(config.privacy, NoPrivacy),
             f"the noise on rewards of algorithm={config.algorithm.name} is known for averages by "
-            "records only; set sampling=uniform or sampling=round_robin",
+            "records only; set sampling.by=uniform or sampling.by=round_robin",
         ),
     }
     for setting, (refused, reason) in needs.items():
         if refused:
-            asked = config.clients_per_round
-            raise ConfigError(f"clients_per_round={asked:g} with {setting}: {reason}.")
+            asked = sampling.per_round
+            raise ConfigError(f"sampling.per_round={asked:g} with {setting}: {reason}.")

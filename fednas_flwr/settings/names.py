@@ -23,16 +23,6 @@ FAST, REFERENCE = ENGINES
 # What plain gradients are computed in.
 FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
 
-# How records are divided over clients, and which settings of `partition` each way uses.
-PARTITIONS: dict[str, tuple[str, ...]] = {
-    "iid": ("seed",),
-    "dirichlet": ("seed", "alpha", "min_size"),
-    "label_groups": ("seed", "groups", "clients_per_group"),
-    "quantity": ("seed", "alpha", "min_size", "fractions"),
-    "column": ("column",),
-    "sites": (),
-}
-
 # How the clients of a round are drawn.
 UNIFORM, BY_SIZE, ROUND_ROBIN = SAMPLINGS = ("uniform", "by_size", "round_robin")
 

@@ -15,7 +15,8 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -183,7 +184,8 @@ def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None =
 
     Args:
         kind: The dataclass; its fields are numbers, text, lists, mappings, dataclasses or these or
-            None.
+            None. Where it may be None and all of its fields have defaults, ``true`` stands for
+            these and ``false`` for None.
         values: The mapping; of a message it may be anything.
         key: Dotted name of the mapping in error sentences; empty at the top.
         hints: Types of fields that overrule the dataclass' own.
@@ -201,10 +203,11 @@ def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None =
             known = [f"{prefix}{known}" for known in types]
             raise unknown_choice("setting", f"{prefix}{show(name)}", known)
     parsed = {}
-    for name, hint in types.items():
-        if name not in values:
-            raise MissingSettingError(*(f"{prefix}{n}" for n in types if n not in values))
-        parsed[name] = _convert(f"{prefix}{name}", hint, values[name])
+    missing = [name for name in types if name not in values and name not in _defaults(kind)]
+    if missing:
+        raise MissingSettingError(*(f"{prefix}{name}" for name in missing))
+    for name in values:
+        parsed[name] = _convert(f"{prefix}{name}", types[name], values[name])
     try:
         return kind(**parsed)
     except ConfigError as error:  # its sentence begins with a field
@@ -214,6 +217,12 @@ def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None =
 @cache
 def _hints(kind: type, extras: bool = False) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=extras)
+
+
+@cache
+def _defaults(kind: type) -> frozenset[str]:
+    """The fields that may be left out."""
+    return frozenset(field.name for field in fields(kind) if field.default is not NO_DEFAULT)
 
 
 def _convert(key: str, hint: Any, value: Any) -> Any:
@@ -229,6 +238,9 @@ def _convert(key: str, hint: Any, value: Any) -> Any:
         if value is None:
             return None
         (hint,) = [kind for kind in arguments if kind is not type(None)]
+        if isinstance(value, bool) and isinstance(hint, type) and is_dataclass(hint):
+            if _defaults(hint) == {*_hints(hint)}:
+                return hint() if value else None
         return _convert(key, hint, value)
     if origin in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
         return origin(_convert(f"{key}[{i}]", arguments[0], item) for i, item in enumerate(value))

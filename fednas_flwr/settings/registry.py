@@ -61,7 +61,7 @@ class Algorithm:
         retraining: The same of the retrain stage; None is FedAvg, or FedSGD.
         units: Units of privacy that it can protect; none if it does not run with ``privacy=dp``.
         unsupported: Features of a run that its rounds cannot have, ``aggregate``, ``secure_sum`` or
-            ``clients_per_round``, each with the reason and the cure.
+            ``sampling``, each with the reason and the cure.
         trains: What clients train in the search: a ``supernet``, with which it then begins, or
             ``networks``; None if it asks them nothing.
         asks_rewards: Whether clients are asked for rewards of trials or candidates.

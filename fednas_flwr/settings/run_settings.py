@@ -3,55 +3,70 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
 
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.algorithm_settings import AlgorithmSettings
-from fednas_flwr.settings.data_settings import Dataset, Partition
-from fednas_flwr.settings.names import PRECISIONS, SAMPLINGS
+from fednas_flwr.settings.data_settings import Dataset
+from fednas_flwr.settings.names import PRECISIONS
 from fednas_flwr.settings.network_settings import Retrain, SearchSpaceSettings
 from fednas_flwr.settings.optimizers import MOMENTA, Count, CountOrZero, ShareAbove0
-from fednas_flwr.settings.parser import (
-    Between,
-    Checked,
-    Length,
-    OneOf,
-    Text,
-    check_distinct,
-    seconds,
-)
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Text, check_distinct
+from fednas_flwr.settings.partitions import Partition
 from fednas_flwr.settings.privacy_settings import DifferentialPrivacy, NoPrivacy
+from fednas_flwr.settings.rounds import (
+    AggregateSettings,
+    SamplingSettings,
+    SecureSumSettings,
+    ServerOptimizer,
+)
 from fednas_flwr.settings.runtimes import Runtime
-from fednas_flwr.settings.server_optimizers import ServerOptimizer
 
 STAGES = ("search", "retrain", "evaluate", "export")
-DEVICES = ("auto", "cpu", "cuda")
-WIRES = ("float32", "float16", "int8")
-MOST_THREADS = 1024
-MOST_SITES = 1000  # of a secure sum
-MOST_CLIENTS = 2**31
-TRACKERS = ("mlflow", "wandb")
-AGGREGATES = ("mean", "median", "trimmed_mean")
+TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
 @dataclass(frozen=True)
-class SimulatedTerms(Checked):
-    """Terms of secure sums in the policies of simulated sites; a real site's own policy says it.
+class TrainingSettings(Checked):
+    """What all local training shares, of supernets and of networks.
 
     Attributes:
-        least_sites: Fewest clients of which a sum is opened; null is all but one, or ``colluding``
-            + 2 if that is more.
-        colluding: Clients of which each expects that they may help the server.
+        precision: Number format of gradients without privacy: ``bfloat16`` is faster on GPUs that
+            have it (torch's autocast). Weights, steps, second-order gradients and evaluation stay
+            float32; not with privacy.
+        momentum: The momentum between requests: dropped (``reset``), ``averaged`` like the model,
+            or kept at the ``server`` (FedAvgM). Null is ``averaged`` in private retraining by
+            ``privacy.retrain.noise_walk``, else ``reset``.
+        class_factors: Public factors of the losses of classes, by name; with privacy they multiply
+            what is clipped already.
+        oversample: If true, training repeats the records of rarer classes; not with privacy.
     """
 
-    least_sites: Annotated[int, Between(2, MOST_SITES)] | None
-    colluding: Annotated[int, Between(0, MOST_SITES)]
+    precision: Annotated[str, OneOf(PRECISIONS)]
+    momentum: Annotated[str, OneOf(MOMENTA)] | None
+    class_factors: dict[str, ShareAbove0]
+    oversample: bool
 
-    def least(self, clients: int) -> int:
-        """Return the fewest clients of a sum in a run of so many."""
-        return self.least_sites or max(self.colluding + 2, clients - 1)
+
+@dataclass(frozen=True)
+class EvaluationSettings(Checked):
+    """What is measured, and what a found network is compared with.
+
+    Attributes:
+        positive: The positive class of F1, AUROC, average precision, sensitivity and specificity;
+            null takes the mean over classes, or the last of two.
+        personalised: If true, clients test the trained network again after local epochs of their
+            own; not with privacy.
+        baselines: Random networks of the search space that are trained like the found one and
+            shown beside it, with the data-free choice, a linear model and, for images, a ResNet-8;
+            0 for none of these. Null is 2 where the run has taken over a minute and they add less
+            than half of that, else 0.
+    """
+
+    positive: Text | None
+    personalised: bool
+    baselines: CountOrZero | None
 
 
 @dataclass(frozen=True)
@@ -62,51 +77,19 @@ class Config(Checked):
         run_dir: The run folder; null makes ``runs/<time>_<algorithm>_<data set>``.
         seed: Seed of everything that is drawn, except the division of records and the noise of
             privacy.
-        device: Device for training; ``auto`` takes CUDA if there is a GPU.
-        precision: Number format of gradients without privacy: ``bfloat16`` is faster on GPUs that
-            have it (torch's autocast). Weights, steps, second-order gradients and evaluation stay
-            float32; not with privacy.
-        threads: torch's threads per client, the same in every runtime.
         clients: Number of clients.
-        clients_per_round: Number of clients that a round asks, or below 1 their share; null asks
-            all. The seed decides which ones. No privacy is claimed for it, since the server knows
-            it.
-        sampling: The way they are drawn (:mod:`fednas_flwr.server.client_sampling`): ``uniform``
-            and ``by_size`` keep averages unbiased, ``round_robin`` asks all clients equally often.
-        over_selection: Share of ``clients_per_round`` that stands by in every round, to be asked in
-            the place of clients that fail.
         rounds: Rounds of the search: iterations of FNAS, candidates of random search.
         stages: Stages to run; ``search`` derives a genotype, the others need one.
         genotype: Architecture to retrain instead of searching: a file, or a name of
             ``conf/genotypes``.
-        aggregate: The average of the clients' models: by examples (``mean``), or coordinate by
-            coordinate (:mod:`fednas_flwr.server.robust_averages`).
-        trim: Clients that ``trimmed_mean`` leaves out at each end of every coordinate.
-        wire: Number format of tensors in messages, both ways (:mod:`fednas_flwr.protocol.wire`).
-        secure_sum: If true, the server sees only totals of replies
-            (:mod:`fednas_flwr.protocol.secure_sum`).
-        secure_terms: Of simulated sites, for secure sums.
-        momentum: The momentum of local training between requests: dropped (``reset``), ``averaged``
-            like the model, or kept at the ``server`` (FedAvgM).
-        client_tags: Tags of simulated clients, by index, for the groups of ``cfdnas``.
-        class_factors: Public factors of the losses of classes, by name; with privacy they multiply
-            what is clipped already.
-        oversample: If true, training repeats the records of rarer classes; not with privacy.
-        positive: The positive class of F1, AUROC, average precision, sensitivity and specificity;
-            null takes the mean over classes, or the last of two.
-        personalised: If true, clients test the trained network again after local epochs of their
-            own; not with privacy.
-        time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
-            would not end in time; the network is then exported as trained so far, or a search is
-            left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
-            that it has not cut short. Null is none.
-        baselines: Random networks of the search space that are trained like the found one and
-            shown beside it, with the data-free choice, a linear model and, for images, a ResNet-8;
-            0 for none of these. Null is 2 where the run has taken over a minute and they add less
-            than half of that, else 0.
-        tensorboard: If true, curves are also written for TensorBoard.
-        trackers: Experiment trackers that get the numbers of the rounds, each an extra of its name;
-            what is sent leaves the server.
+        sampling: Rounds that ask some of the clients only: any of these settings, such as
+            ``sampling.per_round=50``; null asks all.
+        secure_sum: Replies of which the server sees totals only
+            (:mod:`fednas_flwr.protocol.secure_sum`): ``true``, or any of these settings.
+        training: What all local training shares.
+        evaluation: What is measured, and what a found network is compared with.
+        trackers: Experiment trackers that get the numbers of the rounds, beside TensorBoard each an
+            extra of its name; what is sent leaves the server.
     """
 
     algorithm: AlgorithmSettings
@@ -114,69 +97,38 @@ class Config(Checked):
     partition: Partition
     search_space: SearchSpaceSettings
     privacy: NoPrivacy | DifferentialPrivacy
+    aggregate: AggregateSettings
     server_optimizer: ServerOptimizer
     runtime: Runtime
     retrain: Retrain
     run_dir: Text | None
     seed: CountOrZero
-    device: Annotated[str, OneOf(DEVICES)]
-    precision: Annotated[str, OneOf(PRECISIONS)]
-    threads: Annotated[int, Between(1, MOST_THREADS, reason="no machine has more cores")]
     clients: Count
-    clients_per_round: Annotated[float, Between(0, MOST_CLIENTS, above=True)] | None
-    sampling: Annotated[str, OneOf(SAMPLINGS)]
-    over_selection: Annotated[float, Between(0, 1)]
     rounds: Count
     stages: Annotated[list[Annotated[str, OneOf(STAGES)]], Length(Between(1))]
     genotype: Text | None
-    aggregate: Annotated[str, OneOf(AGGREGATES)]
-    trim: Count
-    wire: Annotated[str, OneOf(WIRES)]
-    secure_sum: bool
-    secure_terms: SimulatedTerms
-    momentum: Annotated[str, OneOf(MOMENTA)] | None
-    client_tags: list[str]
-    class_factors: dict[str, ShareAbove0]
-    positive: Text | None
-    oversample: bool
-    personalised: bool
-    time_limit: Text | None
-    baselines: CountOrZero | None
-    tensorboard: bool
+    sampling: SamplingSettings | None
+    secure_sum: SecureSumSettings | None
+    training: TrainingSettings
+    evaluation: EvaluationSettings
     trackers: list[Annotated[str, OneOf(TRACKERS)]]
 
     def __post_init__(self) -> None:
-        """Check single values; ``builders.check_combinations`` knows what excludes what."""
-        if self.device.startswith("cuda:"):
-            number = self.device.removeprefix("cuda:")
-            raise ConfigError(
-                f"device={show(self.device)} is unknown: set device=cuda, and choose the GPU by "
-                f"the environment variable CUDA_VISIBLE_DEVICES={show(number)}."
-            )
+        """Check single values; ``configuration.check_combinations`` knows what excludes what."""
         super().__post_init__()
         check_distinct("stages", self.stages)
         check_distinct("trackers", self.trackers)
-        if self.time_limit is not None:
-            seconds("time_limit", self.time_limit)
-        asked = self.clients_per_round
-        if asked is not None and asked >= 1 and not (asked.is_integer() and asked <= self.clients):
+        number = self.sampling.per_round if self.sampling else 0.0
+        if number >= 1 and not (number.is_integer() and number <= self.clients):
             raise ConfigError(
-                f"clients_per_round={asked:g} with clients={self.clients}: expected a whole number "
-                "of them, a share below 1, or null for all."
-            )
-        if len(self.client_tags) not in (0, self.clients):
-            raise ConfigError(
-                f"client_tags={show(self.client_tags)} for clients={self.clients}: give one for "
-                "each client, or none."
+                f"sampling.per_round={number:g} with clients={self.clients}: expected a whole "
+                "number of them, or a share below 1; set sampling=null for all."
             )
 
     @property
     def asked(self) -> int:
         """Number of clients that a round asks."""
-        number = self.clients_per_round
-        if number is None:
-            return self.clients
-        return int(number) if number >= 1 else math.ceil(number * self.clients - 1e-9)
+        return self.clients if self.sampling is None else self.sampling.asked(self.clients)
 
     @property
     def samples(self) -> bool:
@@ -184,6 +136,12 @@ class Config(Checked):
         return self.asked < self.clients
 
 
+def with_runtime(config: Config, **changed: object) -> Config:
+    """The configuration with other settings of its runtime."""
+    runtime: Any = config.runtime
+    return replace(config, runtime=replace(runtime, **changed))
+
+
 def dump_config(config: Config) -> str:
-    """Return the configuration as one line of JSON that ``load_config`` reads back."""
+    """The configuration as one line of JSON that ``load_config`` reads back."""
     return json.dumps(asdict(config), sort_keys=True)

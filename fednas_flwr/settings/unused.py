@@ -27,8 +27,9 @@ from fednas_flwr.settings.incompatible import (
     retrains_by_gradients,
     searches,
 )
-from fednas_flwr.settings.names import FEWEST_VOTES, PARTITIONS
+from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
+from fednas_flwr.settings.partitions import QuantityPartition
 from fednas_flwr.settings.registry import Rule, algorithm_of
 
 
@@ -106,21 +107,8 @@ def _shares_rewards(c: Config) -> bool:
     return retrains(c)
 
 
-def _partition_ignores(setting: str, c: Config) -> bool:
-    """Return whether a way of dividing records does not use a setting."""
-    own = c.partition
-    if own.file is not None or setting not in PARTITIONS.get(own.name, (setting,)):
-        return True
-    return own.name == "quantity" and setting in ("alpha", "min_size") and bool(own.fractions)
-
-
 def _real_sites(c: Config) -> bool:
     return c.runtime.name == "deployment" and c.partition.name == "sites"
-
-
-def _ignores(setting: str) -> Rule:
-    cause = "partition={c.partition.name}, which does not use it"
-    return Rule(f"partition.{setting}", lambda c: _partition_ignores(setting, c), cause)
 
 
 STAGES = "stages={c.stages}"
@@ -156,24 +144,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
         "retrain.batch_size retrain.auxiliary_weight "
-        "retrain.drop_path_prob retrain.weights privacy.retrain personalised "
-        "dataset.linear_baseline dataset.limit_test positive",
+        "retrain.drop_path_prob retrain.weights privacy.retrain evaluation.personalised "
+        "dataset.linear_baseline dataset.limit_test evaluation.positive",
         lambda c: not retrains(c),
         STAGES + ", which lack retrain",
     ),
     Rule(
-        "personalised dataset.linear_baseline dataset.limit_test positive",
+        "evaluation.personalised dataset.linear_baseline dataset.limit_test evaluation.positive",
         lambda c: "evaluate" not in c.stages,
         STAGES + ", which lack evaluate",
     ),
     Rule(
-        "baselines",
+        "evaluation.baselines",
         lambda c: not searches(c) or not {"retrain", "evaluate", "export"}.issubset(c.stages),
         "algorithm={c.algorithm.name} and stages={c.stages}: they are compared with a searched "
         "network that is retrained, evaluated and exported",
     ),
     Rule(
-        "baselines",
+        "evaluation.baselines",
         lambda c: has_real_sites(c) and _private(c) and _baseline_share(c) is None,
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
         "set privacy.baseline_share to what they may cost, or remove it",
@@ -184,12 +172,15 @@ RULES: tuple[Rule, ...] = (
         "runtime={c.runtime.name} partition={c.partition.name}, in which every baseline has a "
         "ledger of its own",
     ),
-    Rule("privacy.baseline_share", lambda c: not c.baselines, "baselines={c.baselines}"),
     Rule(
-        "aggregate momentum wire secure_sum oversample precision "
-        "class_factors dataset.crop_padding "
-        "clients_per_round sampling over_selection "
-        "dataset.flip dataset.cutout privacy.micro_batch_size time_limit",
+        "privacy.baseline_share",
+        lambda c: not c.evaluation.baselines,
+        "evaluation.baselines={c.evaluation.baselines}",
+    ),
+    Rule(
+        "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "
+        "training.momentum training.class_factors training.oversample "
+        "dataset.crop_padding dataset.flip dataset.cutout privacy.micro_batch_size",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
     ),
@@ -222,7 +213,7 @@ RULES: tuple[Rule, ...] = (
     ),
     # Algorithms.
     Rule(
-        "momentum",
+        "training.momentum",
         lambda c: (
             retrains(c)
             and retrains_by_gradients(c)
@@ -247,44 +238,33 @@ RULES: tuple[Rule, ...] = (
         "algorithm.configurations, the list",
     ),
     Rule(
-        "client_tags",
-        lambda c: not hasattr(c.algorithm, "group_by"),
-        "algorithm={c.algorithm.name}: tags divide the clients of algorithm=cfdnas",
-    ),
-    Rule(
-        "client_tags",
+        "algorithm.client_tags",
         lambda c: getattr(c.algorithm, "group_by", "tag") != "tag",
         "algorithm.group_by={c.algorithm.group_by}",
         "set algorithm.group_by=tag or remove it",
     ),
     Rule(
-        "secure_terms",
-        lambda c: not c.secure_sum,
-        "secure_sum=false",
-        "set secure_sum=true or remove it",
-    ),
-    Rule(
-        "secure_terms",
+        "secure_sum.least_sites secure_sum.colluding",
         _real_sites,
         "runtime=deployment partition=sites, whose sites' policies have terms of their own",
     ),
     Rule(
         "runtime.largest_share",
-        lambda c: c.secure_sum,
+        lambda c: c.secure_sum is not None,
         "secure_sum=true, with which the server sees no client's weight",
     ),
     Rule(
-        "sampling over_selection",
-        lambda c: not c.samples,
-        "clients_per_round={c.clients_per_round} of clients={c.clients}, with which all are asked",
-        "set clients_per_round below clients, or remove it",
+        "sampling.by sampling.spare",
+        lambda c: c.sampling is not None and not c.samples,
+        "sampling.per_round={c.sampling.per_round:g} of clients={c.clients}, with which all are "
+        "asked",
+        "set sampling.per_round below clients, or remove it",
     ),
     Rule(
         "runtime.largest_share",
         lambda c: c.samples and c.asked < FEWEST_VOTES,
-        "clients_per_round={c.clients_per_round}, of whom nobody can tell who is right",
+        "sampling.per_round={c.sampling.per_round:g}, of whom nobody can tell who is right",
     ),
-    Rule("trim", lambda c: c.aggregate != "trimmed_mean", "aggregate={c.aggregate}"),
     # Privacy.
     Rule(
         "algorithm.local_epochs algorithm.search.local_epochs",
@@ -408,7 +388,7 @@ RULES: tuple[Rule, ...] = (
         "runtime=deployment, whose records are not in one place",
     ),
     Rule(
-        "personalised",
+        "evaluation.personalised",
         lambda c: c.dataset.fractions.get("test") == 0,
         "dataset.fractions.test=0.0, with which no client has test records",
     ),
@@ -430,67 +410,35 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("dataset.root", lambda c: c.dataset.name == "digits", "dataset=digits, which has its own"),
     Rule(
-        "partition.seed partition.alpha partition.min_size partition.groups "
-        "partition.clients_per_group partition.fractions partition.column",
-        lambda c: c.partition.file is not None,
-        "partition.file={c.partition.file}, which gives the division",
-    ),
-    Rule(
-        "partition.file",
-        _real_sites,
-        "runtime=deployment partition=sites, whose sites hold their own records",
-    ),
-    Rule(
         "partition.alpha partition.min_size",
-        lambda c: c.partition.name == "quantity" and bool(c.partition.fractions),
+        lambda c: isinstance(c.partition, QuantityPartition) and bool(c.partition.fractions),
         "partition.fractions, which give the sizes",
     ),
-    *map(_ignores, sorted({s for taken in PARTITIONS.values() for s in taken})),
     # Runtimes.
-    Rule(
-        "runtime.connect_s",
-        lambda c: c.runtime.name != "deployment",
-        "runtime={c.runtime.name}, whose clients are there from the start",
-    ),
     Rule(
         "runtime.most_records runtime.largest_share privacy.fewest_records",
         lambda c: c.clients < FEWEST_VOTES,
         "clients={c.clients}, of whom nobody can tell which is right",
     ),
     Rule(
-        "runtime.ray_address runtime.client_cpus runtime.client_gpus",
-        lambda c: c.runtime.name != "ray",
-        "runtime={c.runtime.name}",
-        "set runtime=ray or remove it",
-    ),
-    Rule(
         "runtime.approval_s",
         lambda c: not _private(c),
         "privacy=none, for which no site's policy asks a person",
-    ),
-    Rule(
-        "runtime.superlink",
-        lambda c: c.runtime.name != "deployment",
-        "runtime={c.runtime.name}",
-        "set runtime=deployment or remove it",
     ),
 )
 
 # What is false, zero, null or empty here asks for nothing, so that it is no finding: in that way
 # what an experiment sets is taken back.
 SWITCHES = {
-    *("personalised", "oversample", "secure_sum", "class_factors", "client_tags", "genotype"),
-    *("baselines", "clients_per_round", "over_selection"),
+    *("secure_sum", "sampling", "genotype", "training.oversample", "training.class_factors"),
+    *("evaluation.personalised", "evaluation.baselines", "algorithm.client_tags"),
     *("dataset.linear_baseline", "dataset.limit_test", "dataset.root"),
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
-    *("partition.file", "partition.groups", "partition.clients_per_group"),
-    *("partition.fractions", "partition.column"),
     *("retrain.channels", "retrain.num_cells", "retrain.exchange"),
     *("retrain.auxiliary_weight", "retrain.drop_path_prob", "algorithm.evaluate_every"),
     *("algorithm.configurations", "algorithm.ranges", "algorithm.search.hardware"),
     *("privacy.metrics_noise_multiplier", "privacy.statistics_noise_multiplier"),
     *("privacy.sites", "privacy.test_seed"),
-    *("runtime.ray_address", "runtime.superlink"),
 }
 
 

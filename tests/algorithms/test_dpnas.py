@@ -186,7 +186,7 @@ def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
     momentum, compose_config, federate
 ):
     """To the last bit; whole states are averaged for the paths, and all else stays as it was."""
-    config = compose_config(*DPNAS, f"momentum={momentum}")
+    config = compose_config(*DPNAS, f"training.momentum={momentum}")
 
     def searched(*, whole):
         federation = federate(config)

@@ -113,7 +113,9 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
     """Of a client that has one class twice as often, the epoch is longer, its weight is not."""
     replies = []
     for value in ("false", "true"):
-        config = compose_config("algorithm=fed_darts", *UNEQUAL, *SETTINGS, f"oversample={value}")
+        config = compose_config(
+            "algorithm=fed_darts", *UNEQUAL, *SETTINGS, f"training.oversample={value}"
+        )
         federation = federate(config)
         client, strategy = federation.clients[1], federation.strategy
         header = Header("test", "search", 1, 1, client.index, "nonce")

@@ -147,7 +147,7 @@ def test_batch_norm_and_an_auxiliary_head_are_trained_as_without_a_federation(
 def test_the_precision_arrives_at_the_gradient(compose_config, federate):
     full, half = (
         start(federate(compose_config(*GRADIENTS, *UNEQUAL, own)), PLAIN_CNN, rounds=1)[1]
-        for own in (f"precision={precision}" for precision in PRECISIONS)
+        for own in (f"training.precision={precision}" for precision in PRECISIONS)
     )
     assert not torch.equal(*(next(network.parameters()) for network in (full, half)))
 
@@ -179,7 +179,7 @@ def test_one_private_client_is_dp_sgd_with_momentum(run_inline):
     """FedAvg's local loop, whose momentum travels with the model, is DP-SGD of one client."""
     found = {}
     for exchange, momentum in (("models", "averaged"), ("gradients", "reset")):
-        own = (f"retrain.exchange={exchange}", f"momentum={momentum}")
+        own = (f"retrain.exchange={exchange}", f"training.momentum={momentum}")
         ran = run_inline(*DP, *own)
         assert ran.error is None
         found[exchange] = load_file(ran.folder / "model.safetensors")

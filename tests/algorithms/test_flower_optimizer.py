@@ -169,7 +169,10 @@ ONLY = "it is for the training of a given network; set algorithm=fedavg or fedpr
     ("overrides", "sentence"),
     [
         (["server_optimizer=adam"], f"server_optimizer=adam with algorithm=fed_darts: {ONLY}"),
-        (["algorithm=fedavg", "server_optimizer=yogi", "momentum=server"], "both are optimisers"),
+        (
+            ["algorithm=fedavg", "server_optimizer=yogi", "training.momentum=server"],
+            "both are optimisers",
+        ),
         (["algorithm=fedavg", "server_optimizer=sgd"], "server_optimizer=sgd is unknown"),
         (["algorithm=fedavg", "server_optimizer.lr=1"], "server_optimizer.lr"),
         (["algorithm=fedavg", "server_optimizer=adam", "server_optimizer.beta_2=1"], "beta_2=1.0"),

@@ -370,7 +370,7 @@ def test_oversampling_repeats_records_and_counts_them_once(
     """A client of rare classes answers for no more records than it has, by their mean gradient."""
     partition = ["clients=1"] if algorithm == "vanilla_nas" else UNEQUAL
     config = compose_config(
-        *(f"algorithm={algorithm}", *GROUP, *partition, "oversample=true", "rounds=1"),
+        *(f"algorithm={algorithm}", *GROUP, *partition, "training.oversample=true", "rounds=1"),
         f"algorithm.batch_size={batch_size}",
     )
     federation = federate(config)

@@ -59,7 +59,7 @@ def recorded(federation):
 
 def test_moments_that_travel_are_those_of_one_optimiser_that_is_kept(compose_config, federate):
     """One client, three rounds: SGD and Adam of torch's, written out, never begun anew."""
-    config = compose_config(*SEARCH, "clients=1", "momentum=averaged")
+    config = compose_config(*SEARCH, "clients=1", "training.momentum=averaged")
     federation = federate(config)
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     (client,), settings = federation.clients, config.algorithm
@@ -116,7 +116,9 @@ def test_moments_are_averaged_as_the_weights_are(sparse, compose_config, federat
             *("retrain=mbconv", "algorithm.batch_size=16", "algorithm.local_epochs=1"),
             *("algorithm.sparse=true", "algorithm.warm_up_rounds=0"),
         ]
-    federation = recorded(federate(compose_config(*overrides, *UNEQUAL, "momentum=averaged")))
+    federation = recorded(
+        federate(compose_config(*overrides, *UNEQUAL, "training.momentum=averaged"))
+    )
     federation.strategy.start(federation.grid, num_rounds=2)
     first, second = federation.asked
     assert not bool(first[2][MOMENTS]["float32"].any())
@@ -138,7 +140,7 @@ def test_by_default_no_moment_travels_and_every_request_begins_anew(compose_conf
 
 def test_the_servers_momentum_is_fedavgm(compose_config, federate):
     """v <- m v + (mean of the clients' models - w); w <- w + v, of weights alone."""
-    federation = recorded(federate(compose_config(*SEARCH, *UNEQUAL, "momentum=server")))
+    federation = recorded(federate(compose_config(*SEARCH, *UNEQUAL, "training.momentum=server")))
     strategy = federation.strategy
     before = {s: p["float32"].double().numpy() for s, p in strategy.states.items()}
     strategy.start(federation.grid, num_rounds=ROUNDS)
@@ -180,7 +182,9 @@ def test_every_average_of_local_training_has_the_servers_momentum(
     action, given, compose_config, federate
 ):
     """As above, of whatever averages what clients have trained."""
-    config = compose_config(*given, *UNEQUAL, "momentum=server", "retrain.weights.momentum=0.9")
+    config = compose_config(
+        *given, *UNEQUAL, "training.momentum=server", "retrain.weights.momentum=0.9"
+    )
     if config.algorithm.name == "fedavg":
         federation = federate(compose_config(*SEARCH, *UNEQUAL))
         described = describe_network(config, federation.data[0], None)
@@ -203,7 +207,7 @@ def test_every_average_of_local_training_has_the_servers_momentum(
 
 
 def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_config, federate):
-    of_trials = ["algorithm=random_search", "algorithm.trial_rounds=3", "momentum=server"]
+    of_trials = ["algorithm=random_search", "algorithm.trial_rounds=3", "training.momentum=server"]
     federation = recorded(federate(compose_config(*of_trials, *UNEQUAL)))
     federation.strategy.start(federation.grid, num_rounds=2)
     counts = [len(client.data.train) for client in federation.clients]
@@ -223,8 +227,8 @@ def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_confi
 
 
 def test_fedex_has_no_one_momentum_for_the_server(compose_config):
-    with pytest.raises(ConfigError, match="momentum=server with algorithm=fedex"):
-        compose_config("algorithm=fedex", "momentum=server")
+    with pytest.raises(ConfigError, match="training.momentum=server with algorithm=fedex"):
+        compose_config("algorithm=fedex", "training.momentum=server")
 
 
 @pytest.mark.parametrize("momentum", ["averaged", "server"])
@@ -232,7 +236,9 @@ def test_fedex_has_no_one_momentum_for_the_server(compose_config):
 def test_resume_after_round_1_gives_equal_tensors(
     momentum, stage, compose_config, federate, tmp_path
 ):
-    config = compose_config(*SEARCH, *UNEQUAL, f"momentum={momentum}", "retrain.norm=group")
+    config = compose_config(
+        *SEARCH, *UNEQUAL, f"training.momentum={momentum}", "retrain.norm=group"
+    )
 
     def begun(folder):
         federation = federate(config, checkpoints=folder)
@@ -261,7 +267,7 @@ def test_resume_after_round_1_gives_equal_tensors(
 
 def test_a_client_keeps_nothing_between_requests(compose_config, federate):
     """The same request twice, with another one between, gives the same reply."""
-    federation = recorded(federate(compose_config(*SEARCH, *UNEQUAL, "momentum=averaged")))
+    federation = recorded(federate(compose_config(*SEARCH, *UNEQUAL, "training.momentum=averaged")))
     federation.strategy.start(federation.grid, num_rounds=2)
     client, replies = federation.clients[0], []
     for index in (1, 0, 1):
@@ -278,7 +284,13 @@ def test_a_client_keeps_nothing_between_requests(compose_config, federate):
 def test_moments_of_private_clients_follow_from_releases(compose_config, federate, tmp_path):
     """At q = 1 and lr so small that nothing moves, the buffer is the sum of noised means."""
     config = compose_config(
-        *("algorithm=fed_darts", "privacy=dp", "momentum=averaged", "clients=1", "rounds=2"),
+        *(
+            "algorithm=fed_darts",
+            "privacy=dp",
+            "training.momentum=averaged",
+            "clients=1",
+            "rounds=2",
+        ),
         *("search_space.norm=group", "search_space.channels=2", "search_space.num_cells=1"),
         *("retrain.norm=group", "privacy.epsilon=1000", f"privacy.sites={tmp_path}"),
         "stages=[search]",
@@ -306,5 +318,7 @@ def test_moments_of_private_clients_follow_from_releases(compose_config, federat
 
 
 def test_another_momentum_is_refused(compose_config):
-    with pytest.raises(ConfigError, match="momentum=kept is unknown: choose one of averaged, rese"):
-        compose_config("momentum=kept")
+    with pytest.raises(
+        ConfigError, match="training.momentum=kept is unknown: choose one of averaged, rese"
+    ):
+        compose_config("training.momentum=kept")

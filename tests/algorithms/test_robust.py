@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -64,8 +62,10 @@ def test_the_weighted_mean_does_not(compose_config, federate):
 
 
 def test_both_stages_average_as_the_configuration_says(compose_config, federate):
-    config = replace(compose_config("clients=5", "runtime.quorum=1"), aggregate="trimmed_mean")
-    fed = federate(replace(config, trim=2))
+    config = compose_config(
+        "clients=5", "runtime.quorum=1", "aggregate=trimmed_mean", "aggregate.trim=2"
+    )
+    fed = federate(config)
     description = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
     retraining, _ = make_retraining(fed.config, description, fed.cohort, None)
     for strategy in (make_search(fed.config, fed.data[0], fed.cohort, None), retraining):

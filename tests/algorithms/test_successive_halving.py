@@ -142,7 +142,7 @@ def member(packed, layout_of, index):
 @pytest.mark.parametrize("momentum", ["reset", "averaged"])
 def test_a_member_is_trained_as_it_would_be_alone(momentum, compose_config, federate):
     """Bit by bit: the same batches, its own clipping, its own moments."""
-    federation = searched_by(federate(compose_config(*SEARCH, f"momentum={momentum}")))
+    federation = searched_by(federate(compose_config(*SEARCH, f"training.momentum={momentum}")))
     trained = [entry for entry in federation.asked if entry[0] == "train.weights"]
     for number in (1, 2, 3):  # of the third two are left
         _, settings, sent, replies = trained[number - 1]

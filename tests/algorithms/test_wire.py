@@ -16,7 +16,7 @@ def round_with(compose_config, federate, wire, *, sent=None):
     ``sent`` are weights to begin with in place of the initial ones.
     """
     fed = federate(
-        compose_config("rounds=1", "clients=2", "search_space.channels=8", f"wire={wire}")
+        compose_config("rounds=1", "clients=2", "search_space.channels=8", f"runtime.wire={wire}")
     )
     fed.cohort.wire = wire
     before = {n: p["float32"].clone() for n, p in fed.strategy.states.items()}
@@ -77,10 +77,10 @@ def test_weights_that_no_candidate_has_trained_travel_as_they_are(compose_config
     config = compose_config(
         *("algorithm=dpnas", "clients=2", "search_space=dp_cells", "retrain=dp_cells"),
         *("search_space.widths=[8,8,16]", "search_space.head=16", "algorithm.batch_size=16"),
-        *("algorithm.trained_candidates=1", "algorithm.final_candidates=1", "wire=int8"),
+        *("algorithm.trained_candidates=1", "algorithm.final_candidates=1", "runtime.wire=int8"),
     )
     fed = federate(config)
-    fed.cohort.wire = config.wire
+    fed.cohort.wire = config.runtime.wire
     before = fed.strategy.named_arrays().to_torch_state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
     fed.strategy.start(fed.grid, num_rounds=1)

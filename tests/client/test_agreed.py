@@ -168,8 +168,8 @@ INSIDE = {"guard": "policy, commitment, generator", "sums": "roster, terms, keys
 @pytest.fixture
 def client(compose_config, tmp_path):
     config = compose_config(
-        *("algorithm=dp_fnas", "privacy=dp", "secure_sum=true", "clients=4"),
-        *("secure_terms={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
+        *("algorithm=dp_fnas", "privacy=dp", "clients=4"),
+        *("secure_sum={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
     )
     return make_client(config, 0, data=make_data(config), networks={})
 
@@ -287,8 +287,8 @@ def test_what_settings_decide_is_shared_by_the_hash_of_all(
 ):
     """A server that sends one site other settings, even those that a composition refuses."""
     config = compose_config(
-        *("algorithm=dp_fnas", "privacy=dp", "secure_sum=true", "clients=4"),
-        *("secure_terms={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
+        *("algorithm=dp_fnas", "privacy=dp", "clients=4"),
+        *("secure_sum={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
     )
     change = dict(BY_SETTINGS[name])
     for group in change.keys() & {"dataset", "search_space"}:

@@ -65,11 +65,11 @@ def table(tmp_path_factory):
 def overrides(table):
     return [
         *("algorithm=dp_fnas", "privacy=dp", *SIZES, "search_space.norm=group"),
-        *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "device=cpu"),
+        *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu"),
         "privacy.epsilon=100",
         *("dataset=csv", f"dataset.root={table}", f"dataset.cache={table.parent / 'cache'}"),
         *("dataset.categories={sex: [f, m]}", RANGES, "dataset.server_test=false"),
-        "tensorboard=false",
+        "trackers=[]",
     ]
 
 
@@ -299,7 +299,8 @@ def test_baselines_that_sites_pay_for_standardise_by_what_the_run_has_released(o
     config = compose(*overrides, NOISE, f"run_dir={folder}")
     run(config)
     (found,) = [e for e in read_events(folder / "events.jsonl") if e["event"] == "statistics"]
-    sharing = replace(config, baselines=1, privacy=replace(config.privacy, baseline_share=0.5))
+    sharing = replace(config, privacy=replace(config.privacy, baseline_share=0.5))
+    sharing = replace(sharing, evaluation=replace(config.evaluation, baselines=1))
     linear = next(own for own in prepare_baselines(sharing) if own.name == "linear")
     launch(open_run_folder(str(linear)), listeners=(), resumed=False)
     assert list(load(linear).inputs.mean) == found["mean"]

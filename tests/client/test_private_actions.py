@@ -1166,7 +1166,7 @@ def test_a_private_client_never_oversamples_whatever_the_run_says(site_config, p
     config = replace(
         site_config, privacy=NoPrivacy("none"), algorithm=FedAvgSettings("fedavg", "linear", 0.0)
     )
-    config = replace(config, oversample=True)
+    config = replace(config, training=replace(config.training, oversample=True))
     data = (prepared, [np.arange(80)])
     assert make_client(config, 0, data=data, networks={}).oversample
     assert not make_client(config, 0, data=data, networks={}, guard=guard).oversample

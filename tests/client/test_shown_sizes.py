@@ -16,6 +16,7 @@ from fednas_flwr.client.making import make_client
 from fednas_flwr.client.shown_sizes import FOLDER, machine, shown_size, structure
 from fednas_flwr.privacy.mechanism import clipping
 from fednas_flwr.privacy.mechanism.micro_batches import micro_batches
+from fednas_flwr.settings import with_runtime
 
 CPU = torch.device("cpu")
 
@@ -122,10 +123,11 @@ def test_a_simulation_whose_threads_are_not_those_of_its_policies_is_refused(
     data = (prepared, [torch.arange(20).numpy()])
 
     def client(threads):
-        config = replace(site_config, privacy=privacy, threads=threads)
+        config = replace(site_config, privacy=privacy)
+        config = with_runtime(config, threads=threads)
         return make_client(config, 0, data=data, networks={})
 
     assert client(1).threads == 1
     assert client(1).guard.allowed.micro_batch_size == privacy.micro_batch_size
-    with pytest.raises(ConfigError, match="threads=2, but the simulated sites' policies"):
+    with pytest.raises(ConfigError, match="runtime.threads=2, but the simulated sites' policies"):
         client(2)

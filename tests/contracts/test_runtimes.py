@@ -58,7 +58,7 @@ def test_ray_on_two_machines_equals_inline(tiny_overrides, two_raylets, tmp_path
         "rounds=2",
         "retrain.rounds=2",
         "retrain.drop_path_prob=0.2",
-        "momentum=averaged",  # the moments travel as the weights do
+        "training.momentum=averaged",  # the moments travel as the weights do
         "dataset.crop_padding=1",  # randomness on the client
         "dataset.flip=true",
     ]

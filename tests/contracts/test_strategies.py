@@ -37,20 +37,19 @@ SETTINGS = {
     "random_search": ["rounds=2"],
     "successive_halving": [
         *("algorithm.pool.draws=5", "algorithm.pool.keep=4", "algorithm.pool.by=[synflow]"),
-        "momentum=server",
+        "training.momentum=server",
     ],
 }
 OTHERS = ("fedavg", "fedprox", "fedex", "dp_fnas", "cfdnas", "zero_cost")
 ROUNDS = 2
+UNEQUAL = ["partition=quantity", "partition.fractions=[0.6,0.4]"]
 
 
 def compose(compose_config, algorithm, *overrides):
     return compose_config(
         f"algorithm={algorithm}",
         "clients=2",
-        "partition=quantity",
-        "partition.fractions=[0.6,0.4]",
-        *(["partition=iid", "partition.fractions=[]"] if algorithm == "vanilla_nas" else []),
+        *([] if algorithm == "vanilla_nas" else UNEQUAL),
         *SETTINGS[algorithm],
         *overrides,
     )
@@ -147,7 +146,7 @@ def test_the_precision_arrives_at_every_gradient(algorithm, compose_config, fede
     """Every state that is trained moves otherwise in bfloat16."""
     trained = {}
     for precision in PRECISIONS:
-        own = [*PLAIN.get(algorithm, []), f"precision={precision}", "rounds=1"]
+        own = [*PLAIN.get(algorithm, []), f"training.precision={precision}", "rounds=1"]
         federation = federate(compose(compose_config, algorithm, *own))
         federation.strategy.start(federation.grid, num_rounds=1)
         trained[precision] = federation.strategy.states

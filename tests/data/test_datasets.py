@@ -10,6 +10,7 @@ from PIL import Image
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import declared_statistics, prepare
 from fednas_flwr.data.partitioners import partition
+from fednas_flwr.settings.partitions import Partition
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_sites_become_a_partition(cache: Path, tmp_path: Path):
     (root / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
     (root / "bern.csv").write_text("a,y\n3,0\n4,1\n5,1\n")
     data = prepare(cache=cache, name="csv", root=root, sites=True, server_test=False)
-    parts = partition(data.train, name="sites", clients=2, seed=1)
+    parts = partition(data.train, Partition("sites"), clients=2)
     assert [data.train.features[part, 0].tolist() for part in parts] == [[3, 4, 5], [1, 2]]
 
 

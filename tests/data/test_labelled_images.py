@@ -169,12 +169,12 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path: Path) -> None:
     run(
         compose(
             *("algorithm=fedavg", "algorithm.network=linear", "clients=2", "retrain.rounds=5"),
-            *("stages=[retrain,evaluate,export]", "dataset=image_folder", "device=cpu"),
+            *("stages=[retrain,evaluate,export]", "dataset=image_folder", "runtime.device=cpu"),
             *(f"dataset.root={tmp_path / 'data'}", f"dataset.cache={tmp_path / 'cache'}"),
             *("dataset.labels_file=labels.csv", 'dataset.label_separator=";"'),
             *("dataset.id_column=patient", "dataset.image_size=8", "dataset.channels=1"),
             *("dataset.crop_padding=0", "dataset.flip=false", "retrain.weights.lr=0.05"),
-            *("tensorboard=false", f"run_dir={folder}"),
+            *("trackers=[]", f"run_dir={folder}"),
         )
     )
     (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")

@@ -37,7 +37,7 @@ PERSONS = (
 LOCAL = ("algorithm=fed_darts", *STATED)
 TRIALS = ("algorithm=feathers", *STATED)
 POOL = ("algorithm=successive_halving", *STATED)
-SUMS = ("secure_sum=true", "secure_terms={least_sites: 3, colluding: 1}", "clients=3")
+SUMS = ("secure_sum={least_sites: 3, colluding: 1}", "clients=3")
 CLIENTS = (
     *("algorithm=fed_darts", *STATED, *SUMS, "privacy.unit=client", "privacy.epsilon=1000"),
     *("privacy.weights.noise_multiplier=1", "privacy.alphas.noise_multiplier=1"),
@@ -65,7 +65,14 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("table")
     (folder / "table.csv").write_text("\n".join(["id,a,b,c,label", *lines]) + "\n")
     return [
-        *("privacy=dp", "clients=1", "device=cpu", "threads=1", "rounds=1", "retrain.rounds=1"),
+        *(
+            "privacy=dp",
+            "clients=1",
+            "runtime.device=cpu",
+            "runtime.threads=1",
+            "rounds=1",
+            "retrain.rounds=1",
+        ),
         *("dataset=csv", f"dataset.root={folder / 'table.csv'}", "dataset.label=label"),
         *(f"dataset.cache={folder / 'cache'}", "search_space=mlp_small"),
         "search_space.channels=8",

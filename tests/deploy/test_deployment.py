@@ -211,10 +211,12 @@ def test_a_model_on_another_machine_has_no_baselines_here_and_that_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "run"
-    config = compose_config(*DEPLOYMENT, "baselines=2", f"run_dir={folder}")
+    config = compose_config(*DEPLOYMENT, "evaluation.baselines=2", f"run_dir={folder}")
     fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
     execute(create_run_folder(config), resumed=False)
-    told = [line for line in capsys.readouterr().out.splitlines() if "baselines=2" in line]
+    told = [
+        line for line in capsys.readouterr().out.splitlines() if "evaluation.baselines=2" in line
+    ]
     assert len(told) == 1
     assert f"fednas run resume={folder}" in told[0]
     assert not (folder / "baselines").exists()
@@ -373,7 +375,7 @@ def describe(config: Config, node_config: dict[str, str | int]) -> dict:
 def test_nodes_own_data_are_all_the_clients(
     tmp_path: Path, sites: Path, compose_config: Callable[..., Config]
 ) -> None:
-    config = compose_config(*REAL_SITES, "dataset.root=/nowhere", "device=cuda")
+    config = compose_config(*REAL_SITES, "dataset.root=/nowhere", "runtime.device=cuda")
     properties = describe(
         config,
         {

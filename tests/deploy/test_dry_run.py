@@ -33,8 +33,8 @@ def folder_of(path: Path) -> dict[str, bytes]:
     "overrides",
     [
         (),
-        ("clients=6", "clients_per_round=2"),
-        ("algorithm=fnas", "wire=int8"),
+        ("clients=6", "sampling.per_round=2"),
+        ("algorithm=fnas", "runtime.wire=int8"),
         (*DP, "retrain.norm=group"),
     ],
 )

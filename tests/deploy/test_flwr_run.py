@@ -61,9 +61,9 @@ def test_the_environment_of_a_run_is_empty(tmp_path: Path, monkeypatch: pytest.M
     [
         ("clients=5", "the federation has 2 nodes: leave clients out, or set the nodes by `flwr "),
         ("runtime=ray", "runtime is chosen by Flower's federation"),
-        ("runtime.client_gpus=1", "runtime.client_gpus=1.0 has no effect with runtime=inline"),
+        ("runtime.client_gpus=1", "runtime.client_gpus is a setting of runtime=ray"),
         ("algorithm=fnass", "algorithm=fnass is unknown"),
-        ("class_factors='{a: 1", "overrides=class_factors='{a: 1 cannot be read"),
+        ("training.class_factors='{a: 1", "overrides=training.class_factors='{a: 1 cannot be read"),
         ("resume=/nowhere rounds=2", "resume=/nowhere takes no other override"),
         ("resume=/nowhere", "resume=/nowhere: /nowhere/config.yaml does not exist"),
     ],

@@ -23,11 +23,11 @@ from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.ray_clusters import places
 from fednas_flwr.deploy.ray_grid import without_arrays
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.runtimes import Runtime
+from fednas_flwr.settings.runtimes import RayRuntime
 
 
 @pytest.fixture(scope="module")
-def runtime(compose_config: Callable[..., Config]) -> Runtime:
+def runtime(compose_config: Callable[..., Config]) -> RayRuntime:
     return compose_config("runtime=ray").runtime
 
 
@@ -37,7 +37,7 @@ def runtime(compose_config: Callable[..., Config]) -> Runtime:
     st.sampled_from([0.0, 0.25, 1.0]),
 )
 def test_a_machine_holds_what_fits_it_alone(
-    runtime: Runtime, nodes: list[tuple[int, int]], cpus: float, gpus: float
+    runtime: RayRuntime, nodes: list[tuple[int, int]], cpus: float, gpus: float
 ) -> None:
     runtime = replace(runtime, client_cpus=cpus, client_gpus=gpus)
     by_filling = 0

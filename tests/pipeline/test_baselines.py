@@ -1,4 +1,4 @@
-"""``baselines=2``: networks that were not searched, trained beside the found one."""
+"""``evaluation.baselines=2``: networks that were not searched, trained beside the found one."""
 
 from __future__ import annotations
 
@@ -62,16 +62,20 @@ def test_real_sites_pay_for_baselines_by_a_share_of_their_epsilon_or_not_at_all(
 ) -> None:
     private = ("algorithm=dp_fnas", "privacy=dp", *REAL_SITES)
     share = "privacy.baseline_share=0.25"
-    with pytest.raises(NoEffectError, match=r"baselines=2 .* set privacy.baseline_share to what"):
-        compose(*private, "baselines=2")
-    with pytest.raises(NoEffectError, match="baseline_share=0.25 has no effect .* a ledger of its"):
-        compose("algorithm=dp_fnas", "privacy=dp", "baselines=2", share)
     with pytest.raises(
-        NoEffectError, match="baseline_share=0.25 has no effect with baselines=null"
+        NoEffectError, match=r"evaluation.baselines=2 .* set privacy.baseline_share to what"
+    ):
+        compose(*private, "evaluation.baselines=2")
+    with pytest.raises(NoEffectError, match="baseline_share=0.25 has no effect .* a ledger of its"):
+        compose("algorithm=dp_fnas", "privacy=dp", "evaluation.baselines=2", share)
+    with pytest.raises(
+        NoEffectError, match="baseline_share=0.25 has no effect with evaluation.baselines=null"
     ):
         compose(*private, share)
-    assert compose(*private, share, "baselines=2").baselines == 2
-    assert compose(*REAL_SITES, "baselines=2").baselines == 2  # they cost time alone
+    assert compose(*private, share, "evaluation.baselines=2").evaluation.baselines == 2
+    assert (
+        compose(*REAL_SITES, "evaluation.baselines=2").evaluation.baselines == 2
+    )  # they cost time alone
 
 
 @pytest.mark.usefixtures("few_draws")
@@ -91,7 +95,8 @@ def test_a_run_and_its_baselines_cost_no_more_than_the_epsilon(
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     sharing = replace(privacy, baseline_share=0.25)
-    paying = replace(config, baselines=1, privacy=sharing, run_dir=str(folder))
+    paying = replace(config, privacy=sharing, run_dir=str(folder))
+    paying = replace(paying, evaluation=replace(config.evaluation, baselines=1))
     records = [dict.fromkeys(("train", "validation", "test"), number) for number in (30, 20)]
     beside = [open_run_folder(str(own)) for own in baselines.prepare_baselines(paying)]
     assert len(beside) == 4  # random, data-free, linear and a ResNet-8
@@ -116,14 +121,14 @@ def test_baselines_are_trained_as_the_found_network(
     compose_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    result = run(compose_config("baselines=2", f"run_dir={folder}"))
+    result = run(compose_config("evaluation.baselines=2", f"run_dir={folder}"))
     configs = told(folder)
     names = ["data_free", "linear", "random_1", "random_2"]
     assert [name for name in configs if not name.startswith("resnet8_")] == names
     assert len(configs) == 5
     own = read_run(folder)
     for config in configs.values():
-        assert config["baselines"] == 0
+        assert config["evaluation"]["baselines"] == 0
         assert all(config[setting] == own.config[setting] for setting in SETTINGS)
     genotypes = {b.folder.name: load_description(b.folder).get("genotype") for b in own.baselines()}
     drawn = [genotypes[name] for name in ("data_free", "random_1", "random_2")]
@@ -171,7 +176,7 @@ def test_private_baselines_have_a_ledger_of_their_own(
 ) -> None:
     folder = tmp_path / "run"
     overrides = ["algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=50", "clients=2"]
-    overrides += ["search_space.norm=group", "retrain.norm=group", "baselines=1"]
+    overrides += ["search_space.norm=group", "retrain.norm=group", "evaluation.baselines=1"]
     sites = tmp_path / "sites"  # whose budgets the run spends, and no baseline
     run(compose_config(*overrides, f"privacy.sites={sites}", f"run_dir={folder}"))
     own = read_run(folder)

@@ -62,7 +62,7 @@ def saved(path: Path, labels: np.ndarray, test_labels: np.ndarray, **more: np.nd
 def test_secure_sums_take_no_table_whose_statistics_each_client_tells(
     compose_config: Compose, table: tuple[str, ...]
 ) -> None:
-    own = (*table, "clients=3", "secure_terms.colluding=0", "secure_sum=true")
+    own = (*table, "clients=3", "secure_sum.colluding=0", "secure_sum=true")
     sentence = refused(compose_config(*own))
     assert sentence.startswith("secure_sum=true with a table whose dataset.statistics are not")
     assert "declare them as {column: [mean, std], ...}" in sentence
@@ -133,7 +133,9 @@ def test_batch_norm_of_a_single_record_is_refused(
     others = np.setdiff1d(np.arange(len(splits)), first)
     save_partition(tmp_path / "parts.json", [others, np.sort(first)])
     sentence = refused(
-        compose_config(*table, "clients=2", f"partition.file={tmp_path / 'parts.json'}")
+        compose_config(
+            *table, "clients=2", "partition=saved", f"partition.file={tmp_path / 'parts.json'}"
+        )
     )
     assert sentence.startswith("search_space.norm=batch normalises no batch of one record")
     assert "client 1 trains on in search" in sentence
@@ -227,12 +229,13 @@ def test_private_runs_that_fit_pass(compose_config: Compose) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", ["dataset.root", "dataset.cache", "run_dir", "partition.file", "privacy.sites"]
+    "setting",
+    ["dataset.root", "dataset.cache", "run_dir", "partition=saved partition.file", "privacy.sites"],
 )
 def test_a_home_that_nobody_has_is_refused(compose_config: Compose, setting: str) -> None:
-    config = compose_config(*PRIVATE, f"{setting}='~nobody-of-that-name/here'")
+    config = compose_config(*PRIVATE, *f"{setting}='~nobody-of-that-name/here'".split())
     sentence = refused(config)
-    assert sentence.startswith(f"{setting}=~nobody-of-that-name/here: ")
+    assert sentence.startswith(f"{setting.split()[-1]}=~nobody-of-that-name/here: ")
 
 
 @pytest.mark.parametrize(
@@ -276,11 +279,13 @@ def test_more_threads_than_cores_can_run_are_refused(
     compose_config: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    sentence = refused(compose_config("threads=17"))
-    assert sentence.startswith("threads=17 is out of range: expected at most 16, 8 for each of")
-    api.check([compose_config("threads=16")])
+    sentence = refused(compose_config("runtime.threads=17"))
+    assert sentence.startswith(
+        "runtime.threads=17 is out of range: expected at most 16, 8 for each of"
+    )
+    api.check([compose_config("runtime.threads=16")])
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    api.check([compose_config("threads=8")])
+    api.check([compose_config("runtime.threads=8")])
 
 
 @pytest.mark.parametrize(
@@ -306,8 +311,12 @@ def test_a_group_norm_of_a_single_value_is_refused(compose_config: Compose, algo
 
 
 def test_a_partition_file_that_is_none_is_named(compose_config: Compose, tmp_path: Path) -> None:
-    sentence = refused(compose_config(f"partition.file={tmp_path / 'none.json'}"))
-    assert sentence.startswith(f"partition.file={tmp_path / 'none.json'} cannot be read")
+    sentence = refused(
+        compose_config("partition=saved", f"partition.file={tmp_path / 'none.json'}")
+    )
+    assert sentence.startswith(
+        "partition=saved", f"partition.file={tmp_path / 'none.json'} cannot be read"
+    )
 
 
 def test_a_client_without_a_train_record_is_refused(compose_config: Compose) -> None:

@@ -32,7 +32,7 @@ CFDNAS = [
     *("search_space.width=0.25", "search_space.candidates=fdnas", "retrain.local_epochs=1"),
     *("algorithm.search.batch_size=16", "algorithm.search.local_epochs=1", "retrain.batch_size=16"),
     *("algorithm.search.alphas.lr=0.3", "algorithm.search.warm_up_rounds=0", "rounds=2"),
-    *("algorithm.group_rounds=2", "retrain.rounds=1", "client_tags=[b,a,b,a,b]"),
+    *("algorithm.group_rounds=2", "retrain.rounds=1", "algorithm.client_tags=[b,a,b,a,b]"),
 ]
 HARDWARE = f"algorithm.group_hardware={{a: {COST % 1000.0}}}"
 
@@ -192,7 +192,7 @@ def test_clients_with_similar_updates_of_the_alphas_form_a_group():
 
 
 BY_ALPHAS = (
-    *("algorithm.group_by=alphas", "algorithm.num_groups=2", "client_tags=[]"),
+    *("algorithm.group_by=alphas", "algorithm.num_groups=2", "algorithm.client_tags=[]"),
     *("algorithm.group_hardware={}", "algorithm.group_rounds=1"),
 )
 
@@ -230,8 +230,8 @@ def test_groups_of_alphas_come_from_all_updates_of_the_search(run, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["client_tags=[]"], "client 0 has no tag: give the node a tag"),
-        (["client_tags=[a,b,a,b,../x]"], "group '../x' cannot name a folder"),
+        (["algorithm.client_tags=[]"], "client 0 has no tag: give the node a tag"),
+        (["algorithm.client_tags=[a,b,a,b,../x]"], "group '../x' cannot name a folder"),
         (
             ["algorithm.group_hardware={c: %s}" % (COST % 1.0)],
             "group_hardware=c is unknown: .* a, b",
@@ -253,7 +253,7 @@ def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sen
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("client_tags=[a]", "client_tags=.* give one for each client, or none"),
+        ("algorithm.client_tags=[a]", "algorithm.client_tags=.* give one for each client, or none"),
         ("algorithm.group_by=colour", "algorithm.group_by=colour is unknown"),
         ("algorithm.group_by=alphas", "num_groups=null: a number is needed"),
         ("algorithm.num_groups=2", "group_by=tag with num_groups=2"),

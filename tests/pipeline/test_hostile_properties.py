@@ -87,7 +87,7 @@ def table(site_files):
 
 
 PRIVATE = [
-    *("clients=4", "secure_sum=true", "secure_terms={least_sites: 3, colluding: 1}", *LINEAR),
+    *("clients=4", "secure_sum={least_sites: 3, colluding: 1}", *LINEAR),
     *("privacy=dp", "retrain.rounds=1", "privacy.retrain.local_steps=1", "partition=iid"),
     "privacy.retrain.noise_multiplier=1",
 ]

@@ -26,7 +26,7 @@ from fednas_flwr.settings.names import QUANTILES
 
 CLIENTS = 300
 MANY = [
-    *("algorithm=fedavg", "algorithm.network=linear", f"clients={CLIENTS}", "clients_per_round=4"),
+    *("algorithm=fedavg", "algorithm.network=linear", f"clients={CLIENTS}", "sampling.per_round=4"),
     *("dataset=digits", "dataset.server_test=false", "retrain.rounds=6", "retrain.batch_size=8"),
     *(
         "dataset.fractions={train:0.5,validation:0.25,test:0.25}",
@@ -126,7 +126,7 @@ def test_of_records_with_several_labels_the_server_knows_how_many_have_each(
     images = rng.integers(0, 255, (40, 3, 8, 8)).astype(np.uint8)
     np.savez(tmp_path / "several.npz", x_train=images, y_train=labels)
     config = compose_config(
-        *("algorithm=fedavg", "algorithm.network=linear", "clients=4", "clients_per_round=2"),
+        *("algorithm=fedavg", "algorithm.network=linear", "clients=4", "sampling.per_round=2"),
         *(f"dataset.root={tmp_path / 'several.npz'}", "dataset.server_test=false"),
     )
     prepared, parts = make_data(config)
@@ -143,7 +143,7 @@ def test_the_moments_of_a_table_are_those_that_its_clients_tell(compose_config, 
     (tmp_path / "table.csv").write_text("\n".join(["a,b,label", *rows]))
     config = compose_config(
         *("algorithm=fed_darts", "dataset=csv", f"dataset.root={tmp_path / 'table.csv'}"),
-        *("search_space=mlp_small", "clients=6", "clients_per_round=2", "dataset.cutout=0"),
+        *("search_space=mlp_small", "clients=6", "sampling.per_round=2", "dataset.cutout=0"),
     )
     data = make_data(config)
     properties = simulated_properties(config, data)

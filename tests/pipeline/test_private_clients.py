@@ -19,7 +19,7 @@ from fednas_flwr.settings.unused import without_effect
 SIZES = ("channels=2", "num_cells=1")
 CLIENTS = [
     *("privacy=dp", "privacy.unit=client", "privacy.epsilon=200", "clients=4", "secure_sum=true"),
-    *("secure_terms={least_sites: 3, colluding: 1}", "retrain.batch_size=8"),
+    *("secure_sum={least_sites: 3, colluding: 1}", "retrain.batch_size=8"),
     *("privacy.weights.noise_multiplier=null", "privacy.alphas.noise_multiplier=null"),
     *("rounds=2", "retrain.rounds=2", "retrain.local_epochs=2"),
     "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}",
@@ -119,7 +119,10 @@ def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
         (["secure_sum=false"], "secure_sum=false: each client would add all of the noise"),
         (["algorithm=dp_fnas"], "algorithm=dp_fnas: its clients' replies are no updates"),
         (["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"], "algorithm=dpnas: its"),
-        (["momentum=averaged"], "momentum=averaged: the moments would be further releases"),
+        (
+            ["training.momentum=averaged"],
+            "training.momentum=averaged: the moments would be further releases",
+        ),
         (["privacy.metrics_noise_multiplier=9"], "no metric of a whole client is defined"),
         (["retrain.exchange=gradients"], "updates of several steps are released"),
         (["privacy.delta=.3"], "privacy.delta=0.3 with 4 clients: expected below 1 / 4"),
@@ -129,8 +132,6 @@ def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
 )
 def test_what_tells_more_than_an_update_is_refused(overrides, said, compose_config):
     names = {override.partition("=")[0] for override in overrides}
-    if "secure_sum" in names:
-        names.add("secure_terms")
     if "algorithm" not in names:
         overrides = [*overrides, *SEARCH]
     base = [o for o in CLIENTS if o.partition("=")[0] not in names]

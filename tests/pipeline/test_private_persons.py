@@ -33,12 +33,12 @@ def table(tmp_path):
 def overrides(table, tmp_path):
     return [
         *("algorithm=dp_fnas", "privacy=dp", *SIZES, "search_space.norm=group"),
-        *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "device=cpu"),
+        *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu"),
         *("algorithm.batch_size=6", "retrain.batch_size=6", "privacy.epsilon=100"),
         *("privacy.metrics_noise_multiplier=5", "privacy.micro_batch_size=4"),
         *("dataset=csv", f"dataset.root={table}", f"dataset.cache={tmp_path / 'cache'}"),
         *("dataset.id_column=patient", "dataset.statistics={a: [0, 1], b: [0, 1]}"),
-        *("dataset.server_test=false", "tensorboard=false"),
+        *("dataset.server_test=false", "trackers=[]"),
     ]
 
 

@@ -28,7 +28,7 @@ from fednas_flwr.settings.names import SAMPLINGS
 
 from ..contracts.test_strategies import SETTINGS
 
-SIX = ["clients=6", "clients_per_round=2", "rounds=4", "retrain.rounds=3"]
+SIX = ["clients=6", "sampling.per_round=2", "rounds=4", "retrain.rounds=3"]
 FNAS = ["algorithm=fnas", "algorithm.batch_size=8", *SIX]
 DP = [
     *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"),
@@ -94,7 +94,7 @@ def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline,
 @pytest.mark.parametrize("algorithm", sorted({*SETTINGS} - {"vanilla_nas"}))
 def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, federate):
     config = compose_config(
-        *(f"algorithm={algorithm}", "clients=4", "clients_per_round=2"), *SETTINGS[algorithm]
+        *(f"algorithm={algorithm}", "clients=4", "sampling.per_round=2"), *SETTINGS[algorithm]
     )
     fed = federate(config)
     fed.cohort.connect(fed.grid)
@@ -110,7 +110,7 @@ def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, fed
 def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(run_inline):
     run = run_inline(
         *("algorithm=fedex", "algorithm.network=linear", "algorithm.num_configurations=3"),
-        *("clients=4", "clients_per_round=2", "retrain.rounds=2", "stages=[retrain]"),
+        *("clients=4", "sampling.per_round=2", "retrain.rounds=2", "stages=[retrain]"),
     )
     assert run.error is None
     assert [len(event["asked"]) for event in named(run, "round")] == [2, 2]
@@ -149,7 +149,7 @@ def retraining(compose_config, federate, *overrides):
 def test_a_clients_size_is_the_weight_of_its_reply(overrides, splits, most, compose_config):
     records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
     config = compose_config(
-        *overrides, "algorithm.network=linear", "clients=4", "clients_per_round=2"
+        *overrides, "algorithm.network=linear", "clients=4", "sampling.per_round=2"
     )
     sizes = make_sampling(config, records).sizes["retrain"].tolist()
     assert sizes == [min(most, sum(own[split] for split in splits)) for own in records]
@@ -165,7 +165,7 @@ def test_a_clients_size_is_the_weight_of_its_reply(overrides, splits, most, comp
 )
 def test_a_private_searchs_clients_weigh_what_their_batches_do(override, sizes, compose_config):
     records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
-    private = ("algorithm=dp_fnas", "privacy=dp", "clients=4", "clients_per_round=2")
+    private = ("algorithm=dp_fnas", "privacy=dp", "clients=4", "sampling.per_round=2")
     config = compose_config(*private, override)
     assert make_sampling(config, records).sizes["search"].tolist() == sizes
 
@@ -175,7 +175,7 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     by, compose_config, federate
 ):
     fed, splits = retraining(
-        compose_config, federate, "clients_per_round=3", f"sampling={by}", "retrain.rounds=1"
+        compose_config, federate, "sampling.per_round=3", f"sampling.by={by}", "retrain.rounds=1"
     )
     participants = fed.cohort.sampling.participants("retrain", 1)
     alone = {}
@@ -215,7 +215,7 @@ def test_the_place_of_a_client_that_fails_is_taken_for_the_rest_of_the_round(
     compose_config, federate
 ):
     config = compose_config(
-        *FNAS, "clients_per_round=3", "over_selection=.5", "runtime.quorum=1", "stages=[search]"
+        *FNAS, "sampling.per_round=3", "sampling.spare=.5", "runtime.quorum=1", "stages=[search]"
     )
     fed = federate(config)
     failing = set()
@@ -241,7 +241,7 @@ def test_the_place_of_a_client_that_fails_is_taken_for_the_rest_of_the_round(
 def private(run_inline):
     with pytest.MonkeyPatch.context() as patch:  # PRV takes up to a second per client
         patch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
-        return run_inline(*DP, "over_selection=.5", "privacy.metrics_noise_multiplier=50")
+        return run_inline(*DP, "sampling.spare=.5", "privacy.metrics_noise_multiplier=50")
 
 
 def ledger_of(run, client):
@@ -347,30 +347,38 @@ def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["clients_per_round=2.5"], "clients_per_round=2.5 with clients=6: expected a whole"),
-        (["clients_per_round=7"], "clients_per_round=7 with clients=6: expected a whole"),
-        (["clients_per_round=0"], "clients_per_round=0.0 is out of range"),
-        (["sampling=often"], "sampling=often is unknown"),
-        (["clients_per_round=2", "secure_sum=true"], "with secure_sum=true: every sum is over"),
+        (["sampling.per_round=2.5"], "sampling.per_round=2.5 with clients=6: expected a whole"),
+        (["sampling.per_round=7"], "sampling.per_round=7 with clients=6: expected a whole"),
+        (["sampling.per_round=0"], "sampling.per_round=0.0 is out of range"),
+        (["sampling.per_round=2", "sampling.by=often"], "sampling.by=often is unknown"),
+        (["sampling.per_round=2", "secure_sum=true"], "with secure_sum=true: every sum is over"),
         (
-            ["clients_per_round=2", "algorithm=fnas", "algorithm.reduce=sum"],
+            ["sampling.per_round=2", "algorithm=fnas", "algorithm.reduce=sum"],
             "with algorithm.reduce=sum: a sum over some clients",
         ),
         (
-            ["clients_per_round=4", "sampling=by_size", "aggregate=median"],
-            "with sampling=by_size and aggregate=median: a large client",
+            ["sampling.per_round=4", "sampling.by=by_size", "aggregate=median"],
+            "with sampling.by=by_size and aggregate=median: a large client",
         ),
-        (["clients_per_round=2", "aggregate=median"], "aggregate=median with clients_per_round=2"),
+        (
+            ["sampling.per_round=2", "aggregate=median"],
+            "aggregate=median with sampling.per_round=2",
+        ),
         (
             [
-                *("clients_per_round=2", "sampling=by_size", "algorithm=feathers", "privacy=dp"),
+                *(
+                    "sampling.per_round=2",
+                    "sampling.by=by_size",
+                    "algorithm=feathers",
+                    "privacy=dp",
+                ),
                 *("search_space.norm=group", "retrain.norm=group"),
             ],
-            "with sampling=by_size and privacy=dp: the noise on rewards",
+            "with sampling.by=by_size and privacy=dp: the noise on rewards",
         ),
         (
             [
-                *("clients_per_round=2", "algorithm=cfdnas", "search_space=mbconv_small"),
+                *("sampling.per_round=2", "algorithm=cfdnas", "search_space=mbconv_small"),
                 *("retrain=mbconv", "algorithm.num_groups=2"),
             ],
             "with algorithm=cfdnas: it divides all clients",
@@ -383,6 +391,7 @@ def test_what_needs_all_clients_is_refused_in_a_sentence(overrides, sentence, co
 
 
 def test_a_share_of_the_clients_is_rounded_up(compose_config):
-    asked = {share: compose_config("clients=6", f"clients_per_round={share}").asked for share in
-             (".01", ".5", ".51", "1", "6", "null")}  # fmt: skip
-    assert asked == {".01": 1, ".5": 3, ".51": 4, "1": 1, "6": 6, "null": 6}
+    asked = {share: compose_config("clients=6", f"sampling.per_round={share}").asked for share in
+             (".01", ".5", ".51", "1", "6")}  # fmt: skip
+    assert asked == {".01": 1, ".5": 3, ".51": 4, "1": 1, "6": 6}
+    assert compose_config("clients=6", "sampling=null").asked == 6

@@ -231,7 +231,7 @@ def test_a_search_that_costs_all_of_the_target_is_refused_naming_the_split(compo
 
 
 SHARED = [
-    *("runtime=deployment", "runtime.superlink=site", "partition=sites", "baselines=2"),
+    *("runtime=deployment", "runtime.superlink=site", "partition=sites", "evaluation.baselines=2"),
     *("privacy.epsilon=8", "privacy.baseline_share=0.25"),
 ]
 
@@ -275,7 +275,8 @@ def test_a_baseline_keeps_to_its_part_with_all_that_it_releases(compose_config):
     noises = ["privacy.rewards.noise_multiplier=1.5", "privacy.metrics_noise_multiplier=1.5"]
     config = compose_config(*FEATHERS, *SHARED, *noises)
     retraining = ["retrain", "evaluate", "export"]
-    baseline = replace(config, stages=retraining, genotype="a.json", baselines=0)
+    baseline = replace(config, stages=retraining, genotype="a.json")
+    baseline = replace(baseline, evaluation=replace(config.evaluation, baselines=0))
     for part in (0.25, 40.0):
         schedule = make_schedule(
             replace(baseline, privacy=paying(baseline, part)), RECORDS, done={}, spare=True

@@ -32,7 +32,7 @@ SHORT = [
     "stages=[search,retrain,evaluate]",
     "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}",
 ]
-SUMS = ("secure_sum=true", "clients=4", "secure_terms={least_sites: 3, colluding: 1}")
+SUMS = ("clients=4", "secure_sum={least_sites: 3, colluding: 1}")
 DP = [
     *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=4", "retrain.batch_size=4"),
     *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
@@ -79,7 +79,7 @@ def weights(folder):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("algorithm=fed_darts", "momentum=averaged"),
+        ("algorithm=fed_darts", "training.momentum=averaged"),
         ("algorithm=fnas", "algorithm.evaluate_every=1", "retrain.exchange=gradients"),
         pytest.param(
             ("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow
@@ -177,7 +177,7 @@ def test_clients_with_secure_sums_are_asked_for_no_scores(summed, compose_config
             return super().answer(message)
 
     sums = SUMS if summed else ("clients=4",)
-    config = compose_config(*SHORT, *sums, "positive=2", f"run_dir={tmp_path / 'run'}")
+    config = compose_config(*SHORT, *sums, "evaluation.positive=2", f"run_dir={tmp_path / 'run'}")
     events, error = run(config, grid=Listening)
     assert error is None
     assert "client_failed" not in {event["event"] for event in events}
@@ -340,15 +340,15 @@ def test_a_run_that_was_killed_goes_on_with_new_masks(compose_config, tmp_path):
 REFUSED = [
     ("aggregate=median", "set aggregate=mean"),
     ("aggregate=trimmed_mean", "set aggregate=mean"),
-    ("wire=int8", "set wire=float32"),
-    ("personalised=true", "leave it out"),
+    ("runtime.wire=int8", "set runtime.wire=float32"),
+    ("evaluation.personalised=true", "leave it out"),
     ("clients=1001", "at most 1000"),
     ("algorithm=fedex", "asked different things"),
     ("algorithm=fnas algorithm.reduce=sum", "set algorithm.reduce=mean"),
-    ("secure_terms.colluding=3", "raise clients to 5 or more, or lower secure_terms.colluding"),
-    ("clients=2", "clients=2 and secure_terms.colluding=1: a sum must .* raise clients to 3 or"),
-    ("secure_terms.least_sites=9", "lower secure_terms.colluding"),
-    ("secure_terms.least_sites=2", "lower secure_terms.colluding"),
+    ("secure_sum.colluding=3", "raise clients to 5 or more, or lower secure_sum.colluding"),
+    ("clients=2", "clients=2 and secure_sum.colluding=1: a sum must .* raise clients to 3 or"),
+    ("secure_sum.least_sites=9", "lower secure_sum.colluding"),
+    ("secure_sum.least_sites=2", "lower secure_sum.colluding"),
     ("runtime=deployment runtime.superlink=site", "set partition=sites privacy=dp"),
 ]
 
@@ -356,7 +356,9 @@ REFUSED = [
 @pytest.mark.parametrize(("settings", "said"), REFUSED)
 def test_what_has_no_sum_is_refused_at_composition(settings, said, compose_config):
     given = {o.partition("=")[0] for o in settings.split()}
-    least = SUMS if not any(name.startswith("secure_terms") for name in given) else SUMS[:2]
+    least = SUMS
+    if any(name.startswith("secure_sum.") for name in given):
+        least = ("clients=4", "secure_sum=true")
     with pytest.raises(ConfigError, match=said):
         compose_config(*least, *settings.split())
 
@@ -430,7 +432,7 @@ def test_the_total_carries_the_noise_that_is_booked(compose_config, tmp_path):
     sigma = 3.0
     config = compose_config(
         *DP, *SUMS, "stages=[search]", "rounds=8", f"run_dir={tmp_path / 'run'}",
-        f"privacy.weights.noise_multiplier={sigma}", "class_factors={}",
+        f"privacy.weights.noise_multiplier={sigma}", "training.class_factors={}",
         "algorithm.weights.momentum=0", "algorithm.weights.weight_decay=0",
         "algorithm.weights.lr=1.0", "algorithm.weights.min_lr=1.0",
         "algorithm.weights.clip_norm=null", "privacy.weights.max_grad_norm=1e-3",

@@ -75,7 +75,7 @@ def lists(folder: Path) -> tuple[str, ...]:
     own = as_lists(table(*digits()), "; ")
     own[:900].to_csv(folder / "train.csv", index=False)
     own[900:].to_csv(folder / "test.csv", index=False)
-    separator = ("dataset.label_separator=';'", "positive=prime")
+    separator = ("dataset.label_separator=';'", "evaluation.positive=prime")
     return ("dataset=csv", f"dataset.root={folder}", *separator, *LINEAR)
 
 
@@ -231,9 +231,15 @@ def test_real_sites_say_that_records_can_have_several_labels(
     [
         (("partition=dirichlet",), "partition=dirichlet divides records by the class of each"),
         (("partition=label_groups",), "partition=label_groups divides records by the class"),
-        (("oversample=true",), "oversample=true is for records of one class each"),
-        (("class_factors={even: .5}",), "class_factors=.*is for records of one class each"),
-        (("positive=odd",), "positive=odd is unknown"),
+        (
+            ("training.oversample=true",),
+            "training.oversample=true is for records of one class each",
+        ),
+        (
+            ("training.class_factors={even: .5}",),
+            "training.class_factors=.*is for records of one class each",
+        ),
+        (("evaluation.positive=odd",), "evaluation.positive=odd is unknown"),
         (("dataset.class_names=[even,odd]",), "has 3 labels, but dataset.class_names names 2"),
         (("dataset.labels=[a,b]",), "dataset.labels=.* has no effect with dataset.name=npz"),
     ],

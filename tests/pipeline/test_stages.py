@@ -56,8 +56,13 @@ def test_clients_without_test_records_are_not_asked_to_test(
     without = np.flatnonzero(splits != 2)[:30]
     others = np.setdiff1d(np.arange(len(splits)), without)
     save_partition(tmp_path / "parts.json", [without, others[::2], others[1::2]])
-    own = (f"partition.file={tmp_path / 'parts.json'}", "rounds=1", "retrain.rounds=1")
-    done = run_inline(*own, "personalised=true", "runtime.quorum=1")
+    own = (
+        "partition=saved",
+        f"partition.file={tmp_path / 'parts.json'}",
+        "rounds=1",
+        "retrain.rounds=1",
+    )
+    done = run_inline(*own, "evaluation.personalised=true", "runtime.quorum=1")
     assert done.error is None
     assert [
         tuple(r["client"] for r in last(done.events, "evaluated")[kind])

@@ -14,7 +14,7 @@ from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 from fednas_flwr.settings.parser import seconds
 
-SHORT = ("rounds=3", "retrain.rounds=3", "time_limit=1s")
+SHORT = ("rounds=3", "retrain.rounds=3", "runtime.time_limit=1s")
 GIVEN = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]")
 
 
@@ -35,7 +35,7 @@ def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monke
     assert read_run(done.folder).status == "unfinished"
     assert not is_complete(done.folder)
     (warning,) = (e["message"] for e in done.events if e["event"] == "warning")
-    assert warning.startswith("time_limit=1s: the search has ended after round 1 of 3")
+    assert warning.startswith("runtime.time_limit=1s: the search has ended after round 1 of 3")
     assert read_events(done.folder / "events.jsonl")[-1]["status"] == "completed"
     monkeypatch.setitem(parser.SECONDS, "s", 1e6)
     run_inline(resume=done.folder)
@@ -44,7 +44,7 @@ def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monke
 
 
 def test_a_run_that_was_cut_short_has_no_baselines(compose_config, tmp_path, no_time):
-    config = compose_config(*SHORT, "baselines=1", f"run_dir={tmp_path / 'run'}")
+    config = compose_config(*SHORT, "evaluation.baselines=1", f"run_dir={tmp_path / 'run'}")
     assert run(config).genotype is None
     assert not (tmp_path / "run" / "baselines").exists()
 
@@ -52,7 +52,7 @@ def test_a_run_that_was_cut_short_has_no_baselines(compose_config, tmp_path, no_
 def test_what_is_trained_when_time_is_up_is_exported_and_can_go_on(
     run_inline, no_time, monkeypatch
 ):
-    done = run_inline(*GIVEN, "retrain.rounds=3", "time_limit=1s")
+    done = run_inline(*GIVEN, "retrain.rounds=3", "runtime.time_limit=1s")
     assert rounds(done.folder, "retrain") == [1]
     assert load(done.folder).class_names
     assert "evaluated" in {event["event"] for event in done.events}
@@ -66,7 +66,7 @@ def test_what_is_trained_when_time_is_up_is_exported_and_can_go_on(
 
 
 def test_a_limit_that_is_not_reached_changes_nothing(run_inline):
-    done = run_inline("rounds=2", "retrain.rounds=1", "time_limit=2h")
+    done = run_inline("rounds=2", "retrain.rounds=1", "runtime.time_limit=2h")
     assert rounds(done.folder, "search") == [1, 2]
     assert is_complete(done.folder)
 
@@ -83,14 +83,14 @@ def test_times_with_units(text, expected):
     "text", ["30", "0s", "min", "1h30", "-1h", "1 h", "2hours", "infs", "1e3s"]
 )
 def test_what_is_no_time_is_one_sentence(text):
-    words = r"time_limit=.* is out of range: expected a time with its unit: 45s, 30min"
+    words = r"runtime.time_limit=.* is out of range: expected a time with its unit: 45s, 30min"
     with pytest.raises(ConfigError, match=words):
         seconds("time_limit", text)
 
 
 def test_a_limit_where_no_rounds_are_is_refused():
-    overrides = ["algorithm=zero_cost", "stages=[search]", "time_limit=30min"]
+    overrides = ["algorithm=zero_cost", "stages=[search]", "runtime.time_limit=30min"]
     with pytest.raises(
-        ConfigError, match="time_limit=30min has no effect with algorithm=zero_cost"
+        ConfigError, match="runtime.time_limit=30min has no effect with algorithm=zero_cost"
     ):
         parse_config(compose_tree(overrides), given=given_settings(overrides))

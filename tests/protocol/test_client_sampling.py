@@ -128,5 +128,5 @@ def test_who_stands_in_stays_for_the_round_and_others_are_asked_again():
 
 
 def test_another_name_is_refused():
-    with pytest.raises(ConfigError, match="sampling=uniformly is unknown"):
+    with pytest.raises(ConfigError, match="sampling.by=uniformly is unknown"):
         sampling("uniformly")

@@ -28,7 +28,12 @@ def run(run_inline: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
     table[:700].to_csv(root / "train.csv", index=False)
     table[700:].to_csv(root / "test.csv", index=False)
     done = run_inline(
-        *("dataset=csv", f"dataset.root={root}", "positive=dead", "search_space=mlp_small"),
+        *(
+            "dataset=csv",
+            f"dataset.root={root}",
+            "evaluation.positive=dead",
+            "search_space=mlp_small",
+        ),
         *("search_space.channels=16", "retrain.channels=16", "rounds=1", "retrain.rounds=6"),
         *("clients=2", "stages=[search,retrain,evaluate,export]"),
     )
@@ -61,7 +66,7 @@ def test_the_scores_are_those_of_the_positive_class(run: Any) -> None:
 def test_report_and_card_show_them(run: Any) -> None:
     for name in ("report.html", "MODEL_CARD.md"):
         text = (run.folder / name).read_text()
-        assert "of the class dead (set by positive=&lt;class&gt;)" in text.replace(
+        assert "of the class dead (set by evaluation.positive=&lt;class&gt;)" in text.replace(
             "<class>", "&lt;class&gt;"
         )
         assert "95 % interval" in text
@@ -81,6 +86,8 @@ def test_a_class_that_does_not_exist_is_refused_before_the_run(
     from fednas_flwr.base.errors import ConfigError
     from fednas_flwr.pipeline.buildable import check_buildable
 
-    with pytest.raises(ConfigError, match=r"positive=3 is unknown: choose one of 0, 1, 2"):
-        check_buildable(compose_config("positive=3"))
-    check_buildable(compose_config("positive=2"))
+    with pytest.raises(
+        ConfigError, match=r"evaluation.positive=3 is unknown: choose one of 0, 1, 2"
+    ):
+        check_buildable(compose_config("evaluation.positive=3"))
+    check_buildable(compose_config("evaluation.positive=2"))

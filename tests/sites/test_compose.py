@@ -132,7 +132,7 @@ def test_a_private_search_on_three_sites(cluster: Any, loopback: ModuleType) -> 
         *("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3", "rounds=1"),
         *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=1000"),
         *("algorithm.batch_size=8", "search_space.norm=group", "search_space.channels=2"),
-        *("search_space.num_cells=1", "stages=[search]", "tensorboard=false", f"run_dir={run_dir}"),
+        *("search_space.num_cells=1", "stages=[search]", "trackers=[]", f"run_dir={run_dir}"),
         "runtime.approval_s=600",
     )
     file = run_dir / "events.jsonl"

@@ -30,8 +30,13 @@ pytestmark = pytest.mark.slow
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=server")
 RUN = (
     *("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3", "rounds=2"),
-    *("stages=[search]", "search_space.channels=2", "search_space.num_cells=1", "device=cpu"),
-    "tensorboard=false",
+    *(
+        "stages=[search]",
+        "search_space.channels=2",
+        "search_space.num_cells=1",
+        "runtime.device=cpu",
+    ),
+    "trackers=[]",
 )
 SLOW = (*RUN, "algorithm.local_epochs=60")  # so that signals come in the middle of the work
 PRIVATE = (

@@ -20,7 +20,7 @@ def test_sites_run_what_flwr_run_sends_and_nothing_else(machines: Callable[..., 
     run_dir = cluster.folder / "server" / "state" / "run"
     overrides = (
         "partition=sites dataset=npz dataset.server_test=false rounds=1 search_space.channels=2 "
-        f"stages=[search] tensorboard=false run_dir={run_dir}"
+        f"stages=[search] trackers=[] run_dir={run_dir}"
     )
     run_config = f"overrides={json.dumps(overrides)}"
     output = cluster.operate(

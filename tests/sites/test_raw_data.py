@@ -28,7 +28,7 @@ SITES = ("north", "south", "east")
 OWNERS = (*SITES, "test")
 NETWORK = (
     *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
-    *("retrain.rounds=4", "retrain.weights.lr=0.05", "tensorboard=false"),
+    *("retrain.rounds=4", "retrain.weights.lr=0.05", "trackers=[]"),
 )
 NAMES = [f"digit{digit}" for digit in range(10)]
 
@@ -101,7 +101,7 @@ def private_csv(folder: Path) -> SimpleNamespace:
         *("privacy.statistics_noise_multiplier=1", "search_space.norm=group"),
         *("retrain.norm=group", "retrain.rounds=2"),
         *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas", "retrain")),
-        *("baselines=1", "privacy.baseline_share=0.3"),
+        *("evaluation.baselines=1", "privacy.baseline_share=0.3"),
     )
     return made
 

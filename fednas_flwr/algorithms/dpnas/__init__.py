@@ -67,7 +67,7 @@ def _check(config: Config) -> None:
 
 _UNUSED = (
     Rule(
-        "precision",
+        "training.precision",
         lambda c: _settings(c).dp_aware is not None and not retrains(c),
         "algorithm.dp_aware, which clips gradients of single records, in float32",
         "remove it, or set algorithm.dp_aware=null",

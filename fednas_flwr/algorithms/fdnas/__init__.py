@@ -60,6 +60,8 @@ class CFDNASSettings(AlgorithmSettings):
         inherit: If true, groups start from the supernet of all clients; false is naive-CFDNAS,
             which leaves that search out.
         group_rounds: Rounds of search in each group.
+        client_tags: Tags of simulated clients, by index, to group them by ``tag``; real nodes tell
+            their own.
         group_hardware: Hardware loss of a group, by its name; other groups have none.
         search: The clients' search.
     """
@@ -68,6 +70,7 @@ class CFDNASSettings(AlgorithmSettings):
     num_groups: Annotated[int, Between(2)] | None
     inherit: bool
     group_rounds: opt.Count
+    client_tags: list[str]
     group_hardware: dict[str, Hardware]
     search: FDNASSettings
 
@@ -122,17 +125,23 @@ def _check_fdnas(config: Config) -> None:
         )
     search = whole_search(config).algorithm
     assert isinstance(search, FDNASSettings)
-    if config.wire != "float32" and search.sparse:
+    if config.runtime.wire != "float32" and search.sparse:
         raise ConfigError(
-            f"wire={config.wire} with sparse=true of algorithm={config.algorithm.name}: rounding "
-            "is of differences to whole states; set one of wire=float32 and sparse=false."
+            f"runtime.wire={config.runtime.wire} with sparse=true of "
+            f"algorithm={config.algorithm.name}: rounding is of differences to whole states; set "
+            "one of runtime.wire=float32 and sparse=false."
         )
 
 
 def _check_cfdnas(config: Config) -> None:
     """Refuse what FDNAS does, groups by alphas that rest, and averages that need a number."""
     assert isinstance(config.algorithm, CFDNASSettings)
-    warm_up = config.algorithm.search.warm_up_rounds
+    tags, warm_up = config.algorithm.client_tags, config.algorithm.search.warm_up_rounds
+    if len(tags) not in (0, config.clients):
+        raise ConfigError(
+            f"algorithm.client_tags={show(tags)} for clients={config.clients}: give one for each "
+            "client, or none."
+        )
     if config.algorithm.group_by == "alphas" and config.rounds <= warm_up:
         raise ConfigError(
             f"algorithm.group_by=alphas with rounds={config.rounds}: alphas rest in the first "
@@ -144,7 +153,7 @@ def _check_cfdnas(config: Config) -> None:
             f"algorithm=cfdnas with stages={show(config.stages)}: its groups begin with a search; "
             "add search, or set algorithm=fedavg to retrain a genotype."
         )
-    if config.aggregate == "trimmed_mean":
+    if config.aggregate.name == "trimmed_mean":
         raise ConfigError(
             "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
             "known before; set aggregate=median."
@@ -170,11 +179,15 @@ register(
         check=_check_cfdnas,
         unsupported={
             "secure_sum": _ASKED_APART,
-            "clients_per_round": "it divides all clients into groups by what each of them answers; "
-            "leave clients_per_round out",
+            "sampling": "it divides all clients into groups by what each of them answers; "
+            "set sampling=null",
         },
         unused=(
-            Rule("baselines", lambda c: True, "algorithm=cfdnas, whose groups each have a network"),
+            Rule(
+                "evaluation.baselines",
+                lambda c: True,
+                "algorithm=cfdnas, whose groups each have a network",
+            ),
             Rule(
                 "rounds algorithm.search.hardware",
                 lambda c: not c.algorithm.inherit,  # type: ignore[attr-defined]

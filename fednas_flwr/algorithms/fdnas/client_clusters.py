@@ -25,16 +25,17 @@ def check_groups(config: Config) -> None:
         )
     if algorithm.group_by != "tag" or config.runtime.name == "deployment":
         return
-    if not config.client_tags or "" in config.client_tags:
+    tags = algorithm.client_tags
+    if not tags or "" in tags:
         raise ConfigError(
-            f"algorithm.group_by=tag with client_tags={show(config.client_tags)}: every simulated "
+            f"algorithm.group_by=tag with algorithm.client_tags={show(tags)}: every simulated "
             f"client needs a tag; give one for each of clients={config.clients}."
         )
-    for client, tag in enumerate(config.client_tags):
+    for client, tag in enumerate(tags):
         group_name({"tag": tag}, client, "tag")
     for name in algorithm.group_hardware:
-        if name not in config.client_tags:
-            raise unknown_choice("algorithm.group_hardware", name, set(config.client_tags))
+        if name not in tags:
+            raise unknown_choice("algorithm.group_hardware", name, set(tags))
 
 
 def group_by_fact(
@@ -62,7 +63,7 @@ def group_name(properties: Mapping[str, object], client: int, name: str) -> str:
     if not isinstance(label, str) or not label:
         raise ConfigError(
             f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
-            "tag in its --node-config, or simulated clients client_tags=[...]."
+            "tag in its --node-config, or simulated clients algorithm.client_tags=[...]."
         )
     # in UTF-8 up to 240 bytes, where file systems take 255
     if not re.fullmatch(r"[\w .-]{1,60}", label) or label.startswith("."):

@@ -62,7 +62,7 @@ def held_out_metrics(
 
 
 class FedAvg(RoundStrategy[AlgorithmSettings]):
-    """McMahan et al. (2017), arXiv 1602.05629, Alg. 1; C is ``clients_per_round``.
+    """McMahan et al. (2017), arXiv 1602.05629, Alg. 1; C is ``sampling.per_round``.
 
     The settings of ``retrain`` say how; ``drop_path_prob`` rises linearly from 0 to the last round.
     The server steps towards the clients' average where it has an optimiser.

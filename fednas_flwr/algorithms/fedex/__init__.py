@@ -27,10 +27,10 @@ class FedExSettings(opt.ConfigurationChoice, GivenNetwork):
 
 def _check(config: Config) -> None:
     """Refuse the server's momentum, as every client draws its own."""
-    if config.momentum == "server":
+    if config.training.momentum == "server":
         raise ConfigError(
-            "momentum=server with algorithm=fedex: every client steps with a momentum of its own; "
-            "set momentum=reset or momentum=averaged."
+            "training.momentum=server with algorithm=fedex: every client steps with a momentum of "
+            "its own; set training.momentum=reset or training.momentum=averaged."
         )
 
 

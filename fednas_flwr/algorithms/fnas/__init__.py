@@ -75,10 +75,10 @@ def _check_reduce(config: Config) -> None:
             "secure_sum=true with algorithm.reduce=sum: the batch size of each client is needed; "
             "set algorithm.reduce=mean."
         )
-    if config.samples:
+    if config.sampling is not None and config.samples:
         raise ConfigError(
-            f"clients_per_round={config.clients_per_round:g} with algorithm.reduce=sum: a sum over "
-            "some clients is no estimate of that over all; set algorithm.reduce=mean."
+            f"sampling.per_round={config.sampling.per_round:g} with algorithm.reduce=sum: a sum "
+            "over some clients is no estimate of that over all; set algorithm.reduce=mean."
         )
 
 
@@ -113,7 +113,7 @@ _entry = partial(
     },
     unused=(
         Rule(
-            "momentum",
+            "training.momentum",
             lambda c: not retrains(c),
             "algorithm={c.algorithm.name} and stages={c.stages}: clients send gradients",
             "remove it; the server steps with algorithm.weights.momentum",

@@ -138,7 +138,7 @@ register(
         check=_check,
         unused=(
             Rule(
-                "momentum wire",
+                "training.momentum runtime.wire",
                 lambda c: not (c.algorithm.trains_models or retrains(c)),
                 "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
             ),
