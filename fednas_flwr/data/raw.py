@@ -23,9 +23,9 @@ from fednas_flwr.data.labelled_images import LABELS_FORM, files_of
 from fednas_flwr.data.npz import channels_first, cut, named
 from fednas_flwr.data.records import label_sets
 from fednas_flwr.data.schema import Inputs, feature_names
-from fednas_flwr.data.table_files import SUFFIXES as TABLE_SUFFIXES
 from fednas_flwr.data.table_files import Form, read_texts, suffix_of, texts_of
 from fednas_flwr.data.tables import encode_rows, label_marks
+from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 Label = str | tuple[str, ...]  # a record's class, or its labels, by name
 

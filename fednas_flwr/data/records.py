@@ -85,6 +85,9 @@ class Records:
         return len(self.labels)
 
 
+RecordsPair = tuple[Records, Records | None]  # train part, and the official test part if any
+
+
 def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
     digests = [hashlib.blake2b(part, digest_size=16).hexdigest().encode() for part in contents]

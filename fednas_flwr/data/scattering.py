@@ -69,9 +69,9 @@ class Scattering(nn.Module):
         super().__init__()
         if len(input_shape) != 3 or min(input_shape[1:]) <= 2**scales:
             raise ConfigError(
-                f"dataset.transform=scattering with {scales} scales needs images of sides above "
+                f"dataset.scattering with {scales} scales needs images of sides above "
                 f"{2**scales}, but the records have the shape {tuple(input_shape)}: lower "
-                "dataset.scattering.scales, or leave the transform out."
+                "dataset.scattering.scales, or set dataset.scattering=null."
             )
         from kymatio.scattering2d.filter_bank import filter_bank
 
@@ -167,7 +167,7 @@ class Scattering(nn.Module):
         return self.get_buffer(f"rows{resolution}") @ along_columns
 
 
-def make_transform(records: Records, *, scales: int, angles: int) -> Scattering:
+def make_transform(records: Records, scales: int, angles: int) -> Scattering:
     """Return the transform of some images.
 
     Raises:
@@ -177,7 +177,7 @@ def make_transform(records: Records, *, scales: int, angles: int) -> Scattering:
     transform = Scattering(shape, scales=scales, angles=angles)
     check_fits(
         4 * len(records) * math.prod(transform.output_shape),
-        f"dataset.transform=scattering of {len(records)} images",
+        f"dataset.scattering of {len(records)} images",
         "lower dataset.scattering.scales or angles, or set dataset.limit_train",
     )
     return transform

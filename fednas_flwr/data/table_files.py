@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.names import TABLE_SUFFIXES
 
-SUFFIXES = (".csv", ".csv.gz", ".tsv", ".xlsx", ".parquet")
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
@@ -62,8 +62,8 @@ class Form:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix by which a table is read, one of ``SUFFIXES``, or an empty text."""
-    return next((s for s in SUFFIXES if path.name.lower().endswith(s)), "")
+    """Suffix by which a table is read, one of ``TABLE_SUFFIXES``, or an empty text."""
+    return next((s for s in TABLE_SUFFIXES if path.name.lower().endswith(s)), "")
 
 
 def read_texts(path: Path, form: Form) -> tuple[Texts, tuple[str, ...]]:

@@ -19,7 +19,7 @@ from fednas_flwr.settings.algorithm_settings import (
     SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
-from fednas_flwr.settings.data_settings import Dataset, site_dataset
+from fednas_flwr.settings.data_settings import Dataset
 from fednas_flwr.settings.loading import conf_folder, expanded
 from fednas_flwr.settings.network_settings import (
     BlockSpace,
@@ -73,5 +73,4 @@ __all__ = [
     "dump_config",
     "expanded",
     "ZeroCostSettings",
-    "site_dataset",
 ]

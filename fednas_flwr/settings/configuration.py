@@ -10,6 +10,7 @@ from typing import Any
 
 from fednas_flwr.algorithms.entries import ALGORITHMS, retrains_by_gradients
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
+from fednas_flwr.data.readers import DATA_SETS
 from fednas_flwr.settings import Config, FedAvgSettings, GivenNetwork, NoPrivacy, ZeroCostSettings
 from fednas_flwr.settings.incompatible import (
     check_sampling,
@@ -110,9 +111,11 @@ def _parse_alone(tree: Mapping[str, Any]) -> Config | None:
 
 def _parse(tree: Mapping[str, Any]) -> Config:
     algorithms = {name: entry.settings for name, entry in ALGORITHMS.items()}
+    data_sets = {name: entry.settings for name, entry in DATA_SETS.items()}
     spaces = {name: entry.settings for name, entry in SEARCH_SPACES.items()}
     hints = {
         "algorithm": choose_kind(tree, "algorithm", algorithms, hint=UNREGISTERED),
+        "dataset": choose_kind(tree, "dataset", data_sets, hint=UNREGISTERED),
         "search_space": choose_kind(tree, "search_space", spaces, hint=UNREGISTERED),
         "privacy": choose_kind(tree, "privacy", PRIVACY),
         "server_optimizer": choose_kind(tree, "server_optimizer", SERVER_OPTIMIZERS),

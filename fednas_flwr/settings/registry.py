@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.entries import ALGORITHMS, Algorithm
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.sources import DATA_SETS, DataSet
+from fednas_flwr.data.readers import DATA_SETS, DataSet
 from fednas_flwr.settings import AlgorithmSettings, CFDNASSettings, GivenNetwork
 from fednas_flwr.spaces.space_entries import SEARCH_SPACES, SpaceEntry
 

@@ -32,6 +32,7 @@ from fednas_flwr.settings import (
     SuccessiveHalvingSettings,
     ZeroCostSettings,
 )
+from fednas_flwr.settings.data_settings import Images, Numbers
 from fednas_flwr.settings.incompatible import (
     by_client,
     by_record,
@@ -193,6 +194,10 @@ def _breeds_nothing(c: Config) -> bool:
 
 def _real_sites(c: Config) -> bool:
     return c.runtime.name == "deployment" and c.partition.name == "sites"
+
+
+def _declares_ranges(c: Config) -> bool:
+    return isinstance(c.dataset, Numbers) and bool(c.dataset.ranges)
 
 
 def _ignores(setting: str) -> Rule:
@@ -573,8 +578,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.statistics_noise_multiplier",
-        lambda c: _private(c) and not _real_sites(c) and not c.dataset.ranges,
-        "dataset.ranges={c.dataset.ranges}, within which clients would tell statistics",
+        lambda c: _private(c) and not _real_sites(c) and not _declares_ranges(c),
+        "dataset={c.dataset.name} without dataset.ranges, within which clients would tell "
+        "statistics",
         "remove it, or declare dataset.ranges={column: [low, high], ...}",
     ),
     Rule(
@@ -601,21 +607,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std",
-        lambda c: c.dataset.name == "csv",
-        "dataset=csv, a table",
+        lambda c: isinstance(c.dataset, Images) and c.dataset.scattering is not None,
+        "dataset.scattering, whose features are made once and normalised",
     ),
-    Rule(
-        "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std",
-        lambda c: c.dataset.transform != "none",
-        "dataset.transform={c.dataset.transform}, whose features are made once and normalised",
-    ),
-    Rule(
-        "dataset.scattering",
-        lambda c: c.dataset.transform != "scattering",
-        "dataset.transform={c.dataset.transform}",
-        "set dataset.transform=scattering or remove it",
-    ),
-    Rule("dataset.root", lambda c: c.dataset.name == "digits", "dataset=digits, which has its own"),
     Rule(
         "partition.seed partition.alpha partition.min_size partition.groups "
         "partition.clients_per_group partition.fractions partition.column",
@@ -668,7 +662,7 @@ RULES: tuple[Rule, ...] = (
 SWITCHES = {
     *("personalised", "oversample", "secure_sum", "class_factors", "client_tags", "genotype"),
     *("baselines", "clients_per_round", "over_selection"),
-    *("dataset.linear_baseline", "dataset.limit_test", "dataset.root"),
+    *("dataset.linear_baseline", "dataset.limit_test"),
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
     *("partition.file", "partition.groups", "partition.clients_per_group"),
     *("partition.fractions", "partition.column"),

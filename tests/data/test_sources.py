@@ -2,11 +2,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fednas_flwr.data.sources import find_source, fingerprint, load_sites
 from PIL import Image
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.images import load_image_folder
-from fednas_flwr.data.sources import find_source, fingerprint, load_sites
 from fednas_flwr.data.tables import load_csv
 
 
