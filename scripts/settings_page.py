@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from fednas_flwr.algorithms.entries import ALGORITHMS
+from fednas_flwr.data.readers import DATA_SETS
 from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
 from fednas_flwr.settings.data_settings import Partition
 from fednas_flwr.settings.hydra_config import compose_tree
@@ -65,7 +66,7 @@ def page() -> str:
     parts = [HEAD, section("Run", Config, "", prefix="", names=())]
     parts.append(experiments())
     for group, title, kind, default in (
-        ("dataset", "Data set", Dataset, "digits"),
+        ("dataset", "Every data set", Dataset, "digits"),
         ("partition", "Division over clients", Partition, "iid"),
         ("privacy", "Privacy", DifferentialPrivacy, "dp"),
         ("retrain", "Retraining", Retrain, "quickstart"),
@@ -73,7 +74,9 @@ def page() -> str:
         ("runtime", "Runtime", Runtime, "inline"),
     ):
         parts.append(section(title, kind, default, prefix=f"{group}.", names=names_of(group)))
+    shared = [field.name for field in fields(Dataset)]
     for group, title, entries in (
+        ("dataset", "Data set", DATA_SETS),
         ("search_space", "Search space", SEARCH_SPACES),
         ("algorithm", "Algorithm", ALGORITHMS),
     ):
@@ -83,7 +86,12 @@ def page() -> str:
         for kind, names in by_kind.items():
             chosen = [own for own in names_of(group) if composed(group, own)["name"] in names]
             heading = f"{title} {', '.join(names)}"
-            parts.append(section(heading, kind, names[0], prefix=f"{group}.", names=chosen))
+            left_out = shared if group == "dataset" else ()
+            parts.append(
+                section(
+                    heading, kind, names[0], prefix=f"{group}.", names=chosen, left_out=left_out
+                )
+            )
     return "\n".join(parts)
 
 
@@ -116,23 +124,31 @@ def composed(group: str, name: str) -> dict[str, Any]:
     return tree[group] if group else tree
 
 
-def section(title: str, kind: type, default: str, *, prefix: str, names: Sequence[str]) -> str:
-    """Return one class's settings as a table."""
+def section(
+    title: str,
+    kind: type,
+    default: str,
+    *,
+    prefix: str,
+    names: Sequence[str],
+    left_out: Collection[str] = (),
+) -> str:
+    """One class's settings as a table, without the fields that another table has."""
     tree = composed(prefix.rstrip("."), default)
-    rows = list(leaves(kind, tree, prefix))
+    rows = list(leaves(kind, tree, prefix, left_out))
     chosen = f"\n`{prefix[:-1]}={'`, `'.join(names)}`\n" if names else ""
     head = "| setting | default | values | meaning |\n|---|---|---|---|"
     return f"## {title}\n{chosen}\n{head}\n" + "\n".join(rows) + "\n"
 
 
-def leaves(kind: type, tree: Any, prefix: str) -> Iterator[str]:
+def leaves(kind: type, tree: Any, prefix: str, left_out: Collection[str] = ()) -> Iterator[str]:
     """Yield the row of every setting of a class; groups of a run have sections of their own."""
     hints, told = get_type_hints(kind, include_extras=True), meanings(kind)
     for field in fields(kind):
         key, hint = f"{prefix}{field.name}", hints[field.name]
         value = tree.get(field.name) if isinstance(tree, dict) else None
         inner = next((part for part in parts_of(hint) if is_dataclass(part)), None)
-        if field.name == "name" or (not prefix and names_of(field.name)):
+        if field.name == "name" or field.name in left_out or (not prefix and names_of(field.name)):
             continue
         if field.name not in told:
             raise SystemExit(f"{kind.__name__}.{field.name} has no meaning in its docstring")

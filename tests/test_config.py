@@ -18,6 +18,7 @@ from fednas_flwr import api, compose
 from fednas_flwr.algorithms.entries import ALGORITHMS
 from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, show
 from fednas_flwr.base.foreign import dump_yaml
+from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.table_files import Form, read_texts
 from fednas_flwr.settings import (
     Config,
@@ -25,7 +26,6 @@ from fednas_flwr.settings import (
     GivenNetwork,
     conf_folder,
     dump_config,
-    site_dataset,
 )
 from fednas_flwr.settings.configuration import (
     check_combinations,
@@ -613,9 +613,6 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
             "no client has test records",
         ),
         ("dataset.server_test=false dataset.limit_test=5", "dataset.server_test=false"),
-        ("dataset.root=/tmp", "dataset=digits"),
-        ("dataset=csv dataset.flip=true", "a table"),
-        ("dataset=csv dataset.cutout=3", "dataset.cutout=3 has no effect with dataset=csv"),
         ("partition.alpha=.1", "partition.alpha=0.1 has no effect with partition=iid"),
         ("partition.groups=[[1,2]]", "partition.groups=[[1, 2]] has no effect"),
         ("partition.column=ward", "partition.column=ward"),

@@ -57,9 +57,9 @@ RUNS = [  # together they have every class of settings
     ["algorithm=successive_halving"],
 ]
 FREE = {  # numbers of any size
-    ("Dataset", "mean"),
-    ("Dataset", "statistics"),
-    ("Dataset", "ranges"),
+    ("Npz", "mean"),
+    ("CSV", "statistics"),
+    ("CSV", "ranges"),
     ("DifferentialPrivacy", "test_seed"),
     ("Partition", "groups"),
     ("Partition", "seed"),

@@ -40,7 +40,7 @@ MANY = [
 def many(compose_config, tmp_path_factory):
     """A run of many clients, every message that its clients got, and how many were alive."""
     folder = tmp_path_factory.mktemp("many") / "run"
-    config = create_run_folder(compose_config("dataset.root=null", *MANY, f"run_dir={folder}"))
+    config = create_run_folder(compose_config(*MANY, f"run_dir={folder}"))
     asked: list[tuple[str, int]] = []
     client_app._client.cache_clear()
     run(config, folder, asked, resumed=False)

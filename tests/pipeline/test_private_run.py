@@ -784,7 +784,7 @@ def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(
     grid = real_sites(compose_config(*overrides))
     (node,) = (context.node_config for context in grid._contexts.values())
     dataset = yaml.safe_load(Path(node["dataset"]).read_text())
-    dataset |= {"transform": "scattering", "scattering": {"scales": 1, "angles": 2}}
+    dataset |= {"scattering": {"scales": 1, "angles": 2}}
     Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
     run = start(*overrides, grid=grid)
     assert run.error is None

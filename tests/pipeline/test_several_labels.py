@@ -235,7 +235,7 @@ def test_real_sites_say_that_records_can_have_several_labels(
         (("class_factors={even: .5}",), "class_factors=.*is for records of one class each"),
         (("positive=odd",), "positive=odd is unknown"),
         (("dataset.class_names=[even,odd]",), "has 3 labels, but dataset.class_names names 2"),
-        (("dataset.labels=[a,b]",), "dataset.labels=.* has no effect with dataset.name=npz"),
+        (("dataset.labels=[a,b]",), "dataset.labels is a setting of dataset=csv, dataset=labelled"),
     ],
 )
 def test_what_is_for_one_class_is_refused(

@@ -48,7 +48,7 @@ def npz(folder: Path) -> SimpleNamespace:
 def private_features(folder: Path) -> SimpleNamespace:
     """The same, of whose features private sites train a linear model."""
     made = npz(folder)
-    own = {"name": "npz", "class_names": NAMES, "transform": "scattering"}
+    own = {"name": "npz", "class_names": NAMES, "scattering": {"scales": 2, "angles": 8}}
     terms = ("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "retrain.rounds=8")
     overrides = [text for text in NETWORK if not text.startswith("retrain")]
     return SimpleNamespace(files=made.files, dataset=own, overrides=(*overrides, *terms))
