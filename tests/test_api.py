@@ -431,7 +431,7 @@ def test_a_data_set_with_a_reader(tiny, tmp_path) -> None:
     assert prepared.server_test is not None
     with pytest.raises(ConfigError, match="dataset=read has none of that name"):
         compose(*kept, "dataset.label=y")
-    with pytest.raises(ConfigError, match=r"setting=lable is unknown: .*nearest: label"):
+    with pytest.raises(ConfigError, match=r"setting=lable is unknown: choose one of .* label, "):
         register_data_set("unknown", read, settings=["lable"])
 
 

@@ -190,11 +190,6 @@ BAD_VALUES = [
     ("run_dir", ""),
     ("genotype", ""),
     ("dataset.cache", ""),
-    ("dataset.root", ""),
-    ("dataset.class_names", ["a", "b", "a"]),
-    ("dataset.numeric", ["age", "age"]),
-    ("dataset.image_size", 100_000),
-    ("dataset.channels", 4),
     ("algorithm.weights.lr", 1e15),
     ("algorithm.weights.clip_norm", 1e30),
     ("algorithm.alphas.lr", 1e15),
@@ -216,6 +211,24 @@ def test_bad_value_is_named_by_its_whole_key(tree: dict[str, Any], key: str, val
     assert message.startswith(key.removesuffix(".name"))
     assert message.endswith(".")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("npz", "root", ""),
+        ("npz", "class_names", ["a", "b", "a"]),
+        ("csv", "class_names", ["a", "b", "a"]),
+        ("csv", "numeric", ["age", "age"]),
+        ("image_folder", "image_size", 100_000),
+        ("image_folder", "channels", 4),
+        ("image_folder", "channels", 2),
+    ],
+)
+def test_a_bad_value_of_one_data_set_is_named(name: str, setting: str, value: Any) -> None:
+    tree = compose_tree([f"dataset={name}", "search_space=mlp_small"])
+    with pytest.raises(ConfigError, match=rf"^dataset\.{setting}=.*\.$"):
+        parse_config(changed(tree, f"dataset.{setting}", value))
 
 
 COST = (

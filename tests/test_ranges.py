@@ -52,12 +52,12 @@ RUNS = [  # together they have every class of settings
         *MBCONV,
     ],
     ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
-    ["algorithm=fedavg"],
+    ["algorithm=fedavg", "dataset=csv"],
     ["algorithm=zero_cost"],
     ["algorithm=successive_halving"],
 ]
 FREE = {  # numbers of any size
-    ("Npz", "mean"),
+    ("Images", "mean"),
     ("CSV", "statistics"),
     ("CSV", "ranges"),
     ("DifferentialPrivacy", "test_seed"),

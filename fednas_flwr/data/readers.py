@@ -223,7 +223,7 @@ def own_reader(
     taken = list(names)
     for setting in taken:
         if setting not in hints:
-            raise unknown_choice("a reader's setting", setting, list(hints))
+            raise unknown_choice("setting", setting, list(hints))
 
     def read(settings: Dataset, path: Path) -> RecordsPair:
         return reader(path, **{setting: getattr(settings, setting) for setting in taken})
