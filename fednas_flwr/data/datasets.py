@@ -51,7 +51,7 @@ class Prepared:
             features that are normalised already; empty of a table whose statistics are not
             declared, and not known yet.
         std: As ``mean``; all above 0.
-        intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
+        intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         scattering: Scales and angles of the transform that made features of images; else empty.
         from_ranges: Whether mean and std of all numbers of a table follow from declared ranges.
     """

@@ -140,7 +140,7 @@ def bounded_powers(numbers_ND: Tensor, ranges: Statistics) -> Tensor:
     Args:
         numbers_ND: NaN where missing.
         ranges: Of the columns, and maybe of features after them, as
-            :func:`~fednas_flwr.data.datasets.declared_statistics` has them.
+            ``Dataset.column_statistics`` has them.
 
     Returns:
         float64 ``[N, 3 D]``: all of 1, then all of u, then all of u^2.
