@@ -74,11 +74,11 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     for i in range(count):
         name, content = source(i)
         try:
-            own_size, mode, is_turned = _header(content, name)
+            upright_size, mode, is_turned = _header(content, name)
         except _BrokenError as error:
             broken[i] = f"{name} ({error})"
             continue
-        sizes[own_size] += 1
+        sizes[upright_size] += 1
         modes[mode] += 1
         turned += is_turned
     size = settings.image_size
@@ -104,12 +104,12 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             continue
         name, content = source(i)
         try:
-            image, own = _open(content, name, settings.intensity)
+            image, pixels = _open(content, name, settings.intensity)
         except _BrokenError as error:
             broken[i] = f"{name} ({error})"
             continue
         images[len(rows)] = _fitted(image, channels, images.shape[2:])
-        ids.append(own)
+        ids.append(pixels)
         rows.append(i)
     formless = not rows and None in (size, settings.channels)
     if (broken and settings.corrupt != "skip") or formless:
@@ -204,17 +204,17 @@ def _open(content: bytes, name: str, intensity: Sequence[float] | None) -> tuple
                 deep = np.asarray(opened).astype(np.float64)
                 low, high = intensity or FULL_RANGE
                 shares = np.clip((deep - low) / (high - low), 0, 1)
-                own = np.asarray(opened)
+                pixels = np.asarray(opened)
                 image = Image.fromarray(np.rint(shares * 255).astype(np.uint8))
             else:
                 image = opened.convert("L" if _is_gray(opened) else "RGB")
-                own = np.asarray(image)
+                pixels = np.asarray(image)
             if opened.getexif().get(_ORIENTATION, 1) != 1:
                 image.getexif()[_ORIENTATION] = opened.getexif()[_ORIENTATION]
                 image = ImageOps.exif_transpose(image)
     except Exception as error:  # whatever a broken file makes of a parser of many formats
         raise _BrokenError(_reason(error)) from error
-    return image, _own_pixels(own)
+    return image, _pixel_bytes(pixels)
 
 
 def _dicom(content: bytes) -> np.ndarray:
@@ -227,7 +227,7 @@ def _dicom(content: bytes) -> np.ndarray:
     try:
         opened = pydicom.dcmread(io.BytesIO(content))
         shown = apply_voi_lut(apply_modality_lut(opened.pixel_array, opened), opened)
-    except Exception as error:  # likewise
+    except Exception as error:  # as above
         raise _BrokenError(_reason(error)) from error
     if shown.ndim != 2:
         raise _BrokenError(f"one gray image was expected, got shape {shown.shape}")
@@ -251,7 +251,7 @@ def _fitted(image: Image, channels: int, size: tuple[int, ...]) -> np.ndarray:
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 
-def _own_pixels(pixels: np.ndarray) -> bytes:
+def _pixel_bytes(pixels: np.ndarray) -> bytes:
     """Return the bytes of an image ``[H, W]`` or ``[H, W, 3]`` channel by channel, gray as one."""
     if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
         pixels = pixels[:, :, 0]
@@ -259,14 +259,14 @@ def _own_pixels(pixels: np.ndarray) -> bytes:
 
 
 def _listed(names: Iterable[str]) -> str:
-    told = list(names)
-    more = f" and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
-    return ", ".join(told[:_MOST_NAMED]) + more
+    first = list(names)
+    more = f" and {len(first) - _MOST_NAMED} more" if len(first) > _MOST_NAMED else ""
+    return ", ".join(first[:_MOST_NAMED]) + more
 
 
 def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
-    told = [f"{w}x{h}: {number}" for (w, h), number in sizes.most_common(5)]
-    return ", ".join(told) + (", ..." if len(sizes) > 5 else "")
+    texts = [f"{w}x{h}: {number}" for (w, h), number in sizes.most_common(5)]
+    return ", ".join(texts) + (", ..." if len(sizes) > 5 else "")
 
 
 def image_files(root: Path) -> list[Path]:

@@ -129,10 +129,10 @@ def _part(settings: Arrays, arrays: Mapping[str, np.ndarray], name: str, *, orig
 
 def _class_names(settings: Arrays, labels: Sequence[np.ndarray], *, origin: str) -> tuple[str, ...]:
     """Names of the classes, or of the labels that a record can have, of all parts."""
-    widths = {own.shape[1:] for own in labels}
+    widths = {y.shape[1:] for y in labels}
     if len(widths) > 1:
         raise ConfigError(
-            f"{origin} holds y of shapes {', '.join(str(own.shape) for own in labels)}: expected "
+            f"{origin} holds y of shapes {', '.join(str(y.shape) for y in labels)}: expected "
             "one class per record, or the same labels, in all parts."
         )
     names = tuple(settings.class_names)
@@ -143,7 +143,7 @@ def _class_names(settings: Arrays, labels: Sequence[np.ndarray], *, origin: str)
                 f"{origin} has {width[0]} labels, but dataset.class_names names {len(names)}."
             )
         return names or tuple(map(str, range(width[0])))
-    largest = max(int(own.max(initial=0)) for own in labels)
+    largest = max(int(y.max(initial=0)) for y in labels)
     num_records = sum(map(len, labels))
     if not names and largest >= num_records:
         raise ConfigError(

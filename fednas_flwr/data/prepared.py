@@ -31,8 +31,8 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
             parts, file=split.file, clients=config.clients, records=len(prepared.train)
         )
         return prepared, parts
-    own = {setting: getattr(split, setting) for setting in PARTITIONS.get(split.name, ())}
-    return prepared, partition(prepared.train, name=split.name, clients=config.clients, **own)
+    chosen = {setting: getattr(split, setting) for setting in PARTITIONS.get(split.name, ())}
+    return prepared, partition(prepared.train, name=split.name, clients=config.clients, **chosen)
 
 
 def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:

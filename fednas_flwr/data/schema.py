@@ -89,7 +89,7 @@ class Inputs(Checked):
         return len(self.shape) == 1
 
     def to_json(self) -> str:
-        """Return what :meth:`from_json` reads."""
+        """Text for :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @staticmethod

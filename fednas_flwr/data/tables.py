@@ -315,7 +315,7 @@ def _lowered(texts: np.ndarray) -> np.ndarray:
 
 
 def _kind(texts: np.ndarray, *, name: str, path: Path) -> str:
-    """Return what a column holds.
+    """The kind of a column by its cells.
 
     Raises:
         ConfigError: Nearly all are numbers: the others must be mistakes, or all are categories.
