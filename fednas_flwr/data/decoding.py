@@ -269,6 +269,14 @@ def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
     return ", ".join(texts) + (", ..." if len(sizes) > 5 else "")
 
 
+def part_folders(root: Path) -> tuple[Path, Path | None]:
+    """Folders of the train and the test part; a root without ``train`` is the train part."""
+    train, test = root / "train", root / "test"
+    if not train.is_dir():
+        return root, None
+    return train, test if test.is_dir() else None
+
+
 def image_files(root: Path) -> list[Path]:
     """Return all images in a folder and its visible sub-folders, by path."""
     return sorted(

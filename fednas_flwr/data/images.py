@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.decoding import SUFFIXES, decode_images, source_of
+from fednas_flwr.data.decoding import SUFFIXES, decode_images, part_folders, source_of
 from fednas_flwr.data.records import (
     Records,
     RecordsPair,
@@ -80,11 +80,10 @@ def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
     """
     if not root.is_dir():
         raise ConfigError(f"dataset.root={root} is not a folder: give one with a folder per class.")
-    train_root = root / "train" if (root / "train").is_dir() else root
+    train_root, test_root = part_folders(root)
     names = settings.class_names or [path.name for path in _folders(train_root)]
     train = _read_part(replace(settings, class_names=names), train_root)
-    test_root = root / "test"
-    if train_root == root or not test_root.is_dir():
+    if test_root is None:
         return train, None
     channels = train.features.shape[1]
     return train, _read_part(replace(settings, class_names=names, channels=channels), test_root)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.decoding import decode_images, image_files, source_of
+from fednas_flwr.data.decoding import decode_images, image_files, part_folders, source_of
 from fednas_flwr.data.records import Records, RecordsPair, readable
 from fednas_flwr.data.table_files import Form, Texts, check_columns, names_in, read_texts
 from fednas_flwr.data.tables import (
@@ -50,10 +50,9 @@ def read_labelled_images(settings: LabelledImages, root: Path) -> RecordsPair:
             f"dataset.labels_file={settings.labels_file} must be the name of a file in "
             "dataset.root, or in its folders train and test."
         )
-    train_root = root / "train" if (root / "train").is_dir() else root
+    train_root, test_root = part_folders(root)
     train = _read_part(settings, train_root)
-    test_root = root / "test"
-    if train_root == root or not test_root.is_dir():
+    if test_root is None:
         return train, None
     names = [] if settings.labels else list(train.class_names)
     channels = train.features.shape[1]
