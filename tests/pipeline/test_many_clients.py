@@ -143,7 +143,7 @@ def test_the_moments_of_a_table_are_those_that_its_clients_tell(compose_config, 
     (tmp_path / "table.csv").write_text("\n".join(["a,b,label", *rows]))
     config = compose_config(
         *("algorithm=fed_darts", "dataset=csv", f"dataset.root={tmp_path / 'table.csv'}"),
-        *("search_space=mlp_small", "clients=6", "clients_per_round=2", "dataset.cutout=0"),
+        *("search_space=mlp_small", "clients=6", "clients_per_round=2"),
     )
     data = make_data(config)
     properties = simulated_properties(config, data)
