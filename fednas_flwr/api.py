@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.data.readers import own_arrays, own_reader
 from fednas_flwr.settings import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
 from fednas_flwr.settings.configuration import check_combinations, parse_config
 from fednas_flwr.settings.hydra_config import (
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fednas_flwr.algorithms.base import RoundStrategy
-    from fednas_flwr.data.images import RecordsPair
+    from fednas_flwr.data.records import RecordsPair
     from fednas_flwr.models.prediction import Model
     from fednas_flwr.runs.events import Listener
     from fednas_flwr.spaces.genotype import Genotype
@@ -300,27 +301,21 @@ def register_data_set(
         name: Letters, digits and underscores.
         data: Arrays as an npz file has them, ``x_train``, ``y_train`` and optionally ``x_test``,
             ``y_test``; or a reader, called with the path ``dataset.root`` and ``settings`` as
-            keyword arguments, which returns train and test :class:`~fednas_flwr.data.Records`,
-            the latter None where there are none.
-        settings: Names of the ``dataset`` settings that a reader takes; arrays take
-            ``class_names`` and, of a table, ``statistics`` and ``ranges``.
-        defaults: What differs from ``conf/dataset/_base.yaml``.
+            keyword arguments, which returns train and test
+            :class:`~fednas_flwr.data.records.Records`, the latter None where there are none.
+        settings: Names of the settings of other data sets that a reader takes; what all images
+            have, and ``statistics`` and ``ranges`` of tables, can be set of each. Arrays have the
+            settings of ``dataset=npz``.
+        defaults: What differs from the defaults in ``conf/dataset``.
 
     Raises:
-        ConfigError: The name exists.
+        ConfigError: The name exists, or there is no such setting.
     """
-    from fednas_flwr.data.npz import records_from_npz
-    from fednas_flwr.data.sources import DataSet
-
     if isinstance(data, Mapping):
-
-        def read(path: Path, **given: Any) -> RecordsPair:
-            return records_from_npz(data, origin=f"dataset={name}", **given)
-
-        entry = DataSet(read, frozenset({"class_names", "statistics", "ranges"}), by_content=True)
+        entry, neutral = own_arrays(name, data)
     else:
-        entry = DataSet(data, frozenset(settings), by_content=True)
-    _register("dataset", name, entry, {"defaults": ["_base"], **(defaults or {})})
+        entry, neutral = own_reader(data, settings)
+    _register("dataset", name, entry, {**neutral, **(defaults or {})})
 
 
 def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) -> None:

@@ -138,7 +138,8 @@ CASES = {
     "partition=quantity",
     "private csv, noised statistics": "TABLE DP privacy.local_steps=2 "
     "privacy.statistics_noise_multiplier=5 dataset.ranges={age:[0,100],dose:[0,10]}",
-    "scattering": "algorithm=fedavg algorithm.network=linear GIVEN dataset.transform=scattering",
+    "scattering": "algorithm=fedavg algorithm.network=linear GIVEN "
+    "dataset.scattering={scales:2,angles:8}",
     # After the first round.
     "resumed fed_darts": "CELLS rounds=3",
     "resumed dp_fnas": "algorithm=dp_fnas CELLS DP",

@@ -14,14 +14,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from fednas_flwr.settings import Config, Dataset
+from fednas_flwr.data.readers import DATA_SETS
+from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import CHOICES
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.network_settings import Retrain
@@ -63,7 +64,7 @@ def page() -> str:
     parts = [HEAD, section("Run", Config, "", prefix="", names=())]
     parts.append(experiments())
     for group, title, kinds in (
-        ("dataset", "Data set", {"digits": Dataset}),
+        ("dataset", "Data set", {name: entry.settings for name, entry in DATA_SETS.items()}),
         ("partition", "Division over clients", CHOICES["partition"]),
         ("privacy", "Privacy", CHOICES["privacy"]),
         ("retrain", "Retraining", {"quickstart": Retrain}),
@@ -115,8 +116,16 @@ def composed(group: str, name: str) -> dict[str, Any]:
     return tree[group] if group else tree
 
 
-def section(title: str, kind: type, default: str, *, prefix: str, names: Sequence[str]) -> str:
-    """Return one class's settings as a table."""
+def section(
+    title: str,
+    kind: type,
+    default: str,
+    *,
+    prefix: str,
+    names: Sequence[str],
+    left_out: Collection[str] = (),
+) -> str:
+    """One class's settings as a table, without the fields that another table has."""
     tree = composed(prefix.rstrip("."), default)
     return table(title, leaves(kind, tree, prefix), [f"{prefix[:-1]}={name}" for name in names])
 

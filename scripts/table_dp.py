@@ -52,14 +52,12 @@ SIZE = {"metric": "num_parameters", "title": "parameters (k)", "scale": 0.001, "
 SEARCHED = ("experiment=dp_fnas/features",)
 GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
 SPLITS = "dataset.fractions={train: 0.5, validation: 0.5, test: 0.0}"
-DATA = (
-    *("dataset=fashion_mnist", "dataset.limit_train=8000", "dataset.transform=scattering"),
-    SPLITS,
-)
+SCATTERING = "dataset.scattering={scales: 2, angles: 8}"
+DATA = ("dataset=fashion_mnist", "dataset.limit_train=8000", SCATTERING, SPLITS)
 PRIVATE = ("privacy=dp", "privacy.micro_batch_size=64")
 LINEAR = (*GIVEN, *DATA, "algorithm.network=linear", *PRIVATE)
-ON_FEATURES = (*GIVEN, "dataset.transform=scattering", SPLITS, "algorithm.network=linear", *PRIVATE)
-CNN_TANH = (*GIVEN, *DATA, "dataset.transform=none", "algorithm.network=cnn_tanh", *PRIVATE)
+ON_FEATURES = (*GIVEN, SCATTERING, SPLITS, "algorithm.network=linear", *PRIVATE)
+CNN_TANH = (*GIVEN, *DATA, "dataset.scattering=null", "algorithm.network=cnn_tanh", *PRIVATE)
 ALL_3X3 = "+".join(
     "|" + "".join(f"nor_conv_3x3~{source}|" for source in range(node)) for node in (1, 2, 3)
 )

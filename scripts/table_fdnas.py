@@ -31,7 +31,7 @@ CFDNAS = ["experiment=cfdnas/fashion_mnist"]
 BUDGET = 8  # of each client's filter
 PRIVATE = ["privacy=dp", f"privacy.epsilon={BUDGET}", "evaluation.personalised=false"]
 ON_FEATURES = [  # networks are smaller there: 0.35 to 0.44 M multiply-adds
-    *("dataset.transform=scattering", "search_space.skip=linear"),
+    *("dataset.scattering={scales: 2, angles: 8}", "search_space.skip=linear"),
     *(
         f"algorithm.group_hardware.{name}.target={target:g}"
         for name, target in {"phone": 3.7e5, "cpu": 3.9e5, "gpu": 4.2e5}.items()

@@ -106,6 +106,8 @@ def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
 
     def composed(*overrides: str) -> Config:
         tiny = tiny_overrides
+        if "dataset=digits" in overrides:
+            tiny = [o for o in tiny if not o.startswith("dataset.root=")]
         own_size = ("search_space=mbconv", "search_space=dp_cells")
         if any(override.startswith(own_size) for override in overrides):
             tiny = [o for o in tiny if not o.startswith(("search_space.", "retrain.channels"))]

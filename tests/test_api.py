@@ -420,8 +420,10 @@ def test_a_data_set_with_a_reader(tiny, tmp_path) -> None:
     prepared, _ = make_data(compose(*kept, "dataset.class_names=[a,b]"))
     assert prepared.train.class_names == ("a", "b")
     assert prepared.server_test is not None
-    with pytest.raises(ConfigError, match="dataset.label=y has no effect with dataset.name=read"):
-        make_data(compose(*kept, "dataset.label=y"))
+    with pytest.raises(ConfigError, match="dataset=read has none of that name"):
+        compose(*kept, "dataset.label=y")
+    with pytest.raises(ConfigError, match=r"setting=lable is unknown: choose one of .* label, "):
+        register_data_set("unknown", read, settings=["lable"])
 
 
 def test_a_site_without_the_registration_refuses_and_says_so(tiny) -> None:

@@ -72,7 +72,7 @@ MISTAKES = {  # overrides: what the sentence must say
     ],
     "algorithm=fnas algorithm.rulez=2": ["algorithm.rulez", "algorithm.reduce"],
     "seed.first=1": ["seed.first is no setting", "seed has none"],
-    "dataset.categories.smoker=[a]": ["dataset.categories={smoker: ...}"],
+    "dataset=csv dataset.categories.smoker=[a]": ["dataset.categories={smoker: ...}"],
     "algorithm=fed_dart": ["algorithm=fed_dart", "fed_darts, fedavg,", "(nearest: fed_darts)"],
     "dataset=mnst": ["dataset=mnst", "(nearest: mnist)"],
     "retrain=null": ["retrain=null is unknown: choose one of darts,"],

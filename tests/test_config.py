@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from fednas_flwr import api, compose
 from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, show
 from fednas_flwr.base.foreign import dump_yaml
+from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.table_files import Form, read_texts
 from fednas_flwr.settings import (
     Config,
@@ -24,7 +25,6 @@ from fednas_flwr.settings import (
     GivenNetwork,
     conf_folder,
     dump_config,
-    site_dataset,
 )
 from fednas_flwr.settings.configuration import (
     check_combinations,
@@ -193,11 +193,6 @@ BAD_VALUES = [
     ("run_dir", ""),
     ("genotype", ""),
     ("dataset.cache", ""),
-    ("dataset.root", ""),
-    ("dataset.class_names", ["a", "b", "a"]),
-    ("dataset.numeric", ["age", "age"]),
-    ("dataset.image_size", 100_000),
-    ("dataset.channels", 4),
     ("algorithm.weights.lr", 1e15),
     ("algorithm.weights.clip_norm", 1e30),
     ("algorithm.alphas.lr", 1e15),
@@ -221,6 +216,24 @@ def test_bad_value_is_named_by_its_whole_key(tree: dict[str, Any], key: str, val
     assert message.startswith(key.removesuffix(".name"))
     assert message.endswith(".")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("npz", "root", ""),
+        ("npz", "class_names", ["a", "b", "a"]),
+        ("csv", "class_names", ["a", "b", "a"]),
+        ("csv", "numeric", ["age", "age"]),
+        ("image_folder", "image_size", 100_000),
+        ("image_folder", "channels", 4),
+        ("image_folder", "channels", 2),
+    ],
+)
+def test_a_bad_value_of_one_data_set_is_named(name: str, setting: str, value: Any) -> None:
+    tree = compose_tree([f"dataset={name}", "search_space=mlp_small"])
+    with pytest.raises(ConfigError, match=rf"^dataset\.{setting}=.*\.$"):
+        parse_config(changed(tree, f"dataset.{setting}", value))
 
 
 COST = (
@@ -635,9 +648,6 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
             "no client has test records",
         ),
         ("dataset.server_test=false dataset.limit_test=5", "dataset.server_test=false"),
-        ("dataset.root=/tmp", "dataset=digits"),
-        ("dataset=csv dataset.flip=true", "a table"),
-        ("dataset=csv dataset.cutout=3", "dataset.cutout=3 has no effect with dataset=csv"),
         ("partition=quantity partition.fractions=[.1,.9] partition.alpha=.2", "give the sizes"),
         (
             "algorithm=fnas retrain.exchange=gradients training.momentum=server",

@@ -28,6 +28,7 @@ from fednas_flwr.base.foreign import (
 )
 from fednas_flwr.cli import main
 from fednas_flwr.data.partitioners import load_partition
+from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.schema import Column, Inputs
 from fednas_flwr.deploy.sites.provision import load_sites
 from fednas_flwr.models.export import export_safetensors
@@ -39,7 +40,6 @@ from fednas_flwr.report.comparison import compare_runs
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
-from fednas_flwr.settings import site_dataset
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.spaces.genotype import load_genotype
 from fednas_flwr.spaces.latency_tables import from_json as table_from_json

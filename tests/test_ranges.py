@@ -56,14 +56,14 @@ RUNS = [  # together they have every class of settings
         *MBCONV,
     ],
     ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
-    ["algorithm=fedavg"],
+    ["algorithm=fedavg", "dataset=csv"],
     ["algorithm=zero_cost"],
     ["algorithm=successive_halving"],
 ]
 FREE = {  # numbers of any size
-    ("Dataset", "mean"),
-    ("Dataset", "statistics"),
-    ("Dataset", "ranges"),
+    ("Images", "mean"),
+    ("CSV", "statistics"),
+    ("CSV", "ranges"),
     ("DifferentialPrivacy", "test_seed"),
     ("LabelGroups", "groups"),
     ("LabelGroups", "seed"),

@@ -31,7 +31,7 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     from fednas_flwr.data.summary import summary
 
     has_table = any(override.startswith("dataset.labels_file=") for override in overrides)
-    name = "image_folder" if has_table else _data_set(options.data)
+    name = "labelled_images" if has_table else _data_set(options.data)
     table = ["search_space=mlp_small"] if name == "csv" else []
     given = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
     config = parse_config(compose_tree(given))

@@ -33,12 +33,8 @@ from fednas_flwr.privacy.policy_file import load_policy, parse_policy
 from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.settings import (
-    Config,
-    DifferentialPrivacy,
-    dump_config,
-    expanded,
-)
+from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
+from fednas_flwr.settings.data_settings import Npz
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, SPLITS, Unit
 
@@ -384,27 +380,17 @@ def check_public(config: Config, prepared: Prepared) -> None:
         noise = getattr(config.privacy, "statistics_noise_multiplier", None)
         if noise is not None and not prepared.from_ranges:
             raise ConfigError(
-                f"privacy.statistics_noise_multiplier={noise:g} with "
-                f"dataset.statistics={show(config.dataset.statistics)}: noised statistics are told "
-                "within ranges; declare dataset.ranges={column: [low, high], ...} of every column "
-                "of numbers, or remove it."
+                f"privacy.statistics_noise_multiplier={noise:g} without dataset.ranges of every "
+                "column of numbers: noised statistics are told within ranges; declare "
+                "dataset.ranges={column: [low, high], ...} in place of dataset.statistics, or "
+                "remove it."
             )
         return
     settings = config.dataset
-    needed = {"class_names": bool(settings.class_names or settings.labels)}
-    root = None if settings.root is None else expanded("dataset.root", settings.root)
-    if settings.name == "image_folder" or (
-        settings.name == "npz" and root is not None and holds_encoded(root)
-    ):  # else the images decide
-        needed["image_size"] = settings.image_size is not None
-        needed["channels"] = settings.channels is not None
-    if settings.name == "csv" or settings.labels_file:
-        needed["label or labels"] = settings.label != "last" or bool(settings.labels)
-    if settings.name == "csv":
-        declared = settings.numeric or settings.dates or settings.categorical
-        needed["numeric or categorical"] = bool(declared)
-        needed["categories"] = set(settings.categories).issuperset(settings.categorical)
-    missing = [f"dataset.{name}" for name, value in needed.items() if not value]
+    declared = settings.declared
+    if isinstance(settings, Npz) and not (settings.place and holds_encoded(settings.place)):
+        declared = {"class_names": declared["class_names"]}  # the form of plain arrays is theirs
+    missing = [f"dataset.{name}" for name, is_given in declared.items() if not is_given]
     if missing:
         raise ConfigError(
             f"privacy=dp on real sites: the node's dataset file must give {', '.join(missing)}, "

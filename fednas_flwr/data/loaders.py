@@ -172,8 +172,8 @@ def make_client_data(
         )
     mean, std = prepared.mean, prepared.std
     if not mean:
-        own = _own_statistics(records, rows[0])
-        mean, std = own.mean, own.std
+        found = _statistics_of(records, rows[0])
+        mean, std = found.mean, found.std
     return ClientData(
         *(
             Split(records.features, records.labels, part, mean, std, _persons(records, part))
@@ -200,8 +200,8 @@ def server_split(records: Records, mean: tuple[float, ...], std: tuple[float, ..
     """
     rows = torch.arange(len(records))
     if not mean:
-        own = _own_statistics(records, rows)
-        mean, std = own.mean, own.std
+        found = _statistics_of(records, rows)
+        mean, std = found.mean, found.std
     return Split(records.features, records.labels, rows, mean, std)
 
 
@@ -375,7 +375,7 @@ def _covered(centre_B1: Tensor, side: int, size: int) -> Tensor:
     return (place >= start_B1) & (place < start_B1 + side)
 
 
-def _own_statistics(records: Records, rows: Tensor) -> Statistics:
+def _statistics_of(records: Records, rows: Tensor) -> Statistics:
     """Return the statistics over these rows alone."""
     return pooled([column_moments(records, rows)], num_features=records.features.shape[1])
 

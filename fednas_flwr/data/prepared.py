@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
-from inspect import signature
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.datasets import Prepared, prepare
+from fednas_flwr.data.datasets import Prepared, intensity_of, prepare, scattering_of
 from fednas_flwr.data.partitioners import load_partition, partition
+from fednas_flwr.data.readers import check_sites
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
-from fednas_flwr.data.sources import check_sites
-from fednas_flwr.settings import Config, Dataset, expanded
-from fednas_flwr.settings.names import NO_TRANSFORM, SCATTERING
+from fednas_flwr.settings import Config, expanded
+from fednas_flwr.settings.data_settings import LabelTable
 from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.partitions import SavedPartition
 
@@ -25,7 +24,7 @@ from fednas_flwr.settings.partitions import SavedPartition
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     """Return the prepared records and the rows of every client."""
     split = config.partition
-    prepared = _prepare(config, sites=split.name == "sites", server_test=config.dataset.server_test)
+    prepared = prepare(config.dataset, sites=split.name == "sites")
     if isinstance(split, SavedPartition):
         parts = load_partition(expanded("partition.file", split.file))
         _check_partition(
@@ -41,7 +40,7 @@ def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     An official test part stays unused: the keyed hash of each record fixes what it is for.
     """
     check_sites(config.dataset.name)
-    prepared = _prepare(config, sites=False, server_test=False)
+    prepared = prepare(replace(config.dataset, server_test=False))
     return prepared, [np.arange(len(prepared.train))] * config.clients
 
 
@@ -65,57 +64,44 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     dtype = torch.float32 if len(shape) == 1 or scattering else torch.uint8
     features = torch.empty(0, *shape, dtype=dtype)
     settings = config.dataset
-    if (given := _transform(settings)) not in ((), scattering):
+    if (sizes := scattering_of(settings)) not in ((), scattering):
         raise ConfigError(
-            f"the run has {_transform_text(given)}, but its sites {_transform_text(scattering)}: "
-            "set the same in every site's dataset.yaml (transform, scattering), or leave it to "
-            "these with dataset.transform=none."
+            f"the run has {_scattering_text(sizes)}, but its sites {_scattering_text(scattering)}: "
+            "set the same in every site's dataset.yaml (scattering), or leave it to these with "
+            "dataset.scattering=null."
         )
-    label = settings.label if schema and settings.label != "last" else ""
+    label = ""
+    if schema and isinstance(settings, LabelTable) and settings.names_label:
+        label = settings.label
     labels = torch.empty(0, *([len(names)] if properties["multi_label"] else [])).long()
     nobody = (features, labels, np.empty(0, "S32"), names)
     empty = Records(*nobody, schema=schema, label=label, image_shape=image_shape)
     # by which the sites standardise, and hence the exported model: a private one's own file says it
     mean, std = tuple(properties["mean"]), tuple(properties["std"])
-    if not settings.server_test or settings.root is None:
-        return Prepared(empty, None, mean, std, tuple(settings.intensity or ()), scattering)
-    own = _prepare(config, sites=False, server_test=False)
-    test = own.train
-    found = (own.input_shape, own.scattering, test.schema, test.class_names, test.multi_label)
+    if not settings.server_test or settings.place is None:
+        return Prepared(empty, None, mean, std, intensity_of(settings), scattering)
+    server = prepare(replace(settings, server_test=False))
+    test = server.train
+    found = (server.input_shape, server.scattering, test.schema, test.class_names, test.multi_label)
     if found != (shape, scattering, schema, names, properties["multi_label"]):
         raise ConfigError(
-            f"the server's test set dataset.root={config.dataset.root} does not fit the clients: "
-            f"it has shape {own.input_shape} and classes {', '.join(test.class_names)}, they have "
-            f"{shape} and {', '.join(names)}"
+            f"the server's test set dataset.root={settings.place} does not fit the clients: "
+            f"it has shape {server.input_shape} and classes {', '.join(test.class_names)}, they "
+            f"have {shape} and {', '.join(names)}"
             + (", of which a record can have several." if properties["multi_label"] else ".")
         )
     empty = replace(empty, label=test.label, label_separator=test.label_separator)
-    return Prepared(empty, test, mean or own.mean, std or own.std, own.intensity, scattering)
+    return Prepared(
+        empty, test, mean or server.mean, std or server.std, server.intensity, scattering
+    )
 
 
-def _transform(settings: Dataset) -> tuple[int, ...]:
-    """Return scales and angles of the transform that makes features of images; else empty."""
-    if settings.transform != SCATTERING:
-        return ()
-    return settings.scattering.scales, settings.scattering.angles
-
-
-def _transform_text(transform: tuple[int, ...]) -> str:
-    """Return a transform as the settings name it."""
-    if not transform:
-        return f"transform={NO_TRANSFORM}"
-    scales, angles = transform
-    return f"transform={SCATTERING} of scales={scales} and angles={angles}"
-
-
-def _prepare(config: Config, *, sites: bool, server_test: bool) -> Prepared:
-    settings, taken = config.dataset, signature(prepare).parameters
-    own = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name in taken}
-    own["cache"] = expanded("dataset.cache", settings.cache)
-    own["root"] = expanded("dataset.root", settings.root) if settings.root else None
-    own["scattering"] = None if settings.transform != SCATTERING else asdict(settings.scattering)
-    own |= {"sites": sites, "server_test": server_test}
-    return prepare(**own)
+def _scattering_text(sizes: tuple[int, ...]) -> str:
+    """The transform of images as settings name it, given its scales and angles."""
+    if not sizes:
+        return "scattering=null"
+    scales, angles = sizes
+    return f"scattering={{scales: {scales}, angles: {angles}}}"
 
 
 def _check_partition(parts: list[np.ndarray], *, file: str, clients: int, records: int) -> None:

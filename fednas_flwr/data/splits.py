@@ -89,8 +89,8 @@ def assignment_digest(
 
     Args:
         ids: ``[N]`` byte strings.
-        key: See :func:`assign_splits`.
-        fractions: See there.
+        key: As of :func:`assign_splits`.
+        fractions: As of :func:`assign_splits`.
         id_column: ``Records.id_column``.
     """
     shares = [[name, float(fractions[name])] for name in SPLITS]

@@ -29,12 +29,13 @@ from fednas_flwr.client.making import make_client, make_site_guard
 from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data, make_site_data
+from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.deploy.bundle import CONFIG_KEY
 from fednas_flwr.deploy.flower_patches import CLIENT_RAISED, take_along
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import BUDGET_SPENT, decode_request, encode_reply, payload_bytes
 from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS
-from fednas_flwr.settings import Config, dump_config, site_dataset, with_runtime
+from fednas_flwr.settings import Config, dump_config, with_runtime
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.registry import registered, restore
@@ -151,11 +152,9 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
     dataset = config.dataset
     if "dataset" in site and "cache" in site:
         dataset = site_dataset(Path(site["dataset"]), cache=site["cache"])
-    dataset = replace(
-        dataset,
-        root=site.get(DATA_PATH, dataset.root),
-        cache=site.get("cache", dataset.cache),
-    )
+    if DATA_PATH in site:
+        dataset = dataset.at(site[DATA_PATH])
+    dataset = replace(dataset, cache=site.get("cache", dataset.cache))
     device = site.get("device", config.runtime.device)
     return with_runtime(replace(config, dataset=dataset), device=device)
 
@@ -167,7 +166,7 @@ def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str
     at_site = has_real_sites(config)
     data = make_site_data(config) if at_site else make_data(config)
     for note in data[0].train.notes if at_site else ():
-        print(f"{config.dataset.root}: {note}", file=sys.stderr)
+        print(f"{config.dataset.place}: {note}", file=sys.stderr)
     return data, {}
 
 

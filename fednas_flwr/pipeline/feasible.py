@@ -194,7 +194,7 @@ def _covers(
     ledger, key = simulated_ledger(folder) if folder is not None else (None, None)
     if ledger is not None and key is not None and ledger.exists():
         with Ledger(ledger, key) as books:
-            unit = booked_unit(allowed.unit, config.dataset.id_column or "")
+            unit = booked_unit(allowed.unit, config.dataset.person_column)
             terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
             left = books.filters(allowed.account, unit, **terms)
     else:

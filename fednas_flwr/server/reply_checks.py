@@ -227,9 +227,8 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
         key = next(key for key in keys if properties[client][key] != properties[like][key])
         found[client] = (
             f"its {key}={properties[client][key]} is not that of the others, "
-            f"{properties[like][key]}: set "
-            "the dataset's class_names, labels, image_size, channels, transform, columns, mean and "
-            "std, or statistics to those of all sites"
+            f"{properties[like][key]}: set the dataset's class_names, labels, image_size, "
+            "channels, scattering, columns, mean and std, or statistics to those of all sites"
         )
     return found
 

@@ -7,7 +7,7 @@ once, so that a wrong value ends the run before any client starts. Every default
 """
 
 from fednas_flwr.settings.algorithm_settings import AlgorithmSettings, GivenNetwork
-from fednas_flwr.settings.data_settings import Dataset, site_dataset
+from fednas_flwr.settings.data_settings import Dataset
 from fednas_flwr.settings.loading import conf_folder, expanded
 from fednas_flwr.settings.network_settings import (
     BlockSpace,
@@ -43,6 +43,5 @@ __all__ = [
     "conf_folder",
     "dump_config",
     "expanded",
-    "site_dataset",
     "with_runtime",
 ]

@@ -121,7 +121,7 @@ def _parse_alone(tree: Mapping[str, Any]) -> Config | None:
 def _parse(tree: Mapping[str, Any]) -> Config:
     kinds = {
         group: {name: entry.settings for name, entry in entries(group).items()}
-        for group in ("algorithm", "search_space")
+        for group in ("algorithm", "dataset", "search_space")
     }
     hints = {
         **{group: choose_kind(tree, group, kinds[group], hint=UNREGISTERED) for group in kinds},

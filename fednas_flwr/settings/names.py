@@ -27,6 +27,13 @@ FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
 UNIFORM, BY_SIZE, ROUND_ROBIN = SAMPLINGS = ("uniform", "by_size", "round_robin")
 
 CORRUPT_RULES = ("refuse", "skip")  # what becomes of records that cannot be read
+TORCHVISION_SETS = {  # torchvision's class, and the folder below root in which it keeps its files
+    "mnist": ("MNIST", "MNIST/raw"),
+    "fashion_mnist": ("FashionMNIST", "FashionMNIST/raw"),
+    "cifar10": ("CIFAR10", "cifar-10-batches-py"),
+    "cifar100": ("CIFAR100", "cifar-100-python"),
+}
+TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".xlsx", ".parquet")
 DECIMALS = ("point", "comma")  # how a table writes its numbers
 MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
 
@@ -45,6 +52,3 @@ LARGEST_MICRO_BATCH = 1024  # records whose gradients are held at a time
 
 # What networks add to their logits: nothing, or what a linear model of their input says.
 NO_SKIP, LINEAR = SKIPS = ("none", "linear")
-
-# What is made of images before a network gets them.
-NO_TRANSFORM, SCATTERING = TRANSFORMS = ("none", "scattering")

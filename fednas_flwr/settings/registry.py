@@ -21,7 +21,7 @@ from fednas_flwr.settings.run_settings import Config
 BUILT_IN = {
     "algorithm": "fednas_flwr.algorithms",
     "search_space": "fednas_flwr.spaces.space_entries",
-    "dataset": "fednas_flwr.data.sources",
+    "dataset": "fednas_flwr.data.readers",
 }
 TABLES: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}
 OWN: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}  # from outside the package

@@ -16,6 +16,7 @@ from typing import Any
 
 from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
 from fednas_flwr.settings import Config, DifferentialPrivacy, DPCells, GivenNetwork
+from fednas_flwr.settings.data_settings import Images, Numbers
 from fednas_flwr.settings.incompatible import (
     by_client,
     by_record,
@@ -109,6 +110,10 @@ def _shares_rewards(c: Config) -> bool:
 
 def _real_sites(c: Config) -> bool:
     return c.runtime.name == "deployment" and c.partition.name == "sites"
+
+
+def _declares_ranges(c: Config) -> bool:
+    return isinstance(c.dataset, Numbers) and bool(c.dataset.ranges)
 
 
 STAGES = "stages={c.stages}"
@@ -366,8 +371,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.statistics_noise_multiplier",
-        lambda c: _private(c) and not _real_sites(c) and not c.dataset.ranges,
-        "dataset.ranges={c.dataset.ranges}, within which clients would tell statistics",
+        lambda c: _private(c) and not _real_sites(c) and not _declares_ranges(c),
+        "dataset={c.dataset.name} without dataset.ranges, within which clients would tell "
+        "statistics",
         "remove it, or declare dataset.ranges={column: [low, high], ...}",
     ),
     Rule(
@@ -394,21 +400,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std",
-        lambda c: c.dataset.name == "csv",
-        "dataset=csv, a table",
+        lambda c: isinstance(c.dataset, Images) and c.dataset.scattering is not None,
+        "dataset.scattering, whose features are made once and normalised",
     ),
-    Rule(
-        "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std",
-        lambda c: c.dataset.transform != "none",
-        "dataset.transform={c.dataset.transform}, whose features are made once and normalised",
-    ),
-    Rule(
-        "dataset.scattering",
-        lambda c: c.dataset.transform != "scattering",
-        "dataset.transform={c.dataset.transform}",
-        "set dataset.transform=scattering or remove it",
-    ),
-    Rule("dataset.root", lambda c: c.dataset.name == "digits", "dataset=digits, which has its own"),
     Rule(
         "partition.alpha partition.min_size",
         lambda c: isinstance(c.partition, QuantityPartition) and bool(c.partition.fractions),
@@ -432,7 +426,7 @@ RULES: tuple[Rule, ...] = (
 SWITCHES = {
     *("secure_sum", "sampling", "genotype", "training.oversample", "training.class_factors"),
     *("evaluation.personalised", "evaluation.baselines", "algorithm.client_tags"),
-    *("dataset.linear_baseline", "dataset.limit_test", "dataset.root"),
+    *("dataset.linear_baseline", "dataset.limit_test"),
     *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
     *("retrain.channels", "retrain.num_cells", "retrain.exchange"),
     *("retrain.auxiliary_weight", "retrain.drop_path_prob", "algorithm.evaluate_every"),

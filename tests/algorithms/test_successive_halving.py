@@ -326,7 +326,7 @@ def test_ranking_by_local_training_that_cannot_be_is_refused(overrides, sentence
         ["search_space=darts_small", "algorithm.pool.by=[]"],
         ["search_space=dp_cells_small", "algorithm.pool.by=[synflow]", "retrain=dp_cells"],
         ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"],
-        ["dataset=digits", "dataset.root=null", "dataset.limit_train=60"],
+        ["dataset=digits", "dataset.limit_train=60"],
     ],
 )
 def test_it_searches_every_space(overrides, compose_config, federate):

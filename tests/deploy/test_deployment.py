@@ -415,7 +415,7 @@ def test_node_overrules_the_servers_settings(compose_config: Callable[..., Confi
         site_config(config, {"data-path": "/data", "device": "gpu"})
 
 
-FEATURES = ("dataset.transform=scattering", "dataset.scattering={scales: 1, angles: 2}")
+FEATURES = ("dataset.scattering={scales: 1, angles: 2}",)
 
 
 @pytest.mark.parametrize("features", [(), FEATURES], ids=["images", "features"])
@@ -493,13 +493,13 @@ def test_a_transform_that_the_run_names_and_sites_do_not_share_is_refused(
     dataset: dict[str, object] = {"name": "npz", "class_names": ["0", "1", "2"]}
     if own is not None:
         scales, angles = own
-        dataset |= {"transform": "scattering", "scattering": {"scales": scales, "angles": angles}}
+        dataset |= {"scattering": {"scales": scales, "angles": angles}}
     (tmp_path / "dataset.yaml").write_text(yaml.safe_dump(dataset))
     grid = site_grid(config, sites)
     for context in grid._contexts.values():
         cache = str(tmp_path / "cache")
         context.node_config |= {"dataset": str(tmp_path / "dataset.yaml"), "cache": cache}
-    with pytest.raises(ConfigError, match=r"^the run has transform=.*, but its sites transform="):
+    with pytest.raises(ConfigError, match=r"^the run has scattering=.*, but its sites scattering="):
         server_app.serve(config, grid, listeners=[], resumed=False)
     assert "round" not in {event["event"] for event in read_events(folder / "events.jsonl")}
 

@@ -40,7 +40,7 @@ MANY = [
 def many(compose_config, tmp_path_factory):
     """A run of many clients, every message that its clients got, and how many were alive."""
     folder = tmp_path_factory.mktemp("many") / "run"
-    config = create_run_folder(compose_config("dataset.root=null", *MANY, f"run_dir={folder}"))
+    config = create_run_folder(compose_config(*MANY, f"run_dir={folder}"))
     asked: list[tuple[str, int]] = []
     client_app._client.cache_clear()
     run(config, folder, asked, resumed=False)
@@ -143,7 +143,7 @@ def test_the_moments_of_a_table_are_those_that_its_clients_tell(compose_config, 
     (tmp_path / "table.csv").write_text("\n".join(["a,b,label", *rows]))
     config = compose_config(
         *("algorithm=fed_darts", "dataset=csv", f"dataset.root={tmp_path / 'table.csv'}"),
-        *("search_space=mlp_small", "clients=6", "sampling.per_round=2", "dataset.cutout=0"),
+        *("search_space=mlp_small", "clients=6", "sampling.per_round=2"),
     )
     data = make_data(config)
     properties = simulated_properties(config, data)

@@ -665,7 +665,7 @@ def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_colu
     dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
     dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
     for changed in (False, True):
-        for kept in (client_app._gate, client_app._client, client_app._data):
+        for kept in (client_app._guard, client_app._client, client_app._data):
             kept.cache_clear()
         unit = "person" if id_column else "record"
         grid = real_sites(compose_config(*overrides), unit=unit)
@@ -748,7 +748,7 @@ def test_records_that_cannot_be_read_change_no_answer(
         lambda *a, **k: clients.append(make_client(*a, **k)) or clients[-1],
     )
     for wrong in (False, True):
-        for kept in (client_app._gate, client_app._client, client_app._data):
+        for kept in (client_app._guard, client_app._client, client_app._data):
             kept.cache_clear()
         config = compose_config(*overrides)
         grid = real_sites(config, unit="person" if kind == "persons" else "record")
@@ -785,7 +785,7 @@ def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(
     grid = real_sites(compose_config(*overrides))
     (node,) = (context.node_config for context in grid._contexts.values())
     dataset = yaml.safe_load(Path(node["dataset"]).read_text())
-    dataset |= {"transform": "scattering", "scattering": {"scales": 1, "angles": 2}}
+    dataset |= {"scattering": {"scales": 1, "angles": 2}}
     Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
     run = start(*overrides, grid=grid)
     assert run.error is None
@@ -948,7 +948,7 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
         raise OSError("the disk of ward 4711 is gone")
 
     monkeypatch.setattr(client_app, "make_site_data", make_data)
-    for kept in (client_app._gate, client_app._client, client_app._data):
+    for kept in (client_app._guard, client_app._client, client_app._data):
         kept.cache_clear()
     for action, asked, words in WITHOUT_DATA:
         with pytest.raises(QuorumError, match=words):

@@ -18,7 +18,7 @@ from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 from fednas_flwr import load
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.data.images import load_digits
+from fednas_flwr.data.images import read_digits
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
 from fednas_flwr.pipeline.buildable import check_buildable
@@ -32,7 +32,7 @@ LINEAR = (
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """Return the digits [N, 8, 8] and which of three properties each has [N, 3]; 1 has none."""
-    records, _ = load_digits()
+    records, _ = read_digits()
     y = records.labels.numpy()
     marks = [y % 2 == 0, y > 4, np.isin(y, (2, 3, 5, 7))]
     return records.features[:, 0].numpy(), np.stack(marks, axis=1).astype(np.int64)
@@ -241,7 +241,7 @@ def test_real_sites_say_that_records_can_have_several_labels(
         ),
         (("evaluation.positive=odd",), "evaluation.positive=odd is unknown"),
         (("dataset.class_names=[even,odd]",), "has 3 labels, but dataset.class_names names 2"),
-        (("dataset.labels=[a,b]",), "dataset.labels=.* has no effect with dataset.name=npz"),
+        (("dataset.labels=[a,b]",), "dataset.labels is a setting of dataset=csv, dataset=labelled"),
     ],
 )
 def test_what_is_for_one_class_is_refused(

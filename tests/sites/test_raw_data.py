@@ -14,7 +14,7 @@ from PIL import Image
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
-from fednas_flwr.data.images import load_digits
+from fednas_flwr.data.images import read_digits
 from fednas_flwr.deploy.sites.provision import Deployment
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
@@ -35,7 +35,7 @@ NAMES = [f"digit{digit}" for digit in range(10)]
 
 def npz(folder: Path) -> SimpleNamespace:
     """Digits in colours, and the numbers by which they are normalised."""
-    records, _ = load_digits()
+    records, _ = read_digits()
     x = records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3)
     files = {}
     for place, owner in enumerate(OWNERS):
@@ -48,7 +48,7 @@ def npz(folder: Path) -> SimpleNamespace:
 def private_features(folder: Path) -> SimpleNamespace:
     """The same, of whose features private sites train a linear model."""
     made = npz(folder)
-    own = {"name": "npz", "class_names": NAMES, "transform": "scattering"}
+    own = {"name": "npz", "class_names": NAMES, "scattering": {"scales": 2, "angles": 8}}
     terms = ("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "retrain.rounds=8")
     overrides = [text for text in NETWORK if not text.startswith("retrain")]
     return SimpleNamespace(files=made.files, dataset=own, overrides=(*overrides, *terms))
@@ -56,7 +56,7 @@ def private_features(folder: Path) -> SimpleNamespace:
 
 def image_folder(folder: Path) -> SimpleNamespace:
     """Digits as files of two sizes, some in colours."""
-    records, _ = load_digits()
+    records, _ = read_digits()
     files = {owner: folder / owner for owner in OWNERS}
     for i in range(len(records)):
         image = Image.fromarray(records.features[i, 0].numpy())

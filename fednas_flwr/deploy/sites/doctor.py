@@ -181,8 +181,8 @@ def _site_key(folder: Path, settings: Settings) -> str:
 
 def _site_data(folder: Path, settings: Settings) -> str:
     """Return that policy and data settings are right and the data can be read."""
+    from fednas_flwr.data.readers import site_dataset
     from fednas_flwr.privacy.policy_file import load_policy
-    from fednas_flwr.settings import site_dataset
 
     site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
     policy = load_policy(folder / "policy.yaml")
@@ -204,11 +204,11 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.client.making import check_public, check_unit
     from fednas_flwr.data.loaders import make_client_data
     from fednas_flwr.data.prepared import make_site_data
+    from fednas_flwr.data.readers import site_dataset
     from fednas_flwr.data.summary import found
     from fednas_flwr.pipeline.buildable import check_features
     from fednas_flwr.privacy.policy_file import load_policy
     from fednas_flwr.server.limits import MORE_RECORDS
-    from fednas_flwr.settings import site_dataset
     from fednas_flwr.settings.configuration import parse_config
     from fednas_flwr.settings.hydra_config import compose_tree
     from fednas_flwr.settings.names import CLIENT, SPLITS
@@ -217,7 +217,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     allowed = load_policy(folder / "policy.yaml").data_sets[settings["DATA_SET"]]
     dataset = site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
     config = parse_config(compose_tree([*_ANY_RUN, f"search_space={_space(dataset.name)}"]))
-    config = replace(config, dataset=replace(dataset, root=settings["DATA_PATH"]))
+    config = replace(config, dataset=dataset.at(settings["DATA_PATH"]))
     prepared, (rows,) = make_site_data(config)
     check_public(config, prepared)
     check_unit(allowed.unit, prepared.train)
