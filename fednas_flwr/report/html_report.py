@@ -7,17 +7,22 @@ script, the figures' JSON and the cells' SVG are put in as they are, and none of
 holds text that a client wrote.
 """
 
-import json
 from collections import Counter
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.report import decidedness, exploration, guarantee, plots, score_tables, texts
+from fednas_flwr.report import (
+    decidedness,
+    exploration,
+    guarantee,
+    plots,
+    score_tables,
+    templates,
+    texts,
+)
 from fednas_flwr.report.cells import cell_svg
 from fednas_flwr.report.quantities import DASH, rounds_text
 from fednas_flwr.runs.numbers import CONFIG_FILE, Run, read_run
@@ -101,26 +106,14 @@ def render_report(run_folder: Path) -> str:
         "origin": "found" if run.rounds("search") else "given",
         "warnings": warnings.most_common(),
         "figures": figures,
-        "figures_json": _json(figures),
-        "alphas_json": _json({"rounds": alphas["rounds"], "kinds": steps}),
-        "style": Markup(read_part("style.css")),
-        "script": Markup(read_part("script.js")),
-        "drawing": Markup(read_part("figures.js")),
+        "figures_json": templates.as_json(figures),
+        "alphas_json": templates.as_json({"rounds": alphas["rounds"], "kinds": steps}),
+        "style": Markup(templates.read_part("style.css")),
+        "script": Markup(templates.read_part("script.js")),
+        "drawing": Markup(templates.read_part("figures.js")),
     }
     context["sections"] = _sections(context)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.from_string(read_part("report.html.j2")).render(context)
-
-
-def read_part(name: str) -> str:
-    """Return a file of ``page/``: template, style or script."""
-    return (resources.files("fednas_flwr.report") / "page" / name).read_text(encoding="utf-8")
-
-
-def _json(value: object) -> Markup:
-    """Return JSON that cannot end the script element it stands in."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c"))
+    return templates.render("report.html.j2", **context)
 
 
 def _config_text(run: Run) -> str:

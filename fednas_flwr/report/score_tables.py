@@ -5,26 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from fednas_flwr.report import plots
-from fednas_flwr.report.quantities import DASH, count, percent, quantiles, score
-from fednas_flwr.runs.numbers import Run
+from fednas_flwr.report.quantities import DASH, FORMS, count, quantiles, score
+from fednas_flwr.runs.numbers import SCORES, Run
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Table = tuple[str, list[str], list[list[str]]]  # name, head, rows
 
-NAMES = {
-    "accuracy": "accuracy",
-    "f1": "F1",
-    "auroc": "AUROC",
-    "average_precision": "average precision",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-}
-PER_CLASS = {
-    "precision": "precision",
-    "recall": "recall",
-    "f1": "F1",
-    "auroc": "AUROC",
-    "average_precision": "average precision",
+PER_CLASS = {"precision": "precision", "recall": "recall"} | {
+    score.name: score.label
+    for score in SCORES
+    if score.name in ("f1", "auroc", "average_precision")
 }
 MODELS = {"central": "the network", "linear": "linear model", "trees": "boosted trees"}
 MOST_CLASSES = 30  # of which a confusion matrix is shown
@@ -67,14 +57,14 @@ def score_table(run: Run) -> Table | None:
         return None
     shown = [model for model, values in measured.items() if values]
     rows = []
-    for name, label in NAMES.items():
-        if central.get(name) is None:
+    for kind in SCORES:
+        if central.get(kind.name) is None:
             continue
-        low_high = (central.get("intervals") or {}).get(name)
-        text = percent if name == "accuracy" else score
+        low_high = (central.get("intervals") or {}).get(kind.name)
+        text = FORMS[kind.unit].text
         interval = f"{text(low_high[0])} to {text(low_high[1])}" if low_high else DASH
-        others = [text(measured[model].get(name)) for model in shown[1:]]
-        rows.append([label, text(central[name]), interval, *others])
+        others = [text(measured[model].get(kind.name)) for model in shown[1:]]
+        rows.append([kind.label, text(central[kind.name]), interval, *others])
     rows += [
         [name, score(value), DASH, *[DASH] * (len(shown) - 1)]
         for name, value in (central.get("own") or {}).items()
@@ -116,26 +106,27 @@ def confusion_table(run: Run) -> Table | None:
 def client_table(run: Run) -> Table | None:
     """Return the scores on each client's own test records, where clients tell them."""
     clients = run.client_results()
-    shown = [name for name in NAMES if any(client.get(name) is not None for client in clients)]
-    if shown in ([], ["accuracy"]):
+    shown = [s for s in SCORES if any(client.get(s.name) is not None for client in clients)]
+    if shown in ([], [SCORES[0]]):
         return None
     if len(clients) > MOST_SHOWN:
-        known = {name: [c[name] for c in clients if c.get(name) is not None] for name in shown}
-        known["num_examples"] = [c["num_examples"] for c in clients]
-        columns = {name: quantiles(values) for name, values in known.items()}
+        names = [*(kind.name for kind in shown), "num_examples"]
+        values = {n: [c[n] for c in clients if c.get(n) is not None] for n in names}
+        columns = {name: quantiles(known) for name, known in values.items()}
         clients = [
-            {"client": f"{share:.0%} of clients", **{n: own[i] for n, own in columns.items()}}
+            {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in columns.items()}}
             for i, share in enumerate(QUANTILES)
         ]
     rows = [
         [
             str(client["client"]),
-            *((percent if n == "accuracy" else score)(client.get(n)) for n in shown),
+            *(FORMS[kind.unit].text(client.get(kind.name)) for kind in shown),
             count(client.get("num_examples")),
         ]
         for client in clients
     ]
-    return "Each client's own test records", ["client", *(NAMES[n] for n in shown), "records"], rows
+    head = ["client", *(kind.label for kind in shown), "records"]
+    return "Each client's own test records", head, rows
 
 
 def tables(run: Run) -> list[Table]:

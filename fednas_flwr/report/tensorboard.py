@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fednas_flwr.report.guarantee import is_noised
 from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.numbers import SCORES
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -40,9 +41,9 @@ class Scalars:
             return [(event["stage"], _known(scalars), event["round"])]
         elif event["event"] == "evaluated":
             scalars = {
-                f"{name}_{metric}": (event.get(name) or {}).get(metric)
-                for name in ("central", "linear")
-                for metric in ("accuracy", "f1", "auroc")
+                f"{model}_{score.name}": (event.get(model) or {}).get(score.name)
+                for score in SCORES
+                for model in score.models
             }
             return [("evaluate", _known(scalars), 0)]
         return []

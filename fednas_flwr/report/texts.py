@@ -6,7 +6,7 @@ Each returns text or rows of text for the template, empty where the run holds no
 import json
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -17,9 +17,9 @@ from fednas_flwr.report.guarantee import (
     unit_text,
     warning_text,
 )
-from fednas_flwr.report.quantities import DASH, count, duration, num_bytes, percent, score
+from fednas_flwr.report.quantities import DASH, FORMS, count, duration, num_bytes, percent
 from fednas_flwr.runs.events import Event, clients_of
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, Run, overall
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, METRICS, SCORES, Run, Score, overall
 from fednas_flwr.settings.names import LINEAR, QUANTILES, SPLITS
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
@@ -80,76 +80,104 @@ def started_text(run: Run) -> str:
     return f"started {first:%Y-%m-%d %H:%M} UTC · {duration(run.total_seconds())}"
 
 
+def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
+    """Label and text of each metric of these names that the run has reached."""
+    rows = []
+    for metric in METRICS:
+        value = metric.read(run)
+        if metric.name in names and value is not None:
+            noised = ", noised" if run.is_private and metric.name == "client_accuracy" else ""
+            rows.append((metric.label + noised, FORMS[metric.unit].text(value)))
+    return rows
+
+
+def scores(run: Run) -> list[tuple[str, str]]:
+    """Label and text of all that says how good the run's model and simpler ones are."""
+    return reached(run, [metric.name for metric in METRICS if metric.is_score])
+
+
 def tiles(run: Run) -> list[dict[str, str]]:
     """Return label, value and note of each big number that the run reached."""
+    notes = _notes(run)
+    shown = [
+        (metric.label, FORMS[metric.unit].text(metric.read(run)), notes.get(metric.name, ""))
+        for metric in METRICS
+        if metric.tile
+    ]
+    shown += [
+        ("predicted cost", *cost(run)),
+        _epsilon_tile(run),
+        ("time", duration(run.total_seconds()), "all stages"),
+        _failures_tile(run),
+    ]
+    return [
+        {"label": label[0].upper() + label[1:], "value": value, "note": note}
+        for label, value, note in shown
+        if value != DASH
+    ]
+
+
+def _notes(run: Run) -> dict[str, str]:
+    """What stands below the tiles of metrics, by their names."""
     numbers, evaluated = run.numbers(), run.last("evaluated") or {}
-    privacy, noised = run.privacy, "noised, " if run.is_private else ""
-    central, linear = numbers["central_accuracy"], numbers["linear_accuracy"]
-    mean_client = numbers["client_accuracy"]
-    best = run.accuracy()
-    examples = (evaluated.get("central") or {}).get("num_examples")
+    central, total = evaluated.get("central") or {}, evaluated.get("total")
+    noised = "noised, " if run.is_private else ""
+    clients, drawn = run.config.get("clients"), run.config.get("clients_per_round")
+    of_all = f" drawn of {clients:,}" if drawn else ""
+    tested = f"{noised}test parts of {len(run.client_results())} clients{of_all}"
+    if total:
+        tested = f"{noised}test parts of {total['sites']} clients as one, by a secure sum"
+    best, linear = run.accuracy(), numbers["linear_accuracy"]
     gain = ""
     if best is not None and linear is not None:
         gain = f"network {100 * (best - linear):+.1f} points"
-    linear_f1 = numbers["linear_f1"]
-    positive = (evaluated.get("central") or {}).get("positive")
-    names = (run.last("partition") or {}).get("class_names") or []
+    names, positive = (
+        (run.last("partition") or {}).get("class_names") or [],
+        central.get("positive"),
+    )
     word, words = ("label", "labels") if run.multi_label else ("class", "classes")
-    f1_note = f"mean over the {words}" if positive is None else f"of the {word} {names[positive]}"
-    f1_note += "" if linear_f1 is None else f"; linear model {score(linear_f1)}"
-    f1_note += _of_trees(numbers["trees_f1"])
-    linear_auroc = numbers["linear_auroc"]
-    auroc_note = "likewise"
-    auroc_note += "" if linear_auroc is None else f"; linear model {score(linear_auroc)}"
-    auroc_note += _of_trees(numbers["trees_auroc"])
-    drawn = f" drawn of {run.config['clients']:,}" if run.config.get("clients_per_round") else ""
-    tested = f"{noised}test parts of {len(run.client_results())} clients{drawn}"
-    if total := evaluated.get("total"):
-        tested = f"{noised}test parts of {total['sites']} clients as one, by a secure sum"
-    traffic = numbers["traffic_mb"]
-    epsilon, delta = overall(privacy) if privacy else (None, 0.0)
-    unit = f"at delta {delta:g}, {unit_text(privacy)}" if privacy else ""
-    if privacy and warning_text(privacy):
-        unit = TEST_SEED
-    parties = Counter(failure["client"] for failure in run.failures())
-    left = len(run.departures())
-    troubles = [f"by {len(parties)} client{'s' if len(parties) > 1 else ''}"] if parties else []
-    troubles += [f"{left} client{'s' if left > 1 else ''} left"] if left else []
-    tiles = [
-        ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
-        (
-            "Without its skip",
-            percent(numbers["accuracy_without_skip"]),
-            f"the cells alone; the linear skip alone {percent(numbers['accuracy_without_cells'])}",
-        ),
-        ("Test F1", score(numbers["central_f1"]), f1_note),
-        ("Test AUROC", score(numbers["central_auroc"]), auroc_note),
-        ("Mean over clients", percent(mean_client), tested),
-        ("Predicted cost", *cost(run)),
-        (
-            "After local training",
-            percent(numbers["personalised_accuracy"]),
-            "mean over clients, each on its own test part",
-        ),
-        ("Linear model", percent(linear), gain),
-        ("Boosted trees", percent(numbers["trees_accuracy"]), "on the same pooled records"),
-        ("Epsilon", epsilon_text(epsilon) if privacy else DASH, unit),
-        ("Parameters", count(numbers["num_parameters"]), "of the network"),
-        ("Multiply-adds", count(numbers["multiply_adds"]), "for one example"),
-        ("Time", duration(run.total_seconds()), "all stages"),
-        ("Traffic", num_bytes(None if traffic is None else traffic * 1e6), "both directions"),
-        (
-            "Failures",
-            str(sum(parties.values())),
-            ", ".join(troubles) or answered_text(run),
-        ),
+    over = f"mean over the {words}" if positive is None else f"of the {word} {names[positive]}"
+    alone = percent(numbers["accuracy_without_cells"])
+    return {
+        **{f"central_{score.name}": _beside(numbers, score, over) for score in SCORES},
+        "central_accuracy": f"server's test set, {count(central.get('num_examples'))} records",
+        "accuracy_without_skip": f"the cells alone; the linear skip alone {alone}",
+        "client_accuracy": tested,
+        "personalised_accuracy": "mean over clients, each on its own test part",
+        "linear_accuracy": gain,
+        "trees_accuracy": "on the same pooled records",
+        "num_parameters": "of the network",
+        "multiply_adds": "for one example",
+        "traffic_mb": "both directions",
+    }
+
+
+def _beside(numbers: dict[str, float | None], score: Score, over: str) -> str:
+    """The classes that a score is of, and what simpler models reach by it."""
+    simpler = {"linear model": f"linear_{score.name}", "boosted trees": f"trees_{score.name}"}
+    others = [
+        f"{model} {FORMS[score.unit].text(numbers[name])}"
+        for model, name in simpler.items()
+        if numbers.get(name) is not None
     ]
-    keys = ("label", "value", "note")
-    return [dict(zip(keys, tile, strict=True)) for tile in tiles if tile[1] != DASH]
+    return "; ".join([over, *others])
 
 
-def _of_trees(value: float | None) -> str:
-    return "" if value is None else f"; boosted trees {score(value)}"
+def _epsilon_tile(run: Run) -> tuple[str, str, str]:
+    event = run.privacy
+    if event is None:
+        return "epsilon", DASH, ""
+    epsilon, delta = overall(event)
+    unit = f"at delta {delta:g}, {unit_text(event)}"
+    return "epsilon", epsilon_text(epsilon), TEST_SEED if warning_text(event) else unit
+
+
+def _failures_tile(run: Run) -> tuple[str, str, str]:
+    failures, left = run.failures(), len(run.departures())
+    parties = len({failure["client"] for failure in failures})
+    troubles = [f"by {parties} client{'s' if parties > 1 else ''}"] if parties else []
+    troubles += [f"{left} client{'s' if left > 1 else ''} left"] if left else []
+    return "failures", str(len(failures)), ", ".join(troubles) or answered_text(run)
 
 
 def cost(run: Run) -> tuple[str, str]:
@@ -418,8 +446,9 @@ def failure_rows(run: Run) -> list[list[str]]:
     return [*left, *(row(event, str(event["reason"])) for event in run.failures())]
 
 
-GROUP_HEAD = ["clients", "ended", "test accuracy", "mean over clients", "after local training"]
-GROUP_HEAD += ["parameters", "multiply-adds", "time"]
+_OF_GROUPS = ("central_accuracy", "client_accuracy", "personalised_accuracy")
+GROUP_METRICS = [m for m in METRICS if m.name in _OF_GROUPS or m.unit == "count"]
+GROUP_HEAD = ["clients", "ended", *(metric.label for metric in GROUP_METRICS), "time"]
 
 
 BASELINES = {  # what they are, by the first part of their names
@@ -478,15 +507,10 @@ def group_rows(run: Run) -> list[tuple[str, str, list[str]]]:
     latest = {event["group"]: event for event in run.of_kind("group_finished")}
     rows = []
     for name, event in sorted(latest.items()):
-        numbers = event["results"]
         values = [
             ", ".join(map(str, event["clients"])),
             event["status"] if event["reason"] is None else str(event["reason"]),
-            percent(numbers["central_accuracy"]),
-            percent(numbers["client_accuracy"]),
-            percent(numbers["personalised_accuracy"]),
-            count(numbers["num_parameters"]),
-            count(numbers["multiply_adds"]),
+            *(FORMS[m.unit].text(event["results"][m.name]) for m in GROUP_METRICS),
             duration(event["seconds"]),
         ]
         rows.append((name, f"./{event['folder']}/report.html", values))

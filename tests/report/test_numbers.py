@@ -8,13 +8,13 @@ from fednas_flwr.report.texts import traffic_rows
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
-METRICS = (
+NAMES = (
     "central_accuracy",
-    "accuracy_without_skip",
-    "accuracy_without_cells",
     "central_f1",
     "central_auroc",
     "central_average_precision",
+    "accuracy_without_skip",
+    "accuracy_without_cells",
     "client_accuracy",
     "personalised_accuracy",
     "linear_accuracy",
@@ -39,7 +39,7 @@ def test_numbers_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     assert run.status == "completed"
     assert run.config["algorithm"] == {"name": "fed_darts", "alpha_lr": 3e-4}
     numbers = run.numbers()
-    assert tuple(numbers) == METRICS
+    assert tuple(numbers) == NAMES
     assert (numbers["central_f1"], numbers["linear_f1"]) == (0.625, 0.5)
     assert numbers["client_accuracy"] == pytest.approx(0.8)
     assert numbers["traffic_mb"] == pytest.approx(5 * 3.0)

@@ -147,7 +147,7 @@ def test_a_private_run_with_a_test_seed_is_warned_of_at_start_and_end(
     assert table["(epsilon, delta)"] == "(5.11, 1e-05) per record, add/remove"
     assert table["accountant, sampling"] == "PRV, Poisson"
     assert table["warning"] == "test seed: no privacy"
-    assert table["network, mean over clients, noised"] == "49.0 %"
+    assert table["mean accuracy over clients, noised"] == "49.0 %"
     assert table["clients that left"] == "1"
 
 
