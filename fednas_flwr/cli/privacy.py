@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from fednas_flwr.api import compose
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
-from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.cli.commands import INCONCLUSIVE, RUN_FAILED, Commands, add_command
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
@@ -286,8 +285,8 @@ def _print_schedule(
     """Print everything that a run may release, and what that costs."""
     from rich.table import Column, Table
 
-    from fednas_flwr.report.console import table_console
     from fednas_flwr.report.guarantee import epsilon_text, uncounted_text
+    from fednas_flwr.report.terminal import table_console
     from fednas_flwr.settings.names import SPLITS
 
     console = table_console()
@@ -331,8 +330,8 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     from rich.text import Text
 
     from fednas_flwr.privacy.statement import make_statement
-    from fednas_flwr.report.console import table_console
     from fednas_flwr.report.guarantee import epsilon_text
+    from fednas_flwr.report.terminal import table_console
 
     def name(text: str) -> Text:  # names come from servers and could command a terminal
         return Text(terminal(text))

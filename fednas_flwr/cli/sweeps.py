@@ -12,8 +12,7 @@ from typing import Any
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.cli.outcomes import RUN_FAILED, fail
-from fednas_flwr.cli.with_files import take_files
+from fednas_flwr.cli.commands import RUN_FAILED, fail, take_files
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import parse_config

@@ -41,6 +41,13 @@ from fednas_flwr.runs.numbers import Run, read_run
 RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
 SECONDS_BETWEEN_LINES = 5.0
+PIPE_WIDTH = 200  # characters of a line that goes to a file or a pipe
+
+
+def table_console() -> Console:
+    """Standard output, as wide as its terminal; a file or a pipe is wide enough."""
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
