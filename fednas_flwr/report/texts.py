@@ -246,15 +246,14 @@ def privacy_notes(run: Run) -> list[str]:
     runtime = run.config.get("runtime")
     simulated = isinstance(runtime, dict) and runtime.get("name") in ("inline", "ray")
     privacy = run.config.get("privacy")
-    own_ledgers = simulated and not (isinstance(privacy, dict) and privacy.get("sites"))
-    resumed = len(run.of_kind("privacy")) > 1
-    return [
-        *([guarantee.RESUMED] if resumed else []),
-        *([guarantee.NOT_ALL] if run.privacy is not None and not _released_all(run) else []),
-        *([guarantee.SIMULATED] if simulated else []),
-        *([guarantee.OWN_LEDGERS] if own_ledgers else []),
-        *([guarantee.GIVEN_GENOTYPE] if run.config.get("genotype") else []),
-    ]
+    holds = {
+        "resumed": len(run.of_kind("privacy")) > 1,
+        "unfinished": run.privacy is not None and not _released_all(run),
+        "simulated": simulated,
+        "new_ledgers": simulated and not (isinstance(privacy, dict) and privacy.get("sites")),
+        "genotype_from_elsewhere": bool(run.config.get("genotype")),
+    }
+    return [guarantee.sentence(name) for name, is_so in holds.items() if is_so]
 
 
 def _released_all(run: Run) -> bool:

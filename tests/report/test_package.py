@@ -14,7 +14,15 @@ from flwr.cli.build import build_fab_from_files
 from fednas_flwr.deploy.bundle import bundle_files
 
 ROOT = Path(__file__).parents[2]
-PAGE = ["report.html.j2", "card.md.j2", "compare.html.j2", "style.css", "script.js", "figures.js"]
+PAGE = [
+    "report.html.j2",
+    "card.md.j2",
+    "compare.html.j2",
+    "guarantee.j2",
+    "style.css",
+    "script.js",
+    "figures.js",
+]
 FROM_A_BUNDLE = """
 import sys
 from pathlib import Path
