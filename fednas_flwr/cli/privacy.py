@@ -23,14 +23,10 @@ if TYPE_CHECKING:
     from fednas_flwr.privacy.policy import DataSetPolicy
 
 MOST_STEPS = 10**9  # of `fednas calibrate`
-SCHEDULE_HEAD = (
-    *("stage", "action", "what", "splits", "steps", "noise multiplier", "clipping norm"),
-    *("expected batch", "rate"),
-)
-STATEMENT_HEAD = (
-    *("account", "run", "stage", "action", "splits", "steps", "committed"),
-    *("noise multiplier", "rate", "first (UTC)", "last (UTC)"),
-)
+SCHEDULE_HEAD = ["stage", "action", "what", "splits", "steps", "noise multiplier", "clipping norm"]
+SCHEDULE_HEAD += ["expected batch", "rate"]
+STATEMENT_HEAD = ["account", "run", "stage", "action", "splits", "steps", "committed"]
+STATEMENT_HEAD += ["noise multiplier", "rate", "first (UTC)", "last (UTC)"]
 
 
 def add_commands(commands: Commands) -> None:
@@ -301,12 +297,10 @@ def _print_schedule(
     table = Table(*columns, title="what the run may release, at most")
     for planned in commitment.releases:
         expected = planned.expected_batch(allowed.records)
-        table.add_row(
-            *(planned.stage, planned.action, planned.kind, ", ".join(planned.splits)),
-            *(f"{planned.steps:,}", f"{planned.noise_multiplier:.4g}"),
-            *(f"{planned.max_grad_norm:g}", f"{expected:,.4g}"),
-            f"{planned.rate(allowed.records):.4g}",
-        )
+        names = [planned.stage, planned.action, planned.kind, ", ".join(planned.splits)]
+        noise = [f"{planned.noise_multiplier:.4g}", f"{planned.max_grad_norm:g}"]
+        batch = [f"{expected:,.4g}", f"{planned.rate(allowed.records):.4g}"]
+        table.add_row(*names, f"{planned.steps:,}", *noise, *batch)
     console.print(table)
     if commitment.sizes:
         sizes = " and ".join(f"{size:,} {kind}" for kind, size in commitment.sizes.items())
@@ -341,13 +335,11 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
     booked = Table(*columns, title="what was booked")
     for line in (line for line in statement.lines if account in (None, line.account)):
-        times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
-        booked.add_row(
-            *(name(text) for text in (line.account, line.run, line.stage, line.action)),
-            *(", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"),
-            *(f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"),
-            *(f"{time:%Y-%m-%d %H:%M}" for time in times),
-        )
+        names = map(name, (line.account, line.run, line.stage, line.action))
+        steps = [", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"]
+        noise = [f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"]
+        dates = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
+        booked.add_row(*names, *steps, *noise, *(f"{date:%Y-%m-%d %H:%M}" for date in dates))
     console.print(booked)
     head = ("account", "split", "epsilon (PRV)", "for one")
     costs = Table(*head, title=f"all together, at delta {delta:g}")

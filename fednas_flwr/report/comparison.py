@@ -154,10 +154,10 @@ def _best_trials(folder: Path) -> list[tuple[dict[str, Any], list[float]]]:
     path = folder / BEST_FILE
     if not path.is_file():
         return []
-    told = read_yaml(path, str(path))
-    if "solutions" in told:
-        return [(trial["params"], trial["values"]) for trial in told["solutions"]]
-    return [(told["best_params"], [told["best_value"]])]
+    results = read_yaml(path, str(path))
+    if "solutions" in results:
+        return [(trial["params"], trial["values"]) for trial in results["solutions"]]
+    return [(results["best_params"], [results["best_value"]])]
 
 
 def _rank(run: Run, trials: Sequence[tuple[dict[str, Any], list[float]]]) -> int:

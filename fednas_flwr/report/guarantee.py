@@ -26,7 +26,7 @@ def is_noised(metric: str) -> bool:
 
 
 def unit(event: Event) -> str:
-    """Return what every client protects at least one of: ``record``, ``person`` or ``client``.
+    """The unit that every client protects: ``record``, ``person`` or ``client``.
 
     A person is protected at every client only if each protects persons. Older runs know records.
     """
@@ -36,8 +36,8 @@ def unit(event: Event) -> str:
 
 def unit_text(event: Event) -> str:
     """Return the unit of privacy in a few words."""
-    own = unit(event)
-    return f"per {own}, {'zeroed out' if own == CLIENT else 'add/remove'}"
+    protected = unit(event)
+    return f"per {protected}, {'zeroed out' if protected == CLIENT else 'add/remove'}"
 
 
 def sampling_text(event: Event) -> str:
@@ -113,10 +113,10 @@ def search_text(config: Mapping[str, Any], event: Event | None) -> str:
     """
     if event is not None:
         searches = any(release["stage"] == "search" for release in event["schedule"])
-        told = [client for client in event["clients"] if "search_epsilon" in client]
-        if not searches or not told:  # older runs do not tell
+        clients = [client for client in event["clients"] if "search_epsilon" in client]
+        if not searches or not clients:  # older runs do not tell
             return ""
-        costs = {str(place): client["search_epsilon"] for place, client in enumerate(told)}
+        costs = {str(place): client["search_epsilon"] for place, client in enumerate(clients)}
         epsilon, delta = largest(costs), overall(event)[1]
         return (
             f"private: by itself it costs at most ({epsilon_text(epsilon)}, {delta:g}) "
@@ -175,7 +175,9 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
     head += ["expected batch", "rate p", "steps, at most"]
     rows = [
         [
-            *(release["stage"], release["action"], ", ".join(release["splits"])),
+            release["stage"],
+            release["action"],
+            ", ".join(release["splits"]),
             f"{release['noise_multiplier']:g}{' (of the sum)' if release.get('shared') else ''}",
             f"{release['max_grad_norm']:g}",
             "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",
@@ -220,7 +222,7 @@ def client_table(
 
 
 def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
-    """Return what a client's filter counts as spent of its budget: ``2.90 of 8``."""
+    """The part of a client's budget that its filter counts as spent: ``2.90 of 8``."""
     number = client["client"]
     used = epsilon_text(spent[number]) if number in spent else DASH
     return f"{used} of {client['budget']['epsilon']:g}"

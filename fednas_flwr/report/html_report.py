@@ -184,7 +184,7 @@ def _privacy(run: Run) -> dict[str, Any]:
         spent = run.privacy_spent()
         tables = [  # name, how many columns of words come first, head, rows
             (
-                "What is released, at most" + resumed * ", since the run was resumed",
+                f"What is released, at most{', since the run was resumed' if resumed else ''}",
                 3,
                 *guarantee.release_table(event),
             ),

@@ -71,7 +71,7 @@ def export_model(run_folder: Path, to: Path) -> list[Path]:
 
 
 def _metadata(run: Run) -> ModelCardData:
-    """Return what the Hugging Face Hub reads of a card; it needs results to have a model's name."""
+    """The head of a card for the Hugging Face Hub, which needs results to have a model's name."""
     from huggingface_hub import EvalResult, ModelCardData
 
     inputs = (run.last("exported") or {}).get("inputs") or {}

@@ -17,7 +17,7 @@ PER_CLASS = {"precision": "precision", "recall": "recall"} | {
     if score.name in ("f1", "auroc", "average_precision")
 }
 MODELS = {"central": "the network", "linear": "linear model", "trees": "boosted trees"}
-MOST_CLASSES = 30  # of which a confusion matrix is shown
+MOST_CLASSES = 30  # with more there is no confusion matrix
 
 
 _RETRAINED_ON = ", which most algorithms also retrain on."
@@ -29,14 +29,14 @@ def positive_text(run: Run) -> str:
     central = (run.last("evaluated") or {}).get("central") or {}
     names = (run.last("partition") or {}).get("class_names") or []
     positive, threshold = central.get("positive"), central.get("threshold")
-    several = run.multi_label
+    several, share = run.multi_label, _SHARE if run.multi_label else ""
     if positive is None or positive >= len(names):
         over = "labels" if several else "classes"
-        return f"F1, AUROC and average precision are plain means over the {over}.{_SHARE * several}"
+        return f"F1, AUROC and average precision are plain means over the {over}.{share}"
     text = (
         f"F1, AUROC, average precision, sensitivity and specificity are of the "
         f"{'label' if several else 'class'} {names[positive]} (set by positive=<class>)."
-        f"{_SHARE * several}"
+        f"{share}"
     )
     if threshold is not None:
         text += (
@@ -137,24 +137,26 @@ def tables(run: Run) -> list[Table]:
 
 def calibration_text(run: Run) -> str:
     """Return the expected calibration error, empty where it was not measured."""
-    found = ((run.last("evaluated") or {}).get("central") or {}).get("calibration")
-    if not found:
+    calibration = _calibration(run)
+    if not calibration:
         return ""
     predicted = "what is predicted of each label" if run.multi_label else "the predicted class"
     return (
-        f"Expected calibration error: {100 * found['expected_error']:.1f} points between the "
+        f"Expected calibration error: {100 * calibration['expected_error']:.1f} points between the "
         f"probability of {predicted} and how often it is right."
     )
 
 
+def _calibration(run: Run) -> dict[str, Any]:
+    return ((run.last("evaluated") or {}).get("central") or {}).get("calibration") or {}
+
+
 def reliability(run: Run) -> plots.Figure | None:
     """Return accuracy over confidence, with the diagonal of a calibrated model."""
-    found: dict[str, Any] | None = ((run.last("evaluated") or {}).get("central") or {}).get(
-        "calibration"
-    )
-    if not found or not found["bins"]:
+    calibration = _calibration(run)
+    if not calibration.get("bins"):
         return None
-    confidence, accuracy, numbers = zip(*found["bins"], strict=True)
+    confidence, accuracy, numbers = zip(*calibration["bins"], strict=True)
     layout = plots.axes(x="probability of what is predicted", y="share that is right")
     for axis in ("xaxis", "yaxis"):
         layout[axis] |= {"range": [0, 1.02], "tickformat": ".0%"}

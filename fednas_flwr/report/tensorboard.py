@@ -31,9 +31,8 @@ class Scalars:
         if event["event"] == "privacy":
             self._is_private = True
         elif event["event"] == "round":
-            noised = {name: is_noised(name) and self._is_private for name in event["metrics"]}
             scalars = {
-                **{n + "_noised" * noised[n]: value for n, value in event["metrics"].items()},
+                **{self._name(metric): value for metric, value in event["metrics"].items()},
                 "seconds": event["seconds"],
                 "mb_sent": _megabytes(event.get("bytes_sent")),
                 "mb_received": _megabytes(event.get("bytes_received")),
@@ -47,6 +46,9 @@ class Scalars:
             }
             return [("evaluate", _known(scalars), 0)]
         return []
+
+    def _name(self, metric: str) -> str:
+        return f"{metric}_noised" if self._is_private and is_noised(metric) else metric
 
 
 class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):

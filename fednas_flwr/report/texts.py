@@ -41,19 +41,12 @@ NUMBERS = {
 NOISED_TEXT = (
     "Clients added noise to what they measured, so it can be below 0, or an accuracy above 100 %."
 )
+_STEPS = ("local_epochs", "batch_size", "local_steps", "sampling_rate", "expected_batch_size")
+_SIZES = ("channels", "num_cells", "skeleton", "candidates", "width", "widths")
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
-    "algorithm": (
-        *("network", "rule", "reduce", "sampler", "local_epochs", "batch_size"),
-        *("local_steps", "sampling_rate", "expected_batch_size"),  # private
-    ),
-    "search_space": (
-        *("channels", "num_cells", "skeleton", "candidates", "width"),
-        *("widths", "head", "activation", "norm"),
-    ),
-    "retrain": (
-        *("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
-        *("local_steps", "sampling_rate", "expected_batch_size"),  # private
-    ),
+    "algorithm": ("network", "rule", "reduce", "sampler", *_STEPS),
+    "search_space": (*_SIZES, "head", "activation", "norm"),
+    "retrain": ("rounds", "channels", "num_cells", *_STEPS),
 }
 
 
@@ -182,18 +175,18 @@ def _failures_tile(run: Run) -> tuple[str, str, str]:
 
 def cost(run: Run) -> tuple[str, str]:
     """Return the derived network's predicted cost and what it compares with; a dash without."""
-    found = (run.last("derived") or {}).get("cost")
-    if not found:
+    cost = (run.last("derived") or {}).get("cost")
+    if not cost:
         return DASH, ""
 
     def amount(value: float) -> str:
-        return f"{value:.3g} ms" if found["unit"] == "ms" else f"{count(value)} multiply-adds"
+        return f"{value:.3g} ms" if cost["unit"] == "ms" else f"{count(value)} multiply-adds"
 
-    text = f"target {amount(found['target'])}"
-    if found["measured"] is not None:
-        ratio = found["predicted"] / found["measured"]
-        text += f"; measured {amount(found['measured'])} on {found['machine']}, ratio {ratio:.2f}"
-    return amount(found["predicted"]), text
+    text = f"target {amount(cost['target'])}"
+    if cost["measured"] is not None:
+        ratio = cost["predicted"] / cost["measured"]
+        text += f"; measured {amount(cost['measured'])} on {cost['machine']}, ratio {ratio:.2f}"
+    return amount(cost["predicted"]), text
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -267,7 +260,7 @@ def _released_all(run: Run) -> bool:
 
 
 def answered_text(run: Run) -> str:
-    """Return what a run without failures says of its clients' answers."""
+    """A sentence on the answers of the clients of a run without failures."""
     any_round = any(run.rounds(stage) for stage in STAGES) or run.of_kind("groups")
     return "every client answered" if any_round else "no round has finished"
 
@@ -325,23 +318,23 @@ def accuracy_text(run: Run) -> str:
 
 def simpler_text(run: Run) -> str:
     """Return a sentence on the simpler models that the network is no better than; empty if none."""
-    numbers, own = run.numbers(), run.accuracy()
+    numbers, accuracy = run.numbers(), run.accuracy()
     trained = {baseline.folder.name: baseline.accuracy() for baseline in run.baselines()}
     simpler = {
         "a linear model on the same input": trained.get(LINEAR, numbers["linear_accuracy"]),
         "its linear skip alone": numbers["accuracy_without_cells"],
         "boosted trees": numbers["trees_accuracy"],
     }
-    if own is None:
+    if accuracy is None:
         return ""
     as_good = [
-        f"{name} ({percent(accuracy)})"
-        for name, accuracy in simpler.items()
-        if accuracy is not None and accuracy >= own
+        f"{name} ({percent(other)})"
+        for name, other in simpler.items()
+        if other is not None and other >= accuracy
     ]
     if not as_good:
         return ""
-    return f"The network ({percent(own)}) is no better than {' and '.join(as_good)}."
+    return f"The network ({percent(accuracy)}) is no better than {' and '.join(as_good)}."
 
 
 def time_rows(run: Run) -> list[tuple[str, str, float]]:
@@ -388,7 +381,7 @@ def column_rows(run: Run) -> list[list[str]]:
     rows = {}
     for column in (c for c in inputs["schema"] if c["kind"] != "category"):
         mean, std = next(pairs)
-        also = ", with a feature that says if it is missing" * column["indicator"]
+        also = ", with a feature that says if it is missing" if column["indicator"] else ""
         rows[column["name"]] = [column["name"], column["kind"] + also, f"{mean:.6g}, {std:.6g}"]
     for column in (c for c in inputs["schema"] if c["kind"] == "category"):
         rows[column["name"]] = [column["name"], f"one of {', '.join(column['categories'])}", DASH]
@@ -425,7 +418,7 @@ def exported_text(run: Run) -> str:
 
 
 def failure_text(run: Run) -> str:
-    """Return what clients left the run, and whose replies were dropped most often."""
+    """The clients that left the run, and those whose replies were dropped most often."""
     counts = Counter(failure["client"] for failure in run.failures())
     named = [f"client {client}: {times}" for client, times in counts.most_common(5)]
     more = f" and {len(counts) - 5} more clients" if len(counts) > 5 else ""
@@ -481,10 +474,10 @@ def baseline_rows(run: Run) -> list[tuple[str, str, list[str]]]:
 
 
 def baselines_text(run: Run) -> str:
-    """Return what the baselines are, and how they were trained."""
-    own = " Each had a ledger of its own, so all epsilon, as no real site would give."
+    """A sentence on the baselines and how they were trained."""
+    paid = " Each had a ledger of its own, so all epsilon, as no real site would give."
     if (run.config.get("privacy") or {}).get("baseline_share"):
-        own = (
+        paid = (
             " Sites paid for each of them besides, by equal parts of privacy.baseline_share; its "
             "epsilon is that of all that they have released by then."
         )
@@ -497,7 +490,7 @@ def baselines_text(run: Run) -> str:
         )
     return (
         "Networks that were not searched, with the same retraining, clients and records: "
-        f"{', '.join(kinds)}.{retrained}" + (own if run.is_private else "")
+        f"{', '.join(kinds)}.{retrained}" + (paid if run.is_private else "")
     )
 
 

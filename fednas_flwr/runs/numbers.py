@@ -203,9 +203,9 @@ class Run:
     def _clients_text(self, planned: int) -> int | str:
         """Return how many clients took part, and how many of them left."""
         seen = {client for event in self._all_rounds() for client in event.get("clients") or {}}
-        told = len(seen) or records_of(self.last("partition") or {})[0]
+        number = len(seen) or records_of(self.last("partition") or {})[0]
         left = len(self.departures())
-        text = f"{told} of {planned}" if told != planned else str(planned)
+        text = f"{number} of {planned}" if number != planned else str(planned)
         return f"{text}, {left} left before the end" if left else text
 
     @property
@@ -214,7 +214,7 @@ class Run:
         return self.last("privacy")
 
     def privacy_spent(self) -> dict[int, float | None]:
-        """Return what each client's filter counts as spent since the newest ``privacy`` event."""
+        """The epsilon that each client's filter has counted since the newest ``privacy`` event."""
         spent: dict[int, float | None] = {}
         for event in self.events:
             if event["event"] == "privacy":
@@ -291,9 +291,9 @@ class Run:
 
         None of runs whose rounds do not all say it.
         """
-        told = [event.get("bytes_dense") for event in self.rounds(stage)]
-        known = [number for number in told if number is not None]
-        return sum(known) if known and len(known) == len(told) else None
+        sizes = [event.get("bytes_dense") for event in self.rounds(stage)]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known and len(known) == len(sizes) else None
 
     def accuracy(self) -> float | None:
         """Return the test accuracy, by the clients where no server tests."""
@@ -479,7 +479,7 @@ def is_complete(run_folder: Path) -> bool:
 
 
 def is_whole(run_folder: Path) -> bool:
-    """Return whether a folder holds a completed run of which no group of clients has failed."""
+    """Return whether a folder holds a completed run without a failed group of clients."""
     if not is_complete(run_folder):
         return False
     ends = {event["group"]: event for event in read_run(run_folder).of_kind("group_finished")}
