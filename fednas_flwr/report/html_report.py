@@ -65,45 +65,20 @@ def render_report(run_folder: Path) -> str:
     figures |= {name: figure for name, figure in optional.items() if figure is not None}
     steps = {kind: shown["steps"] for kind, shown in alphas["kinds"].items()}
     cells = _cells(genotype)
-    splits = texts.split_rows(partition)
     context = {
         "run": run,
-        "title": texts.title(run),
-        "started": texts.started_text(run),
-        "attempts": len(run.attempts()),
-        "tiles": texts.tiles(run),
-        "facts": texts.facts(run),
+        "texts": texts,
+        "score_tables": score_tables,
+        "decidedness": decidedness,
+        "edges": edges,
+        "partition": partition,
+        "exploration_rows": exploration.cost_rows(run),
         "config_text": _config_text(run),
         "stages": stages,
         "cells": [(kind, picture) for kind, picture, _ in cells],
         "narrow_cells": all(width <= WIDEST_IN_PAIRS for _, _, width in cells),
         "alphas": alphas,
-        "decided_text": decidedness.text(edges),
-        "decided_head": decidedness.TABLE_HEAD,
-        "decided_rows": decidedness.table(edges),
-        "splits": splits,
-        "partition_text": texts.partition_text(partition, declared=run.is_private),
         "privacy": _privacy(run),
-        "accuracy_text": f"{texts.simpler_text(run)} {texts.accuracy_text(run)}".strip(),
-        "score_tables": score_tables.tables(run),
-        "positive_text": score_tables.positive_text(run),
-        "calibration_text": score_tables.calibration_text(run),
-        "use": texts.use_rows(run),
-        "column_head": texts.COLUMN_HEAD,
-        "columns": texts.column_rows(run),
-        "times": texts.time_rows(run),
-        "traffic_rows": texts.traffic_rows(run),
-        "exploration_rows": exploration.cost_rows(run),
-        "exported": texts.exported_text(run),
-        "group_head": texts.GROUP_HEAD,
-        "groups": texts.group_rows(run),
-        "baseline_head": texts.BASELINE_HEAD,
-        "baselines": texts.baseline_rows(run),
-        "baselines_text": texts.baselines_text(run),
-        "failures": texts.failure_rows(run),
-        "failure_text": texts.failure_text(run),
-        "answered_text": texts.answered_text(run),
-        "origin": "found" if run.rounds("search") else "given",
         "warnings": warnings.most_common(),
         "figures": figures,
         "figures_json": templates.as_json(figures),
@@ -112,7 +87,6 @@ def render_report(run_folder: Path) -> str:
         "script": Markup(templates.read_part("script.js")),
         "drawing": Markup(templates.read_part("figures.js")),
     }
-    context["sections"] = _sections(context)
     return templates.render("report.html.j2", **context)
 
 
@@ -214,25 +188,3 @@ def _cells(genotype: dict[str, Any] | None) -> list[tuple[str, Markup, int]]:
             width = int(picture.split(' width="', 1)[1].split('"', 1)[0])
             cells.append((kind, Markup(picture), width))
     return cells
-
-
-def _sections(context: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return id and name of the sections that the page will have, in order."""
-    figures = context["figures"]
-    candidates = [
-        ("use", "Use this model", context["use"]),
-        ("run", "What was run", True),
-        *((stage["name"], texts.STAGES[stage["name"]], True) for stage in context["stages"]),
-        ("groups", "Groups", context["groups"]),
-        ("baselines", "Worth of the search", context["baselines"]),
-        ("cells", "Cells", context["cells"]),
-        ("alphas", "Architecture parameters", context["alphas"]["kinds"]),
-        ("partition", "Who holds what", context["splits"] or "partition" in figures),
-        ("privacy", "Privacy", context["privacy"]),
-        ("scores", "Scores", context["score_tables"]),
-        ("accuracy", "Accuracy per client", "clients" in figures),
-        ("cost", "Time and traffic", context["times"] or context["traffic_rows"]),
-        ("model", "Model", context["exported"]),
-        ("failures", "Failures and warnings", True),
-    ]
-    return [(section, name) for section, name, shown in candidates if shown]
