@@ -102,18 +102,15 @@ def _card(run: Run, place: str) -> str:
     text = templates.render(
         "card.md.j2",
         run=run,
-        title=texts.title(run),
+        texts=texts,
+        score_tables=score_tables,
+        count=count,
         space=_name(run, "search_space"),
-        cost=texts.cost(run),
         results=_results(run),
-        score_tables=score_tables.tables(run),
-        positive_text=score_tables.positive_text(run),
-        calibration_text=score_tables.calibration_text(run),
         place=Markup(place),
         published=place == PUBLISHED,
         accuracies=_accuracies(run),
         privacy=_privacy(run),
-        **_size(run),
         **_data(run),
         **_training(run),
         **_exported(run),
@@ -124,14 +121,6 @@ def _card(run: Run, place: str) -> str:
 def _name(run: Run, group: str) -> str:
     value = run.config.get(group)
     return str(value["name"]) if isinstance(value, dict) and "name" in value else "not recorded"
-
-
-def _size(run: Run) -> dict[str, str]:
-    numbers = run.numbers()
-    names = {"parameters": "num_parameters", "multiply_adds": "multiply_adds"}
-    return {
-        name: "" if numbers[key] is None else count(numbers[key]) for name, key in names.items()
-    }
 
 
 def _data(run: Run) -> dict[str, Any]:
@@ -194,8 +183,6 @@ def _exported(run: Run) -> dict[str, Any]:
     return {
         "files": ", ".join(exported.get("files") or []),
         "inputs": inputs,
-        "column_head": texts.COLUMN_HEAD,
-        "columns": texts.column_rows(run),
         "labels": ", ".join(inputs.get("class_names", ())),
         "mean": _numbers(inputs.get("mean", ())),
         "std": _numbers(inputs.get("std", ())),
