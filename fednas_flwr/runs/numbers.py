@@ -422,22 +422,9 @@ METRICS = [
     Metric("multiply_adds", "multiply-adds", "count", _derived("multiply_adds")),
     Metric("search_seconds", "time of search", "seconds", _seconds("search"), tile=False),
     Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain"), tile=False),
-    Metric(
-        "exchanges",
-        "exchanges",
-        "number",
-        Run.exchanges,
-        tile=False,
-        compared=False,
-    ),
+    Metric("exchanges", "exchanges", "number", Run.exchanges, tile=False, compared=False),
     Metric("traffic_mb", "traffic", "megabytes", Run.traffic_mb),
-    Metric(
-        "epsilon",
-        "epsilon",
-        "number",
-        Run.epsilon,
-        tile=False,
-    ),
+    Metric("epsilon", "epsilon", "number", Run.epsilon, tile=False),
     Metric("clients_lost", "clients lost", "number", Run.clients_lost, tile=False),
 ]
 
