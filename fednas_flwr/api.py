@@ -333,9 +333,9 @@ def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) 
         ConfigError: The name exists.
     """
     from fednas_flwr.models.class_scores import OWN_SCORES
-    from fednas_flwr.report.score_tables import NAMES
+    from fednas_flwr.runs.numbers import SCORES
 
-    if name in OWN_SCORES or name in (*NAMES, *NAMES.values()):
+    if name in OWN_SCORES or any(name in (score.name, score.label) for score in SCORES):
         raise ConfigError(f"the score {name} exists: choose another name for your own.")
     OWN_SCORES[name] = score
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.cli.commands import Commands, add_command
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 

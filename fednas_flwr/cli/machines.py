@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.cli.outcomes import RUN_FAILED
-from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.cli.commands import RUN_FAILED, Commands, add_command
 
 if TYPE_CHECKING:
     from fednas_flwr.spaces.mbconv import MBConvSpace

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from fednas_flwr.api import compose
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
-from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.cli.commands import INCONCLUSIVE, RUN_FAILED, Commands, add_command
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
@@ -24,14 +23,10 @@ if TYPE_CHECKING:
     from fednas_flwr.privacy.policy import DataSetPolicy
 
 MOST_STEPS = 10**9  # of `fednas calibrate`
-SCHEDULE_HEAD = (
-    *("stage", "action", "what", "splits", "steps", "noise multiplier", "clipping norm"),
-    *("expected batch", "rate"),
-)
-STATEMENT_HEAD = (
-    *("account", "run", "stage", "action", "splits", "steps", "committed"),
-    *("noise multiplier", "rate", "first (UTC)", "last (UTC)"),
-)
+SCHEDULE_HEAD = ["stage", "action", "what", "splits", "steps", "noise multiplier", "clipping norm"]
+SCHEDULE_HEAD += ["expected batch", "rate"]
+STATEMENT_HEAD = ["account", "run", "stage", "action", "splits", "steps", "committed"]
+STATEMENT_HEAD += ["noise multiplier", "rate", "first (UTC)", "last (UTC)"]
 
 
 def add_commands(commands: Commands) -> None:
@@ -286,8 +281,8 @@ def _print_schedule(
     """Print everything that a run may release, and what that costs."""
     from rich.table import Column, Table
 
-    from fednas_flwr.report.console import table_console
     from fednas_flwr.report.guarantee import epsilon_text, uncounted_text
+    from fednas_flwr.report.terminal import table_console
     from fednas_flwr.settings.names import SPLITS
 
     console = table_console()
@@ -302,12 +297,10 @@ def _print_schedule(
     table = Table(*columns, title="what the run may release, at most")
     for planned in commitment.releases:
         expected = planned.expected_batch(allowed.records)
-        table.add_row(
-            *(planned.stage, planned.action, planned.kind, ", ".join(planned.splits)),
-            *(f"{planned.steps:,}", f"{planned.noise_multiplier:.4g}"),
-            *(f"{planned.max_grad_norm:g}", f"{expected:,.4g}"),
-            f"{planned.rate(allowed.records):.4g}",
-        )
+        names = [planned.stage, planned.action, planned.kind, ", ".join(planned.splits)]
+        noise = [f"{planned.noise_multiplier:.4g}", f"{planned.max_grad_norm:g}"]
+        batch = [f"{expected:,.4g}", f"{planned.rate(allowed.records):.4g}"]
+        table.add_row(*names, f"{planned.steps:,}", *noise, *batch)
     console.print(table)
     if commitment.sizes:
         sizes = " and ".join(f"{size:,} {kind}" for kind, size in commitment.sizes.items())
@@ -331,8 +324,8 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     from rich.text import Text
 
     from fednas_flwr.privacy.statement import make_statement
-    from fednas_flwr.report.console import table_console
     from fednas_flwr.report.guarantee import epsilon_text
+    from fednas_flwr.report.terminal import table_console
 
     def name(text: str) -> Text:  # names come from servers and could command a terminal
         return Text(terminal(text))
@@ -342,13 +335,11 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
     booked = Table(*columns, title="what was booked")
     for line in (line for line in statement.lines if account in (None, line.account)):
-        times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
-        booked.add_row(
-            *(name(text) for text in (line.account, line.run, line.stage, line.action)),
-            *(", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"),
-            *(f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"),
-            *(f"{time:%Y-%m-%d %H:%M}" for time in times),
-        )
+        names = map(name, (line.account, line.run, line.stage, line.action))
+        steps = [", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"]
+        noise = [f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"]
+        dates = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
+        booked.add_row(*names, *steps, *noise, *(f"{date:%Y-%m-%d %H:%M}" for date in dates))
     console.print(booked)
     head = ("account", "split", "epsilon (PRV)", "for one")
     costs = Table(*head, title=f"all together, at delta {delta:g}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import csv_cell
-from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.cli.commands import Commands, add_command
 
 
 def add_commands(commands: Commands) -> None:

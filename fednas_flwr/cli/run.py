@@ -6,7 +6,7 @@ import argparse
 
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.cli.commands import Commands, add_command
 from fednas_flwr.cli.sweeps import configured, run_job, sweep
 from fednas_flwr.settings.hydra_config import read_arguments, run_hydra
 

@@ -103,7 +103,7 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
 
 
 def onnx_inputs(x: Tensor, inputs: Inputs) -> dict[str, np.ndarray]:
-    """Return what the ONNX file takes for raw records as :meth:`Model.forward` takes them."""
+    """The inputs of the ONNX file for raw records as :meth:`Model.forward` takes them."""
     if not inputs.is_table:
         return {"images": x.numpy()}
     values = dict(zip(feature_names(inputs.schema), x.numpy().T, strict=True))

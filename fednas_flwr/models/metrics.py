@@ -26,8 +26,8 @@ class Metrics:
         accuracy: Share of correct predictions; of several labels the mean of each label's.
         num_examples: Number of examples.
         f1: See ``Objective.scores``; None where it was not asked for.
-        auroc: Likewise; None also where it is not defined.
-        average_precision: Likewise.
+        auroc: The same for AUROC; None also where it is not defined.
+        average_precision: The same for average precision.
     """
 
     loss: float
@@ -38,7 +38,7 @@ class Metrics:
     average_precision: float | None = None
 
     def as_dict(self) -> dict[str, float]:
-        """Return what clients send: loss and accuracy by name."""
+        """Loss and accuracy by name, as clients send them."""
         return {"loss": self.loss, "accuracy": self.accuracy}
 
     def as_json(self) -> dict[str, float | None]:
@@ -85,7 +85,7 @@ def evaluate(
         split: The records.
         device: That of the network.
         objective: See :func:`measured`.
-        with_scores: See there.
+        with_scores: See :func:`measured`.
 
     Raises:
         ValueError: The split is empty.

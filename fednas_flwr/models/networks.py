@@ -110,7 +110,7 @@ def given_genotype(config: Config) -> Genotype | None:
 def describe_network(
     config: Config, prepared: Prepared, genotype: Genotype | None
 ) -> dict[str, Any]:
-    """Return what :func:`make_network` builds the network to retrain from.
+    """Describe the network to retrain, for :func:`make_network`.
 
     Args:
         config: Gives the sizes of retraining, or the name of a fixed network.
@@ -142,11 +142,10 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
     sizes = {"channels": retrain.channels, "num_cells": retrain.num_cells}
     keeps_size = space_entry(genotype.space).settings is not CellSpace
     if any((value is None) != keeps_size for value in sizes.values()):
+        remedy = "its networks have the supernet's size; set both to null."
         raise ConfigError(
             f"retrain.channels={retrain.channels} with retrain.num_cells={retrain.num_cells} and a "
-            f"genotype of {genotype.space}: "
-            + ("its networks have the supernet's size; set both to null." * keeps_size)
-            + ("set both to numbers." * (not keeps_size))
+            f"genotype of {genotype.space}: {remedy if keeps_size else 'set both to numbers.'}"
         )
     if not keeps_size:
         return {**sizes, "skip": space.skip}
@@ -171,7 +170,7 @@ def describe_derived(
     norm: str,
     auxiliary: bool,
 ) -> dict[str, Any]:
-    """Return what :func:`make_network` builds a genotype's network from."""
+    """Describe a genotype's network, for :func:`make_network`."""
     return {
         "name": "derived",
         "genotype": json.loads(to_json(genotype)),
@@ -193,7 +192,7 @@ def candidate_settings(config: Config, prepared: Prepared) -> dict[str, Any]:
 
 
 def describe_pool(genotypes: Sequence[Genotype], **settings: Any) -> dict[str, Any]:
-    """Return what :func:`make_network` builds a pool from, the genotypes' networks side by side.
+    """Describe a pool, the genotypes' networks side by side, for :func:`make_network`.
 
     Args:
         genotypes: Of one space; at least one.
@@ -256,7 +255,7 @@ def load(run_folder: str | Path) -> Model:
 
 
 def load_description(run_folder: Path) -> Description:
-    """Return what the exported network of a run is built from.
+    """Read the description of the exported network of a run.
 
     Raises:
         ConfigError: The folder holds no exported model.

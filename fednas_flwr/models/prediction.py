@@ -107,16 +107,16 @@ class Model(nn.Module):
         description: What the network is built from.
 
     Attributes:
-        network: See above.
-        inputs: See above.
-        description: See above.
-        transform: What makes the network's features of images; None where it takes the images.
+        network: As the argument.
+        inputs: As the argument.
+        description: As the argument.
+        transform: Turns images into the network's features; None where it takes the images.
     """
 
     def __init__(
         self, network: nn.Module, inputs: Inputs, description: Mapping[str, Any] | None = None
     ) -> None:
-        """See the class."""
+        """Put the network into evaluation mode."""
         super().__init__()
         self.network = network
         self.inputs = inputs
@@ -203,7 +203,7 @@ def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module
 
 
 def read_metadata(path: Path) -> tuple[dict[str, Any], Inputs]:
-    """Return what the network in a file is built from, and what its inputs are.
+    """Read the description of the network in a file, and of its inputs.
 
     Raises:
         ConfigError: As :func:`read_model`.

@@ -9,12 +9,11 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,27 +21,23 @@ from rich.text import Text
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml, terminal
+from fednas_flwr.report import templates
 from fednas_flwr.report.guarantee import TEST_SEED, warning_text
-from fednas_flwr.report.plots import axes
-from fednas_flwr.report.quantities import DASH, mean_and_deviation
-from fednas_flwr.runs.numbers import BESIDE, CONFIG_FILE, EVENTS_FILE, Run, read_run
+from fednas_flwr.report.plots import Figure, axes
+from fednas_flwr.report.quantities import DASH, FORMS, mean_and_deviation
+from fednas_flwr.runs.numbers import (
+    BESIDE,
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS,
+    Metric,
+    Run,
+    read_run,
+)
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18
 NOT_SETTINGS = ("seed", "run_dir", "resume")
-COLUMNS: dict[str, tuple[str, float, int | None]] = {  # metric: title, scale, decimals
-    "central_accuracy": ("test accuracy (%)", 100, 1),
-    "central_f1": ("test F1", 1, 3),
-    "central_auroc": ("test AUROC", 1, 3),
-    "client_accuracy": ("mean client accuracy (%)", 100, 1),
-    "personalised_accuracy": ("after local training (%)", 100, 1),
-    "num_parameters": ("parameters (M)", 1e-6, None),
-    "multiply_adds": ("multiply-adds (M)", 1e-6, None),
-    "search_seconds": ("search (s)", 1, None),
-    "retrain_seconds": ("retrain (s)", 1, None),
-    "traffic_mb": ("traffic (MB)", 1, None),
-    "epsilon": ("epsilon", 1, None),
-    "clients_lost": ("clients lost", 1, None),
-}
+COLUMNS = [metric for metric in METRICS if metric.compared]
 BEST_FILE = "optimization_results.yaml"  # of Hydra's Optuna sweeper, in the folder of a sweep
 
 
@@ -64,9 +59,17 @@ class Group:
     values: dict[str, tuple[float | None, ...]]
     test_seed: bool
 
-    def reached(self, metric: str) -> list[float]:
-        """Return a metric's values without those that were not reached."""
-        return [value for value in self.values[metric] if value is not None]
+    def statistics(self, metric: Metric) -> dict[str, float | None]:
+        """Mean and standard deviation (n - 1) of the values that were reached."""
+        values = [value for value in self.values[metric.name] if value is not None]
+        return {
+            "mean": fmean(values) if values else None,
+            "deviation": stdev(values) if len(values) > 1 else None,
+        }
+
+    def name(self) -> str:
+        """The settings in one line."""
+        return ", ".join(f"{key}={_setting_text(value)}" for key, value in self.settings.items())
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Comparison:
     def titles(self) -> list[str]:
         """Return the table's head."""
         settings = list(self.groups[0].settings) if self.groups else []
-        return [*settings, "seeds", *(title for title, _, _ in COLUMNS.values())]
+        return [*settings, "seeds", *map(_title, COLUMNS)]
 
     def rows(self) -> list[list[str]]:
         """Return one row of text per group; ``(2 of 3)`` marks a mean that lacks a seed."""
@@ -96,10 +99,11 @@ class Comparison:
         for group in self.groups:
             cells = [_setting_text(value) for value in group.settings.values()]
             cells.append(", ".join(str(seed) for seed in group.seeds))
-            for metric, (_, scale, decimals) in COLUMNS.items():
-                values = group.values[metric]
-                text = mean_and_deviation(values, scale=scale, decimals=decimals)
-                unsafe = group.test_seed and metric == "epsilon"
+            for metric in COLUMNS:
+                form = FORMS[metric.unit]
+                values = group.values[metric.name]
+                text = mean_and_deviation(values, scale=form.scale, decimals=form.decimals)
+                unsafe = group.test_seed and metric.name == "epsilon"
                 cells.append(f"{text} ({TEST_SEED})" if unsafe else text)
             rows.append(cells)
         return rows
@@ -150,10 +154,10 @@ def _best_trials(folder: Path) -> list[tuple[dict[str, Any], list[float]]]:
     path = folder / BEST_FILE
     if not path.is_file():
         return []
-    told = read_yaml(path, str(path))
-    if "solutions" in told:
-        return [(trial["params"], trial["values"]) for trial in told["solutions"]]
-    return [(told["best_params"], [told["best_value"]])]
+    results = read_yaml(path, str(path))
+    if "solutions" in results:
+        return [(trial["params"], trial["values"]) for trial in results["solutions"]]
+    return [(results["best_params"], [results["best_value"]])]
 
 
 def _rank(run: Run, trials: Sequence[tuple[dict[str, Any], list[float]]]) -> int:
@@ -275,9 +279,14 @@ def _group(runs: list[Run], shown: list[str]) -> Group:
         settings={name: settings.get(name) for name in shown},
         seeds=tuple(run.config.get("seed") for run in runs),
         folders=tuple(str(run.folder) for run in runs),
-        values={metric: tuple(n[metric] for n in numbers) for metric in COLUMNS},
+        values={metric.name: tuple(n[metric.name] for n in numbers) for metric in COLUMNS},
         test_seed=any(run.privacy and warning_text(run.privacy) for run in runs),
     )
+
+
+def _title(metric: Metric) -> str:
+    """A metric's label with its unit."""
+    return metric.label + FORMS[metric.unit].title
 
 
 def _order(seed: Any) -> tuple[bool, Any]:
@@ -290,26 +299,18 @@ def _setting_text(value: Any) -> str:
     return DASH if value is None else str(value)
 
 
-def _statistics(values: list[float]) -> dict[str, float | None]:
-    return {
-        "mean": fmean(values) if values else None,
-        "deviation": stdev(values) if len(values) > 1 else None,
-    }
-
-
 def _csv(comparison: Comparison) -> str:
     settings = list(comparison.groups[0].settings) if comparison.groups else []
+    titles = [f"{metric.name}_{kind}" for metric in COLUMNS for kind in ("mean", "deviation")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    kinds = ("mean", "deviation")
-    titles = [f"{metric}_{kind}" for metric in COLUMNS for kind in kinds]
     writer.writerow([*map(csv_cell, settings), "seeds", *titles, "test_seed"])
     for group in comparison.groups:
         row = [csv_cell(_setting_text(value)) for value in group.settings.values()]
         row.append(csv_cell(" ".join(str(seed) for seed in group.seeds)))
         for metric in COLUMNS:
-            statistics = _statistics(group.reached(metric))
-            row += ["" if statistics[k] is None else f"{statistics[k]:.8g}" for k in kinds]
+            values = group.statistics(metric).values()
+            row += ["" if value is None else f"{value:.8g}" for value in values]
         writer.writerow([*row, int(group.test_seed)])
     return text.getvalue()
 
@@ -334,68 +335,40 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 
 
 def _html(comparison: Comparison) -> str:
-    """Return one offline page: the table, and a picture of each metric that was reached."""
+    """One offline page: the table, and a picture of each metric that was reached."""
     head, *others = comparison.best or ("Runs side by side",)
-    titles, rows = comparison.titles(), comparison.rows()
-    names = [
-        ", ".join(f"{k}={_setting_text(v)}" for k, v in g.settings.items())
-        for g in comparison.groups
-    ]
-    figures = []
-    for metric, (title, scale, _) in COLUMNS.items():
-        statistics = [_statistics(group.reached(metric)) for group in comparison.groups]
-        if not any(one["mean"] is not None for one in statistics):
-            continue
-        means, deviations = (
-            [None if one[kind] is None else one[kind] * scale for one in statistics]  # type: ignore[operator]
-            for kind in ("mean", "deviation")
-        )
-        marks = {
-            "type": "scatter",
-            "mode": "markers",
-            "x": names,
-            "y": means,
-            "marker": {"size": 9},
-        }
-        layout = axes(x="", y=title)
-        figures.append({"data": [marks | {"error_y": {"array": deviations}}], "layout": layout})
-    cells = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows
-    )
-    return _PAGE.format(
-        head=escape(head),
-        lines="".join(f"<p>{escape(line)}</p>" for line in others),
-        titles="".join(f"<th>{escape(title)}</th>" for title in titles),
-        cells=cells,
-        skipped="".join(
-            f"<li>{escape(f)}: {escape(reason)}</li>" for f, reason in comparison.not_counted
-        ),
-        drawing=(resources.files("fednas_flwr.report") / "page" / "figures.js").read_text(
-            encoding="utf-8"
-        ),
-        figures=json.dumps(figures).replace("<", "\\u003c"),
+    figures = (_figure(comparison.groups, metric) for metric in COLUMNS)
+    return templates.render(
+        "compare.html.j2",
+        head=head,
+        lines=others,
+        titles=comparison.titles(),
+        rows=comparison.rows(),
+        not_counted=comparison.not_counted,
+        drawing=Markup(templates.read_part("figures.js")),
+        figures=templates.as_json([figure for figure in figures if figure is not None]),
     )
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Runs side by side</title>
-<style>body{{font-family:sans-serif;margin:2em}}table{{border-collapse:collapse;display:block;
-overflow-x:auto}}.tip{{position:fixed;background:#222;color:#fff;padding:4px 8px}}
-td,th{{padding:.3em .7em;text-align:right;border-bottom:1px solid #ccc}}
-</style></head>
-<body><h1>{head}</h1>{lines}
-<table><thead><tr>{titles}</tr></thead><tbody>{cells}</tbody></table>
-<p>Mean ± standard deviation over seeds.</p><ul>{skipped}</ul><div id="figures"></div>
-<script>{drawing}
-for (const figure of {figures}) {{
-  const place = document.createElement("div");
-  document.getElementById("figures").append(place);
-  const draw = () => drawFigure(place, figure, {{ width: place.clientWidth, size: 12,
-    text: "#222", rule: "#ddd", ends: ["#eef2f7", "#1f55b5"] }});
-  draw();
-  addEventListener("resize", draw);
-}}</script></body></html>
-"""
+def _figure(groups: Sequence[Group], metric: Metric) -> Figure | None:
+    """Mean and deviation of each group, None where no run has reached the metric."""
+    statistics = [group.statistics(metric) for group in groups]
+    if all(one["mean"] is None for one in statistics):
+        return None
+    scale = FORMS[metric.unit].scale
+    means, deviations = (
+        [None if value is None else value * scale for value in column]
+        for column in zip(*(one.values() for one in statistics), strict=True)
+    )
+    points = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [group.name() for group in groups],
+        "y": means,
+        "marker": {"size": 9},
+        "error_y": {"array": deviations},
+    }
+    return {"data": [points], "layout": axes(x="", y=_title(metric))}
 
 
 def _json(comparison: Comparison) -> str:
@@ -406,7 +379,7 @@ def _json(comparison: Comparison) -> str:
             "folders": group.folders,
             "test_seed": group.test_seed,
             "metrics": {
-                metric: {**_statistics(group.reached(metric)), "values": group.values[metric]}
+                metric.name: group.statistics(metric) | {"values": group.values[metric.name]}
                 for metric in COLUMNS
             },
         }

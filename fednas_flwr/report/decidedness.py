@@ -79,13 +79,12 @@ def edges(snapshots: Sequence[Event]) -> list[Edge]:
 
 def table(found: Sequence[Edge]) -> list[list[str]]:
     """Return the rows of a table of edges, under ``TABLE_HEAD``."""
-    return [
-        [
-            *(edge.kind, edge.label, edge.op, edge.next_op),
-            *(f"{edge.lead:.3f}", _number(edge.spread), "yes" if edge.is_decided else "no"),
-        ]
-        for edge in found
-    ]
+    rows = []
+    for edge in found:
+        words = [edge.kind, edge.label, edge.op, edge.next_op]
+        decided = "yes" if edge.is_decided else "no"
+        rows.append([*words, f"{edge.lead:.3f}", _number(edge.spread), decided])
+    return rows
 
 
 def share(found: Sequence[Edge]) -> str:
@@ -143,8 +142,8 @@ def _edge(
     columns: Sequence[int],
 ) -> Edge:
     """Return an edge from its alphas in each snapshot; ``columns`` are of ops it could have."""
-    own = ops.index(op)
-    second = max((column for column in columns if column != own), key=rows[-1].__getitem__)
-    leads = [row[own] - row[second] for row in rows]
+    first = ops.index(op)
+    second = max((column for column in columns if column != first), key=rows[-1].__getitem__)
+    leads = [row[first] - row[second] for row in rows]
     spread = stdev(leads) if len(leads) > 1 else math.inf
     return Edge(kind, label, op, ops[second], leads[-1], spread)

@@ -9,85 +9,13 @@ from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
+from fednas_flwr.report import templates
 from fednas_flwr.report.quantities import DASH
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import largest, overall
-from fednas_flwr.settings.names import CLIENT, GDP, PERSON, PRV, RDP, RECORD
+from fednas_flwr.settings.names import CLIENT, GDP, PRV, RDP, RECORD
 
 TEST_SEED = "test seed: no privacy"
-_PROTECTED = (
-    "One {what} of one client: epsilon and delta bound how well anyone who sees what the clients "
-    "sent, the server included, can tell whether that {unit} was there. Neighbouring data sets "
-    "differ by one {what} of one client, added or removed."
-)
-_PROTECTED_CLIENT = (
-    "All records of one client: epsilon and delta bound how well anyone who sees the totals that "
-    "the server sees can tell whether that client's records, or none, were behind its replies. "
-    "Neighbouring federations differ in one client, whose updates are replaced by zeros. Who takes "
-    "part is no secret."
-)
-_SEVERAL = " A person with several records is protected less."
-_MECHANISM = (
-    "Every step draws each {unit} with probability p on its own (Poisson sampling), clips what "
-    "each {unit} contributes to a norm, sums, and adds Gaussian noise of the noise multiplier "
-    "times that norm. The client does all of it before anything leaves."
-)
-_MEAN = (
-    " A person contributes the mean of their records; of more records than a micro-batch holds, "
-    "each step draws some."
-)
-_MECHANISM_CLIENT = (
-    "A client trains without noise, and what that changes in the model is clipped to a norm, as "
-    "one contribution. Gaussian noise of the noise multiplier times that norm is in every total "
-    "that the server sees. That the server may ask only some of the clients is not counted in "
-    "their favour."
-)
-_ACCOUNTING = (
-    "Epsilon is what the schedule that the run committed to costs, together with everything booked "
-    "on the same data before, composed per split by the PRV accountant of dp-accounting; {split}, "
-    "so the client's epsilon is that of its worst split. Each client holds the "
-    "server to that schedule, and a Renyi filter over the client's ledger to the client's budget, "
-    "which is also the bound for runs that were chosen after seeing earlier ones."
-)
-_SHARED = (
-    "The noise of {actions} is shared by secure sums: each client adds 1 / h of its variance, h "
-    "being the honest clients among the fewest survivors that its policy allows ({honest}), and "
-    "opens no sum of fewer. Epsilon rests on that: on no more of the survivors helping the server "
-    "than the policies say, on a roster of the clients' own keys, and on X25519, ChaCha20 and "
-    "Ed25519. Against a server that breaks the sums each client's own share is left, with which "
-    "this run alone costs at most ({alone}, {delta:g}). All other releases carry each client's "
-    "whole noise."
-)
-_UNCOUNTED = (
-    "Sites have also released under budgets other than this run's, per {units}. Where that was of "
-    "the same records, epsilon leaves it out."
-)
-_DRAWN = (
-    "A round asks {per_round} of the clients, drawn from the run's seed before its first round. A "
-    "client's epsilon counts the rounds that may ask it, and no others. No amplification by this "
-    "draw is claimed, since the server knows whom it asks; a client that is asked less often than "
-    "another has a smaller epsilon, at the same noise."
-)
-RESUMED = (
-    "The run was resumed: the table of releases holds what was to be released from then on. What "
-    "was released before counts as booked before, and a round that was repeated counts twice."
-)
-NOT_ALL = (
-    "Not all of it was released: the run did not reach all of its rounds, or a client left. "
-    "Epsilon counts all of it."
-)
-SIMULATED = (
-    "The clients were simulated on one machine: each had a policy and a ledger of its own, "
-    "but whoever ran the simulation saw all records."
-)
-OWN_LEDGERS = (
-    "Earlier uses of the same data are not counted: this run made its clients' ledgers. Set "
-    "privacy.sites to a folder that keeps them, and every run on the data adds up."
-)
-GIVEN_GENOTYPE = (
-    "The genotype was given: if it was searched on records of these clients, that search's privacy "
-    "is not part of this statement."
-)
 ACCOUNTANTS = {PRV: "PRV", RDP: "RDP", GDP: "GDP (approximation, no bound)"}
 _MEASURED_BY_CLIENTS = ("train_", "validation_")
 
@@ -98,7 +26,7 @@ def is_noised(metric: str) -> bool:
 
 
 def unit(event: Event) -> str:
-    """Return what every client protects at least one of: ``record``, ``person`` or ``client``.
+    """The unit that every client protects: ``record``, ``person`` or ``client``.
 
     A person is protected at every client only if each protects persons. Older runs know records.
     """
@@ -108,8 +36,8 @@ def unit(event: Event) -> str:
 
 def unit_text(event: Event) -> str:
     """Return the unit of privacy in a few words."""
-    own = unit(event)
-    return f"per {own}, {'zeroed out' if own == CLIENT else 'add/remove'}"
+    protected = unit(event)
+    return f"per {protected}, {'zeroed out' if protected == CLIENT else 'add/remove'}"
 
 
 def sampling_text(event: Event) -> str:
@@ -117,42 +45,41 @@ def sampling_text(event: Event) -> str:
     return "none" if unit(event) == CLIENT else "Poisson"
 
 
+def sentence(name: str, **values: object) -> str:
+    """One of the sentences of ``page/guarantee.j2``, with its values filled in."""
+    return templates.macro("guarantee.j2", name, **values)
+
+
 def promise_texts(event: Event) -> list[str]:
-    """Return what is protected, how, and how it was counted: a paragraph each."""
-    own = unit(event)
-    what = "person with all records" if own == PERSON else RECORD
-    split = f"a {own} lies in one split"
-    texts = [
-        _PROTECTED.format(what=what, unit=own) + ("" if own == PERSON else _SEVERAL),
-        _MECHANISM.format(unit=own) + (_MEAN if own == PERSON else ""),
-    ]
-    if own == CLIENT:
-        texts, split = [_PROTECTED_CLIENT, _MECHANISM_CLIENT], "each release is charged to all"
-    texts.append(_ACCOUNTING.format(split=split))
+    """What is protected, how, and how it was counted: a paragraph each."""
+    protected = unit(event)
+    names = ("protected", "mechanism", "accounting")
+    texts = [sentence(name, unit=protected) for name in names]
     if event.get("drawn"):
-        texts.append(_DRAWN.format(per_round=event["drawn"]["per_round"]))
+        texts.append(sentence("drawn", per_round=event["drawn"]["per_round"]))
     if text := uncounted_text(event["clients"]):
         texts.append(text)
     shared = [release["action"] for release in event["schedule"] if release.get("shared")]
-    told = [client for client in event["clients"] if "alone_epsilon" in client]
-    if shared and told:
-        alone = largest({str(place): client["alone_epsilon"] for place, client in enumerate(told)})
-        honest = sorted({client["honest_sites"] for client in told})
+    clients = [client for client in event["clients"] if "alone_epsilon" in client]
+    if shared and clients:
+        costs = {str(place): client["alone_epsilon"] for place, client in enumerate(clients)}
+        honest = sorted({client["honest_sites"] for client in clients})
         texts.append(
-            _SHARED.format(
+            sentence(
+                "shared",
                 actions=" and ".join(dict.fromkeys(shared)),
                 honest=" or ".join(map(str, honest)),
-                alone=epsilon_text(alone),
-                delta=overall(event)[1],
+                alone=epsilon_text(largest(costs)),
+                delta=f"{overall(event)[1]:g}",
             )
         )
     return texts
 
 
 def uncounted_text(clients: Sequence[Mapping[str, Any]]) -> str:
-    """Return what epsilon leaves out, by what clients say; empty if that is nothing."""
+    """What epsilon leaves out, by what clients say; empty if that is nothing."""
     units = sorted({unit for client in clients for unit in client.get("uncounted", [])})
-    return _UNCOUNTED.format(units=" and per ".join(units)) if units else ""
+    return sentence("uncounted", units=" and per ".join(units)) if units else ""
 
 
 def epsilon_text(epsilon: float | None) -> str:
@@ -186,10 +113,10 @@ def search_text(config: Mapping[str, Any], event: Event | None) -> str:
     """
     if event is not None:
         searches = any(release["stage"] == "search" for release in event["schedule"])
-        told = [client for client in event["clients"] if "search_epsilon" in client]
-        if not searches or not told:  # older runs do not tell
+        clients = [client for client in event["clients"] if "search_epsilon" in client]
+        if not searches or not clients:  # older runs do not tell
             return ""
-        costs = {str(place): client["search_epsilon"] for place, client in enumerate(told)}
+        costs = {str(place): client["search_epsilon"] for place, client in enumerate(clients)}
         epsilon, delta = largest(costs), overall(event)[1]
         return (
             f"private: by itself it costs at most ({epsilon_text(epsilon)}, {delta:g}) "
@@ -248,7 +175,9 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
     head += ["expected batch", "rate p", "steps, at most"]
     rows = [
         [
-            *(release["stage"], release["action"], ", ".join(release["splits"])),
+            release["stage"],
+            release["action"],
+            ", ".join(release["splits"]),
             f"{release['noise_multiplier']:g}{' (of the sum)' if release.get('shared') else ''}",
             f"{release['max_grad_norm']:g}",
             "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",
@@ -293,7 +222,7 @@ def client_table(
 
 
 def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
-    """Return what a client's filter counts as spent of its budget: ``2.90 of 8``."""
+    """The part of a client's budget that its filter counts as spent: ``2.90 of 8``."""
     number = client["client"]
     used = epsilon_text(spent[number]) if number in spent else DASH
     return f"{used} of {client['budget']['epsilon']:g}"

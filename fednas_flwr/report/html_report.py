@@ -7,17 +7,22 @@ script, the figures' JSON and the cells' SVG are put in as they are, and none of
 holds text that a client wrote.
 """
 
-import json
 from collections import Counter
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.report import decidedness, exploration, guarantee, plots, score_tables, texts
+from fednas_flwr.report import (
+    decidedness,
+    exploration,
+    guarantee,
+    plots,
+    score_tables,
+    templates,
+    texts,
+)
 from fednas_flwr.report.cells import cell_svg
 from fednas_flwr.report.quantities import DASH, rounds_text
 from fednas_flwr.runs.numbers import CONFIG_FILE, Run, read_run
@@ -60,67 +65,29 @@ def render_report(run_folder: Path) -> str:
     figures |= {name: figure for name, figure in optional.items() if figure is not None}
     steps = {kind: shown["steps"] for kind, shown in alphas["kinds"].items()}
     cells = _cells(genotype)
-    splits = texts.split_rows(partition)
     context = {
         "run": run,
-        "title": texts.title(run),
-        "started": texts.started_text(run),
-        "attempts": len(run.attempts()),
-        "tiles": texts.tiles(run),
-        "facts": texts.facts(run),
+        "texts": texts,
+        "score_tables": score_tables,
+        "decidedness": decidedness,
+        "edges": edges,
+        "partition": partition,
+        "exploration_rows": exploration.cost_rows(run),
         "config_text": _config_text(run),
         "stages": stages,
         "cells": [(kind, picture) for kind, picture, _ in cells],
         "narrow_cells": all(width <= WIDEST_IN_PAIRS for _, _, width in cells),
         "alphas": alphas,
-        "decided_text": decidedness.text(edges),
-        "decided_head": decidedness.TABLE_HEAD,
-        "decided_rows": decidedness.table(edges),
-        "splits": splits,
-        "partition_text": texts.partition_text(partition, declared=run.is_private),
         "privacy": _privacy(run),
-        "accuracy_text": f"{texts.simpler_text(run)} {texts.accuracy_text(run)}".strip(),
-        "score_tables": score_tables.tables(run),
-        "positive_text": score_tables.positive_text(run),
-        "calibration_text": score_tables.calibration_text(run),
-        "use": texts.use_rows(run),
-        "column_head": texts.COLUMN_HEAD,
-        "columns": texts.column_rows(run),
-        "times": texts.time_rows(run),
-        "traffic_rows": texts.traffic_rows(run),
-        "exploration_rows": exploration.cost_rows(run),
-        "exported": texts.exported_text(run),
-        "group_head": texts.GROUP_HEAD,
-        "groups": texts.group_rows(run),
-        "baseline_head": texts.BASELINE_HEAD,
-        "baselines": texts.baseline_rows(run),
-        "baselines_text": texts.baselines_text(run),
-        "failures": texts.failure_rows(run),
-        "failure_text": texts.failure_text(run),
-        "answered_text": texts.answered_text(run),
-        "origin": "found" if run.rounds("search") else "given",
         "warnings": warnings.most_common(),
         "figures": figures,
-        "figures_json": _json(figures),
-        "alphas_json": _json({"rounds": alphas["rounds"], "kinds": steps}),
-        "style": Markup(read_part("style.css")),
-        "script": Markup(read_part("script.js")),
-        "drawing": Markup(read_part("figures.js")),
+        "figures_json": templates.as_json(figures),
+        "alphas_json": templates.as_json({"rounds": alphas["rounds"], "kinds": steps}),
+        "style": Markup(templates.read_part("style.css")),
+        "script": Markup(templates.read_part("script.js")),
+        "drawing": Markup(templates.read_part("figures.js")),
     }
-    context["sections"] = _sections(context)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.from_string(read_part("report.html.j2")).render(context)
-
-
-def read_part(name: str) -> str:
-    """Return a file of ``page/``: template, style or script."""
-    return (resources.files("fednas_flwr.report") / "page" / name).read_text(encoding="utf-8")
-
-
-def _json(value: object) -> Markup:
-    """Return JSON that cannot end the script element it stands in."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c"))
+    return templates.render("report.html.j2", **context)
 
 
 def _config_text(run: Run) -> str:
@@ -191,7 +158,7 @@ def _privacy(run: Run) -> dict[str, Any]:
         spent = run.privacy_spent()
         tables = [  # name, how many columns of words come first, head, rows
             (
-                "What is released, at most" + resumed * ", since the run was resumed",
+                f"What is released, at most{', since the run was resumed' if resumed else ''}",
                 3,
                 *guarantee.release_table(event),
             ),
@@ -221,25 +188,3 @@ def _cells(genotype: dict[str, Any] | None) -> list[tuple[str, Markup, int]]:
             width = int(picture.split(' width="', 1)[1].split('"', 1)[0])
             cells.append((kind, Markup(picture), width))
     return cells
-
-
-def _sections(context: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return id and name of the sections that the page will have, in order."""
-    figures = context["figures"]
-    candidates = [
-        ("use", "Use this model", context["use"]),
-        ("run", "What was run", True),
-        *((stage["name"], texts.STAGES[stage["name"]], True) for stage in context["stages"]),
-        ("groups", "Groups", context["groups"]),
-        ("baselines", "Worth of the search", context["baselines"]),
-        ("cells", "Cells", context["cells"]),
-        ("alphas", "Architecture parameters", context["alphas"]["kinds"]),
-        ("partition", "Who holds what", context["splits"] or "partition" in figures),
-        ("privacy", "Privacy", context["privacy"]),
-        ("scores", "Scores", context["score_tables"]),
-        ("accuracy", "Accuracy per client", "clients" in figures),
-        ("cost", "Time and traffic", context["times"] or context["traffic_rows"]),
-        ("model", "Model", context["exported"]),
-        ("failures", "Failures and warnings", True),
-    ]
-    return [(section, name) for section, name, shown in candidates if shown]

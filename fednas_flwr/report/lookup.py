@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.report.console import table_console
+from fednas_flwr.report.terminal import table_console
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import Run
 

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.base.foreign import mapped, markdown, terminal
-from fednas_flwr.report import guarantee, score_tables
-from fednas_flwr.report.comparison import markdown_table
-from fednas_flwr.report.quantities import DASH, count, duration, num_bytes, percent, score
-from fednas_flwr.report.texts import (
-    COLUMN_HEAD,
-    NUMBERS,
-    column_rows,
-    cost,
-    privacy_notes,
-    settings_text,
-    title,
-)
-from fednas_flwr.runs.events import Event, records_of
-from fednas_flwr.runs.numbers import EVENTS_FILE, Run, overall, read_run
+from fednas_flwr.base.foreign import terminal
+from fednas_flwr.report import guarantee, score_tables, templates, texts
+from fednas_flwr.report.quantities import count, duration, percent
+from fednas_flwr.runs.events import records_of
+from fednas_flwr.runs.numbers import EVENTS_FILE, SCORES, Run, overall, read_run
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
-HUB_METRICS = {"accuracy": "central_accuracy", "f1": "central_f1", "roc_auc": "central_auroc"}
 PUBLISHED = "snapshot_download('<user>/<model>')"  # of huggingface_hub
 SETTINGS = ("algorithm", "search_space", "retrain", "privacy")
 
@@ -41,8 +33,8 @@ def write_model_card(run_folder: Path) -> Path:
     Raises:
         FileNotFoundError: The folder holds no events.jsonl.
     """
-    run = read_run(run_folder)
-    return write_atomically(run_folder / "MODEL_CARD.md", _card(run, _quoted(str(run_folder))))
+    place = json.dumps(str(run_folder), ensure_ascii=False)
+    return write_atomically(run_folder / "MODEL_CARD.md", _card(read_run(run_folder), place))
 
 
 def card_of(run_folder: Path) -> str:
@@ -79,7 +71,7 @@ def export_model(run_folder: Path, to: Path) -> list[Path]:
 
 
 def _metadata(run: Run) -> ModelCardData:
-    """Return what the Hugging Face Hub reads of a card; it needs results to have a model's name."""
+    """The head of a card for the Hugging Face Hub, which needs results to have a model's name."""
     from huggingface_hub import EvalResult, ModelCardData
 
     inputs = (run.last("exported") or {}).get("inputs") or {}
@@ -90,14 +82,14 @@ def _metadata(run: Run) -> ModelCardData:
             task_type=task,
             dataset_type=terminal(_name(run, "dataset")),
             dataset_name=terminal(_name(run, "dataset")),
-            metric_type=metric,
-            metric_value=numbers[name],
+            metric_type=score.hub,
+            metric_value=numbers[f"central_{score.name}"],
         )
-        for metric, name in HUB_METRICS.items()
-        if numbers[name] is not None
+        for score in SCORES
+        if score.hub and numbers[f"central_{score.name}"] is not None
     ]
     return ModelCardData(
-        model_name=terminal(title(run)),
+        model_name=terminal(texts.title(run)),
         library_name="fednas_flwr",
         pipeline_tag=task,
         tags=["federated-learning", "neural-architecture-search", "onnx"],
@@ -106,61 +98,24 @@ def _metadata(run: Run) -> ModelCardData:
 
 
 def _card(run: Run, place: str) -> str:
-    """Return the card; ``place`` is what the model is loaded from.
-
-    All text of the run is escaped before a sentence is made of it: it may be a stranger's.
-    """
-    run = replace(run, config=mapped(run.config, markdown), events=mapped(run.events, markdown))
-    sections = [
-        _heading(run),
-        _data(run),
-        _training(run),
-        _results(run),
-        _inputs(run),
-        _loading(run, place),
-        _limits(run),
-        _privacy(run),
-    ]
-    return "\n\n".join(filter(None, sections)) + "\n"
-
-
-def _inputs(run: Run) -> str:
-    """Return what the exported model takes."""
-    inputs = (run.last("exported") or {}).get("inputs")
-    if not inputs:
-        return ""
-    lines = ["## What it takes and gives", ""]
-    if inputs["schema"]:
-        lines += markdown_table(COLUMN_HEAD, column_rows(run))
-        lines += [
-            "",
-            "A missing number or date counts as the mean; a missing or unknown category belongs to "
-            "none. Dates are days since 1970 in model.onnx, and 2024-05-31 or 31.5.2024 elsewhere.",
-        ]
-    else:
-        channels, height, width = inputs["shape"]
-        lines.append(
-            f"Images [N, {channels}, {height}, {width}], uint8 from 0 to 255, or in Python float "
-            "from 0 to 1; files of any size are resized (bilinear). Normalisation is inside: "
-            f"mean {_numbers(inputs['mean'])}, deviation {_numbers(inputs['std'])}."
-        )
-    classes = ", ".join(inputs["class_names"])
-    gives = f"It gives a label and probabilities (softmax) of the classes {classes}."
-    if inputs.get("multi_label"):
-        gives = (
-            f"A record can have several of the labels {classes}, or none: it gives the probability "
-            "(sigmoid) of each, and those from 1/2 on."
-        )
-    lines += ["", gives]
-    return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _numbers(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values)
+    """The card; ``place`` is what the model is loaded from."""
+    text = templates.render(
+        "card.md.j2",
+        run=run,
+        texts=texts,
+        score_tables=score_tables,
+        count=count,
+        space=_name(run, "search_space"),
+        results=_results(run),
+        place=Markup(place),
+        published=place == PUBLISHED,
+        accuracies=_accuracies(run),
+        privacy=_privacy(run),
+        **_data(run),
+        **_training(run),
+        **_exported(run),
+    )
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def _name(run: Run, group: str) -> str:
@@ -168,81 +123,38 @@ def _name(run: Run, group: str) -> str:
     return str(value["name"]) if isinstance(value, dict) and "name" in value else "not recorded"
 
 
-def _heading(run: Run) -> str:
-    numbers = run.numbers()
-    text = (
-        f"# {markdown(title(run))}\n\n{_origin(run)} The records stayed with the clients. "
-        "Made by fednas_flwr."
-    )
-    if numbers["num_parameters"] is not None:
-        text += f"\n\n{count(numbers['num_parameters'])} parameters"
-        if numbers["multiply_adds"] is not None:
-            text += f", {count(numbers['multiply_adds'])} multiply-adds for one example"
-        text += "."
-    predicted, compared = cost(run)
-    if compared:
-        text += f" Predicted cost: {predicted} ({compared})."
-    if run.status != "completed":
-        text += f"\n\n**The run is {run.status}**{': ' + run.reason if run.reason else ''}."
-    return text
-
-
-def _origin(run: Run) -> str:
-    """Return what was searched for and trained, as far as the run came."""
-    if run.of_kind("groups"):
-        return "Classifiers of groups of clients: the folder of each group has a card of its own."
-    searched = (
-        f"searched for by several clients together (search space {_name(run, 'search_space')})"
-    )
-    trained = bool(run.rounds("retrain"))
-    if run.rounds("search"):
-        if not trained:
-            return f"An architecture {searched}; its weights were not trained."
-        return (
-            f"A classifier whose architecture was {searched} and whose weights they then trained "
-            "together."
-        )
-    if not trained:
-        return "Nothing was searched for or trained."
-    return "A classifier of a given architecture, whose weights several clients trained together."
-
-
-def _data(run: Run) -> str:
+def _data(run: Run) -> dict[str, Any]:
     event = run.last("partition") or {}
-    (clients, parts), names = records_of(event), event.get("class_names") or []
-    lines = ["## Data and parties", "", f"- data set: {_name(run, 'dataset')}"]
-    if clients:
-        sizes = ", ".join(f"{size:,} {part}" for part, size in parts.items())
-        how = settings_text(run.config, "partition") if "partition" in run.config else ""
-        split = f", split by {how}," if how else ""
-        declared = ", as they declare" if run.is_private else ""
-        lines.append(f"- {clients:,} clients{split} with together {sizes} records{declared}")
-    if event.get("server_test"):
-        lines.append(f"- test set held by the server: {event['server_test']:,} records")
-    if names:
-        word = "labels, of which a record can have several" if run.multi_label else "classes"
-        lines.append(f"- {len(names)} {word}: {', '.join(str(name) for name in names)}")
-    return "\n".join(lines)
+    (clients, parts), classes = records_of(event), event.get("class_names") or []
+    return {
+        "dataset": _name(run, "dataset"),
+        "clients": f"{clients:,}" if clients else "",
+        "partition": texts.settings_text(run.config, "partition")
+        if "partition" in run.config
+        else "",
+        "sizes": ", ".join(f"{size:,} {part}" for part, size in parts.items()),
+        "server_test": f"{event['server_test']:,}" if event.get("server_test") else "",
+        "classes": classes,
+        "class_names": ", ".join(map(str, classes)),
+    }
 
 
-def _training(run: Run) -> str:
-    settings = run.settings
-    if not settings:
-        return ""
+def _training(run: Run) -> dict[str, Any]:
+    settings, started = run.settings, run.last("run_started") or {}
     rows = [
         [f"{group}.{key}" if key else group, text]
         for group in SETTINGS
         for key, text in _flat(settings.get(group))
     ]
-    rows += [[label, str(settings[key])] for key, label in NUMBERS.items() if settings.get(key)]
-    started = run.last("run_started") or {}
-    versions = started.get("versions") or {}
-    made = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines = ["## Search and training", "", *markdown_table(["setting", "value"], rows), ""]
-    lines.append(
-        f"Versions: {made or 'not recorded'}; commit {started.get('commit') or 'unknown'}."
-    )
-    return "\n".join([*lines, "All settings: config.yaml; all rounds: events.jsonl, report.html."])
+    rows += [
+        [label, str(settings[key])] for key, label in texts.NUMBERS.items() if settings.get(key)
+    ]
+    versions = (started.get("versions") or {}).items()
+    return {
+        "settings": rows,
+        "versions": ", ".join(f"{name} {version}" for name, version in versions) or "not recorded",
+        "commit": started.get("commit") or "unknown",
+    }
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -253,116 +165,62 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     ]
 
 
-def _results(run: Run) -> str:
-    numbers = run.numbers()
-    stages = run.stage_seconds()
-    traffic = numbers["traffic_mb"]
-    noised = ", noised by them" if run.is_private else ""
-    rows = [
-        ["accuracy on the server's test set", percent(numbers["central_accuracy"])],
-        [
-            "F1 on it",
-            score(numbers["central_f1"]),
-        ],
-        ["AUROC on it", score(numbers["central_auroc"])],
-        [f"mean accuracy on the clients' test parts{noised}", percent(numbers["client_accuracy"])],
-        ["the same after local training", percent(numbers["personalised_accuracy"])],
-        ["linear model on the same data", percent(numbers["linear_accuracy"])],
-        ["F1 of the linear model", score(numbers["linear_f1"])],
-        ["AUROC of the linear model", score(numbers["linear_auroc"])],
-        ["boosted trees on the same data", percent(numbers["trees_accuracy"])],
-        ["F1 of the boosted trees", score(numbers["trees_f1"])],
-        ["AUROC of the boosted trees", score(numbers["trees_auroc"])],
-        *([f"time of {name}", duration(seconds)] for name, seconds in stages.items()),
-        ["traffic, both directions", num_bytes(None if traffic is None else traffic * 1e6)],
-        ["dropped replies", str(len(run.failures()))],
-        *([f"client {e['client']} left the run", str(e["reason"])] for e in run.departures()),
+def _results(run: Run) -> list[tuple[str, str]]:
+    """Label and text of all that the run measured, and of the clients that failed it."""
+    return [
+        *texts.scores(run),
+        *((f"time of {name}", duration(seconds)) for name, seconds in run.stage_seconds().items()),
+        *texts.reached(run, ["traffic_mb"]),
+        ("dropped replies", str(len(run.failures()))),
+        *((f"client {e['client']} left the run", str(e["reason"])) for e in run.departures()),
     ]
-    reached = [row for row in rows if row[1] != DASH]
-    lines = ["## Results", "", *markdown_table(["result", "value"], reached)]
-    if tables := score_tables.tables(run):
-        lines += ["", score_tables.positive_text(run)]
-    for name, head, body in tables:
-        lines += ["", f"### {name}", "", *markdown_table(head, body)]
-    if text := score_tables.calibration_text(run):
-        lines += ["", text]
-    return "\n".join(lines)
 
 
-def _loading(run: Run, place: str) -> str:
-    exported = (run.last("exported") or {}).get("files") or []
-    if not exported:
-        return ""
-    fetched = "from huggingface_hub import snapshot_download\n" * (place == PUBLISHED)
-    return (
-        f"## How to use it\n\n```python\nfrom fednas_flwr import load\n{fetched}\n"
-        f"model = load({place})  # takes raw data: normalisation and classes are inside\n"
-        'print(model.predict("data").labels)  # arrays, a DataFrame, or a path\n```\n\n'
-        f"Files: {', '.join(exported)}."
-    )
+def _exported(run: Run) -> dict[str, Any]:
+    """The exported files, and what the model in them takes and gives."""
+    exported = run.last("exported") or {}
+    inputs = exported.get("inputs") or {}
+    return {
+        "files": ", ".join(exported.get("files") or []),
+        "inputs": inputs,
+        "labels": ", ".join(inputs.get("class_names", ())),
+        "mean": _numbers(inputs.get("mean", ())),
+        "std": _numbers(inputs.get("std", ())),
+    }
 
 
-def _limits(run: Run) -> str:
-    lines = [
-        "## Limits",
-        "",
-        _seed_limit(run),
-    ]
-    known = [client["accuracy"] for client in run.client_results()]
-    if known:
-        noised = " with the noise that they added" if run.is_private else ""
-        lines.append(
-            "- Clients differ: the accuracy on their own test parts runs from "
-            f"{percent(min(known))} to {percent(max(known))}{noised}."
-        )
-    return "\n".join(lines)
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
 
 
-def _seed_limit(run: Run) -> str:
-    if run.last("evaluated") is None:
-        return "- It was not evaluated."
-    architecture = "another architecture and " if run.rounds("search") else ""
-    return (
-        "- It was evaluated only on data like its training data, with the seed above; another seed "
-        f"gives {architecture}another accuracy."
-    )
+def _accuracies(run: Run) -> list[str]:
+    """The lowest and the highest accuracy of the clients, empty where none has sent one."""
+    accuracies = [client["accuracy"] for client in run.client_results()]
+    return [percent(min(accuracies)), percent(max(accuracies))] if accuracies else []
 
 
-def _privacy(run: Run) -> str:
-    event = run.privacy
-    if not run.is_private:
-        paragraphs = [
-            "none: this run makes no differential-privacy claim. Records stayed with the clients, "
-            "but what they sent and the model itself may reveal something about them."
-        ]
-    elif event is None:
-        paragraphs = ["No client has accepted a schedule of this run yet: no epsilon is known."]
-    else:
-        warning = guarantee.warning_text(event)
-        paragraphs = [f"**{warning}**"] if warning else []
-        paragraphs += [
-            "\n".join(_promises(run, event)),
-            "\n".join(markdown_table(*guarantee.release_table(event))),
-            *privacy_notes(run),
-            *guarantee.promise_texts(event),
-        ]
-    return "\n\n".join(["## Privacy", *paragraphs])
-
-
-def _promises(run: Run, event: Event) -> list[str]:
-    """Return the lines of a table with the one (epsilon, delta) of each client."""
-    spent = run.privacy_spent()
-    head = ["client", "(epsilon, delta)", "unit", "spent of budget (filter)"]
-    rows = []
+def _privacy(run: Run) -> dict[str, Any]:
+    """Tables and paragraphs of a private run with an accepted schedule."""
+    event, spent = run.privacy, run.privacy_spent()
+    if event is None:
+        return {}
+    promises = []
     for client in event["clients"]:
-        epsilon, delta = overall({"clients": [client]})
+        alone = {"clients": [client]}
+        epsilon, delta = overall(alone)
         pair = f"({guarantee.epsilon_text(epsilon)}, {delta:g})"
-        rows.append(
+        promises.append(
             [
                 str(client["client"]),
                 pair if guarantee.is_secure(client) else f"none ({guarantee.TEST_SEED})",
-                guarantee.unit_text({"clients": [client]}),
+                guarantee.unit_text(alone),
                 guarantee.spent_text(client, spent),
             ]
         )
-    return markdown_table(head, rows)
+    return {
+        "warning": guarantee.warning_text(event),
+        "head": ["client", "(epsilon, delta)", "unit", "spent of budget (filter)"],
+        "promises": promises,
+        "releases": guarantee.release_table(event),
+        "texts": [*texts.privacy_notes(run), *guarantee.promise_texts(event)],
+    }

@@ -1,9 +1,11 @@
 """Numbers as a person reads them: counts, shares, bytes, durations. None becomes a dash."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from fednas_flwr.runs.numbers import Unit
 from fednas_flwr.settings.names import QUANTILES
 
 DASH = "–"
@@ -55,6 +57,11 @@ def _scaled(value: float, units: Sequence[str]) -> str:
     return f"{value:.0f}{unit}"
 
 
+def megabytes(value: float | None) -> str:
+    """Return megabytes of 10^6 bytes as :func:`num_bytes` does."""
+    return num_bytes(None if value is None else value * 1e6)
+
+
 def duration(seconds: float | None) -> str:
     """Return seconds as ``8.2 s``, ``3:05 min`` or ``2:10 h``."""
     if seconds is None:
@@ -90,3 +97,30 @@ def mean_and_deviation(
     if len(reached) > 1:
         text += f" ± {abs(scale) * stdev(reached):.{decimals}f}"
     return text if len(reached) == len(values) else f"{text} ({len(reached)} of {len(values)})"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A unit's numbers for readers.
+
+    Attributes:
+        text: Writes one number.
+        title: The unit at the head of a column of numbers, with the blank before it.
+        scale: Factor of the numbers of such a column.
+        decimals: Of such numbers; None for three significant digits.
+    """
+
+    text: Callable[[float | None], str]
+    title: str = ""
+    scale: float = 1
+    decimals: int | None = None
+
+
+FORMS: dict[Unit, Form] = {
+    "share": Form(percent, " (%)", scale=100, decimals=1),
+    "score": Form(score, decimals=3),
+    "count": Form(count, " (M)", scale=1e-6),
+    "seconds": Form(duration, " (s)"),
+    "megabytes": Form(megabytes, " (MB)"),
+    "number": Form(count),
+}

@@ -5,29 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from fednas_flwr.report import plots
-from fednas_flwr.report.quantities import DASH, count, percent, quantiles, score
-from fednas_flwr.runs.numbers import Run
+from fednas_flwr.report.quantities import DASH, FORMS, count, quantiles, score
+from fednas_flwr.runs.numbers import SCORES, Run
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Table = tuple[str, list[str], list[list[str]]]  # name, head, rows
 
-NAMES = {
-    "accuracy": "accuracy",
-    "f1": "F1",
-    "auroc": "AUROC",
-    "average_precision": "average precision",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-}
-PER_CLASS = {
-    "precision": "precision",
-    "recall": "recall",
-    "f1": "F1",
-    "auroc": "AUROC",
-    "average_precision": "average precision",
+PER_CLASS = {"precision": "precision", "recall": "recall"} | {
+    score.name: score.label
+    for score in SCORES
+    if score.name in ("f1", "auroc", "average_precision")
 }
 MODELS = {"central": "the network", "linear": "linear model", "trees": "boosted trees"}
-MOST_CLASSES = 30  # of which a confusion matrix is shown
+MOST_CLASSES = 30  # with more there is no confusion matrix
 
 
 _RETRAINED_ON = ", which most algorithms also retrain on."
@@ -39,14 +29,14 @@ def positive_text(run: Run) -> str:
     central = (run.last("evaluated") or {}).get("central") or {}
     names = (run.last("partition") or {}).get("class_names") or []
     positive, threshold = central.get("positive"), central.get("threshold")
-    several = run.multi_label
+    several, share = run.multi_label, _SHARE if run.multi_label else ""
     if positive is None or positive >= len(names):
         over = "labels" if several else "classes"
-        return f"F1, AUROC and average precision are plain means over the {over}.{_SHARE * several}"
+        return f"F1, AUROC and average precision are plain means over the {over}.{share}"
     text = (
         f"F1, AUROC, average precision, sensitivity and specificity are of the "
         f"{'label' if several else 'class'} {names[positive]} (set by evaluation.positive=<class>)."
-        f"{_SHARE * several}"
+        f"{share}"
     )
     if threshold is not None:
         text += (
@@ -67,14 +57,14 @@ def score_table(run: Run) -> Table | None:
         return None
     shown = [model for model, values in measured.items() if values]
     rows = []
-    for name, label in NAMES.items():
-        if central.get(name) is None:
+    for kind in SCORES:
+        if central.get(kind.name) is None:
             continue
-        low_high = (central.get("intervals") or {}).get(name)
-        text = percent if name == "accuracy" else score
+        low_high = (central.get("intervals") or {}).get(kind.name)
+        text = FORMS[kind.unit].text
         interval = f"{text(low_high[0])} to {text(low_high[1])}" if low_high else DASH
-        others = [text(measured[model].get(name)) for model in shown[1:]]
-        rows.append([label, text(central[name]), interval, *others])
+        others = [text(measured[model].get(kind.name)) for model in shown[1:]]
+        rows.append([kind.label, text(central[kind.name]), interval, *others])
     rows += [
         [name, score(value), DASH, *[DASH] * (len(shown) - 1)]
         for name, value in (central.get("own") or {}).items()
@@ -116,26 +106,27 @@ def confusion_table(run: Run) -> Table | None:
 def client_table(run: Run) -> Table | None:
     """Return the scores on each client's own test records, where clients tell them."""
     clients = run.client_results()
-    shown = [name for name in NAMES if any(client.get(name) is not None for client in clients)]
-    if shown in ([], ["accuracy"]):
+    shown = [s for s in SCORES if any(client.get(s.name) is not None for client in clients)]
+    if shown in ([], [SCORES[0]]):
         return None
     if len(clients) > MOST_SHOWN:
-        known = {name: [c[name] for c in clients if c.get(name) is not None] for name in shown}
-        known["num_examples"] = [c["num_examples"] for c in clients]
-        columns = {name: quantiles(values) for name, values in known.items()}
+        names = [*(kind.name for kind in shown), "num_examples"]
+        values = {n: [c[n] for c in clients if c.get(n) is not None] for n in names}
+        columns = {name: quantiles(known) for name, known in values.items()}
         clients = [
-            {"client": f"{share:.0%} of clients", **{n: own[i] for n, own in columns.items()}}
+            {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in columns.items()}}
             for i, share in enumerate(QUANTILES)
         ]
     rows = [
         [
             str(client["client"]),
-            *((percent if n == "accuracy" else score)(client.get(n)) for n in shown),
+            *(FORMS[kind.unit].text(client.get(kind.name)) for kind in shown),
             count(client.get("num_examples")),
         ]
         for client in clients
     ]
-    return "Each client's own test records", ["client", *(NAMES[n] for n in shown), "records"], rows
+    head = ["client", *(kind.label for kind in shown), "records"]
+    return "Each client's own test records", head, rows
 
 
 def tables(run: Run) -> list[Table]:
@@ -146,24 +137,26 @@ def tables(run: Run) -> list[Table]:
 
 def calibration_text(run: Run) -> str:
     """Return the expected calibration error, empty where it was not measured."""
-    found = ((run.last("evaluated") or {}).get("central") or {}).get("calibration")
-    if not found:
+    calibration = _calibration(run)
+    if not calibration:
         return ""
     predicted = "what is predicted of each label" if run.multi_label else "the predicted class"
     return (
-        f"Expected calibration error: {100 * found['expected_error']:.1f} points between the "
+        f"Expected calibration error: {100 * calibration['expected_error']:.1f} points between the "
         f"probability of {predicted} and how often it is right."
     )
 
 
+def _calibration(run: Run) -> dict[str, Any]:
+    return ((run.last("evaluated") or {}).get("central") or {}).get("calibration") or {}
+
+
 def reliability(run: Run) -> plots.Figure | None:
     """Return accuracy over confidence, with the diagonal of a calibrated model."""
-    found: dict[str, Any] | None = ((run.last("evaluated") or {}).get("central") or {}).get(
-        "calibration"
-    )
-    if not found or not found["bins"]:
+    calibration = _calibration(run)
+    if not calibration.get("bins"):
         return None
-    confidence, accuracy, numbers = zip(*found["bins"], strict=True)
+    confidence, accuracy, numbers = zip(*calibration["bins"], strict=True)
     layout = plots.axes(x="probability of what is predicted", y="share that is right")
     for axis in ("xaxis", "yaxis"):
         layout[axis] |= {"range": [0, 1.02], "tickformat": ".0%"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fednas_flwr.report.guarantee import is_noised
 from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.numbers import SCORES
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -30,9 +31,8 @@ class Scalars:
         if event["event"] == "privacy":
             self._is_private = True
         elif event["event"] == "round":
-            noised = {name: is_noised(name) and self._is_private for name in event["metrics"]}
             scalars = {
-                **{n + "_noised" * noised[n]: value for n, value in event["metrics"].items()},
+                **{self._name(metric): value for metric, value in event["metrics"].items()},
                 "seconds": event["seconds"],
                 "mb_sent": _megabytes(event.get("bytes_sent")),
                 "mb_received": _megabytes(event.get("bytes_received")),
@@ -40,12 +40,15 @@ class Scalars:
             return [(event["stage"], _known(scalars), event["round"])]
         elif event["event"] == "evaluated":
             scalars = {
-                f"{name}_{metric}": (event.get(name) or {}).get(metric)
-                for name in ("central", "linear")
-                for metric in ("accuracy", "f1", "auroc")
+                f"{model}_{score.name}": (event.get(model) or {}).get(score.name)
+                for score in SCORES
+                for model in score.models
             }
             return [("evaluate", _known(scalars), 0)]
         return []
+
+    def _name(self, metric: str) -> str:
+        return f"{metric}_noised" if self._is_private and is_noised(metric) else metric
 
 
 class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):

@@ -33,14 +33,21 @@ from fednas_flwr.report.guarantee import (
     sampling_text,
     warning_text,
 )
-from fednas_flwr.report.quantities import DASH, count, duration, percent, rounds_text, score
-from fednas_flwr.report.texts import STAGES, simpler_text
+from fednas_flwr.report.quantities import DASH, count, duration, percent, rounds_text
+from fednas_flwr.report.texts import STAGES, reached, scores, simpler_text
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import Run, read_run
 
 RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
 SECONDS_BETWEEN_LINES = 5.0
+PIPE_WIDTH = 200  # characters of a line that goes to a file or a pipe
+
+
+def table_console() -> Console:
+    """Standard output, as wide as its terminal; a file or a pipe is wide enough."""
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -222,28 +229,13 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     table = Table(show_header=False, title=f"run {run.status}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
-    numbers = run.numbers()
-    stages = run.stage_seconds()
-    privacy, noised = run.privacy, ", noised" if run.is_private else ""
+    stages, privacy = run.stage_seconds(), run.privacy
     left = len(run.departures())
     rows = [
-        ("network, server's test set", percent(numbers["central_accuracy"])),
-        ("network without its linear skip", percent(numbers["accuracy_without_skip"])),
-        ("its linear skip alone", percent(numbers["accuracy_without_cells"])),
-        ("network, F1 on it", score(numbers["central_f1"])),
-        ("network, AUROC on it", score(numbers["central_auroc"])),
-        (f"network, mean over clients{noised}", percent(numbers["client_accuracy"])),
-        ("the same after local training", percent(numbers["personalised_accuracy"])),
+        *scores(run),
         *group_accuracies(run),
-        *((f"baseline {own.folder.name}", percent(own.accuracy())) for own in run.baselines()),
-        ("linear model", percent(numbers["linear_accuracy"])),
-        ("linear model, F1", score(numbers["linear_f1"])),
-        ("linear model, AUROC", score(numbers["linear_auroc"])),
-        ("boosted trees", percent(numbers["trees_accuracy"])),
-        ("boosted trees, F1", score(numbers["trees_f1"])),
-        ("boosted trees, AUROC", score(numbers["trees_auroc"])),
-        ("parameters", count(numbers["num_parameters"])),
-        ("multiply-adds", count(numbers["multiply_adds"])),
+        *((f"baseline {b.folder.name}", percent(b.accuracy())) for b in run.baselines()),
+        *reached(run, ["num_parameters", "multiply_adds"]),
         ("edges decided", decidedness.share(decidedness.edges(run.alphas()))),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
         ("client failures", count(len(run.failures()))),

@@ -6,7 +6,7 @@ Each returns text or rows of text for the template, empty where the run holds no
 import json
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -17,9 +17,9 @@ from fednas_flwr.report.guarantee import (
     unit_text,
     warning_text,
 )
-from fednas_flwr.report.quantities import DASH, count, duration, num_bytes, percent, score
+from fednas_flwr.report.quantities import DASH, FORMS, count, duration, num_bytes, percent
 from fednas_flwr.runs.events import Event, clients_of
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, Run, overall
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, METRICS, SCORES, Run, Score, overall
 from fednas_flwr.settings.names import LINEAR, QUANTILES, SPLITS
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
@@ -41,19 +41,12 @@ NUMBERS = {
 NOISED_TEXT = (
     "Clients added noise to what they measured, so it can be below 0, or an accuracy above 100 %."
 )
+_STEPS = ("local_epochs", "batch_size", "local_steps", "sampling_rate", "expected_batch_size")
+_SIZES = ("channels", "num_cells", "skeleton", "candidates", "width", "widths")
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
-    "algorithm": (
-        *("network", "rule", "reduce", "sampler", "local_epochs", "batch_size"),
-        *("local_steps", "sampling_rate", "expected_batch_size"),  # private
-    ),
-    "search_space": (
-        *("channels", "num_cells", "skeleton", "candidates", "width"),
-        *("widths", "head", "activation", "norm"),
-    ),
-    "retrain": (
-        *("rounds", "channels", "num_cells", "local_epochs", "batch_size"),
-        *("local_steps", "sampling_rate", "expected_batch_size"),  # private
-    ),
+    "algorithm": ("network", "rule", "reduce", "sampler", *_STEPS),
+    "search_space": (*_SIZES, "head", "activation", "norm"),
+    "retrain": ("rounds", "channels", "num_cells", *_STEPS),
 }
 
 
@@ -80,92 +73,120 @@ def started_text(run: Run) -> str:
     return f"started {first:%Y-%m-%d %H:%M} UTC · {duration(run.total_seconds())}"
 
 
+def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
+    """Label and text of each metric of these names that the run has reached."""
+    rows = []
+    for metric in METRICS:
+        value = metric.read(run)
+        if metric.name in names and value is not None:
+            noised = ", noised" if run.is_private and metric.name == "client_accuracy" else ""
+            rows.append((metric.label + noised, FORMS[metric.unit].text(value)))
+    return rows
+
+
+def scores(run: Run) -> list[tuple[str, str]]:
+    """Label and text of all that says how good the run's model and simpler ones are."""
+    return reached(run, [metric.name for metric in METRICS if metric.is_score])
+
+
 def tiles(run: Run) -> list[dict[str, str]]:
     """Return label, value and note of each big number that the run reached."""
+    notes = _notes(run)
+    shown = [
+        (metric.label, FORMS[metric.unit].text(metric.read(run)), notes.get(metric.name, ""))
+        for metric in METRICS
+        if metric.tile
+    ]
+    shown += [
+        ("predicted cost", *cost(run)),
+        _epsilon_tile(run),
+        ("time", duration(run.total_seconds()), "all stages"),
+        _failures_tile(run),
+    ]
+    return [
+        {"label": label[0].upper() + label[1:], "value": value, "note": note}
+        for label, value, note in shown
+        if value != DASH
+    ]
+
+
+def _notes(run: Run) -> dict[str, str]:
+    """What stands below the tiles of metrics, by their names."""
     numbers, evaluated = run.numbers(), run.last("evaluated") or {}
-    privacy, noised = run.privacy, "noised, " if run.is_private else ""
-    central, linear = numbers["central_accuracy"], numbers["linear_accuracy"]
-    mean_client = numbers["client_accuracy"]
-    best = run.accuracy()
-    examples = (evaluated.get("central") or {}).get("num_examples")
+    central, total = evaluated.get("central") or {}, evaluated.get("total")
+    noised = "noised, " if run.is_private else ""
+    clients, drawn = run.config.get("clients"), run.config.get("sampling")
+    of_all = f" drawn of {clients:,}" if drawn else ""
+    tested = f"{noised}test parts of {len(run.client_results())} clients{of_all}"
+    if total:
+        tested = f"{noised}test parts of {total['sites']} clients as one, by a secure sum"
+    best, linear = run.accuracy(), numbers["linear_accuracy"]
     gain = ""
     if best is not None and linear is not None:
         gain = f"network {100 * (best - linear):+.1f} points"
-    linear_f1 = numbers["linear_f1"]
-    positive = (evaluated.get("central") or {}).get("positive")
-    names = (run.last("partition") or {}).get("class_names") or []
+    names, positive = (
+        (run.last("partition") or {}).get("class_names") or [],
+        central.get("positive"),
+    )
     word, words = ("label", "labels") if run.multi_label else ("class", "classes")
-    f1_note = f"mean over the {words}" if positive is None else f"of the {word} {names[positive]}"
-    f1_note += "" if linear_f1 is None else f"; linear model {score(linear_f1)}"
-    f1_note += _of_trees(numbers["trees_f1"])
-    linear_auroc = numbers["linear_auroc"]
-    auroc_note = "likewise"
-    auroc_note += "" if linear_auroc is None else f"; linear model {score(linear_auroc)}"
-    auroc_note += _of_trees(numbers["trees_auroc"])
-    drawn = f" drawn of {run.config['clients']:,}" if run.config.get("sampling") else ""
-    tested = f"{noised}test parts of {len(run.client_results())} clients{drawn}"
-    if total := evaluated.get("total"):
-        tested = f"{noised}test parts of {total['sites']} clients as one, by a secure sum"
-    traffic = numbers["traffic_mb"]
-    epsilon, delta = overall(privacy) if privacy else (None, 0.0)
-    unit = f"at delta {delta:g}, {unit_text(privacy)}" if privacy else ""
-    if privacy and warning_text(privacy):
-        unit = TEST_SEED
-    parties = Counter(failure["client"] for failure in run.failures())
-    left = len(run.departures())
-    troubles = [f"by {len(parties)} client{'s' if len(parties) > 1 else ''}"] if parties else []
-    troubles += [f"{left} client{'s' if left > 1 else ''} left"] if left else []
-    tiles = [
-        ("Test accuracy", percent(central), f"server's test set, {count(examples)} records"),
-        (
-            "Without its skip",
-            percent(numbers["accuracy_without_skip"]),
-            f"the cells alone; the linear skip alone {percent(numbers['accuracy_without_cells'])}",
-        ),
-        ("Test F1", score(numbers["central_f1"]), f1_note),
-        ("Test AUROC", score(numbers["central_auroc"]), auroc_note),
-        ("Mean over clients", percent(mean_client), tested),
-        ("Predicted cost", *cost(run)),
-        (
-            "After local training",
-            percent(numbers["personalised_accuracy"]),
-            "mean over clients, each on its own test part",
-        ),
-        ("Linear model", percent(linear), gain),
-        ("Boosted trees", percent(numbers["trees_accuracy"]), "on the same pooled records"),
-        ("Epsilon", epsilon_text(epsilon) if privacy else DASH, unit),
-        ("Parameters", count(numbers["num_parameters"]), "of the network"),
-        ("Multiply-adds", count(numbers["multiply_adds"]), "for one example"),
-        ("Time", duration(run.total_seconds()), "all stages"),
-        ("Traffic", num_bytes(None if traffic is None else traffic * 1e6), "both directions"),
-        (
-            "Failures",
-            str(sum(parties.values())),
-            ", ".join(troubles) or answered_text(run),
-        ),
+    over = f"mean over the {words}" if positive is None else f"of the {word} {names[positive]}"
+    alone = percent(numbers["accuracy_without_cells"])
+    return {
+        **{f"central_{score.name}": _beside(numbers, score, over) for score in SCORES},
+        "central_accuracy": f"server's test set, {count(central.get('num_examples'))} records",
+        "accuracy_without_skip": f"the cells alone; the linear skip alone {alone}",
+        "client_accuracy": tested,
+        "personalised_accuracy": "mean over clients, each on its own test part",
+        "linear_accuracy": gain,
+        "trees_accuracy": "on the same pooled records",
+        "num_parameters": "of the network",
+        "multiply_adds": "for one example",
+        "traffic_mb": "both directions",
+    }
+
+
+def _beside(numbers: dict[str, float | None], score: Score, over: str) -> str:
+    """The classes that a score is of, and what simpler models reach by it."""
+    simpler = {"linear model": f"linear_{score.name}", "boosted trees": f"trees_{score.name}"}
+    others = [
+        f"{model} {FORMS[score.unit].text(numbers[name])}"
+        for model, name in simpler.items()
+        if numbers.get(name) is not None
     ]
-    keys = ("label", "value", "note")
-    return [dict(zip(keys, tile, strict=True)) for tile in tiles if tile[1] != DASH]
+    return "; ".join([over, *others])
 
 
-def _of_trees(value: float | None) -> str:
-    return "" if value is None else f"; boosted trees {score(value)}"
+def _epsilon_tile(run: Run) -> tuple[str, str, str]:
+    event = run.privacy
+    if event is None:
+        return "epsilon", DASH, ""
+    epsilon, delta = overall(event)
+    unit = f"at delta {delta:g}, {unit_text(event)}"
+    return "epsilon", epsilon_text(epsilon), TEST_SEED if warning_text(event) else unit
+
+
+def _failures_tile(run: Run) -> tuple[str, str, str]:
+    failures, left = run.failures(), len(run.departures())
+    parties = len({failure["client"] for failure in failures})
+    troubles = [f"by {parties} client{'s' if parties > 1 else ''}"] if parties else []
+    troubles += [f"{left} client{'s' if left > 1 else ''} left"] if left else []
+    return "failures", str(len(failures)), ", ".join(troubles) or answered_text(run)
 
 
 def cost(run: Run) -> tuple[str, str]:
     """Return the derived network's predicted cost and what it compares with; a dash without."""
-    found = (run.last("derived") or {}).get("cost")
-    if not found:
+    cost = (run.last("derived") or {}).get("cost")
+    if not cost:
         return DASH, ""
 
     def amount(value: float) -> str:
-        return f"{value:.3g} ms" if found["unit"] == "ms" else f"{count(value)} multiply-adds"
+        return f"{value:.3g} ms" if cost["unit"] == "ms" else f"{count(value)} multiply-adds"
 
-    text = f"target {amount(found['target'])}"
-    if found["measured"] is not None:
-        ratio = found["predicted"] / found["measured"]
-        text += f"; measured {amount(found['measured'])} on {found['machine']}, ratio {ratio:.2f}"
-    return amount(found["predicted"]), text
+    text = f"target {amount(cost['target'])}"
+    if cost["measured"] is not None:
+        ratio = cost["predicted"] / cost["measured"]
+        text += f"; measured {amount(cost['measured'])} on {cost['machine']}, ratio {ratio:.2f}"
+    return amount(cost["predicted"]), text
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -218,15 +239,14 @@ def privacy_notes(run: Run) -> list[str]:
     runtime = run.config.get("runtime")
     simulated = isinstance(runtime, dict) and runtime.get("name") in ("inline", "ray")
     privacy = run.config.get("privacy")
-    own_ledgers = simulated and not (isinstance(privacy, dict) and privacy.get("sites"))
-    resumed = len(run.of_kind("privacy")) > 1
-    return [
-        *([guarantee.RESUMED] if resumed else []),
-        *([guarantee.NOT_ALL] if run.privacy is not None and not _released_all(run) else []),
-        *([guarantee.SIMULATED] if simulated else []),
-        *([guarantee.OWN_LEDGERS] if own_ledgers else []),
-        *([guarantee.GIVEN_GENOTYPE] if run.config.get("genotype") else []),
-    ]
+    holds = {
+        "resumed": len(run.of_kind("privacy")) > 1,
+        "unfinished": run.privacy is not None and not _released_all(run),
+        "simulated": simulated,
+        "new_ledgers": simulated and not (isinstance(privacy, dict) and privacy.get("sites")),
+        "genotype_from_elsewhere": bool(run.config.get("genotype")),
+    }
+    return [guarantee.sentence(name) for name, is_so in holds.items() if is_so]
 
 
 def _released_all(run: Run) -> bool:
@@ -240,7 +260,7 @@ def _released_all(run: Run) -> bool:
 
 
 def answered_text(run: Run) -> str:
-    """Return what a run without failures says of its clients' answers."""
+    """A sentence on the answers of the clients of a run without failures."""
     any_round = any(run.rounds(stage) for stage in STAGES) or run.of_kind("groups")
     return "every client answered" if any_round else "no round has finished"
 
@@ -298,23 +318,23 @@ def accuracy_text(run: Run) -> str:
 
 def simpler_text(run: Run) -> str:
     """Return a sentence on the simpler models that the network is no better than; empty if none."""
-    numbers, own = run.numbers(), run.accuracy()
+    numbers, accuracy = run.numbers(), run.accuracy()
     trained = {baseline.folder.name: baseline.accuracy() for baseline in run.baselines()}
     simpler = {
         "a linear model on the same input": trained.get(LINEAR, numbers["linear_accuracy"]),
         "its linear skip alone": numbers["accuracy_without_cells"],
         "boosted trees": numbers["trees_accuracy"],
     }
-    if own is None:
+    if accuracy is None:
         return ""
     as_good = [
-        f"{name} ({percent(accuracy)})"
-        for name, accuracy in simpler.items()
-        if accuracy is not None and accuracy >= own
+        f"{name} ({percent(other)})"
+        for name, other in simpler.items()
+        if other is not None and other >= accuracy
     ]
     if not as_good:
         return ""
-    return f"The network ({percent(own)}) is no better than {' and '.join(as_good)}."
+    return f"The network ({percent(accuracy)}) is no better than {' and '.join(as_good)}."
 
 
 def time_rows(run: Run) -> list[tuple[str, str, float]]:
@@ -361,7 +381,7 @@ def column_rows(run: Run) -> list[list[str]]:
     rows = {}
     for column in (c for c in inputs["schema"] if c["kind"] != "category"):
         mean, std = next(pairs)
-        also = ", with a feature that says if it is missing" * column["indicator"]
+        also = ", with a feature that says if it is missing" if column["indicator"] else ""
         rows[column["name"]] = [column["name"], column["kind"] + also, f"{mean:.6g}, {std:.6g}"]
     for column in (c for c in inputs["schema"] if c["kind"] == "category"):
         rows[column["name"]] = [column["name"], f"one of {', '.join(column['categories'])}", DASH]
@@ -398,7 +418,7 @@ def exported_text(run: Run) -> str:
 
 
 def failure_text(run: Run) -> str:
-    """Return what clients left the run, and whose replies were dropped most often."""
+    """The clients that left the run, and those whose replies were dropped most often."""
     counts = Counter(failure["client"] for failure in run.failures())
     named = [f"client {client}: {times}" for client, times in counts.most_common(5)]
     more = f" and {len(counts) - 5} more clients" if len(counts) > 5 else ""
@@ -418,8 +438,9 @@ def failure_rows(run: Run) -> list[list[str]]:
     return [*left, *(row(event, str(event["reason"])) for event in run.failures())]
 
 
-GROUP_HEAD = ["clients", "ended", "test accuracy", "mean over clients", "after local training"]
-GROUP_HEAD += ["parameters", "multiply-adds", "time"]
+_OF_GROUPS = ("central_accuracy", "client_accuracy", "personalised_accuracy")
+GROUP_METRICS = [m for m in METRICS if m.name in _OF_GROUPS or m.unit == "count"]
+GROUP_HEAD = ["clients", "ended", *(metric.label for metric in GROUP_METRICS), "time"]
 
 
 BASELINES = {  # what they are, by the first part of their names
@@ -453,10 +474,10 @@ def baseline_rows(run: Run) -> list[tuple[str, str, list[str]]]:
 
 
 def baselines_text(run: Run) -> str:
-    """Return what the baselines are, and how they were trained."""
-    own = " Each had a ledger of its own, so all epsilon, as no real site would give."
+    """A sentence on the baselines and how they were trained."""
+    paid = " Each had a ledger of its own, so all epsilon, as no real site would give."
     if (run.config.get("privacy") or {}).get("baseline_share"):
-        own = (
+        paid = (
             " Sites paid for each of them besides, by equal parts of privacy.baseline_share; its "
             "epsilon is that of all that they have released by then."
         )
@@ -469,7 +490,7 @@ def baselines_text(run: Run) -> str:
         )
     return (
         "Networks that were not searched, with the same retraining, clients and records: "
-        f"{', '.join(kinds)}.{retrained}" + (own if run.is_private else "")
+        f"{', '.join(kinds)}.{retrained}" + (paid if run.is_private else "")
     )
 
 
@@ -478,15 +499,10 @@ def group_rows(run: Run) -> list[tuple[str, str, list[str]]]:
     latest = {event["group"]: event for event in run.of_kind("group_finished")}
     rows = []
     for name, event in sorted(latest.items()):
-        numbers = event["results"]
         values = [
             ", ".join(map(str, event["clients"])),
             event["status"] if event["reason"] is None else str(event["reason"]),
-            percent(numbers["central_accuracy"]),
-            percent(numbers["client_accuracy"]),
-            percent(numbers["personalised_accuracy"]),
-            count(numbers["num_parameters"]),
-            count(numbers["multiply_adds"]),
+            *(FORMS[m.unit].text(event["results"][m.name]) for m in GROUP_METRICS),
             duration(event["seconds"]),
         ]
         rows.append((name, f"./{event['folder']}/report.html", values))

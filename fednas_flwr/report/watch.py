@@ -53,7 +53,7 @@ class Page:
     """
 
     def __init__(self, run_folder: Path) -> None:
-        """See the class."""
+        """Make no page yet."""
         self._folder = run_folder
         self._lock = threading.Lock()
         self._version, self._html = "", ""

@@ -43,7 +43,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        """See the class."""
+        """Make the folder and remove files that a killed process has left."""
         self.path = path
         self._warn = warn
         path.mkdir(parents=True, exist_ok=True)

@@ -5,11 +5,11 @@ methods of `Run`, so that they cannot disagree. A number that the run did not re
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.runs.events import Event, latest_rounds, read_events, records_of
@@ -20,13 +20,66 @@ BASELINES_FOLDER, VARIANTS_FOLDER = BESIDE = ("baselines", "variants")  # runs b
 EVENTS_FILE = "events.jsonl"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
-METRICS = (
-    *(SEARCH_LOSS, "central_accuracy", "central_f1", "central_auroc", "client_accuracy"),
-    *("personalised_accuracy", "linear_accuracy", "linear_f1", "linear_auroc", "num_parameters"),
-    *("multiply_adds", "search_seconds", "retrain_seconds", "exchanges", "traffic_mb", "epsilon"),
-    "clients_lost",
-)
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
+
+
+Unit = Literal["share", "score", "count", "seconds", "megabytes", "number"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score of a model on test records.
+
+    Attributes:
+        name: Its key in an ``evaluated`` event.
+        label: Its name on pages.
+        unit: What it is measured in.
+        hub: Its name on the Hugging Face Hub, in the metadata of a model card.
+        models: The models whose scores stand among the results of a run; on the report's tables
+            of scores each model has all that it was measured by.
+    """
+
+    name: str
+    label: str
+    unit: Unit = "score"
+    hub: str = ""
+    models: tuple[str, ...] = ("central", "linear", "trees")
+
+
+SCORES = (
+    Score("accuracy", "accuracy", "share", hub="accuracy"),
+    Score("f1", "F1", hub="f1"),
+    Score("auroc", "AUROC", hub="roc_auc"),
+    Score("average_precision", "average precision", models=("central",)),
+    Score("sensitivity", "sensitivity", models=()),
+    Score("specificity", "specificity", models=()),
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A result of a run: on the terminal, the page, the card, in comparisons and sweeps.
+
+    Attributes:
+        name: Its key in :meth:`Run.numbers`, JSON and CSV files, and ``sweep.metric``.
+        label: Its name for readers, the same everywhere.
+        unit: What it is measured in; larger shares and scores are better, and less of all else.
+        read: What measures it.
+        tile: Whether the page shows it as a tile.
+        compared: Whether several runs are compared by it.
+    """
+
+    name: str
+    label: str
+    unit: Unit
+    read: Callable[["Run"], float | None]
+    tile: bool = True
+    compared: bool = True
+
+    @property
+    def is_score(self) -> bool:
+        """True if it says how good a model is."""
+        return self.unit in ("share", "score")
 
 
 @dataclass(frozen=True)
@@ -149,11 +202,10 @@ class Run:
 
     def _clients_text(self, planned: int) -> int | str:
         """Return how many clients took part, and how many of them left."""
-        names = {event["stage"] for event in self.of_kind("round")}
-        seen = {c for n in names for e in self.rounds(n) for c in e.get("clients") or {}}
-        told = len(seen) or records_of(self.last("partition") or {})[0]
+        seen = {client for event in self._all_rounds() for client in event.get("clients") or {}}
+        number = len(seen) or records_of(self.last("partition") or {})[0]
         left = len(self.departures())
-        text = f"{told} of {planned}" if told != planned else str(planned)
+        text = f"{number} of {planned}" if number != planned else str(planned)
         return f"{text}, {left} left before the end" if left else text
 
     @property
@@ -162,7 +214,7 @@ class Run:
         return self.last("privacy")
 
     def privacy_spent(self) -> dict[int, float | None]:
-        """Return what each client's filter counts as spent since the newest ``privacy`` event."""
+        """The epsilon that each client's filter has counted since the newest ``privacy`` event."""
         spent: dict[int, float | None] = {}
         for event in self.events:
             if event["event"] == "privacy":
@@ -239,15 +291,14 @@ class Run:
 
         None of runs whose rounds do not all say it.
         """
-        told = [event.get("bytes_dense") for event in self.rounds(stage)]
-        known = [number for number in told if number is not None]
-        return sum(known) if known and len(known) == len(told) else None
+        sizes = [event.get("bytes_dense") for event in self.rounds(stage)]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known and len(known) == len(sizes) else None
 
     def accuracy(self) -> float | None:
         """Return the test accuracy, by the clients where no server tests."""
-        numbers = self.numbers()
-        central = numbers["central_accuracy"]
-        return numbers["client_accuracy"] if central is None else central
+        central = ((self.last("evaluated") or {}).get("central") or {}).get("accuracy")
+        return self.client_accuracy() if central is None else float(central)
 
     def baselines(self) -> list["Run"]:
         """Return the runs of networks that this one's is compared with, by name."""
@@ -255,7 +306,7 @@ class Run:
         return [read_run(file.parent) for file in folders]
 
     def metric(self, name: str) -> float | None:
-        """Return one of :data:`METRICS`; None where the run has not measured it."""
+        """Read one of :data:`METRICS`, or the search's loss; None where it was not measured."""
         if name != SEARCH_LOSS:
             return self.numbers()[name]
         rounds = self.rounds("search")
@@ -265,51 +316,43 @@ class Run:
     def numbers(self) -> dict[str, float | None]:
         """Return the run's results by name.
 
-        Accuracies are shares of 1; F1 and the like are of the positive class, else the mean;
-        ``client_accuracy`` is the plain mean over clients, or with secure sums the accuracy over
-        all clients' test records; ``personalised_accuracy`` is the mean after
-        each has trained the network on its own records; ``exchanges`` and ``traffic_mb``, both
-        directions in 10^6 bytes, count all rounds; ``epsilon`` is the largest of all clients and
-        splits, by the PRV accountant, and None without privacy; ``clients_lost`` counts those that
-        have failed to answer once or more, or have left.
+        Accuracies are shares of 1; F1 and the like are of the positive class, else the mean.
         """
-        evaluated = self.last("evaluated") or {}
-        derived = self.last("derived") or {}
-        stages = self.stage_seconds()
-        names = {event["stage"] for event in self.of_kind("round")}
-        exchanges = [e["exchanges"] for n in names for e in self.rounds(n) if "exchanges" in e]
-        accuracies = [client["accuracy"] for client in self.client_results()]
-        total = evaluated.get("total") or {}  # of a secure sum
+        return {metric.name: metric.read(self) for metric in METRICS}
+
+    def client_accuracy(self) -> float | None:
+        """The mean accuracy over clients, or that of all their records by a secure sum."""
+        total = (self.last("evaluated") or {}).get("total") or {}
         if "accuracy" in total:
-            accuracies = [total["accuracy"]]
-        personalised = [c["accuracy"] for c in evaluated.get("personalised") or []]
-        central, linear, trees = (
-            evaluated.get(name) or {} for name in ("central", "linear", "trees")
-        )
-        return {
-            "central_accuracy": central.get("accuracy"),
-            "accuracy_without_skip": central.get("without_skip"),
-            "accuracy_without_cells": central.get("without_cells"),
-            "central_f1": central.get("f1"),
-            "central_auroc": central.get("auroc"),
-            "central_average_precision": central.get("average_precision"),
-            "client_accuracy": fmean(accuracies) if accuracies else None,
-            "personalised_accuracy": fmean(personalised) if personalised else None,
-            "linear_accuracy": linear.get("accuracy"),
-            "linear_f1": linear.get("f1"),
-            "linear_auroc": linear.get("auroc"),
-            "trees_accuracy": trees.get("accuracy"),
-            "trees_f1": trees.get("f1"),
-            "trees_auroc": trees.get("auroc"),
-            "num_parameters": derived.get("num_parameters"),
-            "multiply_adds": derived.get("multiply_adds"),
-            "search_seconds": stages.get("search"),
-            "retrain_seconds": stages.get("retrain"),
-            "exchanges": sum(exchanges) if exchanges else None,
-            "traffic_mb": sum(sum(self.traffic(name)) for name in names) / 1e6 if names else None,
-            "epsilon": overall(self.privacy)[0] if self.privacy else None,
-            "clients_lost": len({e["client"] for e in self.failures() + self.departures()}),
-        }
+            return float(total["accuracy"])
+        return _mean_accuracy(self.client_results())
+
+    def personalised_accuracy(self) -> float | None:
+        """The mean accuracy after each client has trained the network on its own records."""
+        return _mean_accuracy((self.last("evaluated") or {}).get("personalised") or [])
+
+    def epsilon(self) -> float | None:
+        """The largest epsilon of all clients and splits, by the PRV accountant."""
+        return overall(self.privacy)[0] if self.privacy else None
+
+    def exchanges(self) -> int | None:
+        """The number of exchanges with clients in all rounds."""
+        exchanges = [e["exchanges"] for e in self._all_rounds() if "exchanges" in e]
+        return sum(exchanges) if exchanges else None
+
+    def traffic_mb(self) -> float | None:
+        """The megabytes of all rounds, in both directions."""
+        stages = {event["stage"] for event in self.of_kind("round")}
+        return sum(sum(self.traffic(stage)) for stage in stages) / 1e6 if stages else None
+
+    def clients_lost(self) -> int:
+        """The number of clients that have failed to answer once or more, or have left."""
+        return len({event["client"] for event in self.failures() + self.departures()})
+
+    def _all_rounds(self) -> list[Event]:
+        """Return the rounds of all stages, each once."""
+        stages = {event["stage"] for event in self.of_kind("round")}
+        return [event for stage in stages for event in self.rounds(stage)]
 
     def _of_final_rounds(self, kind: str) -> list[Event]:
         """Return the events of a kind that has rounds, without those of rounds repeated later."""
@@ -319,6 +362,76 @@ class Run:
             events = [e for e in events if (e["stage"], e["round"]) not in redone]
             events += [e for e in attempt if e["event"] == kind]
         return events
+
+
+def _evaluated(model: str, score: str) -> Callable[[Run], float | None]:
+    return lambda run: ((run.last("evaluated") or {}).get(model) or {}).get(score)
+
+
+def _derived(key: str) -> Callable[[Run], float | None]:
+    return lambda run: (run.last("derived") or {}).get(key)
+
+
+def _seconds(stage: str) -> Callable[[Run], float | None]:
+    return lambda run: run.stage_seconds().get(stage)
+
+
+def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
+    """List the scores of one model; of a simpler one the page has the first alone as a tile."""
+    return [
+        Metric(
+            f"{model}_{score.name}",
+            f"{prefix} {score.label}",
+            score.unit,
+            _evaluated(model, score.name),
+            tile=model == "central" or score == SCORES[0],
+            compared=compared,
+        )
+        for score in SCORES
+        if model in score.models
+    ]
+
+
+METRICS = [
+    *_scores("central", "test", compared=True),
+    Metric(
+        "accuracy_without_skip",
+        "accuracy without its linear skip",
+        "share",
+        _evaluated("central", "without_skip"),
+        compared=False,
+    ),
+    Metric(
+        "accuracy_without_cells",
+        "accuracy of its linear skip alone",
+        "share",
+        _evaluated("central", "without_cells"),
+        tile=False,
+        compared=False,
+    ),
+    Metric("client_accuracy", "mean accuracy over clients", "share", Run.client_accuracy),
+    Metric(
+        "personalised_accuracy",
+        "accuracy after local training",
+        "share",
+        Run.personalised_accuracy,
+    ),
+    *_scores("linear", "linear model,", compared=False),
+    *_scores("trees", "boosted trees,", compared=False),
+    Metric("num_parameters", "parameters", "count", _derived("num_parameters")),
+    Metric("multiply_adds", "multiply-adds", "count", _derived("multiply_adds")),
+    Metric("search_seconds", "time of search", "seconds", _seconds("search"), tile=False),
+    Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain"), tile=False),
+    Metric("exchanges", "exchanges", "number", Run.exchanges, tile=False, compared=False),
+    Metric("traffic_mb", "traffic", "megabytes", Run.traffic_mb),
+    Metric("epsilon", "epsilon", "number", Run.epsilon, tile=False),
+    Metric("clients_lost", "clients lost", "number", Run.clients_lost, tile=False),
+]
+
+
+def _mean_accuracy(clients: list[Event]) -> float | None:
+    accuracies = [client["accuracy"] for client in clients]
+    return fmean(accuracies) if accuracies else None
 
 
 def _in_steps(group: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
@@ -353,7 +466,7 @@ def is_complete(run_folder: Path) -> bool:
 
 
 def is_whole(run_folder: Path) -> bool:
-    """Return whether a folder holds a completed run of which no group of clients has failed."""
+    """Return whether a folder holds a completed run without a failed group of clients."""
     if not is_complete(run_folder):
         return False
     ends = {event["group"]: event for event in read_run(run_folder).of_kind("group_finished")}

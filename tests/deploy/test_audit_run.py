@@ -17,7 +17,7 @@ import pytest
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
+from fednas_flwr.cli.commands import INCONCLUSIVE, RUN_FAILED
 from fednas_flwr.client import agreement
 from fednas_flwr.deploy import audit_run as audit
 from fednas_flwr.deploy.audit_run import audit_run

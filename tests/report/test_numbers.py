@@ -6,15 +6,15 @@ import pytest
 from fednas_flwr.report.quantities import DASH
 from fednas_flwr.report.texts import traffic_rows
 from fednas_flwr.runs.events import EventLog
-from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.runs.numbers import METRICS, read_run
 
-METRICS = (
+NAMES = (
     "central_accuracy",
-    "accuracy_without_skip",
-    "accuracy_without_cells",
     "central_f1",
     "central_auroc",
     "central_average_precision",
+    "accuracy_without_skip",
+    "accuracy_without_cells",
     "client_accuracy",
     "personalised_accuracy",
     "linear_accuracy",
@@ -39,11 +39,18 @@ def test_numbers_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     assert run.status == "completed"
     assert run.config["algorithm"] == {"name": "fed_darts", "alpha_lr": 3e-4}
     numbers = run.numbers()
-    assert tuple(numbers) == METRICS
+    assert tuple(numbers) == NAMES
     assert (numbers["central_f1"], numbers["linear_f1"]) == (0.625, 0.5)
     assert numbers["client_accuracy"] == pytest.approx(0.8)
     assert numbers["traffic_mb"] == pytest.approx(5 * 3.0)
     assert (numbers["search_seconds"], numbers["retrain_seconds"]) == (4.5, 3.0)
+
+
+def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_better() -> None:
+    assert len({metric.label for metric in METRICS}) == len(NAMES)
+    scores = {metric.name for metric in METRICS if metric.is_score}
+    models = ("accuracy", "central", "client", "linear", "personalised", "trees")
+    assert scores == {name for name in NAMES if name.startswith(models)} - {"clients_lost"}
 
 
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from flwr.cli.build import build_fab_from_files
 from fednas_flwr.deploy.bundle import bundle_files
 
 ROOT = Path(__file__).parents[2]
-PAGE = ["report.html.j2", "style.css", "script.js", "figures.js"]
+TEMPLATES = ["report.html.j2", "card.md.j2", "compare.html.j2", "guarantee.j2"]
+VERBATIM = ["style.css", "script.js", "figures.js"]  # stand in the page as they are
 FROM_A_BUNDLE = """
 import sys
 from pathlib import Path
@@ -50,7 +51,8 @@ def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed: Path) -> N
         ]
         assert files
         assert missing == []
-    assert all((installed / "fednas_flwr" / "report" / "page" / n).is_file() for n in PAGE)
+    page = installed / "fednas_flwr" / "report" / "page"
+    assert all((page / name).is_file() for name in TEMPLATES + VERBATIM)
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
@@ -73,7 +75,7 @@ def test_what_runs_from_a_bundle_finds_the_page_in_the_installed_package(
     assert Path(package).is_relative_to(installed)
     html = Path(report).read_text(encoding="utf-8")
     page = installed / "fednas_flwr" / "report" / "page"
-    for name in PAGE[1:]:
+    for name in VERBATIM:
         assert (page / name).read_text(encoding="utf-8") in html
 
 

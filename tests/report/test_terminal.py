@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fednas_flwr.cli.outcomes import fail
+from fednas_flwr.cli.commands import fail
 from fednas_flwr.report.comparison import compare_runs, print_comparison
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.terminal import ProgressDisplay, print_summary
@@ -147,7 +147,7 @@ def test_a_private_run_with_a_test_seed_is_warned_of_at_start_and_end(
     assert table["(epsilon, delta)"] == "(5.11, 1e-05) per record, add/remove"
     assert table["accountant, sampling"] == "PRV, Poisson"
     assert table["warning"] == "test seed: no privacy"
-    assert table["network, mean over clients, noised"] == "49.0 %"
+    assert table["mean accuracy over clients, noised"] == "49.0 %"
     assert table["clients that left"] == "1"
 
 
