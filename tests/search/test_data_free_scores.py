@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,28 +27,18 @@ from fednas_flwr.search.data_free_scores import (
     zen,
 )
 from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.dp_cells import DARTSOpsSpace, DPCellSpace
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS
-from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space, from_arch_string
 
-SIZES = {"input_shape": (3, 9, 9), "num_classes": 5}
-NB201 = NASBench201Space(**SIZES, channels=4, num_cells=1)
+from ..small_spaces import SPACES as SMALL
+from ..small_spaces import WITH_ZERO
+
 SPACES = {
-    "darts": DARTSSpace(**SIZES, channels=4, num_cells=3),
-    "nasbench201": NB201,
-    "nasbench201_group": NASBench201Space(**SIZES, channels=4, num_cells=1, norm="group"),
-    "mlp": MLPSpace(input_shape=(7,), num_classes=5, channels=8, num_cells=2),
-    "dp_cells": DPCellSpace(**SIZES, widths=(4, 4, 8), head=8),
-    "dp_cells_darts": DARTSOpsSpace(**SIZES, widths=(4, 4, 8), head=8),
-    "mbconv": MBConvSpace(
-        **SIZES, skeleton=SKELETONS["small"], width=0.5, candidates=CANDIDATES["proxyless"]
-    ),
+    name: space if name == "mlp" else replace(space, input_shape=(3, 9, 9))
+    for name, space in {**SMALL, "mbconv": WITH_ZERO}.items()
 }
-
-
+NB201 = SPACES["nasbench201"]
+SPACES["nasbench201_group"] = replace(NB201, norm="group")
 COUNTED = ("synflow", "parameters", "multiply_adds", "zen")
 
 

@@ -17,8 +17,8 @@ from fednas_flwr.search.gates import alpha_gradient, draw_paths
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Descent
 from fednas_flwr.search.proxyless import gate_gradient
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import Skeleton
+
+from ..small_spaces import PATH_SPACE
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
@@ -232,15 +232,8 @@ def test_alphas_have_the_rules_gradient_of_the_steps_batches(rule, net, records,
 
 @pytest.mark.parametrize("mode", ["two", "full"])
 def test_gates_are_of_the_validation_batch(mode):
-    space = MBConvSpace(
-        input_shape=(2, 4, 4),
-        num_classes=3,
-        skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
-        candidates=("mbconv2_3x3", "mbconv3_3x3", "zero"),
-        norm="group",
-    )
     with seeded(1, "supernet"):
-        supernet = space.supernet().double().train()
+        supernet = PATH_SPACE.supernet().double().train()
     generator = make_generator(0, "batches")
     train, validation = (
         (

@@ -25,22 +25,15 @@ from fednas_flwr.search.optimizer_step import (
 from fednas_flwr.search.proxyless import SampledPaths, search_paths
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.dp_cells import DPCellSpace
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import Skeleton
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.space import SearchSpace
+
+from ..small_spaces import PATH_SPACE
 
 ALPHAS = Adam(0.05, weight_decay=1e-3)
 STEPS = 3  # of a request
 MLP = MLPSpace(input_shape=(4,), num_classes=3, channels=8, num_cells=2)
 CELLS = DPCellSpace(input_shape=(2, 6, 5), num_classes=3, widths=(4, 4, 8), head=8)
-MBCONV = MBConvSpace(
-    input_shape=(2, 4, 4),
-    num_classes=3,
-    skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
-    candidates=("mbconv2_3x3", "mbconv3_5x5", "mbconv3_3x3", "zero"),
-    norm="group",
-)
 
 
 class Parts(nn.Module):
@@ -205,7 +198,7 @@ def paths(*, gates: str, warm_up: bool) -> Callable[[], Stream]:
         def loop(network, gradients, descents, steps):
             search_paths(network, gradients, descents, settings, hardware=None, generator=generator)
 
-        return Stream(MBCONV, loop, True, 0.0)
+        return Stream(PATH_SPACE, loop, True, 0.0)
 
     return make
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -21,24 +20,14 @@ from fednas_flwr.search.proxyless import (
     uniform_alphas,
 )
 from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.spaces.costs import Costs, HardwareLoss
-from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import Skeleton
+from fednas_flwr.spaces.costs import HardwareLoss
+from fednas_flwr.spaces.mbconv import NEVER
 
-SPACE = MBConvSpace(
-    input_shape=(2, 4, 4),
-    num_classes=3,
-    skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
-    candidates=("mbconv2_3x3", "mbconv3_5x5", "mbconv3_3x3", "zero"),
-    norm="group",
-)
+from ..small_spaces import PATH_COSTS as COSTS
+from ..small_spaces import PATH_SPACE as SPACE
+
 WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
 ALPHAS = Adam(0.01, weight_decay=0.0)
-COSTS = Costs(
-    "ms",
-    2.0,
-    torch.tensor([[3.0, 5.0, 4.0, 0.1], [3.0, 6.0, 4.0, 0.1], [2.0, 3.0, 2.5, math.nan]]).double(),
-)
 
 
 @pytest.fixture

@@ -12,20 +12,15 @@ from torch.optim.swa_utils import update_bn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.spaces.operations import make_norm
 from fednas_flwr.spaces.wide_operations import average_pool, max_pool, norm
 
-SIZES = {"input_shape": (3, 8, 8), "num_classes": 5, "channels": 4}
-SPACES = {
-    "darts": DARTSSpace(**SIZES, num_cells=3),
-    "nasbench201": NASBench201Space(**SIZES, num_cells=1),
-}
+from ..small_spaces import SPACES
+
 SHAPES = [(3, 8, 8), (1, 9, 7), (2, 12, 5)]
 
 
-@pytest.fixture(params=sorted(SPACES))
+@pytest.fixture(params=["darts", "nasbench201"])
 def space(request):
     return SPACES[request.param]
 
