@@ -169,10 +169,16 @@ def test_a_local_search_steps_alphas_and_weights_on_paths_of_their_own():
     assert (supernet.alphas()["cell"] - start.alphas()["cell"]).abs().max() > 0.01
 
 
-def test_the_temperature_falls_linearly_from_the_first_round_to_the_last():
-    temperatures = Temperatures(first=10.0, last=0.1)
-    assert [temperatures.at_round(r, 4) for r in (1, 2, 3, 4)] == pytest.approx([10, 6.7, 3.4, 0.1])
-    assert temperatures.at_round(1, 1) == 10
+@pytest.mark.parametrize(
+    ("first", "last"), [(1e6, 1.0), (1.0, 1e6), (1e3, 1e-3), (10.0, 0.1)], ids=str
+)
+def test_temperatures_change_linearly_and_end_at_the_last_one(first, last):
+    temperatures = Temperatures(first=first, last=last)
+    found = [temperatures.at_round(number, 7) for number in range(1, 8)]
+    assert found == pytest.approx([first + (last - first) * n / 6 for n in range(7)], rel=1e-9)
+    assert found[0] == temperatures.at_round(1, 1) == first
+    assert found[-1] == pytest.approx(last, rel=1e-12)
+    assert found == sorted(found, reverse=first > last)
 
 
 def test_what_is_not_defined_is_refused():
@@ -181,12 +187,3 @@ def test_what_is_not_defined_is_refused():
     darts = DARTSSpace(**{**SIZES, "num_cells": 3}).supernet()
     with pytest.raises(ValueError, match=r"nasbench201 only"):
         draw(darts, 0)
-
-
-def test_temperatures_end_at_the_last_one_whatever_the_first_was():
-    for first, last in ((1e6, 1.0), (1.0, 1e6), (1e3, 1e-3), (10.0, 0.1)):
-        temperatures = Temperatures(first=first, last=last)
-        found = [temperatures.at_round(number, 7) for number in range(1, 8)]
-        assert found[0] == first
-        assert found[-1] == pytest.approx(last, rel=1e-12)
-        assert found == sorted(found, reverse=first > last)

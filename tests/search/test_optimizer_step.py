@@ -351,16 +351,3 @@ def test_a_step_leaves_parameters_without_a_gradient_as_they_are(parts):
     velocity = descent.optimizer.state[weights["parts.b"]]["momentum_buffer"]
     torch.testing.assert_close(moved, 0.1 * velocity)
     assert all(weight.grad is None for weight in weights.values())
-
-
-def test_a_step_is_clipped_over_all_gradients_together(parts):
-    weights = parts.weights()
-    plain = SGD(1.0, 0.0, momentum=0.0, weight_decay=0.0, clip_norm=None)
-    before = {name: weight.detach().clone() for name, weight in weights.items()}
-    given = {name: torch.full((3, 2), float(k)) for k, name in enumerate(weights, 1)}
-    norm = torch.cat(list(given.values())).norm().item()
-    Descent(weights, make_sgd(weights.values(), plain), norm / 4).step(
-        {name: value.clone() for name, value in given.items()}
-    )
-    for name, weight in weights.items():
-        torch.testing.assert_close(before[name] - weight.detach(), given[name] / 4)
