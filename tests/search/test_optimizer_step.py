@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -142,20 +143,21 @@ class Stream:
 
     Attributes:
         space: Of the supernet that is trained.
-        loop: Takes network, gradients, descents and the number of steps.
+        loop: Takes the stream, gradients and descents.
         nesterov: Of the weights' momentum.
         beta: Of Adam; None trains no alphas.
     """
 
     space: SearchSpace
     loop: Callable[..., None]
-    nesterov: bool
-    beta: float | None
+    nesterov: bool = False
+    beta: float | None = None
 
     def __post_init__(self) -> None:
         with seeded(1, "supernet"):
             self.network = self.space.supernet()
         self.train, self.validation = self.batches("train"), self.batches("validation")
+        self.generator = make_generator(2, "paths")
 
     def batches(self, name: str):
         generator = make_generator(0, name)
@@ -178,46 +180,34 @@ class Stream:
         gradients = ExactGradients(
             lambda: self.train, lambda: self.validation, epochs=None, steps=steps
         )
-        self.loop(self.network, gradients, descents, steps)
+        self.steps = steps
+        self.loop(self, gradients, descents)
 
 
 def all_ops(rule: str) -> Callable[[], Stream]:
-    def make() -> Stream:
-        def loop(network, gradients, descents, steps):
-            alternate(network, gradients, descents, Alternating(rule))
+    def loop(stream, gradients, descents):
+        alternate(stream.network, gradients, descents, Alternating(rule))
 
-        return Stream(MLP, loop, False, 0.5)
-
-    return make
+    return partial(Stream, MLP, loop, beta=0.5)
 
 
 def paths(*, gates: str, warm_up: bool) -> Callable[[], Stream]:
-    def make() -> Stream:
-        generator, settings = make_generator(2, "paths"), SampledPaths(gates, warm_up, None)
+    settings = SampledPaths(gates, warm_up, None)
 
-        def loop(network, gradients, descents, steps):
-            search_paths(network, gradients, descents, settings, hardware=None, generator=generator)
+    def loop(stream, gradients, descents):
+        terms = {"hardware": None, "generator": stream.generator}
+        search_paths(stream.network, gradients, descents, settings, **terms)
 
-        return Stream(PATH_SPACE, loop, True, 0.0)
-
-    return make
+    return partial(Stream, PATH_SPACE, loop, nesterov=True, beta=0.0)
 
 
-def candidates() -> Stream:
-    generator = make_generator(0, "paths")
-
-    def loop(network, gradients, descents, steps):
-        drawn = [CELLS.path(CELLS.random_genotype(generator)) for _ in range(steps)]
-        train_candidates(network, drawn, gradients, descents.weights, steps=1)
-
-    return Stream(CELLS, loop, False, None)
+def candidates(stream, gradients, descents):
+    drawn = [CELLS.path(CELLS.random_genotype(stream.generator)) for _ in range(stream.steps)]
+    train_candidates(stream.network, drawn, gradients, descents.weights, steps=1)
 
 
-def weights_alone() -> Stream:
-    def loop(network, gradients, descents, steps):
-        train(network, gradients, descents.weights)
-
-    return Stream(MLP, loop, False, None)
+def weights_alone(stream, gradients, descents):
+    train(stream.network, gradients, descents.weights)
 
 
 STREAMS = {
@@ -225,8 +215,8 @@ STREAMS = {
     "two paths": paths(gates="two", warm_up=False),
     "all paths": paths(gates="full", warm_up=False),
     "warm-up": paths(gates="two", warm_up=True),
-    "candidates": candidates,
-    "weights alone": weights_alone,
+    "candidates": partial(Stream, CELLS, candidates),
+    "weights alone": partial(Stream, MLP, weights_alone),
 }
 PARTIAL = ("two paths", "all paths", "warm-up", "candidates")  # steps that leave weights out
 
