@@ -318,6 +318,7 @@ def test_check_refuses_what_is_not_of_the_space(space):
         ({"input_shape": (0,)}, "needs (images|tables)"),
         ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
         ({"norm": "grup"}, r"norm=grup is unknown.*nearest: group"),
+        ({"engine": "quick"}, "engine=quick.*fast, reference"),
     ],
 )
 def test_impossible_sizes_are_refused(space, change, message):
