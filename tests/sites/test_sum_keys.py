@@ -198,12 +198,12 @@ PROCESS = """
 import json, sys
 import fednas_flwr.deploy.sites.client_process as process
 from flwr.app import ConfigRecord, Context, Message, RecordDict
-from fednas_flwr.deploy import flower
+from fednas_flwr.deploy import flower_patches
 
-flower.begin_task(1)
+flower_patches.begin_task(1)
 node, text, action = sys.argv[1:]
 message = Message(RecordDict({"header": ConfigRecord({"json": text})}), 1, action)
-flower.set_message_id(message, "1")
+flower_patches.set_message_id(message, "1")
 reply = process._answer(message, Context(1, 2, json.loads(node), RecordDict(), {}))
 assert reply.has_content(), reply.error.reason
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
