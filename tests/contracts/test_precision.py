@@ -21,7 +21,7 @@ from fednas_flwr.settings.names import BFLOAT16, FAST, FLOAT32, PRECISIONS, REFE
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
-from .test_search_spaces import CLASSES, SPACES
+from ..small_spaces import CLASSES, SPACES
 
 WEIGHTS = SGD(lr=0.01, min_lr=0.01, momentum=0.9, weight_decay=1e-4, clip_norm=None)
 KINDS = [(name, FAST) for name in SPACES] + [("darts", REFERENCE), ("nasbench201", REFERENCE)]

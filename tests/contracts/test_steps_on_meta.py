@@ -24,7 +24,7 @@ from fednas_flwr.settings.names import FAST, REFERENCE
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
-from .test_search_spaces import SPACES
+from ..small_spaces import SPACES
 
 WEIGHTS = SGD(lr=0.1, min_lr=0.1, momentum=0.9, weight_decay=1e-4, clip_norm=5.0)
 ALPHAS = Adam(lr=0.1, weight_decay=1e-3)

@@ -25,20 +25,9 @@ from fednas_flwr.spaces.genotype import to_json
 SHAPE = (3, 10, 12)
 
 
-MBCONV = {"skeleton": "small", "candidates": "proxyless", "width": 0.5}
-
-
-def derived(
-    space_name: str,
-    *,
-    auxiliary: bool = False,
-    num_cells: int = 1,
-    norm: str,
-    sizes: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+def derived(name: str, norm: str, *, auxiliary: bool = False, **sizes: Any) -> dict[str, Any]:
     """Return the description of a random derived network."""
-    sizes = sizes or {"channels": 4, "num_cells": num_cells}
-    space = make_space(space_name, input_shape=SHAPE, num_classes=5, norm=norm, **sizes)
+    space = make_space(name, input_shape=SHAPE, num_classes=5, norm=norm, **sizes)
     genotype = space.random_genotype(torch.Generator().manual_seed(3))
     shapes = {"input_shape": list(SHAPE), "num_classes": 5}
     cells = {"genotype": json.loads(to_json(genotype)), "norm": norm, "auxiliary": auxiliary}
@@ -46,10 +35,10 @@ def derived(
 
 
 DESCRIPTIONS = {
-    "darts": derived("darts", auxiliary=True, num_cells=5, norm="batch"),
-    "darts_group": derived("darts", auxiliary=False, num_cells=3, norm="group"),
-    "nasbench201": derived("nasbench201", auxiliary=False, num_cells=1, norm="batch"),
-    "mbconv": derived("mbconv", norm="batch", sizes=MBCONV),
+    "darts": derived("darts", "batch", auxiliary=True, channels=4, num_cells=5),
+    "darts_group": derived("darts", "group", channels=4, num_cells=3),
+    "nasbench201": derived("nasbench201", "batch", channels=4, num_cells=1),
+    "mbconv": derived("mbconv", "batch", skeleton="small", candidates="proxyless", width=1.0),
     "plain_cnn": {"name": "plain_cnn", "input_shape": list(SHAPE), "num_classes": 5},
 }
 

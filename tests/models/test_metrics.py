@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,14 +21,7 @@ from fednas_flwr.models.metrics import (
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.spaces.skip import SkipNetwork
 
-
-def share_of_pairs(labels: list[bool], ranks: list[float]) -> float:
-    """The share of pairs, of a record of a class and another, ranked right; ties count half."""
-    own = [rank for label, rank in zip(labels, ranks, strict=True) if label]
-    rest = [rank for label, rank in zip(labels, ranks, strict=True) if not label]
-    right = sum((a > b) + (a == b) / 2 for a in own for b in rest)
-    return right / (len(own) * len(rest))
-
+from ..search.test_objective import pairs_ranked_right, slow_scores
 
 CPU = torch.device("cpu")
 
@@ -86,11 +81,12 @@ def test_evaluate_does_not_depend_on_batches_or_order(
     network: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = list(range(50))
-    whole = evaluate(network.train(), make_split(rows), CPU)
+    whole = evaluate(network.train(), make_split(rows), CPU, with_scores=True)
     monkeypatch.setattr(metrics, "BATCH_SIZE", 7)
     for order in (rows, rows[::-1]):
-        parts = evaluate(network, make_split(order), CPU)
-        assert parts.accuracy == whole.accuracy
+        parts = evaluate(network, make_split(order), CPU, with_scores=True)
+        assert (parts.accuracy, parts.f1) == (whole.accuracy, whole.f1)
+        assert parts.auroc == pytest.approx(whole.auroc)
         assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
 
 
@@ -118,67 +114,23 @@ def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records() -> None:
     assert scores["accuracy"] > 0.6
 
 
-def test_f1_is_counted_from_the_networks_predictions(network: nn.Module) -> None:
-    split = make_split(list(range(300)))
-    x, y = split.batch(torch.arange(300), CPU)
-    with torch.no_grad():
-        predictions = network.eval()(x).argmax(1)
-    per_class = []
-    for c in range(3):
-        hits = int(((predictions == c) & (y == c)).sum())
-        said, there = int((predictions == c).sum()), int((y == c).sum())
-        per_class.append(2 * hits / (said + there))
-    assert evaluate(network, split, CPU, with_scores=True).f1 == pytest.approx(np.mean(per_class))
-
-
-def test_the_area_is_counted_from_the_networks_probabilities(network: nn.Module) -> None:
-    split = make_split(list(range(300)))
-    x, y = split.batch(torch.arange(300), CPU)
-    with torch.no_grad():
-        p = network.eval()(x).double().softmax(1)
-    areas = [share_of_pairs((y == c).tolist(), p[:, c].tolist()) for c in range(3)]
-    found = evaluate(network, split, CPU, with_scores=True)
-    assert found.auroc == pytest.approx(np.mean(areas))
-    assert 0.0 < found.auroc < 1.0
-    plain = evaluate(network, split, CPU)
-    own = {"f1": found.f1, "auroc": found.auroc, "average_precision": found.average_precision}
-    assert found == Metrics(plain.loss, plain.accuracy, 300, **own)
-    assert found.as_dict() == plain.as_dict()  # what clients send has no scores
-
-
-def test_of_two_classes_the_scores_are_those_of_the_last(network: nn.Module) -> None:
-    """Class 2 against 1, by a network of two outputs; rows of class 0 are left out."""
-    split = make_split(list(range(600)))
-    rows = split.rows[split.labels[split.rows] > 0]
-    split = Split(split.features, split.labels - 1, rows, split.mean, split.std)
-    network[3] = nn.Linear(16, 2)
+@pytest.mark.parametrize("classes", [(0, 1, 2), (1, 2), (1,)])
+def test_scores_are_those_of_the_networks_logits(network: nn.Module, classes: tuple) -> None:
+    """Against counts of records and of pairs; a class alone has no area."""
+    made = make_split(list(range(300)))
+    rows = torch.tensor([row for row in made.rows.tolist() if made.labels[row] in classes])
+    split = replace(made, rows=rows, labels=made.labels - min(classes))
+    network[3] = nn.Linear(16, 3 - min(classes))
     x, y = split.batch(torch.arange(len(rows)), CPU)
     with torch.no_grad():
-        logits = network.eval()(x)
-    said = logits.argmax(1)
-    hits = int(((said == 1) & (y == 1)).sum())
+        expected = slow_scores(network.eval()(x), y.tolist())
     found = evaluate(network, split, CPU, with_scores=True)
-    assert found.f1 == pytest.approx(2 * hits / (int(said.sum()) + int(y.sum())))
-    margins = (logits[:, 1] - logits[:, 0]).tolist()
-    assert found.auroc == pytest.approx(share_of_pairs((y == 1).tolist(), margins))
-
-
-def test_records_of_one_class_have_no_area(network: nn.Module) -> None:
-    labels = make_split([]).labels
-    split = make_split(torch.where(labels == 1)[0].tolist())
-    found = evaluate(network, split, CPU, with_scores=True)
-    assert found.auroc is None
-    assert found.f1 is not None
-    assert found.as_json()["auroc"] is None
-
-
-def test_scores_do_not_depend_on_batches(
-    network: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = evaluate(network, make_split(list(range(50))), CPU, with_scores=True)
-    monkeypatch.setattr(metrics, "BATCH_SIZE", 7)
-    parts = evaluate(network, make_split(list(range(50))), CPU, with_scores=True)
-    assert (parts.f1, parts.auroc) == (whole.f1, whole.auroc)
+    assert {"f1": found.f1, "auroc": found.auroc} == pytest.approx(expected)
+    assert (found.as_json()["auroc"] is None) == (len(classes) == 1)
+    plain = evaluate(network, split, CPU)
+    own = {"f1": found.f1, "auroc": found.auroc, "average_precision": found.average_precision}
+    assert found == Metrics(plain.loss, plain.accuracy, len(rows), **own)
+    assert found.as_dict() == plain.as_dict()  # what clients send has no scores
 
 
 def test_measured_losses_are_without_class_factors(network: nn.Module) -> None:
@@ -202,7 +154,7 @@ def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties() -> None:
     p = model.predict_proba(x_test.flatten(1).numpy())
     scores = pooled_baselines([train], test, num_classes=3)["linear"]
     area = {
-        c: share_of_pairs((y_test == c).tolist(), p[:, column].tolist())
+        c: pairs_ranked_right((y_test == c).tolist(), p[:, column].tolist())
         for column, c in enumerate((0, 2))
     }
     assert min(area.values()) > 0.6

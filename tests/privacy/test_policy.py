@@ -198,14 +198,6 @@ def test_a_refusal_does_not_tell_the_sites_other_data_sets():
     assert "ward" not in str(refusal.value)
 
 
-def test_test_seed_and_insecure_noise_only_where_the_site_says_so():
-    relaxed = parse(secure_noise=False, test_seed=True)
-    for change in ({"test_seed": True}, {"secure_noise": False}):
-        assert check_asked(relaxed, **change)
-        with pytest.raises(ConfigError):
-            check_asked(POLICY, **change)
-
-
 # --- nothing outside the policy passes
 
 numbers = st.one_of(

@@ -32,15 +32,8 @@ rewards = st.floats(-10, 10)
 
 def paper_faithful(*, alpha, beta):
     """The constants with which the update is Eq. 6 and pi is the plain softmax(r)."""
-    return BanditSettings(
-        beta=beta,
-        step_size=alpha,
-        retention=alpha,
-        temperature=1.0,
-        scaled=False,
-        scale_retention=0.5,
-        resampled_share=0.0,
-        sees_state=False,
+    return replace(
+        SETTINGS, beta=beta, step_size=alpha, retention=alpha, temperature=1.0, scaled=False
     )
 
 

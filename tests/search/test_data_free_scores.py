@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.search import data_free_scores
 from fednas_flwr.search.data_free_scores import (
     SCORES,
     _noise,
@@ -26,28 +29,18 @@ from fednas_flwr.search.data_free_scores import (
     zen,
 )
 from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.dp_cells import DARTSOpsSpace, DPCellSpace
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS
-from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space, from_arch_string
 
-SIZES = {"input_shape": (3, 9, 9), "num_classes": 5}
-NB201 = NASBench201Space(**SIZES, channels=4, num_cells=1)
+from ..small_spaces import SPACES as SMALL
+from ..small_spaces import WITH_ZERO
+
 SPACES = {
-    "darts": DARTSSpace(**SIZES, channels=4, num_cells=3),
-    "nasbench201": NB201,
-    "nasbench201_group": NASBench201Space(**SIZES, channels=4, num_cells=1, norm="group"),
-    "mlp": MLPSpace(input_shape=(7,), num_classes=5, channels=8, num_cells=2),
-    "dp_cells": DPCellSpace(**SIZES, widths=(4, 4, 8), head=8),
-    "dp_cells_darts": DARTSOpsSpace(**SIZES, widths=(4, 4, 8), head=8),
-    "mbconv": MBConvSpace(
-        **SIZES, skeleton=SKELETONS["small"], width=0.5, candidates=CANDIDATES["proxyless"]
-    ),
+    name: space if name == "mlp" else replace(space, input_shape=(3, 9, 9))
+    for name, space in {**SMALL, "mbconv": WITH_ZERO}.items()
 }
-
-
+NB201 = SPACES["nasbench201"]
+SPACES["nasbench201_group"] = replace(NB201, norm="group")
 COUNTED = ("synflow", "parameters", "multiply_adds", "zen")
 
 
@@ -340,21 +333,21 @@ def _value(value):
     return -math.inf if math.isnan(value) else value
 
 
-def test_all_scores_of_every_space_are_finite_and_set_by_the_seed_alone(space):
-    genotype, scores = genotype_of(space), [name for name in SCORES if name != "learning"]
+def test_all_scores_of_every_space_are_finite_and_set_by_the_seed_alone(space, monkeypatch):
+    monkeypatch.setattr(data_free_scores, "learning", partial(learning, steps=2))
+    genotype = genotype_of(space)
     with seeded(1, "elsewhere"):
         before = torch.get_rng_state()
         found = measure(space, genotype, SCORES, seed=3)
         assert torch.equal(torch.get_rng_state(), before)
     assert list(found) == list(SCORES)
     assert all(math.isfinite(value) for value in found.values()), found
-    again = measure(space, genotype, scores, seed=3)
-    assert again == {name: found[name] for name in scores}
-    for name in ("trainability", "zen", "naswot"):  # alone and in another order
+    assert measure(space, genotype, SCORES, seed=3) == found
+    for name in ("trainability", "zen", "naswot", "learning"):  # alone and in another order
         assert measure(space, genotype, [name], seed=3) == {name: found[name]}
-    other = measure(space, genotype, scores, seed=4)
+    other = measure(space, genotype, SCORES, seed=4)
     counted = {"parameters", "multiply_adds"}
-    assert {name for name in scores if other[name] == found[name]} == counted
+    assert {name for name in SCORES if other[name] == found[name]} == counted
     network = space.network(genotype)
     assert found["parameters"] == count_parameters(network)
     assert found["multiply_adds"] == count_multiply_adds(network, space.input_shape)

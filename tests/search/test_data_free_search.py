@@ -14,26 +14,16 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.data_free_scores import AZ_NAS, measure
 from fednas_flwr.search.data_free_search import Limits, Scored, mutate, ranked, search, shortlisted
 from fednas_flwr.settings.optimizers import EvolutionSettings
-from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS, Skeleton
-from fednas_flwr.spaces.mlp import MLPSpace
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.spaces.mbconv_plan import Skeleton
 
-SIZES = {"input_shape": (3, 8, 8), "num_classes": 5}
-NB201 = NASBench201Space(**SIZES, channels=4, num_cells=1)
-SPACES = {
-    "darts": DARTSSpace(**SIZES, channels=4, num_cells=3),
-    "nasbench201": NB201,
-    "mlp": MLPSpace(input_shape=(7,), num_classes=5, channels=8, num_cells=2),
-    "dp_cells": DPCellSpace(**SIZES, widths=(4, 4, 8), head=8),
-    "mbconv": MBConvSpace(
-        **SIZES, skeleton=SKELETONS["small"], width=0.5, candidates=CANDIDATES["proxyless"]
-    ),
-}
+from ..small_spaces import IMAGES, WITH_ZERO
+from ..small_spaces import SPACES as SMALL
+
+SPACES = SMALL | {"mbconv": WITH_ZERO}
+NB201 = SPACES["nasbench201"]
 WORTH = {"none": 0, "avg_pool_3x3": 1, "skip_connect": 2, "nor_conv_1x1": 3, "nor_conv_3x3": 5}
 BREEDING = EvolutionSettings(population=12, tournament=4)
 
@@ -244,7 +234,7 @@ def test_limits_that_nothing_meets_are_refused_in_one_sentence():
 
 def test_a_small_space_is_searched_whole():
     space = MBConvSpace(
-        **SIZES,
+        **IMAGES,
         skeleton=Skeleton(8, 1, 8, ((8, 2),), (1,), 8),
         candidates=("mbconv2_3x3", "mbconv3_3x3", "zero"),
     )

@@ -227,13 +227,3 @@ def test_mean_over_all_paths_is_the_enumerated_gradient(supernet, tiny_batch):
     torch.testing.assert_close(ours, enumerated, rtol=1e-9, atol=1e-12)
     assert ours[:, 1:].abs().min() > 1e-6
     assert ours[1, 0] == 0
-
-
-def test_full_mode_is_the_gradient_of_the_expected_loss_where_that_is_linear_in_gates():
-    """A loss linear in a block's gates: sum_paths P(path) L(path), differentiated by autograd."""
-    losses = torch.tensor([[0.3, 1.2, -0.7, 0.1]], dtype=torch.float64)  # L(path) = dL/dg
-    alphas = ALPHAS[:1].clone().requires_grad_()
-    expected_loss = sum(p * loss for p, loss in zip(alphas.softmax(-1)[0], losses[0], strict=True))
-    (expected,) = torch.autograd.grad(expected_loss, [alphas])
-    found = alpha_gradient(losses, alphas, torch.arange(4)[None])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -11,7 +10,6 @@ from torch.nn import functional as F
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.gradient_sums import Tally, periodic_gradients, weight_gradient_sum
-from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import (
     Descent,
     clip_gradients,
@@ -174,30 +172,6 @@ def test_a_pass_is_sgd_with_momentum_decay_and_clipping(net, batch):
     assert gradients.train_tally.num_examples == 24
 
 
-def test_the_auxiliary_head_counts_by_its_weight():
-    class TwoHeads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.main, self.side = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
-
-        def forward(self, x):
-            return self.main(x), self.side(x)
-
-    torch.manual_seed(1)
-    net, x, y = TwoHeads(), torch.randn(5, 4).double(), torch.tensor([0, 1, 2, 0, 1])
-    start = copy.deepcopy(net.main)
-    expected = {}
-    for head, weight in (("main", 1.0), ("side", 0.4)):
-        layer = getattr(net, head)
-        (gradient,) = torch.autograd.grad(F.cross_entropy(layer(x), y), layer.weight)
-        expected[head] = layer.weight.detach() - 0.1 * weight * gradient
-    gradients = exact([(x, y)], auxiliary_weight=0.4)
-    train(net, gradients, Descent(dict(net.named_parameters()), make_sgd(net.parameters(), PLAIN)))
-    for head, weight in expected.items():
-        torch.testing.assert_close(getattr(net, head).weight.detach(), weight, **EXACT)
-    assert gradients.train_tally.loss == pytest.approx(F.cross_entropy(start(x), y).item())
-
-
 @pytest.mark.parametrize(("clip_norm", "expected"), [(None, 5.0), (10.0, 5.0), (0.5, 0.5)])
 def test_clipping_bounds_the_norm_of_all_parameters_together(clip_norm, expected):
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))]
@@ -216,22 +190,3 @@ def test_trainable_weights_leave_the_alphas_out(net):
 def test_an_empty_tally_knows_nothing():
     assert math.isnan(Tally().loss)
     assert math.isnan(Tally().accuracy)
-
-
-def test_class_factors_weigh_the_losses_of_records():
-    torch.manual_seed(0)
-    logits, labels = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, 0])
-    factors = torch.tensor([1.0, 0.25, 0.5])
-    expected = torch.stack(
-        [
-            f * -row.log_softmax(0)[y]
-            for row, y, f in zip(logits, labels, factors[labels], strict=True)
-        ]
-    )
-    objective = Objective(factors)
-    torch.testing.assert_close(objective.losses(logits, labels), expected)
-    net = nn.Linear(4, 3)
-    x = torch.randn(6, 4)
-    sums = weight_gradient_sum(net, (x, labels), Tally(), objective=objective)
-    (F.cross_entropy(net(x), labels, reduction="none") * factors[labels]).sum().backward()
-    torch.testing.assert_close(sums["weight"], net.weight.grad)

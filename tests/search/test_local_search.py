@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
@@ -20,14 +21,20 @@ ALPHAS = Adam(0.05, weight_decay=1e-3)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
+def descents_of(
+    network: nn.Module, weights: SGD, alphas: Adam, *, beta: float = 0.5, nesterov: bool = False
+) -> Descents:
+    """Make the optimisers of a search."""
+    own, others = network.weights(), network.alphas()
+    sgd = make_sgd(own.values(), weights, nesterov=nesterov)
+    adam = make_adam(others.values(), alphas, beta=beta)
+    return Descents(Descent(own, sgd, weights.clip_norm), Descent(others, adam))
+
+
 def search(net, train, validation, rule, alphas=ALPHAS, validation_weight=0.5, beta_decay=0.0):
     """Search for one pass over ``train``; return where the gradients came from."""
     gradients = ExactGradients(lambda: iter(train), lambda: iter(validation))
-    own, others = net.weights(), net.alphas()
-    descents = Descents(
-        Descent(own, make_sgd(own.values(), WEIGHTS), WEIGHTS.clip_norm),
-        Descent(others, make_adam(others.values(), alphas)),
-    )
+    descents = descents_of(net, WEIGHTS, alphas)
     alternate(net, gradients, descents, Alternating(rule, validation_weight, beta_decay=beta_decay))
     return gradients
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -25,22 +26,15 @@ from fednas_flwr.search.optimizer_step import (
 from fednas_flwr.search.proxyless import SampledPaths, search_paths
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.dp_cells import DPCellSpace
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import Skeleton
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.space import SearchSpace
+
+from ..small_spaces import PATH_SPACE
 
 ALPHAS = Adam(0.05, weight_decay=1e-3)
 STEPS = 3  # of a request
 MLP = MLPSpace(input_shape=(4,), num_classes=3, channels=8, num_cells=2)
 CELLS = DPCellSpace(input_shape=(2, 6, 5), num_classes=3, widths=(4, 4, 8), head=8)
-MBCONV = MBConvSpace(
-    input_shape=(2, 4, 4),
-    num_classes=3,
-    skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
-    candidates=("mbconv2_3x3", "mbconv3_5x5", "mbconv3_3x3", "zero"),
-    norm="group",
-)
 
 
 class Parts(nn.Module):
@@ -149,20 +143,21 @@ class Stream:
 
     Attributes:
         space: Of the supernet that is trained.
-        loop: Takes network, gradients, descents and the number of steps.
+        loop: Takes the stream, gradients and descents.
         nesterov: Of the weights' momentum.
         beta: Of Adam; None trains no alphas.
     """
 
     space: SearchSpace
     loop: Callable[..., None]
-    nesterov: bool
-    beta: float | None
+    nesterov: bool = False
+    beta: float | None = None
 
     def __post_init__(self) -> None:
         with seeded(1, "supernet"):
             self.network = self.space.supernet()
         self.train, self.validation = self.batches("train"), self.batches("validation")
+        self.generator = make_generator(2, "paths")
 
     def batches(self, name: str):
         generator = make_generator(0, name)
@@ -185,46 +180,34 @@ class Stream:
         gradients = ExactGradients(
             lambda: self.train, lambda: self.validation, epochs=None, steps=steps
         )
-        self.loop(self.network, gradients, descents, steps)
+        self.steps = steps
+        self.loop(self, gradients, descents)
 
 
 def all_ops(rule: str) -> Callable[[], Stream]:
-    def make() -> Stream:
-        def loop(network, gradients, descents, steps):
-            alternate(network, gradients, descents, Alternating(rule))
+    def loop(stream, gradients, descents):
+        alternate(stream.network, gradients, descents, Alternating(rule))
 
-        return Stream(MLP, loop, False, 0.5)
-
-    return make
+    return partial(Stream, MLP, loop, beta=0.5)
 
 
 def paths(*, gates: str, warm_up: bool) -> Callable[[], Stream]:
-    def make() -> Stream:
-        generator, settings = make_generator(2, "paths"), SampledPaths(gates, warm_up, None)
+    settings = SampledPaths(gates, warm_up, None)
 
-        def loop(network, gradients, descents, steps):
-            search_paths(network, gradients, descents, settings, hardware=None, generator=generator)
+    def loop(stream, gradients, descents):
+        terms = {"hardware": None, "generator": stream.generator}
+        search_paths(stream.network, gradients, descents, settings, **terms)
 
-        return Stream(MBCONV, loop, True, 0.0)
-
-    return make
+    return partial(Stream, PATH_SPACE, loop, nesterov=True, beta=0.0)
 
 
-def candidates() -> Stream:
-    generator = make_generator(0, "paths")
-
-    def loop(network, gradients, descents, steps):
-        drawn = [CELLS.path(CELLS.random_genotype(generator)) for _ in range(steps)]
-        train_candidates(network, drawn, gradients, descents.weights, steps=1)
-
-    return Stream(CELLS, loop, False, None)
+def candidates(stream, gradients, descents):
+    drawn = [CELLS.path(CELLS.random_genotype(stream.generator)) for _ in range(stream.steps)]
+    train_candidates(stream.network, drawn, gradients, descents.weights, steps=1)
 
 
-def weights_alone() -> Stream:
-    def loop(network, gradients, descents, steps):
-        train(network, gradients, descents.weights)
-
-    return Stream(MLP, loop, False, None)
+def weights_alone(stream, gradients, descents):
+    train(stream.network, gradients, descents.weights)
 
 
 STREAMS = {
@@ -232,8 +215,8 @@ STREAMS = {
     "two paths": paths(gates="two", warm_up=False),
     "all paths": paths(gates="full", warm_up=False),
     "warm-up": paths(gates="two", warm_up=True),
-    "candidates": candidates,
-    "weights alone": weights_alone,
+    "candidates": partial(Stream, CELLS, candidates),
+    "weights alone": partial(Stream, MLP, weights_alone),
 }
 PARTIAL = ("two paths", "all paths", "warm-up", "candidates")  # steps that leave weights out
 
@@ -358,16 +341,3 @@ def test_a_step_leaves_parameters_without_a_gradient_as_they_are(parts):
     velocity = descent.optimizer.state[weights["parts.b"]]["momentum_buffer"]
     torch.testing.assert_close(moved, 0.1 * velocity)
     assert all(weight.grad is None for weight in weights.values())
-
-
-def test_a_step_is_clipped_over_all_gradients_together(parts):
-    weights = parts.weights()
-    plain = SGD(1.0, 0.0, momentum=0.0, weight_decay=0.0, clip_norm=None)
-    before = {name: weight.detach().clone() for name, weight in weights.items()}
-    given = {name: torch.full((3, 2), float(k)) for k, name in enumerate(weights, 1)}
-    norm = torch.cat(list(given.values())).norm().item()
-    Descent(weights, make_sgd(weights.values(), plain), norm / 4).step(
-        {name: value.clone() for name, value in given.items()}
-    )
-    for name, weight in weights.items():
-        torch.testing.assert_close(before[name] - weight.detach(), given[name] / 4)

@@ -13,33 +13,22 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.spaces.cell_graph import candidate_edges, random_edges, strongest_edges
-from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.degenerate import WEIGHTLESS
-from fednas_flwr.spaces.dp_cells import DARTSOpsSpace, DPCellSpace
 from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.mbconv_plan import Skeleton
-from fednas_flwr.spaces.mlp import MLPSpace
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
-SIZES = {"input_shape": (3, 8, 8), "num_classes": 2}
-NB201 = NASBench201Space(**SIZES, channels=4, num_cells=1)
-DP_CELLS = DPCellSpace(**SIZES, widths=(4, 4, 8), head=8)
-DP_DARTS = DARTSOpsSpace(**SIZES, widths=(4, 4, 8), head=8)
-DARTS = DARTSSpace(**SIZES, channels=4, num_cells=3)
-MLP = MLPSpace(input_shape=(7,), num_classes=2, channels=8, num_cells=2)
+from ..small_spaces import IMAGES
+from ..small_spaces import SPACES as SMALL
+
 FREE_CHAIN = MBConvSpace(  # every block may be zero
-    **SIZES,
+    **IMAGES,
     skeleton=Skeleton(8, 1, 8, ((8, 3),), (), 8),
     candidates=("zero", "mbconv2_3x3", "mbconv3_3x3"),
 )
-SPACES = {
-    "darts": DARTS,
-    "mlp": MLP,
-    "mbconv": FREE_CHAIN,
-    "nasbench201": NB201,
-    "dp_cells": DP_CELLS,
-    "dp_cells_darts": DP_DARTS,
-}
+SPACES = SMALL | {"mbconv": FREE_CHAIN}
+NB201, DARTS, MLP, DP_CELLS, DP_DARTS = (
+    SPACES[name] for name in ("nasbench201", "darts", "mlp", "dp_cells", "dp_cells_darts")
+)
 PATHS = list(itertools.product(range(5), repeat=6))
 CELLS_201 = [NB201.genotype(path) for path in PATHS]
 ALIVE_201 = [

@@ -104,12 +104,6 @@ def test_only_the_path_runs_and_is_trained():
     assert trained == set(candidate.weights())
 
 
-def test_nothing_but_none_gives_logits_that_ignore_the_image():
-    logits = SMALL.network(all_of("none"))(torch.randn(3, *SMALL.input_shape))
-    assert torch.isfinite(logits).all()
-    assert torch.equal(logits[0], logits[2])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -128,11 +122,6 @@ def test_impossible_spaces_are_refused(change, message):
 def test_paths_that_are_none_are_refused(path):
     with pytest.raises(ValueError, match="a path must be 15 columns of ops"):
         Candidate(SMALL.supernet(), path)
-
-
-def test_auxiliary_head_is_refused():
-    with pytest.raises(ConfigError, match="no auxiliary head"):
-        SMALL.network(all_of("skip_connect"), auxiliary=True)
 
 
 def test_the_skip_is_trained_with_every_path():

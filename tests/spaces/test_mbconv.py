@@ -224,5 +224,3 @@ def test_genotypes_of_another_depth_are_refused():
     other = space_of("fdnas", 32, candidates="proxyless")
     with pytest.raises(ConfigError, match="up to 6 are needed"):
         SMALL.network(other.random_genotype(make_generator(0, "other")))
-    with pytest.raises(ConfigError, match="no auxiliary head"):
-        SMALL.network(SMALL.random_genotype(make_generator(0, "own")), auxiliary=True)

@@ -76,15 +76,6 @@ def test_derive_takes_the_largest_alpha_none_included():
     )
 
 
-def test_all_none_builds_and_gives_logits_that_ignore_the_image():
-    network = SMALL.network(all_of("none"))
-    logits = network(torch.randn(3, 1, 8, 8))
-    assert torch.isfinite(logits).all()
-    assert torch.equal(logits[0], logits[1])
-    logits.square().sum().backward()
-    assert network.skeleton.classifier.bias.grad.abs().max() > 0
-
-
 def test_all_skips_give_four_times_the_input():
     # Nodes are 1, 2 and 4 times the input: node = sum over the edges from all earlier nodes.
     network = SMALL.network(all_of("skip_connect")).eval()
@@ -117,8 +108,3 @@ def test_stages_double_the_channels_and_halve_the_size():
 def test_residual_block_halves_any_size(size):
     block = ResidualBlock(4, norm="group", affine=False)
     assert block(torch.randn(1, 4, size, size)).shape == (1, 8, -(-size // 2), -(-size // 2))
-
-
-def test_auxiliary_head_is_refused():
-    with pytest.raises(ConfigError, match="no auxiliary head"):
-        SMALL.network(all_of("skip_connect"), auxiliary=True)
