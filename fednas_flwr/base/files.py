@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the block a temporary path ``.<name>.<process>.tmp``; what it leaves there becomes path.
+    """Give the block a temporary path ``.<name>.<process>.tmp``; its file there becomes path.
 
     If the block raises, ``path`` stays as it was and the temporary file is removed. Only a process
     that is killed leaves it behind.

@@ -141,7 +141,7 @@ def dump_yaml(value: Any) -> str:
 
 
 def check_resolved(value: Any, key: str = "") -> None:
-    """Raise ConfigError for a ``${...}`` in somebody's settings: it would read what is the user's.
+    """Refuse a ``${...}`` in somebody's settings: it would read the user's own environment.
 
     A run writes resolved settings, so that there is none.
     """

@@ -104,7 +104,7 @@ class Finding:
     Attributes:
         release: Key of the planned release: stage, action, kind, splits.
         seen: What was measured, for people.
-        faults: By what it is not what was committed to.
+        faults: Deviations from the commitment.
         unseen: What could not be audited, or which fault could have passed.
     """
 
@@ -297,7 +297,7 @@ class _Exchange:
 
     @property
     def is_trained(self) -> bool:
-        """Whether replies are trained models, of which moments tell the gradients."""
+        """Whether replies are trained models, whose moments give the gradients."""
         return ACTIONS[self._request.action].trains and not self.by_client
 
     @property
@@ -335,7 +335,7 @@ class _Exchange:
         return self.planned[kind].rate(self._records)
 
     def release(self, units: int, *, steps: int = 1, sampled: bool = False) -> dict[str, Tensor]:
-        """Return what one reply, or total, tells: by kind sums in units of the clipping norm [d].
+        """Read the sums out of one reply, or total, by kind, in units of the clipping norm [d].
 
         Args:
             units: Canaries of each honest client.
@@ -600,7 +600,7 @@ def _fixed(value: Any, lr: float) -> Any:
 
 
 def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
-    """Yield what is found of each kind that an exchange releases.
+    """Yield the finding of each kind that an exchange releases.
 
     Args:
         exchange: What clients are asked, again and again.
@@ -659,7 +659,7 @@ class _Sight:
         kind: Its kind.
         parts: Where each tensor lies in its values.
         replies: Number without canaries.
-        planted: Number with canaries, all of which are drawn.
+        planted: Number with canaries, where all canaries are drawn.
         miss: Largest chance of each test that it finds a fault in an honest client.
     """
 
@@ -678,7 +678,7 @@ class _Sight:
 
     @property
     def sampled(self) -> int:
-        """Number of canaries of which batches are drawn at the run's rate; 0 if all are drawn."""
+        """Number of canaries to draw batches from at the run's rate; 0 if all are drawn."""
         rate = self.exchange.rate(self.kind)
         if not self.is_gradient or rate == 1:
             return 0
@@ -704,9 +704,9 @@ class _Sight:
         return 1 / math.sqrt(1 / self.replies + 1 / self.planted)
 
     def _most(self, units: int) -> float:
-        """Return the largest length of what units move, over the deviation of its values."""
+        """Return the largest length by which units move a release, over its values' deviation."""
         whole = units * self.exchange.honest / self.sigma
-        if self.exchange.is_probe:  # of which each value is a release
+        if self.exchange.is_probe:  # each value is a release
             return whole * math.sqrt(self.planted * max(part.stop for part in self.parts.values()))
         return whole * self._precision
 
@@ -720,13 +720,13 @@ class _Sight:
         units: int,
         canaries: int,
     ) -> Finding:
-        """Return what the replies tell.
+        """Test the replies against the commitment.
 
         Args:
             without: Replies without canaries [replies, d].
-            planted: Replies with canaries, all of which are drawn [replies, d].
+            planted: Replies with canaries, where all canaries are drawn [replies, d].
             doubled: Sums of two releases without canaries [n, d]; there may be none.
-            drawn: Replies with canaries that are drawn at the run's rate [n, d]; likewise.
+            drawn: Replies with canaries drawn at the run's rate [n, d]; there may be none.
             units: Canaries of each client in ``planted``.
             canaries: Of each client in ``drawn``.
         """
@@ -753,7 +753,7 @@ class _Sight:
         return Finding(key, seen, tuple(dict.fromkeys(faults)), tuple(unseen))
 
     def _noise(self, noise: Tensor, moved: Tensor, faults: list[str], unseen: list[str]) -> str:
-        """Test the noise of each tensor [n, d], of which a part has moved [d]."""
+        """Test the noise of each tensor [n, d], in the values that have moved [d]."""
         tested = {name: noise[:, part][:, moved[part]] for name, part in self.parts.items()}
         if self.exchange.is_probe and noise.shape[1] == 2:  # is it the same in two trials?
             tested["the difference of two trials"] = (noise[:, :1] - noise[:, 1:]) / math.sqrt(2)
@@ -871,5 +871,5 @@ class _Sight:
 
 
 def _differences(replies: Tensor) -> Tensor:
-    """Return what pairs of replies differ by, over sqrt(2): all that is not noise cancels out."""
+    """Subtract replies in pairs, over sqrt(2): all but noise cancels out."""
     return (replies[1::2] - replies[::2]) / math.sqrt(2)

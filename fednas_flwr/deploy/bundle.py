@@ -74,7 +74,7 @@ def bundle_files() -> dict[str, bytes]:
 
 
 def _read_bundle(fab: bytes) -> dict[str, bytes]:
-    """Return a bundle's files but for Flower's list of them; of what is no such archive, itself."""
+    """Return the files of a bundle without Flower's list of them; other bytes as they are."""
     try:
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
             items = archive.infolist()
@@ -102,7 +102,7 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 def _values(toml: bytes) -> bytes:
-    """Return the values of a TOML file in one form of writing; what is no TOML, itself."""
+    """Return a TOML file in one form of writing; other text as it is."""
     try:
         values = tomllib.loads(toml.decode())
         return json.dumps(values, sort_keys=True).encode()

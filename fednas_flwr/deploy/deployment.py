@@ -197,7 +197,7 @@ def _status(run_id: str, superlink: str) -> tuple[str, str]:
 
 
 def _flwr_json(*arguments: str) -> dict[str, Any]:
-    """Return what a ``flwr`` command prints as JSON.
+    """Run a ``flwr`` command and parse the JSON that it prints.
 
     Raises:
         RuntimeError: The command failed; the message is Flower's.

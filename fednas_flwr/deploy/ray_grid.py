@@ -140,7 +140,7 @@ class RayGrid(InProcessGrid):
             self._answers[actor] = actor.answer.remote(pairs, *different.values())
 
     def _awaited(self) -> dict[Any, Any]:
-        """Return each actor by the reference to what it does now."""
+        """Return each actor by the reference of its current task."""
         return self._starting | {answer: actor for actor, answer in self._answers.items()}
 
     def _collect(self) -> None:
@@ -176,7 +176,7 @@ class RayGrid(InProcessGrid):
         return done
 
     def _result(self, reference: Any) -> Any | None:
-        """Return what an actor has returned, None if it or its machine is lost."""
+        """Return the result of an actor, None if it or its machine is lost."""
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError:  # it has raised, and lives

@@ -147,7 +147,7 @@ def _data_free(config: Config) -> Config:
 
 
 def _of_share(config: Config, number: int) -> Config:
-    """Return a baseline's configuration with its part of what all may cost, if sites pay."""
+    """Return a baseline's configuration, with its share of epsilon where sites pay."""
     privacy = config.privacy
     if not isinstance(privacy, DifferentialPrivacy) or privacy.baseline_share is None:
         return config
@@ -172,7 +172,7 @@ def _shipped(name: str, **changed: object) -> AlgorithmSettings:
 
 
 def _shipped_settings(file: str) -> dict[str, Any]:
-    """Return what a file of ``conf/`` sets by itself."""
+    """Return the settings of one file of ``conf/``."""
     settings: dict[str, Any] = read_yaml(conf_folder() / file, file)
     return settings
 

@@ -53,7 +53,7 @@ class Made:
     Attributes:
         records: Those of all clients.
         parts: The rows of every client.
-        networks: By stage, ``search`` and ``retrain``, what is trained there, without tensors.
+        networks: The network that each stage trains (``search``, ``retrain``), without tensors.
     """
 
     records: Records
@@ -62,7 +62,7 @@ class Made:
 
 
 def check_buildable(config: Config) -> Made:
-    """Return what could be made of ``config``'s data and networks, on the device there is.
+    """Build the data and the networks of a run, as far as it can be tried on this device.
 
     Leaves nothing but the cache of prepared data.
 

@@ -112,7 +112,7 @@ def check_own_share(
 
 
 def _cost(releases: Sequence[PlannedRelease], declared: Mapping[str, int], delta: float) -> float:
-    """Return what releases cost a split of a client, as enforcement counts."""
+    """Return the epsilon that releases cost a split of a client, as enforcement counts it."""
     return filter_epsilon([release.release(declared) for release in releases], delta)
 
 
@@ -141,7 +141,7 @@ def metrics_noise(privacy: DifferentialPrivacy, planned: Sequence[PlannedRelease
 
 
 def _unlike(records: Sequence[Mapping[str, int]]) -> Iterable[Mapping[str, int]]:
-    """Return what clients have declared, each number of records once."""
+    """Return the declared numbers of records, without repetitions."""
     return {tuple(sorted(declared.items())): declared for declared in records}.values()
 
 
@@ -162,9 +162,10 @@ def _cure(
     planned: Sequence[PlannedRelease],
     records: Sequence[Mapping[str, int]],
 ) -> str:
-    """Return what to do about the noise of a kind, so that the run keeps to its own epsilon.
+    """Return a remedy for the noise of a kind that costs more than the run's epsilon.
 
-    On a split that kinds read whose noise is to follow, it is to take half of what those may fill.
+    Where other kinds read the same split and their noise is still to be calibrated, this kind may
+    fill half of their share.
     """
     if name not in ("metrics", STATISTICS) and getattr(privacy, name).epsilon is not None:
         return "set it to null, with which it has what is left"

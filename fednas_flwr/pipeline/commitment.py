@@ -39,7 +39,7 @@ def commit(
     done: Mapping[str, int],
     resumed: bool,
 ) -> None:
-    """Have every client keep its schedule, and tell in an event what it costs each of them.
+    """Have every client accept its schedule, and report its cost for each of them in an event.
 
     The event also tells how many rounds of each stage each client's budget covers.
 
@@ -197,7 +197,7 @@ def awaited_run(events: Sequence[Event]) -> str | None:
 def _alone(
     schedule: Sequence[PlannedRelease], properties: Mapping[str, Any], delta: float
 ) -> dict[str, Any]:
-    """Return what the schedule costs a client whose secure sums are broken, if it shares noise.
+    """Return the cost of the schedule for a client whose secure sums are broken.
 
     Its own share is then all that hides its records: of h honest sites' noise ``1 / sqrt(h)``.
     """
@@ -216,14 +216,14 @@ def _alone(
 def _search_epsilon(
     schedule: Sequence[PlannedRelease], declared: Mapping[str, int], delta: float
 ) -> float | None:
-    """Return what the search alone costs a client's worst split, by PRV; None is infinite."""
+    """Return the epsilon of the search alone on a client's worst split; None is infinite."""
     return _epsilon([p for p in schedule if p.stage == "search"], declared, delta)
 
 
 def _epsilon(
     schedule: Sequence[PlannedRelease], declared: Mapping[str, int], delta: float
 ) -> float | None:
-    """Return what releases cost a client's worst split, by PRV; None is infinite."""
+    """Return the epsilon of releases on a client's worst split, by PRV; None is infinite."""
     releases = [(planned.release(declared), planned.splits) for planned in schedule]
     by_split = epsilon_per_split(releases, delta, ACCOUNTANTS[PRV])
     epsilon = max(by_split.values(), default=0.0)

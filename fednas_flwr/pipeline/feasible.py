@@ -50,13 +50,13 @@ def check_run(config: Config) -> None:
 
 
 def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
-    """Return what a run's checkpoints and exported models take on disk, from below.
+    """Return a lower bound of the bytes that checkpoints and exported models take on disk.
 
     Left out are the moments of optimisers, the ONNX file, and networks that the search is to find.
 
     Args:
         config: The run's.
-        networks: By stage what is trained there.
+        networks: The network that each stage trains.
     """
     copies = {"search": min(KEEP, config.rounds)}
     if "search" not in networks and not searches(config):

@@ -60,7 +60,7 @@ def hand_over(run: Run) -> None:
 
 
 def _request(run: Run, model: bytes) -> KeepModel:
-    """Return what every site is sent beside the file's bytes.
+    """Build the request that goes to every site beside the file's bytes.
 
     Raises:
         ConfigError: There is no key to sign with, or the model or its card is too large.

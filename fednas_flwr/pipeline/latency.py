@@ -50,7 +50,7 @@ def with_latency(run: Run) -> Config:
 
 
 def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> dict[str, Any] | None:
-    """Return what a searched network costs against the target, None where there is none.
+    """Return the cost of a searched network beside its target; None without a target.
 
     With a table of this machine's kind also what it takes, measured here with the table's batch
     and threads.

@@ -89,7 +89,7 @@ def _span(numbers: Sequence[float]) -> str:
 
 
 def _batch_cause(config: Config, release: PlannedRelease) -> str:
-    """Return what a release's expected batch follows from."""
+    """Name the settings that the expected batch of a release follows from."""
     if release.batch_size is None:
         return "all that there are"
     stage = "retrain" if release.stage == "retrain" else "algorithm"
@@ -100,7 +100,7 @@ def _batch_cause(config: Config, release: PlannedRelease) -> str:
 
 
 def _noise_cause(privacy: DifferentialPrivacy, name: str) -> str:
-    """Return what a kind's noise follows from."""
+    """Name the settings that the noise of a kind follows from."""
     if name in ("metrics", STATISTICS):
         return f"privacy.{name}_noise_multiplier"
     own = getattr(privacy, name)

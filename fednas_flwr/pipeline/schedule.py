@@ -166,7 +166,7 @@ def largest_schedule(schedules: Iterable[Schedule]) -> Schedule:
 
 
 def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
-    """Return what each round releases of a client that it asks, by stage, in their order."""
+    """Return the releases of each round for a client that takes part in it, by stage."""
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     config = whole_search(config)  # whose clients commit to their groups' rounds, too
@@ -191,7 +191,7 @@ def _of_turns(
     done: Mapping[str, int],
     spare: bool,
 ) -> Schedule:
-    """Return what a client releases in its turns after ``done``; see :func:`make_schedules`."""
+    """Return a client's releases in its rounds after ``done``; see :func:`make_schedules`."""
     planned: Schedule = []
     for stage, of_stage in rounds.items():
         own = [
@@ -205,7 +205,7 @@ def _of_turns(
 def _demanding(
     wholes: Sequence[Schedule], records: Sequence[Mapping[str, int]]
 ) -> list[tuple[Schedule, Mapping[str, int]]]:
-    """Return the clients of which none needs less noise than another for certain.
+    """Return the clients that may need most noise: none certainly needs less than another.
 
     One that takes no more steps of any kind than another, at no higher rates, needs no more.
     """

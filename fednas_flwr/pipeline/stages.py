@@ -153,8 +153,8 @@ def begin(
 
     Args:
         config: As of :func:`run_stages`.
-        grid: Likewise.
-        log: Likewise.
+        grid: Reaches the clients.
+        log: Takes the events.
         circumstances: Versions and machine.
         earlier: Events of the run that goes on; empty of a new one.
     """
@@ -284,7 +284,7 @@ def _run_from_search(run: Run) -> None:
 
 
 def _run_and_report_spending(run: Run) -> None:
-    """Take a run, or one of its groups, through its stages, and tell what it has spent."""
+    """Take a run, or one of its groups, through its stages; report its spending."""
     try:
         _run_from_search(run)
     finally:
@@ -350,7 +350,7 @@ def start_search(
 def describe(
     run: Run, genotype: Genotype | None, configuration: Configuration | None
 ) -> dict[str, Any]:
-    """Return what the network to retrain is built from, and report what it costs."""
+    """Describe the network to retrain, and report its cost."""
     with run.stage("derive"):
         description = describe_network(run.config, run.prepared, genotype)
         network = make_network(description | {"auxiliary": False})
@@ -468,7 +468,7 @@ def _ask_tests(
     *,
     threshold: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return what the testers that have test records measure; too few of them is a warning."""
+    """Collect the results of all clients that have test records; warn if they are few."""
     results: list[dict[str, Any]] = []
     cohort = run.cohort
     having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("test") != 0]
@@ -542,7 +542,7 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
 
 
 def _circumstances() -> dict[str, Any]:
-    """Return what a reader needs to know about where a run took place."""
+    """Describe the machine and the software of a run, for its readers."""
     return {
         "versions": {
             "fednas_flwr": fednas_flwr.__version__,

@@ -1,9 +1,9 @@
 """Statistics of releases: how much noise they carry, how much one unit moves them, who is drawn.
 
-By replies of which the auditor has chosen the records, a release is refuted as what was committed
-to: the sum of contributions of norm 1 at most of the units that are drawn, plus N(0, sigma^2 I).
-Lengths are in units of the clipping norm. Every limit is wrong with probability ``miss`` at most,
-if noise is Gaussian and independent; noise that is not is refuted for what it lacks.
+A release is committed to as a sum of contributions, of norm 1 at most, of the units that are drawn,
+plus N(0, sigma^2 I). Replies to records that the auditor has chosen can refute it. Lengths are in
+units of the clipping norm. Every limit is wrong with probability ``miss`` at most if noise is
+Gaussian and independent; other noise is refuted for its lack of variance.
 
 Not for choosing noise, and no substitute for an accountant.
 """
@@ -78,7 +78,7 @@ def shows_twice(length: float, count: int, *, miss: float) -> bool:
     Args:
         length: Of a mean, over the deviation of each value; above 0.
         count: As of :func:`length_limits`.
-        miss: Likewise.
+        miss: Largest chance of a false finding, strictly between 0 and 1.
     """
     square = 4 * length**2
     fewest = count + square - 2 * math.sqrt((count + 2 * square) * math.log(1 / (1 - SHOWN)))

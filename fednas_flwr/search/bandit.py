@@ -146,7 +146,7 @@ class Bandit:
         return math.hypot(math.sqrt(kept) * self.scale, math.sqrt(1 - kept) * newest)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what changes, as JSON values for a checkpoint."""
+        """Return the state that changes, as JSON values for a checkpoint."""
         return {
             "estimates": self.estimates_N.tolist(),
             "scale": self.scale,

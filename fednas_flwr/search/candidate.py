@@ -25,7 +25,7 @@ MICRO_BATCH = 128  # records whose gradients are in memory at a time
 
 
 class Candidate(nn.Module):
-    """A supernet of which one path is computed; parameters are shared with it."""
+    """A supernet restricted to one path; it shares the supernet's parameters."""
 
     def __init__(self, supernet: Supernet, path: Sequence[int]) -> None:
         """Take the path.
@@ -56,7 +56,7 @@ class Candidate(nn.Module):
 
 
 def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str, set[str]]:
-    """Return the names of what training any of these paths reads or moves, by state.
+    """Return the names of tensors that training any of these paths reads or moves, by state.
 
     Server and clients compute it alike from the paths: messages about them carry nothing else.
     """

@@ -306,7 +306,7 @@ def learning(
     return -sum(last) / len(last)
 
 
-# What is computed together, by the names of the numbers in the order in which they come.
+# Groups of scores that are computed together, by their names in order.
 MEASURES: dict[tuple[str, ...], Measure] = {
     ("synflow",): lambda network, shape, _: (synflow(network, shape),),
     ("parameters",): lambda network, shape, _: (float(count_parameters(network)),),
@@ -401,7 +401,7 @@ def _features(network: nn.Module, x: Tensor) -> list[Tensor]:
 def _inputs(
     network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]
 ) -> list[tuple[nn.Module, Tensor]]:
-    """Return what enters the modules of some kinds, in the order of computation."""
+    """Record the inputs of all modules of some kinds, in the order of computation."""
     found: list[tuple[nn.Module, Tensor]] = []
     modules = [module for module in network.modules() if isinstance(module, kinds)]
     with _hooked(modules, lambda module, inputs, _: found.append((module, inputs[0]))):

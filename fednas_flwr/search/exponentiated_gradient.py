@@ -116,7 +116,7 @@ class Theta:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what changes, as JSON values for a checkpoint."""
+        """Return the state that changes, as JSON values for a checkpoint."""
         return {
             "log_theta": self.log_theta_N.tolist(),
             "norm": self.norm,

@@ -20,7 +20,7 @@ TRIES = 100  # of uniform draws one in eight is refused
 
 
 class GumbelPath(nn.Module):
-    """A supernet of which a drawn op of every edge is computed; parameters are shared with it.
+    """A supernet restricted to one drawn op per edge; it shares the supernet's parameters.
 
     With Gumbel noise g the op of edge e is ``k = argmax_o (alpha_eo + g_eo)``, which has the
     probability ``softmax(alpha_e)_k``. In the forward pass its gate h_e is 1, in the backward pass

@@ -82,7 +82,7 @@ def alternate(
     temperature = alternating.temperature
 
     def network() -> Relaxed:
-        """Return what the next gradient is of."""
+        """Return the state that the next gradient is for."""
         if temperature is None:
             return supernet
         assert generator is not None

@@ -33,7 +33,7 @@ class Gradients(Protocol):
     def weights(self, network: nn.Module) -> Gradient:
         """Return the gradient of a network's weights, on train records.
 
-        What is drawn or computed for a step is the same however often it is asked.
+        Draws and results of a step are the same however often it is called.
         """
 
     def alphas(
@@ -52,7 +52,7 @@ class Gradients(Protocol):
         """Return the gradient [E, O] of the alphas of drawn paths, on validation records."""
 
     def metrics(self) -> dict[str, float]:
-        """Return what was seen on the way; nothing where that must not be told."""
+        """Return the metrics seen on the way; empty where they must not leave the client."""
 
 
 @dataclass
@@ -182,7 +182,7 @@ def make_sgd(
     """Return torch's SGD with the constants of ``settings``, at ``settings.lr``.
 
     Args:
-        parameters: To step; or torch's groups of them, of which each is clipped by itself.
+        parameters: To step; or torch's groups of them, each clipped by itself.
         settings: The constants.
         nesterov: Whether momentum, where there is any, is Nesterov's.
     """

@@ -161,7 +161,7 @@ class Tuner:
         return replace(self, bandit=bandit, configurations=tuple(configurations))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what changes, as JSON values for a checkpoint."""
+        """Return the state that changes, as JSON values for a checkpoint."""
         return {
             "bandit": self.bandit.to_json(),
             "configurations": [asdict(configuration) for configuration in self.configurations],

@@ -1,4 +1,4 @@
-"""The modules of the DP-friendly space: three cells, of which each edge computes one op.
+"""The modules of the DP-friendly space: three cells whose edges compute one op each.
 
 Cheng et al. (2022), DPNAS, arXiv 2110.08557, section 3.2 and Figure 2. :class:`DPCellNetwork` is
 both the supernet's body, with all ops on every edge, and the derived network, with one; equal parts

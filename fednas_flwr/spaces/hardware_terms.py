@@ -51,7 +51,7 @@ def check_hardware(losses: Iterable[Hardware], space: SearchSpace) -> None:
 
 
 def hardware_terms(hardware: Hardware | None, space: SearchSpace) -> HardwareTerms | None:
-    """Return what clients make the hardware loss from, checked against what the space can reach."""
+    """Return the terms of the hardware loss; refuse targets that the space cannot reach."""
     if hardware is None:
         return None
     assert isinstance(space, MBConvSpace)  # as the configuration has it
@@ -68,7 +68,7 @@ def hardware_terms(hardware: Hardware | None, space: SearchSpace) -> HardwareTer
 
 
 def latency_of(space: SearchSpace, table: str) -> Callable[[Genotype], float]:
-    """Return what predicts the latency in ms of a genotype's network, by a table in a file.
+    """Build a predictor of the latency in ms of a genotype's network, by a table in a file.
 
     Raises:
         ConfigError: The file is no table, or the space has no latency.

@@ -1,4 +1,4 @@
-"""The modules of the MBConv search space: a chain of blocks, in each of which one op is computed.
+"""The modules of the MBConv search space: a chain of blocks with one computed op each.
 
 Cai et al. (2019), ProxylessNAS, arXiv 1812.00332; the op is MobileNetV2's (Sandler et al. 2018,
 arXiv 1801.04381). A network is planned first as layers (``mbconv_plan.py``), and
@@ -47,7 +47,7 @@ class MBConvNetwork(SkipNetwork):
     drop_path_prob: float
 
     def __init__(self, plan: Plan, *, norm: Norm) -> None:
-        """Build what is planned."""
+        """Build the planned layers."""
         super().__init__()
         self.drop_path_prob = 0.0
         self.before = nn.Sequential(*(make_layer(layer, norm=norm) for layer in plan.before))
@@ -62,7 +62,7 @@ class MBConvNetwork(SkipNetwork):
     ) -> Tensor:
         """Return logits [B, classes].
 
-        What is not asked for is neither computed nor kept: one path costs what the derived network
+        Other ops are neither computed nor stored: one path costs what the derived network
         costs, whatever the number of candidates.
 
         Args:

@@ -25,7 +25,7 @@ class Layer(NamedTuple):
     Attributes:
         op: ``conv`` (with norm and ReLU6), a name of ``MBCONVS``, ``zero`` or ``classifier``.
         input_shape: (channels, height, width).
-        output_shape: Likewise; of the classifier (classes,).
+        output_shape: Of one record; of the classifier (classes,).
         expansion: Channels inside the block over input channels; 1 for other ops.
         kernel: Kernel size; 1 for other ops than convolutions.
         stride: 1 or 2.

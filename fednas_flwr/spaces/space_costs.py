@@ -87,7 +87,7 @@ def measure_network(
 
 
 def space_costs(space: MBConvSpace, table: LatencyTable | None) -> Costs:
-    """Return what every op of the space costs, in ms by the table; without one in multiply-adds.
+    """Return the cost of every op of the space: ms by the table, else multiply-adds.
 
     Raises:
         ConfigError: The table lacks a layer, or was measured with another norm.

@@ -1,4 +1,4 @@
-"""``fednas doctor``: what is wrong with a machine of a deployment, and what to do.
+"""``fednas doctor``: faults of a machine of a deployment, and their remedies.
 
 Works on a folder that ``provision`` wrote, of the server or of a site, and changes nothing. A check
 returns what it found, or raises :class:`Trouble` with what to do. Main function: :func:`examine`.
@@ -200,7 +200,7 @@ def _site_data(folder: Path, settings: Settings) -> str:
 
 
 def _site_records(folder: Path, settings: Settings) -> str:
-    """Return what the records are, and the share that is left out; refuse what no run can use."""
+    """Describe the records and the share left out; refuse data that no run can use."""
     from fednas_flwr.client.making import check_public, check_unit
     from fednas_flwr.data.loaders import make_client_data
     from fednas_flwr.data.prepared import make_site_data
@@ -265,7 +265,7 @@ def _site_ledger(folder: Path, settings: Settings) -> str:
 
 
 def _site_device(folder: Path, settings: Settings) -> str:
-    """Return what training runs on."""
+    """Describe the device that training runs on."""
     import torch
 
     if torch.cuda.is_available():

@@ -190,7 +190,7 @@ def _context(authority: Path) -> ssl.SSLContext:
 
 
 def _certificate_trouble(error: ssl.SSLCertVerificationError, host: str, port: int) -> str:
-    """Return what a failed verification means."""
+    """Explain a failed verification."""
     where = f"the certificate of {host}:{port}"
     if error.verify_code == _EXPIRED:
         return f"{where} has expired: its operator makes a new one by `fednas provision`."

@@ -125,7 +125,7 @@ def read_roster(deployment: Deployment, folder: Path) -> Roster:
 
 
 def load_sites(path: Path) -> Deployment:
-    """Return what a ``sites.yaml`` says.
+    """Read a ``sites.yaml``.
 
     Raises:
         ConfigError: It cannot be read, or a key or value is wrong.
@@ -197,7 +197,7 @@ def _write_site(deployment: Deployment, index: int, authority: Path, folder: Pat
 
 
 def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
-    """Write what is the same on all machines of a kind; return the settings that are kept."""
+    """Write the files that all machines of a kind share; return the settings left as they were."""
     kept = {name for name in SETTINGS if (folder / name).exists()}
     folder.mkdir(exist_ok=True)
     for path in (*(_MACHINE / kind).iterdir(), _MACHINE / "parts.sh"):

@@ -86,7 +86,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _log_refusal(path: str, peer: str, status: int) -> None:
-    """Say of an answer that is an error what it means for the node."""
+    """Explain an error in an answer to the node."""
     if status == 401:
         reason = "its key was revoked, or its clock is more than 5 s ahead or 5 min behind"
     elif path.endswith("/activate-node") and status >= 400:

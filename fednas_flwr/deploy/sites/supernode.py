@@ -37,7 +37,7 @@ class ImpatientStore:
         self._waiting: dict[str, float] = {}  # object -> since when
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the store itself has."""
+        """Return the messages of the store itself."""
         return getattr(self._store, name)
 
     def get(self, object_id: str) -> bytes | None:

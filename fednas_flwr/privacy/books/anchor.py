@@ -114,7 +114,7 @@ class Mark:
         return seal(self._key, purpose, previous, content)
 
     def genesis(self) -> str:
-        """Return what stands for the HMAC of row 0."""
+        """Return the stand-in for the HMAC of row 0."""
         return self.hmac("genesis", "", "fednas ledger 1")
 
 

@@ -296,7 +296,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             return row is not None and equal(row[0], self._mark.hmac("approval", run, terms))
 
     def fingerprint(self, data_set: str, assignment: str) -> str:
-        """Return the HMAC of what decides which record of a data set is in which split."""
+        """Return the HMAC of the settings that assign a data set's records to splits."""
         return self._mark.hmac("assignment", data_set, assignment)
 
     def is_first(self, account: str, assignment: str) -> bool:
@@ -318,7 +318,7 @@ class Ledger(AbstractContextManager["Ledger"]):
     def filters(
         self, account: str, unit: str, *, epsilon: float, delta: float
     ) -> dict[str, RenyiFilter]:
-        """Return every split's filter at what is booked, counted for a unit; it books nothing."""
+        """Return every split's filter after all booked spending, counted for a unit."""
         with self._exclusive() as (last, last_mac):
             booked = self._state(last, last_mac).get(account, {"totals": {}})
             return {
@@ -327,7 +327,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             }
 
     def units_of_others(self, account: str) -> list[str]:
-        """Return the kinds of unit of what is booked on all other accounts, sorted."""
+        """Return the units of privacy booked on all other accounts, sorted."""
         with self._exclusive() as (last, last_mac):
             others = [b for name, b in self._state(last, last_mac).items() if name != account]
         return sorted({kind_of(unit) for booked in others for unit in _totals(booked)})

@@ -123,7 +123,7 @@ class RenyiFilter:
         return tuple(self._totals)
 
     def affords(self, *releases: Release) -> bool:
-        """Return whether all of ``releases`` fit into what is left; spends nothing."""
+        """Whether all of ``releases`` fit into the remaining budget; spends nothing."""
         return self._fits(self._after(*releases))
 
     def spend(self, release: Release) -> None:
@@ -168,7 +168,7 @@ class RenyiFilter:
         return totals
 
     def _costs(self, key: tuple[float, float]) -> tuple[float, ...]:
-        """Return what one step with this noise multiplier and rate costs at each order."""
+        """Return the cost of one step with this noise multiplier and rate at each order."""
         sigma, rate = key
         return tuple(
             renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
@@ -187,7 +187,7 @@ class RenyiFilter:
 def covered_steps(
     left: Mapping[str, RenyiFilter], stages: Mapping[str, Sequence[Reading]]
 ) -> dict[str, int]:
-    """Return how many steps of each stage of a schedule what is left of all splits covers.
+    """Return the steps of each stage of a schedule that the remaining budgets cover.
 
     Args:
         left: Each split's filter at what is spent.

@@ -107,7 +107,7 @@ def clipped_gradient_sum(
 ) -> ClippedSum:
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
 
-    g_i is the gradient of one record's loss with respect to all of ``parameters``, of which one
+    g_i is the gradient of one record's loss with respect to all of ``parameters``, with one
     joint norm is taken. Every record gets a copy of the weights, in a leaf [B, ...] of stride 0, so
     that one ordinary backward returns all g_i (``fednas_flwr.base.layers``). This needs
     convolutions, linear layers and group norms, or a module that ``takes_stack`` (a supernet with
@@ -315,7 +315,7 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def _scaled(norms: list[Tensor], scale: _Scale) -> Tensor:
-    """Return what rows with these norms of parts are multiplied by, float64 [B]; 0 leaves one out.
+    """Return the factors of rows with these norms of parts, float64 [B]; 0 leaves one out.
 
     Left out are rows that are no records, and records whose gradient is not finite; of persons, the
     same.
@@ -335,7 +335,7 @@ def _scaled(norms: list[Tensor], scale: _Scale) -> Tensor:
 
 
 def _watched(loss: Loss, watch: Watch) -> Loss:
-    """Return the loss, of which outputs and losses are watched."""
+    """Return the loss; outputs and losses are watched."""
     if watch is unwatched:
         return loss
 

@@ -101,7 +101,7 @@ def continuous_divergence(num_values: int, *, kernel_std: float = KERNEL_STD) ->
 
 
 def _accepted(words: Words, size: int, sigma: int) -> np.ndarray:
-    """Return what is accepted of a block of proposals, int64."""
+    """Return the accepted proposals of a block, int64."""
     proposals = _discrete_laplace(words, size, sigma)
     distances = np.abs(np.abs(proposals) - sigma).view(np.uint64)
     keep = _bernoulli_exp(words, distances * distances, 2 * sigma**2)
@@ -110,7 +110,7 @@ def _accepted(words: Words, size: int, sigma: int) -> np.ndarray:
 
 
 def _discrete_laplace(words: Words, size: int, sigma: int) -> np.ndarray:
-    """Return what Algorithm 2 makes of ``size`` attempts at a discrete Laplace of scale sigma.
+    """Make ``size`` attempts at a discrete Laplace of scale sigma by Algorithm 2.
 
     A 0 with a minus is dropped, so that 0 is not twice as likely.
     """
