@@ -50,6 +50,7 @@ GROUPS = {  # the groups of a configuration, by what their classes derive from
 COPIES = (
     *("dataclasses.py", "parser.py", "copy.py", "configuration.py", "incompatible.py", "unused.py"),
 )
+DECISIONS = ("retrains_by_gradients",)  # beside the checks: what it decides, rounds follow
 
 
 @contextmanager
@@ -64,7 +65,9 @@ def recorded() -> Iterator[set[str]]:
             for kind in type(instance).__mro__:
                 group = GROUPS.get(kind.__name__)
                 own = group is not None and name in kind_fields(type(instance))
-                if own and not frame.f_code.co_filename.endswith(COPIES):
+                code = frame.f_code
+                copies = code.co_filename.endswith(COPIES) and code.co_name not in DECISIONS
+                if own and not copies:
                     read.add(f"{group}.{name}".lstrip("."))
         return value
 

@@ -133,7 +133,12 @@ def test_the_controller_learns_after_the_warm_up_only(searched):
 def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
     aggregate, compose_config, federate
 ):
-    short = ["rounds=1", "algorithm.warm_up_rounds=0", "clients=3", "partition=iid"]
+    short = [
+        "rounds=1",
+        "algorithm.warm_up_rounds=0",
+        "clients=3",
+        "partition.fractions=[0.4,0.3,0.3]",
+    ]
     federation = federate(compose_config(*DPNAS, *short, f"aggregate={aggregate}"))
     strategy, honest = federation.strategy, []
     ask = strategy.ask
