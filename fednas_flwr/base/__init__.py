@@ -1,1 +1,0 @@
-"""What every room stands on: errors, files, memory, random numbers, layers."""

@@ -1,1 +1,0 @@
-"""Clip, sample, add noise, and account for it."""
