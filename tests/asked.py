@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from fednas_flwr.protocol.requests import (
@@ -29,6 +30,7 @@ from fednas_flwr.protocol.requests import (
 )
 from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings.optimizers import SGD, Adam
 
 ONE_STEP = Amount(epochs=None, steps=1, batch_size=None)
@@ -99,4 +101,19 @@ def smallest(
         "evaluate.model": Evaluate(network=SUPERNET, split="validation", site=site),
         "evaluate.personalised": Personalise(local=training),
     }
+    return asked
+
+
+def in_words(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """A cohort's ``ask``, called with an action and the fields of an exchange by name."""
+    return lambda action, **fields: ask(Exchange(action, **fields))
+
+
+def of_exchange(spy: Callable[..., Any]) -> Callable[[Exchange], Any]:
+    """A spy on an action and the fields of an exchange by name, in the place of ``ask``."""
+
+    def asked(exchange: Exchange) -> Any:
+        names = [field.name for field in fields(exchange) if field.name != "action"]
+        return spy(exchange.action, **{name: getattr(exchange, name) for name in names})
+
     return asked

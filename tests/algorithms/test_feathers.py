@@ -23,6 +23,8 @@ from fednas_flwr.search.bandit import Bandit, draw_configurations
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings.optimizers import Adam, Range
 
+from ..asked import in_words, of_exchange
+
 SETTINGS = [
     *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),
     *("algorithm.bandit.beta=1.5", "clients=2", "partition=quantity"),
@@ -34,7 +36,7 @@ ROUNDS = 3
 def record(federation):
     """Run a federation's search and keep what was asked and answered."""
     federation.asked = asked = []
-    ask = federation.cohort.ask
+    ask = in_words(federation.cohort.ask)
 
     def recording(action, **arguments):
         states = copy.deepcopy(arguments.get("states"))
@@ -44,7 +46,7 @@ def record(federation):
             replies.append(reply)
             yield client, reply
 
-    federation.cohort.ask = recording
+    federation.cohort.ask = of_exchange(recording)
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
 

@@ -23,6 +23,8 @@ from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.search.exponentiated_gradient import Theta, Trial
 from fednas_flwr.spaces.genotype import save_genotype
 
+from ..asked import in_words, of_exchange
+
 ROUNDS = 2
 DATA = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]"]
 SETTINGS = ["algorithm=fedex", "algorithm.num_configurations=5", "retrain.batch_size=16", *DATA]
@@ -42,13 +44,13 @@ def prepared(compose_config, federate):
             federation.config, NETWORK, federation.cohort, federation.checkpoints
         )
         federation.asked = asked = []
-        ask = federation.cohort.ask
+        ask = in_words(federation.cohort.ask)
 
         def recording(action, **arguments):
             asked.append(arguments)
             return ask(action, **arguments)
 
-        federation.cohort.ask = recording
+        federation.cohort.ask = of_exchange(recording)
         return federation
 
     return make

@@ -20,6 +20,8 @@ from fednas_flwr.protocol.requests import TakeNetworkGradient
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.settings.names import PRECISIONS
 
+from ..asked import in_words, of_exchange
+
 ROUNDS = 3
 PLAIN_CNN = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
 GRADIENTS = (
@@ -103,7 +105,7 @@ def test_a_run_that_goes_on_ends_in_the_bits_of_one_that_was_not_stopped(
 
 def interrupted(federation, *, in_round):
     """Train until the second step of a round."""
-    ask, asked = federation.cohort.ask, []
+    ask, asked = in_words(federation.cohort.ask), []
 
     def until_then(action, **kwargs):
         asked.append(kwargs["server_round"])
@@ -111,7 +113,7 @@ def interrupted(federation, *, in_round):
             raise KeyboardInterrupt
         return ask(action, **kwargs)
 
-    federation.cohort.ask = until_then
+    federation.cohort.ask = of_exchange(until_then)
     start(federation, PLAIN_CNN)
 
 

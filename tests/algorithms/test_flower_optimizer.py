@@ -20,6 +20,8 @@ from fednas_flwr.models.networks import describe_network, make_network
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.settings import Config
 
+from ..asked import in_words, of_exchange
+
 ROUNDS = 3
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]"]
 FLOWER = {
@@ -53,7 +55,7 @@ def training(compose_config, federate):
             config, described, federation.cohort, federation.checkpoints
         )
         federation.description = described
-        ask, federation.replies = federation.cohort.ask, []
+        ask, federation.replies = in_words(federation.cohort.ask), []
 
         def recording(action, **arguments):
             federation.replies.append({})
@@ -62,7 +64,7 @@ def training(compose_config, federate):
                 federation.replies[-1][client] = (copied, reply.num_examples)
                 yield client, reply
 
-        federation.cohort.ask = recording
+        federation.cohort.ask = of_exchange(recording)
         return federation
 
     return made

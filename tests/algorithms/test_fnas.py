@@ -15,6 +15,8 @@ from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.models.networks import supernet_space
 
+from ..asked import in_words, of_exchange
+
 ROUNDS = 3
 UNEQUAL = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.3,0.1]"]
 # Small steps: large ones blow up the rounding errors of float32 from round to round.
@@ -375,14 +377,14 @@ def test_oversampling_repeats_records_and_counts_them_once(
     )
     federation = federate(config)
     asked = []
-    ask = federation.cohort.ask
+    ask = in_words(federation.cohort.ask)
 
     def noting(action, **arguments):
         for client, reply in ask(action, **arguments):
             asked.append((action, client, reply))
             yield client, reply
 
-    federation.cohort.ask = noting
+    federation.cohort.ask = of_exchange(noting)
     federation.strategy.start(federation.grid, num_rounds=1)
     assert not [e for e in federation.events if e["event"] in ("client_failed", "client_left")]
     gradients = [(v, index, r) for v, index, r in asked if v != "evaluate.model"]

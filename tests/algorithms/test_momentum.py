@@ -23,6 +23,8 @@ from fednas_flwr.search.architect import alpha_gradient_sum
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.exchange import Exchange
 
+from ..asked import in_words, of_exchange
+
 CONSTANT = ["algorithm.weights.lr=0.05", "algorithm.weights.min_lr=0.05"]
 SEARCH = [
     *("algorithm=fed_darts", "algorithm.batch_size=16", "search_space.norm=group", *CONSTANT),
@@ -35,7 +37,7 @@ ROUNDS = 3
 
 def recorded(federation):
     """Let the federation keep what is asked of its clients and what they answer: whole states."""
-    ask, federation.asked = federation.cohort.ask, []
+    ask, federation.asked = in_words(federation.cohort.ask), []
 
     def recording(action, **arguments):
         whole = arguments.get("whole") or {}
@@ -53,7 +55,7 @@ def recorded(federation):
             replies[client] = replace(reply, states=states)
             yield client, reply
 
-    federation.cohort.ask = recording
+    federation.cohort.ask = of_exchange(recording)
     return federation
 
 

@@ -17,6 +17,8 @@ from fednas_flwr.pipeline.buildable import check_buildable
 from fednas_flwr.spaces.cell_graph import CellGraphSpace, WholeGraphSpace, lead
 from fednas_flwr.spaces.genotype import from_json
 
+from ..asked import in_words, of_exchange
+
 SPACES = [
     make_space("darts", input_shape=(1, 8, 8), num_classes=3),
     make_space("nasbench201", input_shape=(1, 8, 8), num_classes=3),
@@ -63,13 +65,13 @@ def test_clients_are_sent_alphas_with_the_lead(
     without = federate(compose_config(*plain)).strategy.alphas()["cell"]
     federation = federate(compose_config(*plain, prior))
     sent = []
-    ask = federation.cohort.ask
+    ask = in_words(federation.cohort.ask)
 
     def recording(action, **arguments):
         sent.append({name: v.clone() for name, v in arguments["states"]["alphas"].items()})
         return ask(action, **arguments)
 
-    federation.cohort.ask = recording
+    federation.cohort.ask = of_exchange(recording)
     federation.strategy.start(federation.grid, num_rounds=1)
     (first,) = sent[0].values()
     space = federation.strategy.space

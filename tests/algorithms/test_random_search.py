@@ -14,6 +14,8 @@ from fednas_flwr.models.networks import make_network
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.spaces.genotype import to_json
 
+from ..asked import in_words, of_exchange
+
 ROUNDS = 3
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
 
@@ -22,13 +24,13 @@ UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
 def searched(compose_config, federate):
     federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
     federation.asked = asked = []
-    ask = federation.cohort.ask
+    ask = in_words(federation.cohort.ask)
 
     def recording(action, **arguments):
         asked.append((action, arguments))
         return ask(action, **arguments)
 
-    federation.cohort.ask = recording
+    federation.cohort.ask = of_exchange(recording)
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
 
@@ -100,7 +102,7 @@ def test_without_trials_the_first_candidate_is_taken(compose_config, federate):
 def test_a_liar_has_one_vote(claims, compose_config, federate):
     """Client 1, with 3 of 10 records, claims what it likes of each candidate."""
     federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
-    ask, claimed, replies = federation.cohort.ask, iter(claims), []
+    ask, claimed, replies = in_words(federation.cohort.ask), iter(claims), []
 
     def lying(action, **arguments):
         for client, reply in ask(action, **arguments):
@@ -110,7 +112,7 @@ def test_a_liar_has_one_vote(claims, compose_config, federate):
                     reply = replace(reply, metrics={"accuracy": next(claimed)})
             yield client, reply
 
-    federation.cohort.ask = lying
+    federation.cohort.ask = of_exchange(lying)
     strategy = federation.strategy
     strategy.start(federation.grid, num_rounds=ROUNDS)
     scores = []
@@ -128,7 +130,10 @@ def test_one_client_of_three_does_not_choose(compose_config, federate):
     claims = {0: [0.9, 0.95, 0.6], 1: [0.0, 0.0, 1.0], 2: [0.4, 0.45, 0.3]}
     config = compose_config("algorithm=random_search", "clients=3", "partition=iid")
     federation = federate(config)
-    ask, claimed = federation.cohort.ask, {client: iter(own) for client, own in claims.items()}
+    ask, claimed = (
+        in_words(federation.cohort.ask),
+        {client: iter(own) for client, own in claims.items()},
+    )
 
     def claiming(action, **arguments):
         for client, reply in ask(action, **arguments):
@@ -136,7 +141,7 @@ def test_one_client_of_three_does_not_choose(compose_config, federate):
                 reply = replace(reply, metrics={"accuracy": next(claimed[client])})
             yield client, reply
 
-    federation.cohort.ask = claiming
+    federation.cohort.ask = of_exchange(claiming)
     federation.strategy.start(federation.grid, num_rounds=3)
     second = make_generator(config.seed, "random_search", 2)
     assert federation.strategy.derive() == federation.strategy.space.random_genotype(second)
@@ -154,14 +159,14 @@ RANGES = (
 def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, federate):
     config = compose_config("algorithm=random_search", *UNEQUAL, RANGES)
     federation, trained = federate(config), []
-    ask = federation.cohort.ask
+    ask = in_words(federation.cohort.ask)
 
     def recording(action, **arguments):
         if action == "train.weights":
             trained.append(arguments["settings"].local)
         return ask(action, **arguments)
 
-    federation.cohort.ask = recording
+    federation.cohort.ask = of_exchange(recording)
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     drawn = []
     for number in range(1, ROUNDS + 1):

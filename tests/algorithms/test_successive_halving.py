@@ -31,6 +31,8 @@ from fednas_flwr.server.robust_averages import median_rewards
 from fednas_flwr.spaces.flops import count_parameters
 from fednas_flwr.spaces.genotype import from_json, to_json
 
+from ..asked import in_words, of_exchange
+
 ROUNDS = 4
 SEARCH = [
     *("algorithm=successive_halving", "algorithm.pool.draws=9", "algorithm.pool.keep=4"),
@@ -43,7 +45,7 @@ SEARCH = [
 def searched_by(federation, rounds=ROUNDS):
     """Run a search; keep what was asked and answered, and the pool's states after each round."""
     strategy, federation.asked, federation.after = federation.strategy, [], []
-    ask, run_round = federation.cohort.ask, strategy.run_round
+    ask, run_round = in_words(federation.cohort.ask), strategy.run_round
 
     def recording(action, **arguments):
         sent = {s: {d: v.clone() for d, v in p.items()} for s, p in arguments["states"].items()}
@@ -286,7 +288,7 @@ def test_one_client_of_three_does_not_have_the_worst_candidate_found(
     """Two agree, although one has harder records; the third rewards what is worst for both."""
     claims = torch.tensor([[0.9, 0.95, 0.85, 0.6], [0.0, 0.0, 0.0, 1.0], [0.4, 0.45, 0.35, 0.3]])
     federation = federate(compose_config(*settings, *THREE))
-    ask = federation.cohort.ask
+    ask = in_words(federation.cohort.ask)
 
     def claiming(action, **arguments):
         for client, reply in ask(action, **arguments):
@@ -295,7 +297,7 @@ def test_one_client_of_three_does_not_have_the_worst_candidate_found(
                 reply = replace(reply, states={"rewards": {"float32": own}})
             yield client, reply
 
-    federation.cohort.ask = claiming
+    federation.cohort.ask = of_exchange(claiming)
     searched_by(federation, rounds=2)
     first = next(event for event in federation.events if event["event"] == "rewarded")
     pool = [json.dumps(genotype) for genotype in first["genotypes"]]

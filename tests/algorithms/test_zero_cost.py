@@ -20,6 +20,8 @@ from fednas_flwr.settings import conf_folder
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import load_genotype, to_json
 
+from ..asked import in_words, of_exchange
+
 SEARCH = ["algorithm=zero_cost", "algorithm.draws=4", "algorithm.scores=[synflow,parameters]"]
 ROUNDS = 3
 
@@ -29,13 +31,13 @@ def searched(compose_config, federate, tmp_path_factory):
     folder = tmp_path_factory.mktemp("zero_cost")
     federation = federate(compose_config(*SEARCH), checkpoints=folder)
     federation.folder, federation.asked = folder, []
-    ask = federation.cohort.ask
+    ask = in_words(federation.cohort.ask)
 
     def recording(action, **arguments):
         federation.asked.append(action)
         return ask(action, **arguments)
 
-    federation.cohort.ask = recording
+    federation.cohort.ask = of_exchange(recording)
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
 
