@@ -35,13 +35,13 @@ if TYPE_CHECKING:
         register_search_space,
         run,
     )
-    from fednas_flwr.builders.algorithms import Algorithm
-    from fednas_flwr.builders.networks import load
+    from fednas_flwr.models.networks import load
+    from fednas_flwr.settings.registry import Algorithm
 
 
 def __getattr__(name: str) -> object:
     """Import what is asked for; torch takes seconds, and is imported when a run begins."""
     if name in __all__:
-        homes = {"Algorithm": "builders.algorithms", "load": "builders.networks"}
+        homes = {"Algorithm": "settings.registry", "load": "models.networks"}
         return getattr(import_module(f"{__name__}.{homes.get(name, 'api')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

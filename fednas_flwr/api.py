@@ -15,29 +15,30 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fednas_flwr.builders.algorithms import ALGORITHMS, Algorithm
-from fednas_flwr.builders.configuration import check_combinations, parse_config
-from fednas_flwr.builders.effects import without_effect
-from fednas_flwr.builders.spaces import SpaceEntry
-from fednas_flwr.composition import (
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.data.readers import own_arrays, own_reader
+from fednas_flwr.settings import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
+from fednas_flwr.settings.configuration import check_combinations, parse_config
+from fednas_flwr.settings.hydra_config import (
     add_choice,
     check_free_name,
     compose_tree,
     given_settings,
 )
-from fednas_flwr.config import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
-from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import NO_SKIP
+from fednas_flwr.settings.names import NO_SKIP
+from fednas_flwr.settings.registry import Algorithm, algorithms, carry, register
+from fednas_flwr.settings.unused import without_effect
+from fednas_flwr.spaces.space_entries import SpaceEntry
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from fednas_flwr.data.images import RecordsPair
-    from fednas_flwr.evaluation.model import Model
-    from fednas_flwr.reporting.events import Listener
-    from fednas_flwr.search_spaces.genotype import Genotype
-    from fednas_flwr.search_spaces.space import SearchSpace
-    from fednas_flwr.strategies.base import RoundStrategy
+    from fednas_flwr.algorithms.base import RoundStrategy
+    from fednas_flwr.data.records import RecordsPair
+    from fednas_flwr.models.prediction import Model
+    from fednas_flwr.runs.events import Listener
+    from fednas_flwr.spaces.genotype import Genotype
+    from fednas_flwr.spaces.space import SearchSpace
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,15 @@ class Result:
     @cached_property
     def model(self) -> Model:
         """The trained model, which takes raw data, on the CPU; ConfigError if none is exported."""
-        from fednas_flwr.builders.networks import load
+        from fednas_flwr.models.networks import load
 
         return load(self.folder)
 
     @cached_property
     def genotype(self) -> Genotype | None:
         """The architecture that was searched or given; None of a network that is given by name."""
-        from fednas_flwr.search_spaces.genotype import load_genotype
-        from fednas_flwr.stages.run_folder import GENOTYPE_FILE
+        from fednas_flwr.runs.run_folder import GENOTYPE_FILE
+        from fednas_flwr.spaces.genotype import load_genotype
 
         path = self.folder / GENOTYPE_FILE
         return load_genotype(path) if path.exists() else None
@@ -75,7 +76,7 @@ class Result:
         ``clients`` and ``personalised`` have a dict for each client. Empty if the run has not been
         evaluated.
         """
-        from fednas_flwr.reporting.runs import read_run
+        from fednas_flwr.runs.numbers import read_run
 
         event = read_run(self.folder).last("evaluated") or {}
         return {
@@ -101,16 +102,15 @@ def compose(*overrides: str) -> Config:
 def run(
     config: Config | str | Path,
     *,
-    strategy: type[RoundStrategy] | None = None,
+    strategy: type[RoundStrategy[Any]] | None = None,
     listeners: Iterable[Listener] = (),
     quiet: bool = True,
 ) -> Result:
     """Search, retrain, evaluate, export and report, and return what came of it.
 
-    A ``strategy`` is called as the algorithm's own class would be: with the supernet, the courier,
-    ``space``, ``checkpoints`` and the keyword arguments of that class. One whose constructor is
-    that of :class:`~fednas_flwr.strategies.base.RoundStrategy`, or takes no more, gets the first
-    four only, and the run then has none of the algorithm's settings.
+    A ``strategy`` is made as the algorithm's own class would be. One that states no class of
+    settings, ``RoundStrategy[<settings>]``, itself or by the class that it derives from, has no
+    settings, and the run then has none of the algorithm's.
 
     Args:
         config: What :func:`compose` returns; or the folder of a run to continue, whose own
@@ -124,7 +124,7 @@ def run(
         ConfigError: Settings, data, device or folder do not allow it; no folder has been made.
         QuorumError: Too few clients answered.
     """
-    from fednas_flwr.stages.run_folder import check_whole, create_run_folder, open_run_folder
+    from fednas_flwr.runs.run_folder import check_whole, create_run_folder, open_run_folder
 
     resumed = not isinstance(config, Config)
     if isinstance(config, Config):
@@ -143,8 +143,8 @@ def run(
 
 def check(configs: Iterable[Config]) -> None:
     """Raise ConfigError for what settings, files, data or device rule out, in the same order."""
-    from fednas_flwr.reporting.trackers import check_trackers
-    from fednas_flwr.stages.run_folder import check_free
+    from fednas_flwr.report.trackers import check_trackers
+    from fednas_flwr.runs.run_folder import check_free
 
     configs = list(configs)
     for config in configs:
@@ -152,11 +152,11 @@ def check(configs: Iterable[Config]) -> None:
         check_free(config)
         if config.runtime.name != "deployment":  # whose server is on another machine
             check_trackers(config.trackers)
-    from fednas_flwr.federation.clusters import check_cluster
+    from fednas_flwr.deploy.ray_clusters import check_cluster
 
     for config in configs:
         check_cluster(config)
-    from fednas_flwr.stages.check import check_run
+    from fednas_flwr.pipeline.feasible import check_run
 
     for config in configs:
         if config.runtime.name != "deployment":  # data and genotype lie on other machines
@@ -178,8 +178,8 @@ def execute(
         return
     print(f"run folder: {config.run_dir}", flush=True)
     go_on = f"fednas run resume={config.run_dir}"
-    from fednas_flwr.exchange.courier import QuorumError
-    from fednas_flwr.reporting.progress import ProgressDisplay, print_summary
+    from fednas_flwr.report.terminal import ProgressDisplay, print_summary
+    from fednas_flwr.server.cohort import QuorumError
 
     try:
         with ProgressDisplay() as display:
@@ -196,8 +196,8 @@ def execute(
 
 def _launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
     """Run a configuration to its end unless its folder holds a run that has come to it."""
-    from fednas_flwr.federation.launch import launch
-    from fednas_flwr.reporting.runs import is_whole
+    from fednas_flwr.deploy.launch import launch
+    from fednas_flwr.runs.numbers import is_whole
 
     if not (resumed and is_whole(Path(str(config.run_dir)))):
         launch(config, listeners=listeners, resumed=resumed)
@@ -205,23 +205,24 @@ def _launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> 
 
 def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda line: None) -> None:
     """Train the networks that the run's own is compared with, and write its report anew."""
-    if config.baselines == 0 or "baselines" in without_effect(config):
+    if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
         return
-    from fednas_flwr.evaluation.model import MODEL_FILE
-    from fednas_flwr.exchange.courier import QuorumError
-    from fednas_flwr.federation.launch import launch
-    from fednas_flwr.reporting.report import write_report
-    from fednas_flwr.reporting.runs import EVENTS_FILE, is_complete, read_run
-    from fednas_flwr.reporting.units import percent
-    from fednas_flwr.stages.baselines import num_random, prepare_baselines
-    from fednas_flwr.stages.run_folder import open_run_folder
+    from fednas_flwr.deploy.launch import launch
+    from fednas_flwr.models.prediction import MODEL_FILE
+    from fednas_flwr.pipeline.baselines import num_random, prepare_baselines
+    from fednas_flwr.report.html_report import write_report
+    from fednas_flwr.report.quantities import percent
+    from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, read_run
+    from fednas_flwr.runs.run_folder import open_run_folder
+    from fednas_flwr.server.cohort import QuorumError
 
     whole = Path(str(config.run_dir))
     if not is_complete(whole) or not (number := num_random(config)):  # or out of time
         return
     if config.runtime.name == "deployment" and not (whole / MODEL_FILE).exists():
         told(
-            f"baselines={number}: none are trained from here, since the model lies on the "
+            f"evaluation.baselines={number}: none are trained from here, since the model lies on "
+            "the "
             f"SuperLink's machine; type `fednas run resume={whole}` there."
         )
         return
@@ -248,7 +249,7 @@ def register_algorithm(
     Args:
         name: Letters, digits and underscores.
         algorithm: Its entry; ``settings`` is a frozen dataclass derived from
-            :class:`~fednas_flwr.config.AlgorithmSettings`.
+            :class:`~fednas_flwr.settings.AlgorithmSettings`.
         defaults: The value of every setting, as a file of ``conf/algorithm`` gives them; with
             ``{"defaults": ["fed_darts"], ...}`` those of ``fed_darts`` besides.
 
@@ -256,8 +257,7 @@ def register_algorithm(
         ConfigError: The name exists.
 
     Example:
-        ``register_algorithm("mine", Algorithm(MySettings, lambda config, prepared, space:
-        (MyStrategy, {"mu": config.algorithm.mu})), defaults={"mu": 0.1})``
+        ``register_algorithm("mine", Algorithm(MySettings, MyStrategy), defaults={"mu": 0.1})``
     """
     _register("algorithm", name, algorithm, defaults or {})
 
@@ -276,7 +276,7 @@ def register_search_space(
         make: Called with ``input_shape``, ``num_classes``, ``norm`` and the settings but the
             name, as keyword arguments; a space's class will do.
         settings: A frozen dataclass derived from
-            :class:`~fednas_flwr.config.SearchSpaceSettings`; unless it is ``CellSpace``, derived
+            :class:`~fednas_flwr.settings.SearchSpaceSettings`; unless it is ``CellSpace``, derived
             networks have the supernet's sizes, and ``retrain.channels`` and ``retrain.num_cells``
             are null.
         defaults: The value of every setting, as a file of ``conf/search_space`` gives them;
@@ -301,27 +301,21 @@ def register_data_set(
         name: Letters, digits and underscores.
         data: Arrays as an npz file has them, ``x_train``, ``y_train`` and optionally ``x_test``,
             ``y_test``; or a reader, called with the path ``dataset.root`` and ``settings`` as
-            keyword arguments, which returns train and test :class:`~fednas_flwr.data.Records`,
-            the latter None where there are none.
-        settings: Names of the ``dataset`` settings that a reader takes; arrays take
-            ``class_names`` and, of a table, ``statistics`` and ``ranges``.
-        defaults: What differs from ``conf/dataset/_base.yaml``.
+            keyword arguments, which returns train and test
+            :class:`~fednas_flwr.data.records.Records`, the latter None where there are none.
+        settings: Names of the settings of other data sets that a reader takes; what all images
+            have, and ``statistics`` and ``ranges`` of tables, can be set of each. Arrays have the
+            settings of ``dataset=npz``.
+        defaults: What differs from the defaults in ``conf/dataset``.
 
     Raises:
-        ConfigError: The name exists.
+        ConfigError: The name exists, or there is no such setting.
     """
-    from fednas_flwr.data.npz import records_from_npz
-    from fednas_flwr.data.sources import DataSet
-
     if isinstance(data, Mapping):
-
-        def read(path: Path, **given: Any) -> RecordsPair:
-            return records_from_npz(data, origin=f"dataset={name}", **given)
-
-        entry = DataSet(read, frozenset({"class_names", "statistics", "ranges"}), by_content=True)
+        entry, neutral = own_arrays(name, data)
     else:
-        entry = DataSet(data, frozenset(settings), by_content=True)
-    _register("dataset", name, entry, {"defaults": ["_base"], **(defaults or {})})
+        entry, neutral = own_reader(data, settings)
+    _register("dataset", name, entry, {**neutral, **(defaults or {})})
 
 
 def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) -> None:
@@ -338,26 +332,23 @@ def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) 
     Raises:
         ConfigError: The name exists.
     """
-    from fednas_flwr.evaluation.scores import OWN_SCORES
-    from fednas_flwr.reporting.scores import NAMES
+    from fednas_flwr.models.class_scores import OWN_SCORES
+    from fednas_flwr.runs.numbers import SCORES
 
-    if name in OWN_SCORES or name in (*NAMES, *NAMES.values()):
+    if name in OWN_SCORES or any(name in (score.name, score.label) for score in SCORES):
         raise ConfigError(f"the score {name} exists: choose another name for your own.")
     OWN_SCORES[name] = score
 
 
 def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:
-    from fednas_flwr.builders.registration import register
-
     check_free_name(group, name)
     register(group, name, entry)
+    carry(group, name, entry)
     add_choice(group, name, {**defaults, "name": name})
 
 
-def _with_strategy(config: Config, strategy: type[RoundStrategy]) -> Config:
+def _with_strategy(config: Config, strategy: type[RoundStrategy[Any]]) -> Config:
     """Return a configuration with a registered strategy as its algorithm."""
-    from fednas_flwr.builders.registration import register_strategy
-
     if config.runtime.name == "deployment":
         raise ConfigError(
             f"runtime=deployment with strategy={strategy.__name__}: the machine of the SuperLink "
@@ -369,19 +360,49 @@ def _with_strategy(config: Config, strategy: type[RoundStrategy]) -> Config:
             f"stages={show(config.stages)} with strategy={strategy.__name__}: it is for the "
             "search; add search, or leave it out."
         )
-    name = register_strategy(strategy, config.algorithm.name.partition(".")[0])
-    if ALGORITHMS[name].settings is AlgorithmSettings:
+    name = _register_strategy(strategy, config.algorithm.name.partition(".")[0])
+    if algorithms()[name].settings is AlgorithmSettings:
         return replace(config, algorithm=AlgorithmSettings(name))
     return replace(config, algorithm=replace(config.algorithm, name=name))
 
 
-def _register_again(strategy: type[RoundStrategy], folder: str) -> None:
+def _register_strategy(strategy: type[RoundStrategy[Any]], algorithm: str) -> str:
+    """Let a class take the place of an algorithm's own search strategy; return the new name.
+
+    Its settings are the algorithm's, and the name is ``<algorithm>.<class>``. A class that states
+    no settings has none, and the name is ``own.<class>``. A class takes the place of an earlier one
+    of its name.
+
+    Raises:
+        ConfigError: It is no :class:`RoundStrategy`; or the algorithm does not search, has other
+            settings, or is CFDNAS, whose searches are FDNAS'.
+    """
+    from fednas_flwr.algorithms.base import RoundStrategy, settings_of
+
+    if not (isinstance(strategy, type) and issubclass(strategy, RoundStrategy)):
+        raise ConfigError(f"strategy={strategy} is unknown: expected a subclass of RoundStrategy.")
+    needed = settings_of(strategy)
+    if needed is AlgorithmSettings:
+        name = f"own.{strategy.__name__}"
+        carry("algorithm", name, Algorithm(AlgorithmSettings, strategy))
+        return name
+    entry = algorithms().get(algorithm)
+    if entry is None or entry.search is None or not issubclass(entry.settings, needed):
+        raise ConfigError(
+            f"algorithm={algorithm} with strategy={strategy.__name__}: the class takes the place "
+            "of one search; set algorithm=fed_darts, or another whose settings it takes."
+        )
+    name = f"{algorithm}.{strategy.__name__}"
+    carry("algorithm", name, replace(entry, search=strategy))
+    return name
+
+
+def _register_again(strategy: type[RoundStrategy[Any]], folder: str) -> None:
     """Register the strategy of the run in a folder."""
-    from fednas_flwr.builders.registration import register_strategy
-    from fednas_flwr.stages.run_folder import read_config_file
+    from fednas_flwr.runs.run_folder import read_config_file
 
     algorithm = read_config_file(folder).get("algorithm")
     found = str(algorithm.get("name")) if isinstance(algorithm, dict) else ""
-    name = register_strategy(strategy, found.partition(".")[0])
+    name = _register_strategy(strategy, found.partition(".")[0])
     if name != found:
         raise ConfigError(f"{folder} holds a run of algorithm={found}, which is not {name}.")

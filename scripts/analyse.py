@@ -22,19 +22,20 @@ from typing import Any
 import torch
 
 import fednas_flwr
-from fednas_flwr.builders.algorithms import make_sampler
-from fednas_flwr.config import Config, DPNASSettings
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.files import write_atomically
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.reporting.compare import markdown_table
-from fednas_flwr.reporting.runs import CONFIG_FILE, VARIANTS_FOLDER, Run, is_complete, read_run
-from fednas_flwr.reporting.units import percent
-from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
-from fednas_flwr.search_spaces.dp_cells_network import ACTIVATIONS, EDGES, POOLS
-from fednas_flwr.search_spaces.genotype import Genotype, load_genotype, save_genotype
-from fednas_flwr.stages.run_folder import GENOTYPE_FILE, create_run_folder, open_run_folder
-from fednas_flwr.strategies.base import server_state
+from fednas_flwr.algorithms.base import server_state
+from fednas_flwr.algorithms.dpnas import DPNASSettings
+from fednas_flwr.algorithms.dpnas.strategy import make_sampler
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.report.comparison import markdown_table
+from fednas_flwr.report.quantities import percent
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.numbers import CONFIG_FILE, VARIANTS_FOLDER, Run, is_complete, read_run
+from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder, open_run_folder
+from fednas_flwr.settings import Config
+from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
+from fednas_flwr.spaces.dp_cells_network import ACTIVATIONS, EDGES, POOLS
+from fednas_flwr.spaces.genotype import Genotype, load_genotype, save_genotype
 
 SAMPLES = 1000
 FAMILIES = {  # ops that take each other's place, by the short name of each

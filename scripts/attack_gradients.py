@@ -37,23 +37,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fednas_flwr import api
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import make_network
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.clients.client import Client
-from fednas_flwr.config import Config, DifferentialPrivacy
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.client import Client
+from fednas_flwr.client.making import make_client
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import server_split
-from fednas_flwr.evaluation.metrics import evaluate
-from fednas_flwr.exchange.messages import Header, Reply, Request
-from fednas_flwr.exchange.requests import Amount, Describe, LocalTraining, Site, Train
-from fednas_flwr.exchange.states import load_states, network_states, pack
-from fednas_flwr.hardware.latency import machine_name
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import make_network
+from fednas_flwr.pipeline.schedule import Schedule, make_schedule
 from fednas_flwr.privacy.recipe import learning_rate, noise_per_step
-from fednas_flwr.randomness import seeded
-from fednas_flwr.search.settings import SGD
-from fednas_flwr.stages.schedule import Schedule, make_schedule
+from fednas_flwr.protocol.messages import Header, Reply, Request
+from fednas_flwr.protocol.requests import Amount, Describe, LocalTraining, Site, Train
+from fednas_flwr.protocol.states import load_states, network_states, pack
+from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.spaces.latency_tables import machine_name
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "scripts/attack_gradients.sh"
@@ -99,13 +99,13 @@ def trained(
         before, after = make_network(NETWORK), make_network(NETWORK)
     after.load_state_dict(before.state_dict())
     states = {kind: pack(state) for kind, state in network_states(before).items() if state}
-    asked = Train(local)
+    asked = Train(local=local)
     if isinstance(privacy, DifferentialPrivacy):
-        splits = ask(client, "query.describe", Describe()).facts["splits"]
-        assert client.gate is not None
+        splits = ask(client, "query.describe", Describe()).properties["splits"]
+        assert client.guard is not None
         schedule = schedule_of(config, json.dumps(splits))
-        client.gate.commit("attack", schedule)
-        asked = Train(rated(local, schedule, splits), site=Site(privacy.data_set))
+        client.guard.commit("attack", schedule)
+        asked = Train(local=rated(local, schedule, splits), site=Site(privacy.data_set))
     load_states(after, ask(client, "train.weights", asked, states).states)
     return before, after
 
@@ -131,9 +131,9 @@ def schedule_of(config: Config, records: str) -> Schedule:
     return SCHEDULES[key]
 
 
-def ask(client: Client, verb: str, settings: object, states: object = None) -> Reply:
+def ask(client: Client, action: str, settings: object, states: object = None) -> Reply:
     """Return a client's reply to the server."""
-    request = Request(verb, Header("attack", "retrain", 1, 1, 0, ""), settings, states or {})
+    request = Request(action, Header("attack", "retrain", 1, 1, 0, ""), settings, states or {})
     return answer(client, request)
 
 

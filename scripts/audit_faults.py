@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "federation"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deploy"))
 
 HONEST = "honest"
 STATED = ("dataset.statistics={a: [0, 1], b: [0, 1], c: [0, 1]}", "dataset.ignore=[id]")
 RANGES = ("dataset.ranges={a: [-4, 4], b: [-4, 4], c: [-4, 4]}", "dataset.id_column=id")
-SUMS = ("secure_sum=true", "secure_terms={least_sites: 3, colluding: 1}", "clients=3")
+SUMS = ("secure_sum={least_sites: 3, colluding: 1}", "clients=3")
 RUNS = {
     "persons": (
         *("algorithm=dp_fnas", *RANGES, "privacy.statistics_noise_multiplier=3"),
@@ -56,7 +56,14 @@ def overrides_of(name: str, folder: Path) -> list[str]:
     ]
     (folder / "table.csv").write_text("\n".join(["id,a,b,c,label", *lines]) + "\n")
     return [
-        *("privacy=dp", "clients=1", "device=cpu", "threads=1", "rounds=2", "retrain.rounds=2"),
+        *(
+            "privacy=dp",
+            "clients=1",
+            "runtime.device=cpu",
+            "runtime.threads=1",
+            "rounds=2",
+            "retrain.rounds=2",
+        ),
         *("dataset=csv", f"dataset.root={folder / 'table.csv'}", "dataset.label=label"),
         *(f"dataset.cache={folder / 'cache'}", "search_space=mlp_small"),
         *("search_space.channels=8", *RUNS[name]),
@@ -68,20 +75,20 @@ def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
     import faulty_client
 
     from fednas_flwr.api import compose
-    from fednas_flwr.federation import audit
+    from fednas_flwr.deploy import audit_run
 
     fault, name, seed = case
     dice = random.Random(f"{fault} {seed}")
     with tempfile.TemporaryDirectory() as folder:
         config = compose(*overrides_of(name, Path(folder)))
         if fault == HONEST:
-            found = audit.audit_run(config, confidence=confidence)
+            found = audit_run.audit_run(config, confidence=confidence)
             faults = [text for finding in found for text in finding.faults]
             return {"fault": fault, "run": name, "key": "all", "found": faults}
-        schedule, asked = audit._recorded(config, Path(folder, "recorded"))
+        schedule, asked = audit_run._recorded(config, Path(folder, "recorded"))
         key = dice.choice(sorted(fitting(fault, schedule, asked)))
         with faulty_client.audited_only(key), faulty_client.broken(fault, key, seed=seed):
-            found = audit.audit_run(config, confidence=confidence)
+            found = audit_run.audit_run(config, confidence=confidence)
     faults = [text for finding in found if finding.release == key for text in finding.faults]
     return {"fault": fault, "run": name, "key": key, "found": faults}
 
@@ -90,7 +97,7 @@ def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
     """Return the keys of the releases that can have a fault and are told by replies."""
     import faulty_client
 
-    from fednas_flwr.exchange.requests import Probe
+    from fednas_flwr.protocol.requests import Probe
 
     keys = set()
     for planned in schedule:
@@ -102,7 +109,7 @@ def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
         elif fault in faulty_client.GRADIENTS:
             fits = is_gradient and not planned.of_client
         elif fault in faulty_client.REPEATED:
-            fits = planned.verb == "train.search" or planned.verb == "train.weights"
+            fits = planned.action == "train.search" or planned.action == "train.weights"
             fits = fits and not planned.of_client
         else:
             fits = True

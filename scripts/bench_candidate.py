@@ -21,23 +21,24 @@ import numpy as np
 import torch
 from bench_overhead import compare, configured
 
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.config import Config, DPNASSettings
-from fednas_flwr.exchange.messages import Header, Request
-from fednas_flwr.exchange.requests import Site, TrainCandidates
-from fednas_flwr.exchange.states import network_states, pack
-from fednas_flwr.names import SPLITS
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.stages.schedule import make_schedule, private_stage
+from fednas_flwr.algorithms.dpnas import DPNASSettings
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.pipeline.schedule import make_schedule, private_stage
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Site, TrainCandidates
+from fednas_flwr.protocol.states import network_states, pack
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.names import SPLITS
 
 LIMIT = 1.3
 NUM_CANDIDATES, LOCAL_STEPS, NUM_RECORDS = 6, 2, 2000
 SETTINGS = [
     *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "dataset=npz", "clients=1"),
-    *("stages=[search]", "rounds=1000", "device=cpu"),
+    *("stages=[search]", "rounds=1000", "runtime.device=cpu"),
     *(f"algorithm.trained_candidates={NUM_CANDIDATES}", f"algorithm.local_steps={LOCAL_STEPS}"),
 ]
 PLAIN = ["algorithm.dp_aware=null"]
@@ -94,15 +95,15 @@ def make_steps(config: Config) -> partial[object]:
     algorithm = config.algorithm
     assert isinstance(algorithm, DPNASSettings)
     header, site = Header("bench", "search", 1, 1, 0, "nonce"), None
-    if client.gate is not None:
-        records = {split: client.gate.num_records([split]) for split in SPLITS}
+    if client.guard is not None:
+        records = {split: client.guard.num_records([split]) for split in SPLITS}
         schedule = make_schedule(config, [records], done={})
-        client.gate.commit(header.run, schedule)
+        client.guard.commit(header.run, schedule)
         private = private_stage(config, schedule, "search")
         assert private is not None
         site = Site(private.data_set)
     settings = TrainCandidates(
-        [space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
+        candidates=[space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
         step=0,
         local_steps=LOCAL_STEPS,
         batch_size=algorithm.batch_size if site is None else None,

@@ -18,7 +18,8 @@ fewest clients. Exits with 1 when more clients need more than 1.1 times as much 
 process takes 2 GB.
 
 With --paths DPNAS searches on digits with so many candidates per message, and the bytes of its
-messages, both ways, are compared with those of whole float32 states, with wire=float32 and int8.
+messages, both ways, are compared with those of whole float32 states, with
+runtime.wire=float32 and int8.
 Exits with 1 when the rounded messages of one candidate take more than a quarter: half of the
 weights, those of the head, are in every message.
 """
@@ -39,10 +40,10 @@ from typing import NamedTuple
 import torch
 
 from fednas_flwr import compose, run
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.search_spaces.genotype import save_genotype
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import CANDIDATES, SKELETONS
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.spaces.genotype import save_genotype
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS
 
 IMAGES = 20  # per client
 LIMIT_MB = 4000
@@ -64,7 +65,7 @@ ASKED, SAMPLED_IMAGES = 50, 6  # clients of a round, images of each
 SAMPLED_RATIO, SAMPLED_LIMIT_MB = 1.1, 2000
 SAMPLED = (
     *("algorithm=fedavg", "search_space=mbconv_small", "retrain=mbconv", "retrain.local_epochs=1"),
-    *("retrain.batch_size=32", "stages=[retrain,evaluate]", f"clients_per_round={ASKED}"),
+    *("retrain.batch_size=32", "stages=[retrain,evaluate]", f"sampling.per_round={ASKED}"),
     *("dataset=fashion_mnist", "dataset.fractions={train:1.0,validation:0.0,test:0.0}"),
 )
 PATHS = (
@@ -171,7 +172,7 @@ def compare_paths(candidates: Sequence[int]) -> int:
     passed = True
     for wire, number in product(("float32", "int8"), sorted(candidates)):
         own = [f"algorithm.{kind}_candidates={number}" for kind in ("trained", "rewarded", "final")]
-        own.append(f"wire={wire}")
+        own.append(f"runtime.wire={wire}")
         with tempfile.TemporaryDirectory() as folder:
             run(compose(*PATHS, *own, f"hydra.run.dir={folder}/run"))
             rounds = read_run(Path(folder) / "run").rounds("search")
@@ -220,7 +221,7 @@ def measured(
             *settings,
             *(f"runtime={runtime}", f"clients={clients}", f"dataset.root={root.resolve()}"),
             *(f"dataset.limit_train={images * clients}", "dataset.server_test=false"),
-            *("tensorboard=false", f"run_dir={folder}/run"),
+            *("trackers=[]", f"run_dir={folder}/run"),
         ]
         done = subprocess.run(
             [sys.executable, "-c", CHILD, *overrides],

@@ -25,9 +25,9 @@ from statistics import median
 from deploy_local import write_data
 from loopback import SITES, Machines, free_ports, listens, until
 
-from fednas_flwr.machines.provision import Deployment
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.runs import EVENTS_FILE
+from fednas_flwr.deploy.sites.provision import Deployment
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import EVENTS_FILE
 
 LIMIT = 1.3
 PROJECT = """
@@ -159,7 +159,7 @@ def our_exchanges(folder: Path, number: int) -> list[float]:
             *("partition=sites", "dataset=npz", f"dataset.root={folder / 'data'}", "clients=3"),
             *("dataset.server_test=false", "algorithm=fnas", f"rounds={number // 2}"),
             *("algorithm.batch_size=8", "algorithm.evaluate_every=0", "search_space.channels=4"),
-            *("stages=[search]", "tensorboard=false", "device=cpu"),
+            *("stages=[search]", "trackers=[]", "runtime.device=cpu"),
         )
     finally:
         machines.stop()

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.descent import (
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.search.exact_gradients import ExactGradients, Passes
+from fednas_flwr.search.gates import draw_paths
+from fednas_flwr.search.optimizer_step import (
     Descent,
     Descents,
     Gradient,
@@ -29,15 +31,13 @@ from fednas_flwr.search.descent import (
     make_adam,
     make_sgd,
 )
-from fednas_flwr.search.exact_gradients import ExactGradients, Passes
-from fednas_flwr.search.gates import draw_paths
 from fednas_flwr.search.proxyless import (
     SampledPaths,
     search_paths,
 )
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import SKELETONS
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import SKELETONS
 
 CANDIDATES = {
     3: ("mbconv3_3x3", "mbconv3_5x5", "mbconv3_7x7"),

@@ -32,44 +32,46 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch.nn import functional
 
-from fednas_flwr.builders.clients import make_client, make_courier
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.builders.strategies import make_search
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config, FedDARTSSettings, dump_config
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
+from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client.making import make_client, make_cohort
 from fednas_flwr.data.loaders import epoch_batches
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.exchange.gate import accept_reply
-from fednas_flwr.exchange.messages import (
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.ray_grid import ray_grid
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.messages import (
     Header,
     Reply,
     decode_request,
     encode_reply,
     encode_states,
 )
-from fednas_flwr.exchange.requests import Amount, LocalSearch, Search
-from fednas_flwr.exchange.states import Layout, WeightedAverage, network_states, pack
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.ray_grid import ray_grid
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.reporting.events import EventLog
-from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
+from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
+from fednas_flwr.protocol.states import Layout, WeightedAverage, network_states, pack
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search_spaces.darts import DARTSSpace
+from fednas_flwr.server.cohort import Cohort
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.reply_checks import accept_reply
+from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.darts import DARTSSpace
 
 LIMITS = {"inline": 1.05, "ray": 1 / 1.8, "sleeping": 1 / 1.8, "small": 0.65, "server": 1.5}
 NUM_REPLIES = 100
 EQUAL_WORK = (
-    *("rounds=4", "stages=[search]", "device=cpu", "threads=1", "tensorboard=false"),
+    *("rounds=4", "stages=[search]", "runtime.device=cpu", "runtime.threads=1", "trackers=[]"),
     "search_space=nasbench201_small",
 )
 SEARCH = Search(
-    LocalSearch(
+    local=LocalSearch(
         Amount(1, None, 8),
         SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None),
         Adam(lr=0.01, weight_decay=0.0),
@@ -123,7 +125,7 @@ def main() -> int:
 
 def measure_inline(repeats: int) -> float:
     """Return the CPU time of an inline search over that of the bare loop, the median of pairs."""
-    settings = ("rounds=3", "search_space=nasbench201_small", "device=cpu")
+    settings = ("rounds=3", "search_space=nasbench201_small", "runtime.device=cpu")
     config = configured(*settings, "algorithm.beta_decay=0")
     data = make_data(config)
     prepared = data[0]
@@ -138,9 +140,9 @@ def measure_inline(repeats: int) -> float:
     def inline() -> list[torch.Tensor]:
         with tempfile.TemporaryDirectory() as folder:
             with EventLog(Path(folder) / EVENTS_FILE) as log:
-                courier = make_courier(config, run="bench", emit=log.emit)
+                cohort = make_cohort(config, run="bench", emit=log.emit)
                 checkpoints = CheckpointFolder(Path(folder) / "checkpoints", warn=print)
-                strategy = make_search(config, prepared, courier, checkpoints)
+                strategy = make_search(config, prepared, cohort, checkpoints)
                 strategy.start(InProcessGrid(client_app, config.clients), num_rounds=config.rounds)
         return [strategy.states[name]["float32"] for name in ("weights", "alphas", "buffers")]
 
@@ -336,7 +338,7 @@ def reply_content(
 
 
 def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> int:
-    """Return how many replies live at once while a courier's replies are averaged.
+    """Return how many replies live at once while a cohort's replies are averaged.
 
     As in a runtime, a reply comes to be when it is pulled; those that are still referred to count.
     """
@@ -348,7 +350,7 @@ def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> 
             nonlocal most
             index = self._contexts[message.metadata.dst_node_id].node_config["partition-id"]
             if message.metadata.message_type == "query.describe":
-                reply = Reply(num_examples=1e6, facts={"client": index})
+                reply = Reply(num_examples=1e6, properties={"client": index})
                 content = encode_reply(header_of(message), reply)
             else:
                 content = RecordDict(dict(contents[int(index)]))
@@ -361,11 +363,11 @@ def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> 
     digests = Reply(
         num_examples=1, digests={name: layout.digest for name, layout in layouts.items()}
     )
-    courier = Courier(num_clients=len(contents), run="bench")
-    courier.connect(Grid(make_client_app(), len(contents)))
+    cohort = Cohort(num_clients=len(contents), run="bench")
+    cohort.connect(Grid(make_client_app(), len(contents)))
     average = WeightedAverage()
-    for _, reply in courier.ask(
-        "train.search", stage="search", server_round=1, settings=SEARCH, layouts=layouts
+    for _, reply in cohort.ask(
+        Exchange("train.search", stage="search", server_round=1, settings=SEARCH, layouts=layouts)
     ):
         average.add(reply.states, weight=reply.num_examples)
     average.result()

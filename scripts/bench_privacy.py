@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from bench_step import CELLS_201, SIZES, S, Space, make_steps, measure, summary
 
-from fednas_flwr.privacy.accounting import epsilon_per_split, prv_epsilon, rdp_epsilon
-from fednas_flwr.privacy.gdp import gdp_epsilon
-from fednas_flwr.privacy.ledger import Entry, Ledger
-from fednas_flwr.privacy.noise import SecureGenerator, _Keystream, add_noise
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.randomness import seeded
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.privacy.books.ledger import Entry, Ledger
+from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split, prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, add_noise
+from fednas_flwr.privacy.mechanism.renyi import Release
 
 RATIOS = (
     ("private weights", "plain weights"),

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fednas_flwr.exchange.secure_sum.grid import Grid
-from fednas_flwr.exchange.secure_sum.roster import Roster, SiteKeys
-from fednas_flwr.exchange.secure_sum.server import MaskedSum
-from fednas_flwr.exchange.secure_sum.site import SumSite
-from fednas_flwr.privacy.noise import SecureGenerator
-from fednas_flwr.privacy.shared_noise import SumTerms, share_sigma
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, share_sigma
+from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
+from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 
 
 def main() -> None:

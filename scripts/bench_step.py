@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.mobilenetv2 import InvertedResidual
 
-from fednas_flwr.memory import keep_freed_memory
-from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.memory import keep_freed_memory
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.search.architect import alpha_gradient_sum
-from fednas_flwr.search.training import Tally, weight_gradient_sum
-from fednas_flwr.search_spaces import DARTSSpace, NASBench201Space
-from fednas_flwr.search_spaces.operations import num_groups
-from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.search.gradient_sums import Tally, weight_gradient_sum
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.spaces.operations import num_groups
+from fednas_flwr.spaces.space import Supernet
 
 Space = DARTSSpace | NASBench201Space
 Step = Callable[[], object]

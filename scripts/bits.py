@@ -41,21 +41,22 @@ import fednas_flwr
 
 SETS = {  # words that stand for several overrides
     # Of a network that is given, which no search finds; of any search; of a cell; of blocks.
-    "GIVEN": "clients=2 retrain.rounds=1 dataset.limit_train=240 dataset.limit_test=60 device=cpu "
-    "threads=1 tensorboard=false",
-    "TINY": "GIVEN rounds=2 baselines=0",
+    "GIVEN": "clients=2 retrain.rounds=1 dataset.limit_train=240 dataset.limit_test=60 "
+    "runtime.device=cpu "
+    "runtime.threads=1 trackers=[]",
+    "TINY": "GIVEN rounds=2 evaluation.baselines=0",
     "CELLS": "TINY search_space.channels=4 retrain.channels=4 retrain.num_cells=1",
     "BLOCKS": "TINY retrain.batch_size=64",
     "FEW": "algorithm.trained_candidates=2 algorithm.rewarded_candidates=2 "
     "algorithm.final_candidates=3",
     "DP": "privacy=dp privacy.test_seed=1 privacy.retrain.local_steps=2",
-    "SUM": "clients=4 secure_sum=true secure_terms={least_sites:3,colluding:1}",
+    "SUM": "clients=4 secure_sum={least_sites:3,colluding:1}",
     "TABLE": "dataset=csv search_space=mlp_small TINY dataset.root=DATA/table dataset.label=ill",
     "NONE": "{low:0,high:0,log:false}",
 }
 CASES = {
-    "quickstart": "baselines=0 tensorboard=false",
-    "baselines": "algorithm=zero_cost CELLS algorithm.draws=8 baselines=1",
+    "quickstart": "evaluation.baselines=0 trackers=[]",
+    "baselines": "algorithm=zero_cost CELLS algorithm.draws=8 evaluation.baselines=1",
     # Every algorithm of conf/algorithm as it is.
     "fed_darts": "algorithm=fed_darts CELLS",
     "fedprox_darts": "algorithm=fedprox_darts CELLS",
@@ -91,7 +92,7 @@ CASES = {
     "unit:multiply_adds,target:3e5,loss:additive,scale:.1,exponent:1.0}",
     "cfdnas by tag": "algorithm=cfdnas BLOCKS algorithm.search.local_epochs=1 "
     "algorithm.group_rounds=1 algorithm.group_by=tag algorithm.num_groups=null clients=3 "
-    "client_tags=[a,b,a]",
+    "algorithm.client_tags=[a,b,a]",
     "zero_cost, recommended": "experiment=search/data_free CELLS rounds=1 algorithm.draws=8 "
     "algorithm.shortlist.keep=2",
     "random_search with ranges": "algorithm=random_search CELLS algorithm.ranges={"
@@ -114,17 +115,18 @@ CASES = {
     "secure_sum, unit=client": "algorithm=fed_darts CELLS privacy=dp privacy.test_seed=1 SUM "
     "privacy.unit=client",
     # The server's choices.
-    "wire=int8": "CELLS wire=int8",
-    "wire=float16": "CELLS wire=float16",
+    "wire=int8": "CELLS runtime.wire=int8",
+    "wire=float16": "CELLS runtime.wire=float16",
     "aggregate=median": "CELLS clients=3 aggregate=median",
     "aggregate=trimmed_mean": "CELLS clients=3 aggregate=trimmed_mean runtime.quorum=1",
     "server_optimizer=adam": "algorithm=fedavg GIVEN server_optimizer=adam",
-    "momentum=server": "CELLS momentum=server",
-    "momentum=averaged": "CELLS momentum=averaged",
-    "precision=bfloat16": "CELLS precision=bfloat16",
-    "sampled clients": "CELLS clients=4 clients_per_round=2 sampling=by_size",
+    "momentum=server": "CELLS training.momentum=server",
+    "momentum=averaged": "CELLS training.momentum=averaged",
+    "precision=bfloat16": "CELLS training.precision=bfloat16",
+    "sampled clients": "CELLS clients=4 sampling.per_round=2 sampling.by=by_size",
     "runtime=ray": "CELLS runtime=ray",
-    "class factors, oversampled": "CELLS class_factors={3:.2} oversample=true personalised=true "
+    "class factors, oversampled": "CELLS training.class_factors={3:.2} training.oversample=true "
+    "evaluation.personalised=true "
     "partition=dirichlet",
     "gradients": "CELLS retrain.exchange=gradients",
     # Other data.
@@ -136,13 +138,14 @@ CASES = {
     "partition=quantity",
     "private csv, noised statistics": "TABLE DP privacy.local_steps=2 "
     "privacy.statistics_noise_multiplier=5 dataset.ranges={age:[0,100],dose:[0,10]}",
-    "scattering": "algorithm=fedavg algorithm.network=linear GIVEN dataset.transform=scattering",
+    "scattering": "algorithm=fedavg algorithm.network=linear GIVEN "
+    "dataset.scattering={scales:2,angles:8}",
     # After the first round.
     "resumed fed_darts": "CELLS rounds=3",
     "resumed dp_fnas": "algorithm=dp_fnas CELLS DP",
     # By scripts/deploy_local.py.
     "deployment": "rounds=1 retrain.rounds=1 search_space.channels=4 retrain.channels=4 "
-    "retrain.num_cells=1 baselines=0",
+    "retrain.num_cells=1 evaluation.baselines=0",
 }
 NO_NUMBERS = {"run_started", "run_finished", "stage_started", "stage_finished", "group_finished"}
 NO_NUMBERS |= {"warning"}

@@ -28,16 +28,16 @@ import numpy as np
 from loopback import RESTART_S, SITES, Machines, free_ports, until
 from sklearn.datasets import load_digits
 
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.refusals import by_client
 from fednas_flwr.cli import main as fednas
-from fednas_flwr.clients.audit_trail import verify_trail
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import DifferentialPrivacy
-from fednas_flwr.machines.provision import Deployment
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.reporting.events import Event, read_events
-from fednas_flwr.reporting.runs import EVENTS_FILE
+from fednas_flwr.client.audit_trail import verify_trail
+from fednas_flwr.deploy.sites.provision import Deployment
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.runs.events import Event, read_events
+from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.settings import DifferentialPrivacy
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.incompatible import by_client
 
 SUM_TERMS = "least_sites: 2, colluding: 0"  # of three sites, one of which may be lost
 

@@ -37,13 +37,13 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from fednas_flwr import api
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.effects import without_effect
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.config import Config, conf_folder
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.typed import Between, Length, OneOf
+from fednas_flwr.settings import Config, conf_folder
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.parser import Between, Length, OneOf
+from fednas_flwr.settings.unused import without_effect
 
 LARGEST = 3  # of every count that can be smaller, where nothing is drawn
 SPAN = 8  # drawn whole numbers are up to so far above the least one
@@ -53,20 +53,24 @@ NEEDED = {  # what a partition or an algorithm cannot do without
     "column": ["partition.column=ward"],
     "label_groups": ["partition.groups=[[0,1],[2]]", "partition.clients_per_group=[1,1]"],
     "quantity": ["partition.fractions=[0.6,0.4]"],
-    "cfdnas": ["client_tags=[a,b]"],
+    "cfdnas": ["algorithm.client_tags=[a,b]"],
 }
 KEPT = {  # what a run needs to be small, its own and on this machine
-    *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "tensorboard", "device"),
+    *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "trackers", "runtime.device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
 }
-SIZES = {"dataset.limit_train", "search_space.width", "threads"}  # drawn, they take much time
+SIZES = {
+    "dataset.limit_train",
+    "search_space.width",
+    "runtime.threads",
+}  # drawn, they take much time
 WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
 WIDE["search_space.width"] = 0.25
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
 TEXTS = ("", "a", "0", "nothing", "~/nothing", "a b", "é")
 MOST_CHARACTERS = 1500  # of a refusal
 SHARING = 10  # seconds that a second on the CPU may take
-LOADED = ("fednas_flwr.federation.launch", "flwr_datasets", "onnxruntime", "sklearn.linear_model")
+LOADED = ("fednas_flwr.deploy.launch", "flwr_datasets", "onnxruntime", "sklearn.linear_model")
 MEMORY = 6 * 2**30  # bytes of address space that a run may take beyond what it begins with
 
 
@@ -134,8 +138,8 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
     space = draw(st.sampled_from(spaces))
     retrain = [file for file in choices("retrain") if space.startswith(file)] or ["small"]
     partitions = choices("partition")
-    if fits:  # others need a folder of sites, or a column of a table
-        unfit = ("sites", "label_groups") if name in ("csv", "digits") else ("sites", "column")
+    if fits:  # others need a folder of sites, a file, or a column of a table
+        unfit = ("sites", "saved", "label_groups" if name in ("csv", "digits") else "column")
         unfit += ("column",) if name == "digits" else ()
         partitions = [other for other in partitions if other not in unfit]
     partition = draw(st.sampled_from(partitions))
@@ -148,7 +152,7 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
         f"retrain={draw(st.sampled_from(retrain))}",
         f"partition={partition}",
         f"privacy={draw(st.sampled_from(['none', 'none', *choices('privacy')]))}",
-        *("device=cpu", "tensorboard=false", "clients=2"),
+        *("runtime.device=cpu", "trackers=[]", "clients=2"),
         *(needed if fits else []),
     ]
     tree = _composed(tuple(advised(chosen) if fits else chosen))
@@ -182,7 +186,7 @@ def advised(chosen: list[str]) -> list[str]:
             chosen = [text for text in chosen if text.partition("=")[0] != idle[1]]
             continue
         advice = str(error)
-        advice = advice[max(advice.rfind(verb) for verb in (" set ", "choose one of ")) :]
+        advice = advice[max(advice.rfind(action) for action in (" set ", "choose one of ")) :]
         if "algorithm=" in str(error) and advice.startswith("choose"):
             named = [f"algorithm={re.findall(r'[a-z_]+', advice)[-1]}"]
         else:
@@ -365,7 +369,7 @@ def flaw(config: Config, folder: Path) -> str | None:
     """Return what a completed run owes, None if nothing."""
     from safetensors.torch import load_file
 
-    from fednas_flwr.reporting.events import read_events
+    from fednas_flwr.runs.events import read_events
 
     events = read_events(folder / "events.jsonl")
     if events[-1]["event"] != "run_finished" or events[-1]["status"] != "completed":

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from fednas_flwr.machines.provision import Deployment, provision, read_roster
+from fednas_flwr.deploy.sites.provision import Deployment, provision, read_roster
 
 T = TypeVar("T")
 

@@ -54,8 +54,8 @@ PRELOADED = ("torchvision", "flwr.simulation", "opacus", "pandas", "sklearn.line
 NO_TESTS = 5  # pytest's exit code
 SLACK = 30.0  # seconds more, before a fault counts as one that hangs
 BEYOND = [
-    "tests/machines",
-    "tests/federation/test_deployment.py",
+    "tests/sites",
+    "tests/deploy/test_deployment.py",
     "tests/test_generated_settings.py",
 ]
 

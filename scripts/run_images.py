@@ -25,11 +25,11 @@ import yaml
 from deploy_local import write_data
 from loopback import SITES, Machines, Part, edit, free_ports
 
-from fednas_flwr.clients.audit_trail import verify_trail
-from fednas_flwr.machines.provision import load_sites
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.runs import EVENTS_FILE
+from fednas_flwr.client.audit_trail import verify_trail
+from fednas_flwr.deploy.sites.provision import load_sites
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import EVENTS_FILE
 
 DOCKER = Path(__file__).parents[1] / "docker"
 USER = 49999
@@ -47,7 +47,7 @@ SEARCH = [
     *("dataset=npz", "dataset.server_test=false", "clients=3", "rounds=1", "retrain.rounds=1"),
     *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=50"),
     *("algorithm.batch_size=64", "search_space.channels=4", "retrain.channels=4"),
-    *("device=cpu", "tensorboard=false", f"run_dir={RUN}"),
+    *("runtime.device=cpu", "trackers=[]", f"run_dir={RUN}"),
 ]
 
 

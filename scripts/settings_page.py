@@ -14,22 +14,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.spaces import SEARCH_SPACES
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config, Dataset, DifferentialPrivacy
-from fednas_flwr.config.data import Partition
-from fednas_flwr.config.networks import Retrain
-from fednas_flwr.config.runtime import Runtime
-from fednas_flwr.config.server_optimizers import ServerAdam
-from fednas_flwr.typed import Between, Length, OneOf
+from fednas_flwr.data.readers import DATA_SETS
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import CHOICES
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.network_settings import Retrain
+from fednas_flwr.settings.parser import Between, Length, OneOf
+from fednas_flwr.settings.registry import algorithms
+from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.cache
 CONF = Path(__file__).parents[1] / "conf"
@@ -64,18 +63,19 @@ def page() -> str:
     """Return the whole page."""
     parts = [HEAD, section("Run", Config, "", prefix="", names=())]
     parts.append(experiments())
-    for group, title, kind, default in (
-        ("dataset", "Data set", Dataset, "digits"),
-        ("partition", "Division over clients", Partition, "iid"),
-        ("privacy", "Privacy", DifferentialPrivacy, "dp"),
-        ("retrain", "Retraining", Retrain, "quickstart"),
-        ("server_optimizer", "Optimiser of the server", ServerAdam, "adam"),
-        ("runtime", "Runtime", Runtime, "inline"),
+    for group, title, kinds in (
+        ("dataset", "Data set", {name: entry.settings for name, entry in DATA_SETS.items()}),
+        ("partition", "Division over clients", CHOICES["partition"]),
+        ("privacy", "Privacy", CHOICES["privacy"]),
+        ("retrain", "Retraining", {"quickstart": Retrain}),
+        ("aggregate", "Average of the clients' models", CHOICES["aggregate"]),
+        ("server_optimizer", "Optimiser of the server", CHOICES["server_optimizer"]),
+        ("runtime", "Runtime", CHOICES["runtime"]),
     ):
-        parts.append(section(title, kind, default, prefix=f"{group}.", names=names_of(group)))
+        parts.append(group_section(title, group, kinds))
     for group, title, entries in (
         ("search_space", "Search space", SEARCH_SPACES),
-        ("algorithm", "Algorithm", ALGORITHMS),
+        ("algorithm", "Algorithm", algorithms()),
     ):
         by_kind: dict[type, list[str]] = {}
         for name, entry in entries.items():
@@ -116,23 +116,63 @@ def composed(group: str, name: str) -> dict[str, Any]:
     return tree[group] if group else tree
 
 
-def section(title: str, kind: type, default: str, *, prefix: str, names: Sequence[str]) -> str:
-    """Return one class's settings as a table."""
+def section(
+    title: str,
+    kind: type,
+    default: str,
+    *,
+    prefix: str,
+    names: Sequence[str],
+    left_out: Collection[str] = (),
+) -> str:
+    """One class's settings as a table, without the fields that another table has."""
     tree = composed(prefix.rstrip("."), default)
-    rows = list(leaves(kind, tree, prefix))
-    chosen = f"\n`{prefix[:-1]}={'`, `'.join(names)}`\n" if names else ""
+    return table(title, leaves(kind, tree, prefix), [f"{prefix[:-1]}={name}" for name in names])
+
+
+def table(title: str, rows: Iterable[str], choices: Sequence[str]) -> str:
+    """Return a section with the rows of its settings, after the choices of its group."""
+    chosen = f"\n`{'`, `'.join(choices)}`\n" if choices else ""
     head = "| setting | default | values | meaning |\n|---|---|---|---|"
     return f"## {title}\n{chosen}\n{head}\n" + "\n".join(rows) + "\n"
 
 
-def leaves(kind: type, tree: Any, prefix: str) -> Iterator[str]:
-    """Yield the row of every setting of a class; groups of a run have sections of their own."""
+def group_section(title: str, group: str, kinds: Mapping[str, type]) -> str:
+    """Return the settings of a group as a table; beside a setting, the choices that have it."""
+    rows: list[str] = []
+    holders: dict[str, list[str]] = {}
+    for name, kind in kinds.items():
+        for key in get_type_hints(kind):
+            holders.setdefault(key, []).append(name)
+    for name, kind in kinds.items():
+        new = {key for key, names in holders.items() if names[0] == name}
+        only = {key: f"`{'`, `'.join(holders[key])}`: " for key in new}
+        only |= {key: "" for key in new if len(holders[key]) == len(kinds)}
+        if len(kinds) == 2:  # of which one is none
+            only = dict.fromkeys(new, "")
+        rows += leaves(kind, composed(group, name), f"{group}.", only)
+    return table(title, rows, [f"{group}={name}" for name in names_of(group)])
+
+
+def leaves(
+    kind: type, tree: Any, prefix: str, only: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Yield the row of every setting of a class; groups of a run have sections of their own.
+
+    Args:
+        kind: The class.
+        tree: Its values in ``conf/``.
+        prefix: Begins the settings' names.
+        only: What to begin the meanings with, by field, of those that are wanted; null is all.
+    """
     hints, told = get_type_hints(kind, include_extras=True), meanings(kind)
     for field in fields(kind):
         key, hint = f"{prefix}{field.name}", hints[field.name]
-        value = tree.get(field.name) if isinstance(tree, dict) else None
+        value = tree.get(field.name) if isinstance(tree, dict) else _default(field)
         inner = next((part for part in parts_of(hint) if is_dataclass(part)), None)
         if field.name == "name" or (not prefix and names_of(field.name)):
+            continue
+        if only is not None and field.name not in only:
             continue
         if field.name not in told:
             raise SystemExit(f"{kind.__name__}.{field.name} has no meaning in its docstring")
@@ -140,7 +180,13 @@ def leaves(kind: type, tree: Any, prefix: str) -> Iterator[str]:
             yield row(f"{key}.*", "", None if value is None else "", told[field.name])
             yield from leaves(inner, value, f"{key}.")
         else:
-            yield row(key, allowed(hint), value, told[field.name])
+            meaning = f"{(only or {}).get(field.name, '')}{told[field.name]}"
+            yield row(key, allowed(hint), value, meaning)
+
+
+def _default(field: Field[Any]) -> Any:
+    """The default of a field of a mapping that is null in ``conf/``."""
+    return None if field.default is MISSING else field.default
 
 
 def row(key: str, values: str, default: Any, meaning: str) -> str:

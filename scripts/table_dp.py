@@ -33,8 +33,8 @@ from typing import Any
 from table_runs import TEST_ACCURACY, arguments, cpu_seconds, make_all, measure
 from tables import start_results
 
-from fednas_flwr.search_spaces.genotype import to_json
-from fednas_flwr.search_spaces.nasbench201 import from_arch_string
+from fednas_flwr.spaces.genotype import to_json
+from fednas_flwr.spaces.nasbench201 import from_arch_string
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dp")
@@ -52,14 +52,12 @@ SIZE = {"metric": "num_parameters", "title": "parameters (k)", "scale": 0.001, "
 SEARCHED = ("experiment=dp_fnas/features",)
 GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
 SPLITS = "dataset.fractions={train: 0.5, validation: 0.5, test: 0.0}"
-DATA = (
-    *("dataset=fashion_mnist", "dataset.limit_train=8000", "dataset.transform=scattering"),
-    SPLITS,
-)
+SCATTERING = "dataset.scattering={scales: 2, angles: 8}"
+DATA = ("dataset=fashion_mnist", "dataset.limit_train=8000", SCATTERING, SPLITS)
 PRIVATE = ("privacy=dp", "privacy.micro_batch_size=64")
 LINEAR = (*GIVEN, *DATA, "algorithm.network=linear", *PRIVATE)
-ON_FEATURES = (*GIVEN, "dataset.transform=scattering", SPLITS, "algorithm.network=linear", *PRIVATE)
-CNN_TANH = (*GIVEN, *DATA, "dataset.transform=none", "algorithm.network=cnn_tanh", *PRIVATE)
+ON_FEATURES = (*GIVEN, SCATTERING, SPLITS, "algorithm.network=linear", *PRIVATE)
+CNN_TANH = (*GIVEN, *DATA, "dataset.scattering=null", "algorithm.network=cnn_tanh", *PRIVATE)
 ALL_3X3 = "+".join(
     "|" + "".join(f"nor_conv_3x3~{source}|" for source in range(node)) for node in (1, 2, 3)
 )
@@ -210,8 +208,8 @@ def shared_job(clients: int, terms: tuple[int, int] | None, seed: int) -> Job:
     name = "local"
     if terms is not None:
         name = f"shared {terms[0]}-{terms[1]}"
-        sums = f"secure_terms={{least_sites: {terms[0]}, colluding: {terms[1]}}}"
-        overrides += ["secure_sum=true", sums]
+        sums = f"secure_sum={{least_sites: {terms[0]}, colluding: {terms[1]}}}"
+        overrides += [sums]
     return Job("dp_shared", {"noise": name, "K": clients}, tuple(overrides), seed)
 
 

@@ -24,13 +24,13 @@ from typing import Any
 from table_runs import TEST_ACCURACY, arguments, make_all, make_run, measure
 from tables import start_results
 
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config, DifferentialPrivacy
-from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.renyi_filter import filter_epsilon
-from fednas_flwr.reporting.runs import Run, read_run
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.runs.numbers import Run, read_run
+from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dpnas")

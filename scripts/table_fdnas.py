@@ -19,8 +19,8 @@ from table_runs import arguments, is_made, make_all, make_run, measure
 from tables import start_results
 
 from fednas_flwr.data.partitioners import load_partition, save_partition
-from fednas_flwr.reporting.runs import Run, read_run
-from fednas_flwr.search_spaces.genotype import Edge, Genotype, save_genotype
+from fednas_flwr.runs.numbers import Run, read_run
+from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_fdnas")
@@ -29,9 +29,9 @@ SEEDS = (1, 2, 3)
 FDNAS = ["experiment=fdnas/fashion_mnist"]
 CFDNAS = ["experiment=cfdnas/fashion_mnist"]
 BUDGET = 8  # of each client's filter
-PRIVATE = ["privacy=dp", f"privacy.epsilon={BUDGET}", "personalised=false"]
+PRIVATE = ["privacy=dp", f"privacy.epsilon={BUDGET}", "evaluation.personalised=false"]
 ON_FEATURES = [  # networks are smaller there: 0.35 to 0.44 M multiply-adds
-    *("dataset.transform=scattering", "search_space.skip=linear"),
+    *("dataset.scattering={scales: 2, angles: 8}", "search_space.skip=linear"),
     *(
         f"algorithm.group_hardware.{name}.target={target:g}"
         for name, target in {"phone": 3.7e5, "cpu": 3.9e5, "gpu": 4.2e5}.items()
@@ -133,7 +133,7 @@ def one_client(fdnas: Path) -> list[str]:
     """Return the settings under which the one client of a run has the first one's records."""
     path = fdnas.with_name("first_client.json")
     save_partition(path, load_partition(fdnas / "partition.json")[:1])
-    return [f"partition.file={path}"]
+    return ["partition=saved", f"partition.file={path}"]
 
 
 def add(

@@ -16,7 +16,7 @@ from pathlib import Path
 from table_runs import TEST_ACCURACY, arguments, make_all, make_run, measure
 from tables import start_results
 
-from fednas_flwr.reporting.runs import Run
+from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results" / "feathers.json"
 RUNS = Path("runs/table_feathers")

@@ -18,7 +18,7 @@ import pandas as pd
 from table_runs import measure
 from tables import start_results
 
-from fednas_flwr.randomness import derive_seed
+from fednas_flwr.base.randomness import derive_seed
 
 RESULTS = Path(__file__).parent / "results" / "person.json"
 RUNS = Path("runs/table_person")

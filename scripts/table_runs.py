@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tables import append_result, find_result
 
-from fednas_flwr.reporting.runs import Run, is_complete, read_run
+from fednas_flwr.runs.numbers import Run, is_complete, read_run
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path | 
     if (folder / "config.yaml").exists():
         arguments = [f"resume={folder}"]
     else:
-        arguments = ["baselines=0", *overrides, f"seed={seed}", f"run_dir={folder}"]
+        arguments = ["evaluation.baselines=0", *overrides, f"seed={seed}", f"run_dir={folder}"]
         arguments += [] if root is None else [f"dataset.root={root}"]
     done = subprocess.run(
         [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],

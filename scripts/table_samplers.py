@@ -24,14 +24,14 @@ import torch
 from table_runs import commit, is_made
 from tables import append_result, start_results
 
-from fednas_flwr.hardware.latency import machine_name
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.reporting.lookup import CellTable, read_table
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.report.lookup import CellTable, read_table
 from fednas_flwr.search.controller import Controller
 from fednas_flwr.search.samplers import Path as Candidate
 from fednas_flwr.search.samplers import RandomSampler, Sampler
-from fednas_flwr.search.settings import ControllerSettings
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
+from fednas_flwr.settings.optimizers import ControllerSettings
+from fednas_flwr.spaces.latency_tables import machine_name
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 RESULTS = Path(__file__).parent / "results" / "samplers.json"
 REWARDED = 6  # candidates per round, as in experiment=dpnas/fashion_mnist

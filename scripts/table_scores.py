@@ -27,11 +27,11 @@ from tables import append_result, start_results
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.hardware.latency import machine_name
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.reporting.lookup import CellTable, read_cell, read_table
-from fednas_flwr.search.scores import AZ_NAS, SCORES, combine, measure, naswot
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space, to_arch_string
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.report.lookup import CellTable, read_cell, read_table
+from fednas_flwr.search.data_free_scores import AZ_NAS, SCORES, combine, measure, naswot
+from fednas_flwr.spaces.latency_tables import machine_name
+from fednas_flwr.spaces.nasbench201 import NASBench201Space, to_arch_string
 
 RESULTS = Path(__file__).parent / "results" / "scores.json"
 RUNS = Path("runs/table_scores")

@@ -23,14 +23,14 @@ from pathlib import Path
 from table_runs import cpu_seconds, is_made, make_run, measure
 from tables import find_result, start_results
 
-from fednas_flwr.reporting.lookup import CellTable, found_cell, read_table
-from fednas_flwr.reporting.runs import Run
+from fednas_flwr.report.lookup import CellTable, found_cell, read_table
+from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results" / "search_quality.json"
 RUNS = Path("runs/table_search_quality")
 DATA = (
     *("dataset=npz", "dataset.limit_train=8000"),
-    *("clients=4", "search_space=nasbench201_small", "stages=[search]", "tensorboard=false"),
+    *("clients=4", "search_space=nasbench201_small", "stages=[search]", "trackers=[]"),
 )
 IMAGES = ("dataset.crop_padding=4", "dataset.flip=true")  # where clients train
 ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
@@ -48,8 +48,8 @@ ROWS = [  # search, partition, settings; without a partition where no record is 
     ("data_free", "none", DATA_FREE),
     ("recommended", "iid", RECOMMENDED),
     ("recommended", "dirichlet", RECOMMENDED),
-    ("recommended, 2 clients", "iid", (*RECOMMENDED, "clients_per_round=2")),
-    ("recommended, 2 clients", "dirichlet", (*RECOMMENDED, "clients_per_round=2")),
+    ("recommended, 2 clients", "iid", (*RECOMMENDED, "sampling.per_round=2")),
+    ("recommended, 2 clients", "dirichlet", (*RECOMMENDED, "sampling.per_round=2")),
     ("fed_darts", "iid", DARTS),
     ("fed_darts", "dirichlet", DARTS),
 ]

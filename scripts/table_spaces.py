@@ -28,13 +28,13 @@ from table_runs import (
 from tables import start_results
 
 from fednas_flwr import compose
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import described_space, load_description, supernet_space
-from fednas_flwr.files import write_atomically
-from fednas_flwr.hardware.flops import count_multiply_adds
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.search.scores import AZ_NAS
-from fednas_flwr.search_spaces.genotype import Genotype, to_json
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import described_space, load_description, supernet_space
+from fednas_flwr.search.data_free_scores import AZ_NAS
+from fednas_flwr.spaces.flops import count_multiply_adds
+from fednas_flwr.spaces.genotype import Genotype, to_json
 
 RESULTS = Path(__file__).parent / "results" / "spaces.json"
 RUNS = Path("runs/table_spaces")

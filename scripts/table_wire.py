@@ -2,8 +2,8 @@
 
     python scripts/table_wire.py
 
-Federated DARTS on scikit-learn's digits with all settings of `fednas run` but `wire`, 3 seeds.
-Continues where it was stopped; every finished run is added to scripts/results/wire.json.
+Federated DARTS on scikit-learn's digits with all settings of `fednas run` but `runtime.wire`, 3
+seeds. Continues where it was stopped; every finished run is added to scripts/results/wire.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from table_runs import PARAMETERS, TEST_ACCURACY, measure
 from tables import start_results
 
-from fednas_flwr.reporting.runs import Run
+from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results" / "wire.json"
 RUNS = Path("runs/table_wire")
@@ -44,7 +44,7 @@ def main() -> None:
             measure(
                 RESULTS,
                 RUNS / f"{wire}_s{seed}",
-                overrides=[f"wire={wire}"],
+                overrides=[f"runtime.wire={wire}"],
                 group={"wire": wire},
                 seed=seed,
                 root=None,

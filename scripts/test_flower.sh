@@ -10,7 +10,7 @@ trap 'rm -rf "$folder"' EXIT
 python -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" "flwr==$version.*"
 export PYTHONPATH="$folder:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python -c "import flwr; print('flwr', flwr.__version__)"
-pytest -q -n 0 tests/federation/test_flower.py tests/federation/test_deployment.py \
-    tests/federation/test_flwr_run.py tests/federation/test_mods.py tests/exchange/test_courier.py \
-    tests/federation/test_own_server_app.py \
-    tests/strategies/test_server_optimizer.py "$@"
+pytest -q -n 0 tests/deploy/test_flower_patches.py tests/deploy/test_deployment.py \
+    tests/deploy/test_flwr_run.py tests/deploy/test_mods.py tests/protocol/test_cohort.py \
+    tests/deploy/test_own_server_app.py \
+    tests/algorithms/test_flower_optimizer.py "$@"

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from fednas_flwr import compose
-from fednas_flwr.builders.data import make_data
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.scattering import Scattering
-from fednas_flwr.privacy.accounting import calibrate_noise
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.privacy.mechanism.accounting import calibrate_noise
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.recipe import LAST_RATE, learning_rate, noise_per_step
-from fednas_flwr.privacy.renyi_filter import filter_epsilon
-from fednas_flwr.randomness import make_generator
 
 DELTA, NORM, MOMENTUM = 1e-5, 0.1, 0.9
 HELD_OUT = 4000

@@ -1,11 +1,12 @@
-"""A request of every verb, which asks for as little as there is."""
+"""A request of every action, which asks for as little as there is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
-from fednas_flwr.exchange.requests import (
+from fednas_flwr.protocol.requests import (
     Amount,
     Commit,
     Describe,
@@ -27,9 +28,10 @@ from fednas_flwr.exchange.requests import (
     TrainCandidates,
     Trial,
 )
-from fednas_flwr.exchange.sum_requests import OpenMasks, SignSurvivors
+from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.settings.optimizers import SGD, Adam
 
 ONE_STEP = Amount(epochs=None, steps=1, batch_size=None)
 PLAIN = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
@@ -45,30 +47,73 @@ def smallest(
     weights: SGD = PLAIN,
     loss_bound: float = 1.0,
 ) -> dict[str, Settings]:
-    """Return the settings by verb; ``network`` is what is trained where it is no supernet."""
+    """Return the settings by action; ``network`` is what is trained where it is no supernet."""
     search = LocalSearch(ONE_STEP, weights, ALPHAS, Alternating("first_order"))
     training = LocalTraining(dict(network or {"name": "x"}), split, ONE_STEP, weights, 0.0, 0.0)
-    gradients = TakeGradients(0, 1, {"weights": 0.1, "alphas": 0.1}, None, 1, 0.1, site)
+    gradients = TakeGradients(
+        step=0,
+        local_steps=1,
+        local_lrs={"weights": 0.1, "alphas": 0.1},
+        batch_size=None,
+        order=1,
+        inner_lr=0.1,
+        site=site,
+    )
     asked: dict[str, Settings] = {
         "query.describe": Describe(),
-        "query.commit": Commit("records" if site is None else site.data_set, ()),
+        "query.commit": Commit(data_set="records" if site is None else site.data_set, releases=()),
         "query.latency": MeasureLatency(batch_size=1, passes=2, site=site),
-        "query.statistics": TellStatistics(site),
-        "query.keep_model": KeepModel("# A model", "ab" * 64, site),
-        "query.sign_survivors": SignSurvivors("ab" * 32, (0, 1)),
-        "query.open_masks": OpenMasks("ab" * 32, (0, 1), {}, {}),
+        "query.statistics": TellStatistics(site=site),
+        "query.keep_model": KeepModel(card="# A model", signature="ab" * 64, site=site),
+        "query.sign_survivors": SignSurvivors(context="ab" * 32, survivors=(0, 1)),
+        "query.open_masks": OpenMasks(context="ab" * 32, survivors=(0, 1), signatures={}, boxes={}),
         "train.weight_gradient": gradients,
         "train.alpha_gradient": gradients,
         "train.gradients": gradients,
         "train.network_gradient": TakeNetworkGradient(
-            training.network, split, 0, None, 0.0, 0.0, site
+            network=training.network,
+            split=split,
+            step=0,
+            batch_size=None,
+            auxiliary_weight=0.0,
+            drop_path_prob=0.0,
+            site=site,
         ),
-        "train.search": Search(search, site=site),
-        "train.candidate": TrainCandidates([[0]], 0, 1, None, weights, None, site),
-        "train.probe": Probe(search, None, [Trial(weights, ALPHAS, 0.0)], loss_bound, site),
-        "train.weights": Train(training, site=site),
-        "evaluate.candidates": RewardCandidates([[0]], site),
-        "evaluate.model": Evaluate(SUPERNET, "validation", site),
-        "evaluate.personalised": Personalise(training),
+        "train.search": Search(local=search, site=site),
+        "train.candidate": TrainCandidates(
+            candidates=[[0]],
+            step=0,
+            local_steps=1,
+            batch_size=None,
+            weights=weights,
+            dp_aware=None,
+            site=site,
+        ),
+        "train.probe": Probe(
+            search=search,
+            training=None,
+            trials=[Trial(weights, ALPHAS, 0.0)],
+            loss_bound=loss_bound,
+            site=site,
+        ),
+        "train.weights": Train(local=training, site=site),
+        "evaluate.candidates": RewardCandidates(candidates=[[0]], site=site),
+        "evaluate.model": Evaluate(network=SUPERNET, split="validation", site=site),
+        "evaluate.personalised": Personalise(local=training),
     }
+    return asked
+
+
+def in_words(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """A cohort's ``ask``, called with an action and the fields of an exchange by name."""
+    return lambda action, **fields: ask(Exchange(action, **fields))
+
+
+def of_exchange(spy: Callable[..., Any]) -> Callable[[Exchange], Any]:
+    """A spy on an action and the fields of an exchange by name, in the place of ``ask``."""
+
+    def asked(exchange: Exchange) -> Any:
+        names = [field.name for field in fields(exchange) if field.name != "action"]
+        return spy(exchange.action, **{name: getattr(exchange, name) for name in names})
+
     return asked

@@ -14,20 +14,20 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.configuration import parse_config, yielded
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.strategies import make_search
-from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.config import Config, dump_config
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.exchange.courier import Courier
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.privacy import micro_batches, record_gradients
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.stages.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.client.making import make_client
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.server.cohort import Cohort
+from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings.configuration import parse_config, yielded
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 
 from .fork_server import ForkServer, serving
 
@@ -38,8 +38,8 @@ settings.load_profile("repeatable")
 # what was sys.stderr when it was imported: here that would be the file of pytest's capture.
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 LONGEST_FILES = (  # of a minute or more
-    *("test_generated_settings.py", "test_runtimes.py", "test_audit.py", "test_dpnas.py"),
-    *("test_noised_candidates.py", "test_private_verbs.py", "test_stopped.py", "test_api.py"),
+    *("test_generated_settings.py", "test_runtimes.py", "test_audit_run.py", "test_dpnas.py"),
+    *("test_noised_candidates.py", "test_private_actions.py", "test_stopped.py", "test_api.py"),
 )
 
 
@@ -95,8 +95,8 @@ def tiny_overrides(made_data: Path) -> list[str]:
         "retrain.channels=4",
         "retrain.rounds=2",
         "rounds=2",
-        "device=cpu",
-        "tensorboard=false",
+        "runtime.device=cpu",
+        "trackers=[]",
     ]
 
 
@@ -106,6 +106,8 @@ def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
 
     def composed(*overrides: str) -> Config:
         tiny = tiny_overrides
+        if "dataset=digits" in overrides:
+            tiny = [o for o in tiny if not o.startswith("dataset.root=")]
         own_size = ("search_space=mbconv", "search_space=dp_cells")
         if any(override.startswith(own_size) for override in overrides):
             tiny = [o for o in tiny if not o.startswith(("search_space.", "retrain.channels"))]
@@ -118,7 +120,7 @@ def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
 
 @pytest.fixture(scope="session")
 def federate() -> Callable[..., SimpleNamespace]:
-    """``federate(config)``: data, grid, courier, events and the search strategy of a config."""
+    """``federate(config)``: data, grid, cohort, events and the search strategy of a config."""
 
     def federation(config: Config, *, checkpoints: Path | None = None) -> SimpleNamespace:
         events: list[dict] = []
@@ -127,7 +129,7 @@ def federate() -> Callable[..., SimpleNamespace]:
             events.append({"event": event, **fields})
 
         data = make_data(config)
-        courier = Courier(
+        cohort = Cohort(
             run="test", num_clients=config.clients, quorum=1.0, deadline_s=60.0, emit=emit
         )
         folder = None
@@ -141,10 +143,10 @@ def federate() -> Callable[..., SimpleNamespace]:
                 for index in range(config.clients)
             ],
             grid=InProcessGrid(make_client_app(dump_config(config)), config.clients),
-            courier=courier,
+            cohort=cohort,
             checkpoints=folder,
             events=events,
-            strategy=make_search(config, data[0], courier, folder),
+            strategy=make_search(config, data[0], cohort, folder),
         )
 
     return federation

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from fednas_flwr.cli import main
-from fednas_flwr.exchange.checkpoint import CheckpointFolder
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.search_spaces import DARTSSpace, DPCellSpace
-from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.dp_cells import DPCellSpace
+from fednas_flwr.spaces.genotype import load_genotype, save_genotype
 
 TINY = [
     *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),

@@ -28,26 +28,21 @@ from fednas_flwr import (
     register_search_space,
     run,
 )
-from fednas_flwr.builders.algorithms import ALGORITHMS, own_settings
-from fednas_flwr.builders.clients import make_courier
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.registration import OWN, TABLES
-from fednas_flwr.config import (
-    AlgorithmSettings,
-    FedDARTSSettings,
-    GivenNetwork,
-    SearchSpaceSettings,
-    dump_config,
-)
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
+from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.images import records_from_arrays
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.courier import QuorumError
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
-from fednas_flwr.strategies.base import RoundStrategy
-from fednas_flwr.strategies.fed_darts import FedDARTS
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.pipeline.stages import make_cohort
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.settings import AlgorithmSettings, GivenNetwork, SearchSpaceSettings, dump_config
+from fednas_flwr.settings.registry import OWN, TABLES
+from fednas_flwr.settings.rounds import AggregateSettings
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,14 +88,9 @@ class LateSettings(FedDARTSSettings):
 class LateDARTS(LateAlphas):
     """:class:`LateAlphas` with a setting."""
 
-    def __init__(self, supernet, courier, *, rest, **settings) -> None:
-        super().__init__(supernet, courier, **settings)
-        self.rest = rest
-
-
-def make_late(config, prepared, space):
-    _, settings = ALGORITHMS["fed_darts"].search(config, prepared, space)
-    return LateDARTS, settings
+    @property
+    def rest(self) -> int:
+        return self.settings.rest
 
 
 LATE = {"defaults": ["fed_darts"], "rest": 2}
@@ -209,7 +199,7 @@ def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
 def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
     config = compose(*tiny)
     for change, words in (
-        ({"aggregate": "median"}, "aggregate=median with clients=2"),
+        ({"aggregate": AggregateSettings("median")}, "aggregate=median with clients=2"),
         ({"clients": 500}, "clients=500"),
         ({"genotype": "none.json", "stages": ["retrain"]}, "none.json cannot be read"),
     ):
@@ -276,7 +266,7 @@ def test_a_strategy_without_settings_has_none_in_the_configuration(tiny) -> None
 
 
 def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, tmp_path) -> None:
-    private = ["privacy=dp", "privacy.test_seed=1", "privacy.epsilon=100", "tensorboard=false"]
+    private = ["privacy=dp", "privacy.test_seed=1", "privacy.epsilon=100", "trackers=[]"]
     groups = ["search_space.norm=group", "retrain.norm=group"]
     result = run(compose(*tiny, *private, *groups), strategy=LateAlphas)
     check_whole(result)
@@ -287,10 +277,11 @@ def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, t
 def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
     with pytest.raises(ConfigError, match="algorithm=late_darts is unknown"):
         compose("algorithm=late_darts")
-    register_algorithm("late_darts", Algorithm(LateSettings, make_late), defaults=LATE)
+    register_algorithm("late_darts", Algorithm(LateSettings, LateDARTS), defaults=LATE)
     config = compose("algorithm=late_darts")
-    fed_darts = own_settings(compose("algorithm=fed_darts").algorithm)
-    assert own_settings(config.algorithm) == fed_darts | {"rest": 2}
+    fed_darts = dataclasses.asdict(compose("algorithm=fed_darts").algorithm)
+    late = {"name": "late_darts", "rest": 2}
+    assert dataclasses.asdict(config.algorithm) == fed_darts | late
     for override, words in {
         "algorithm=late_dart": r"choose one of .*late_darts.*nearest: late_darts",
         "algorithm.rset=1": r"algorithm.rset is no setting.*algorithm.rest",
@@ -305,7 +296,7 @@ def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
 
 
 def test_names_that_exist_or_cannot_be_written_are_refused() -> None:
-    entry = Algorithm(LateSettings, make_late)
+    entry = Algorithm(LateSettings, LateDARTS)
     for name in ("fed_darts", "feathers"):
         with pytest.raises(ConfigError, match=f"algorithm={name} exists"):
             register_algorithm(name, entry, defaults=LATE)
@@ -320,8 +311,8 @@ def test_names_that_exist_or_cannot_be_written_are_refused() -> None:
         register_data_set("digits", {})
     with pytest.raises(ConfigError, match="expected letters, digits and underscores"):
         register_algorithm("my darts", entry)
-    for wrong in (Algorithm(AlgorithmSettings), Algorithm(GivenNetwork, make_late)):
-        with pytest.raises(ConfigError, match="needs either search=<maker> or settings"):
+    for wrong in (Algorithm(AlgorithmSettings), Algorithm(GivenNetwork, LateDARTS)):
+        with pytest.raises(ConfigError, match="needs either search=<strategy> or settings"):
             register_algorithm("wrong", wrong)
 
 
@@ -429,18 +420,20 @@ def test_a_data_set_with_a_reader(tiny, tmp_path) -> None:
     prepared, _ = make_data(compose(*kept, "dataset.class_names=[a,b]"))
     assert prepared.train.class_names == ("a", "b")
     assert prepared.server_test is not None
-    with pytest.raises(ConfigError, match="dataset.label=y has no effect with dataset.name=read"):
-        make_data(compose(*kept, "dataset.label=y"))
+    with pytest.raises(ConfigError, match="dataset=read has none of that name"):
+        compose(*kept, "dataset.label=y")
+    with pytest.raises(ConfigError, match=r"setting=lable is unknown: choose one of .* label, "):
+        register_data_set("unknown", read, settings=["lable"])
 
 
 def test_a_site_without_the_registration_refuses_and_says_so(tiny) -> None:
-    register_algorithm("late_darts", Algorithm(LateSettings, make_late), defaults=LATE)
+    register_algorithm("late_darts", Algorithm(LateSettings, LateDARTS), defaults=LATE)
     config = compose(*tiny, "algorithm=late_darts")
     text = dump_config(config)
     del TABLES["algorithm"]["late_darts"], OWN["algorithm"]["late_darts"]
     grid = InProcessGrid(make_client_app(text), config.clients)
     with pytest.raises(QuorumError) as caught:
-        make_courier(config, run="run").connect(grid)
+        make_cohort(config, run="run").connect(grid)
     assert "algorithm=late_darts is unknown: choose one of" in str(caught.value)
     assert "must be registered first, in each process and at each site" in str(caught.value)
 
@@ -449,7 +442,7 @@ def test_importing_composing_and_mistakes_need_no_torch() -> None:
     code = (
         "import sys, fednas_flwr\n"
         "from fednas_flwr import compose, run, register_algorithm, Algorithm\n"
-        "from fednas_flwr.config import AlgorithmSettings\n"
+        "from fednas_flwr.settings import AlgorithmSettings\n"
         "compose('algorithm=feathers', 'rounds=2')\n"
         "print(sorted({'torch', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))\n"
     )
@@ -480,11 +473,10 @@ import numpy as np
 from fednas_flwr import (
     Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
 )
-from fednas_flwr.config import AlgorithmSettings, SearchSpaceSettings
-from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.settings import SGD, Adam, PriorSettings, Temperatures
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
-from fednas_flwr.strategies.fed_darts import FedDARTS
+from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
+from fednas_flwr.settings.optimizers import SGD, Adam, PriorSettings, Temperatures
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 
 
 @dataclass(frozen=True)
@@ -515,12 +507,6 @@ def make_space(*, depth, **settings):
     return OwnSpace(num_cells=1, **settings)
 
 
-def make_own(config, prepared, space):
-    names = ("local_epochs", "batch_size", "weights", "alphas")
-    settings = {name: getattr(config.algorithm, name) for name in names}
-    return FedDARTS, settings | {"alternating": Alternating(config.algorithm.rule)}
-
-
 if __name__ == "__main__":
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 60)
@@ -530,7 +516,7 @@ if __name__ == "__main__":
     register_search_space("own_space", make_space, settings=OwnSizes, defaults=sizes)
     register_algorithm(
         "own",
-        Algorithm(OwnSettings, make_own),
+        Algorithm(OwnSettings, FedDARTS),
         defaults={"defaults": ["fed_darts"]},
     )
     own = ["algorithm=own", "search_space=own_space", "dataset=own_data"]

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.clients import make_client, make_courier
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import (
+from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.client.making import make_client
+from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import (
     describe_network,
     given_genotype,
     make_device,
@@ -22,12 +23,12 @@ from fednas_flwr.builders.networks import (
     make_space,
     supernet_space,
 )
-from fednas_flwr.builders.strategies import make_search
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config, Dataset, conf_folder
-from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.errors import ConfigError, NoEffectError
-from fednas_flwr.search_spaces.genotype import load_genotype, save_genotype
+from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.stages import make_cohort
+from fednas_flwr.settings import Config, Dataset, conf_folder
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.spaces.genotype import load_genotype, save_genotype
 
 Compose = Callable[..., Config]
 
@@ -161,11 +162,14 @@ def test_tables_are_not_augmented_and_need_a_column(
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ([], r"client_tags=\[\]: every simulated client needs a tag"),
-        (["client_tags=[a,'',b]"], "every simulated client needs a tag"),
-        (["client_tags=[a,b,../c]"], "cannot name a folder"),
+        ([], r"algorithm.client_tags=\[\]: every simulated client needs a tag"),
+        (["algorithm.client_tags=[a,'',b]"], "every simulated client needs a tag"),
+        (["algorithm.client_tags=[a,b,../c]"], "cannot name a folder"),
         (["algorithm.group_by=alphas", "algorithm.num_groups=4"], "num_groups=4 with clients=3"),
-        (["client_tags=[a,b,b]", f"algorithm.group_hardware={{gpu: {COST}}}"], "hardware=gpu is"),
+        (
+            ["algorithm.client_tags=[a,b,b]", f"algorithm.group_hardware={{gpu: {COST}}}"],
+            "hardware=gpu is",
+        ),
     ],
 )
 def test_groups_are_checked_before_the_search(
@@ -205,7 +209,7 @@ def test_unknown_names_are_told_with_those_there_are(compose_config: Compose) ->
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_is_refused_where_there_is_none() -> None:
     assert make_device("auto") == torch.device("cpu")
-    with pytest.raises(ConfigError, match="device=cuda.*device=cpu"):
+    with pytest.raises(ConfigError, match="runtime.device=cuda.*runtime.device=cpu"):
         make_device("cuda")
 
 
@@ -213,9 +217,9 @@ def test_initial_networks_depend_on_the_seed_alone(compose_config: Compose) -> N
     def states(seed: int) -> list[torch.Tensor]:
         config = compose_config(f"seed={seed}")
         prepared, _ = make_data(config)
-        courier = make_courier(config, run="r", emit=lambda event, **fields: None)
+        cohort = make_cohort(config, run="r", emit=lambda event, **fields: None)
         torch.manual_seed(torch.seed() % 1000)
-        strategy = make_search(config, prepared, courier, None)  # type: ignore[arg-type]
+        strategy = make_search(config, prepared, cohort, None)  # type: ignore[arg-type]
         return [vector for packed in strategy.states.values() for vector in packed.values()]
 
     first, again, other = states(1), states(1), states(2)
@@ -227,7 +231,7 @@ def test_partition_file_is_used_and_checked(compose_config: Compose, tmp_path: P
     _, parts = make_data(compose_config("clients=2"))
     path = tmp_path / "partition.json"
     save_partition(path, parts[::-1])
-    config = compose_config("clients=2", f"partition.file={path}")
+    config = compose_config("clients=2", "partition=saved", f"partition.file={path}")
     _, loaded = make_data(config)
     assert [p.tolist() for p in loaded] == [p.tolist() for p in parts[::-1]]
     with pytest.raises(ConfigError, match="over 2 clients, but clients=3"):
@@ -309,17 +313,19 @@ def test_unknown_names_of_the_mbconv_space_are_told(key: str) -> None:
 
 def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
     config = compose_config("algorithm=fnas")
-    with pytest.raises(ValueError, match="a site with a policy needs its gate"):
+    with pytest.raises(ValueError, match="a site with a policy needs its guard"):
         make_client(config, 0, data=make_data(config), networks={}, site={"policy": "policy.yaml"})
 
 
 def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
     with pytest.raises(ConfigError, match=r"class_factors.blue=0.0 is out of range: .*at most 1"):
-        compose_config("class_factors={blue: 0.0}")
+        compose_config("training.class_factors={blue: 0.0}")
     named = "dataset.class_names=[red,green,blue]"
-    config = compose_config(named, "class_factors={blue: 0.25, red: 0.5}")
+    config = compose_config(named, "training.class_factors={blue: 0.25, red: 0.5}")
     (client, *_) = [make_client(config, 0, data=make_data(config), networks={})]
     assert client.objective.class_factors.tolist() == [0.5, 1.0, 0.25]
-    config = compose_config("class_factors={purple: 0.5}")
-    with pytest.raises(ConfigError, match="class_factors=purple is unknown: choose one of 0, 1, 2"):
+    config = compose_config("training.class_factors={purple: 0.5}")
+    with pytest.raises(
+        ConfigError, match="training.class_factors=purple is unknown: choose one of 0, 1, 2"
+    ):
         check_buildable(config)

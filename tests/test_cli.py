@@ -16,24 +16,29 @@ import pytest
 import yaml
 
 from fednas_flwr import api, cli
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.networks import describe_derived, make_network, make_space, supernet_sizes
-from fednas_flwr.clients import verbs
-from fednas_flwr.composition import compose_tree
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.client import handlers
 from fednas_flwr.data.schema import Inputs
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.export import export_safetensors
-from fednas_flwr.evaluation.model import Model
-from fednas_flwr.privacy.accounting import prv_epsilon
-from fednas_flwr.privacy.ledger import Entry, Ledger
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.randomness import make_generator
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.models.export import export_safetensors
+from fednas_flwr.models.networks import describe_derived, make_network, make_space, supernet_sizes
+from fednas_flwr.models.prediction import Model
+from fednas_flwr.privacy.books.ledger import Entry, Ledger
+from fednas_flwr.privacy.mechanism.accounting import prv_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.registry import algorithms
 
 from .fork_server import ForkServer
 
-GROUPED = ["privacy=dp", "personalised=false", "search_space.norm=group", "retrain.norm=group"]
+GROUPED = [
+    "privacy=dp",
+    "evaluation.personalised=false",
+    "search_space.norm=group",
+    "retrain.norm=group",
+]
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
 
 
@@ -67,7 +72,7 @@ MISTAKES = {  # overrides: what the sentence must say
     ],
     "algorithm=fnas algorithm.rulez=2": ["algorithm.rulez", "algorithm.reduce"],
     "seed.first=1": ["seed.first is no setting", "seed has none"],
-    "dataset.categories.smoker=[a]": ["dataset.categories={smoker: ...}"],
+    "dataset=csv dataset.categories.smoker=[a]": ["dataset.categories={smoker: ...}"],
     "algorithm=fed_dart": ["algorithm=fed_dart", "fed_darts, fedavg,", "(nearest: fed_darts)"],
     "dataset=mnst": ["dataset=mnst", "(nearest: mnist)"],
     "retrain=null": ["retrain=null is unknown: choose one of darts,"],
@@ -81,7 +86,7 @@ MISTAKES = {  # overrides: what the sentence must say
     "rounds=many": ["rounds=many", "a whole number"],
     "rounds=2.5": ["rounds=2.5", "a whole number"],
     "seed=true": ["seed=true", "a whole number"],
-    "tensorboard=1": ["tensorboard=1", "true or false"],
+    "training.oversample=1": ["training.oversample=1", "true or false"],
     "stages=search": ["stages=search", "a list such as [text, ...]"],
     "algorithm.weights=3": ["algorithm.weights=3", "a group of settings"],
     "retrain.weights.lr=.inf": ["retrain.weights.lr=.inf", "a number"],
@@ -89,9 +94,12 @@ MISTAKES = {  # overrides: what the sentence must say
     "retrain.weights.lr=-1": ["retrain.weights.lr=-1", "above 0"],
     "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 to 10000"],
     "runtime.quorum=2": ["runtime.quorum=2.0", "above 0, at most 1"],
-    "device=cuda:1": ["device=cuda:1 is unknown: set device=cuda", "CUDA_VISIBLE_DEVICES=1."],
+    "runtime.device=cuda:1": [
+        "runtime.device=cuda:1 is unknown: set runtime.device=cuda",
+        "CUDA_VISIBLE_DEVICES=1.",
+    ],
     "runtime=deployment runtime.superlink=nowhere": ["runtime.superlink=nowhere is unknown: ch"],
-    "device=gpu": ["device=gpu", "auto, cpu, cuda", "(nearest: cuda)"],
+    "runtime.device=gpu": ["runtime.device=gpu", "auto, cpu, cuda", "(nearest: cuda)"],
     "retrain.norm=bach": ["retrain.norm=bach", "(nearest: batch)"],
     "stages=[serch]": ["stages=serch", "(nearest: search)"],
     "dataset.fractions={train:1,validation:0,test:0}": ["dataset.fractions.validation=0"],
@@ -191,7 +199,7 @@ def test_mistakes_are_told_without_torch() -> None:
 def test_command_exits_with_2_and_no_trace() -> None:
     done = subprocess.run([*FEDNAS, "run", "algorithm=fed_dart"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    names = ", ".join(sorted(ALGORITHMS))
+    names = ", ".join(sorted(algorithms()))
     assert done.stderr == (
         f"fednas: algorithm=fed_dart is unknown: choose one of {names} (nearest: fed_darts).\n"
     )
@@ -249,7 +257,7 @@ def test_run_folder_name_is_short_and_holds_one_run(
     assert [path.name for path in folder.parent.glob("*/model.onnx")] == ["model.onnx"]
 
 
-@pytest.mark.parametrize("key", ["wire", "privacy.search_share"])
+@pytest.mark.parametrize("key", ["runtime.wire", "privacy.search_share"])
 def test_a_run_of_a_version_without_a_setting_is_not_resumed(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,7 +290,7 @@ def test_first_clients_error_is_on_top(
     def broken(client, request, asked):
         raise ZeroDivisionError(f"disk {client.index} is full")
 
-    monkeypatch.setitem(verbs.ANSWERS, "train.search", broken)
+    monkeypatch.setitem(handlers.ANSWERS, "train.search", broken)
     assert cli.main(["run", *tiny_overrides]) == cli.RUN_FAILED
     output = capsys.readouterr()
     assert output.err.startswith("fednas: QuorumError: client 0: ZeroDivisionError: disk 0 is full")
@@ -295,14 +303,14 @@ def test_first_clients_error_is_on_top(
 def test_sweep_goes_on_after_a_failing_job_and_says_so(
     tiny_overrides: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search = verbs.search
+    search = handlers.search
 
     def broken_for_seed_2(client, request, asked):
         if client.seed == 2:
             raise ZeroDivisionError("disk is full")
         return search(client, request, asked)
 
-    monkeypatch.setitem(verbs.ANSWERS, "train.search", broken_for_seed_2)
+    monkeypatch.setitem(handlers.ANSWERS, "train.search", broken_for_seed_2)
     sweep = ["-m", "seed=1,2,3", "stages=[search]", "clients=2", "rounds=1", "run_dir=sweep"]
     brief = without(tiny_overrides, "retrain.rounds")
     assert cli.main(["run", *brief, *sweep]) == cli.RUN_FAILED
@@ -578,7 +586,7 @@ def exported(folder: Path, *overrides: str) -> None:
 def test_latency_measure_writes_a_table_of_the_composed_space(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    space = ["search_space=mbconv_small", "search_space.width=.5", "device=cpu"]
+    space = ["search_space=mbconv_small", "search_space.width=.5", "runtime.device=cpu"]
     measure = ["latency", "measure", "--passes", "2", "--shape", "1", "8", "8"]
     measure += ["--output", "table.json"]
     assert cli.main([*measure, *space]) == 0

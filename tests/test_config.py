@@ -15,27 +15,28 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from fednas_flwr import api, compose
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.configuration import (
-    check_combinations,
-    load_config,
-    parse_config,
-    yielded,
-)
-from fednas_flwr.builders.effects import check_experiment
-from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.config import (
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, show
+from fednas_flwr.base.foreign import dump_yaml
+from fednas_flwr.data.readers import site_dataset
+from fednas_flwr.data.table_files import Form, read_texts
+from fednas_flwr.settings import (
     Config,
     DifferentialPrivacy,
     GivenNetwork,
     conf_folder,
     dump_config,
-    site_dataset,
 )
-from fednas_flwr.data.table_files import Form, read_texts
-from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning, show
-from fednas_flwr.foreign import dump_yaml
-from fednas_flwr.search.settings import Configuration
+from fednas_flwr.settings.configuration import (
+    check_combinations,
+    load_config,
+    parse_config,
+    yielded,
+)
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.optimizers import Configuration
+from fednas_flwr.settings.registry import algorithms
+from fednas_flwr.settings.rounds import AggregateSettings, SamplingSettings, SecureSumSettings
+from fednas_flwr.settings.unused import check_experiment
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 DP = "privacy=dp search_space.norm=group retrain.norm=group"
@@ -50,6 +51,8 @@ NEEDS = {  # what a file needs beside itself
     "algorithm=dp_fnas": ["privacy=dp", *GROUP],
     "privacy=dp": ["algorithm=dp_fnas", *GROUP],
     "runtime=deployment": ["runtime.superlink=site"],
+    "partition=saved": ["partition.file=partition.json"],
+    "aggregate=trimmed_mean": ["runtime.quorum=1"],
     **dict.fromkeys(
         [f"server_optimizer={name}" for name in ("adam", "yogi", "adagrad")], ["algorithm=fedavg"]
     ),
@@ -71,7 +74,7 @@ def test_a_base_is_no_choice_and_every_base_has_one() -> None:
     """A file whose name begins with an underscore is refused, and is a default of another one."""
     folder = conf_folder()
     bases = [path for path in folder.rglob("_*.yaml")]
-    assert len(bases) == 10
+    assert len(bases) == 13
     texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.yaml")]
     for path in bases:
         group, *rest = path.relative_to(folder).with_suffix("").parts
@@ -115,7 +118,7 @@ def test_every_file_composes_and_parses(choice: str) -> None:
         assert name.startswith(getattr(config, group).name)
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", sorted(algorithms()))
 def test_an_algorithm_alone_is_a_whole_run(algorithm: str) -> None:
     """With all that it needs of the other groups; what is typed wins."""
     config = compose(f"algorithm={algorithm}")
@@ -149,14 +152,14 @@ def test_json_round_trip(tree: dict[str, Any]) -> None:
 def test_whole_numbers_become_floats_and_nothing_else_is_converted(tree: dict[str, Any]) -> None:
     config = parse_config(changed(tree, "runtime.deadline_s", 60))
     assert isinstance(config.runtime.deadline_s, float)
-    for key, value in {"rounds": 3.0, "clients": "3", "tensorboard": "true", "seed": None}.items():
+    for key, value in {"rounds": 3.0, "clients": "3", "run_dir": 1, "seed": None}.items():
         with pytest.raises(ConfigError, match=f"{key}={show(value)} has the wrong type"):
             parse_config(changed(tree, key, value))
 
 
 BAD_VALUES = [
     ("clients", 0),
-    ("threads", 0),
+    ("runtime.threads", 0),
     ("seed", -1),
     ("algorithm.rule", "third_order"),
     ("algorithm.local_epochs", 0),
@@ -186,15 +189,10 @@ BAD_VALUES = [
     ("retrain.auxiliary_weight", -0.1),
     ("stages", []),
     ("stages", ["search", "search"]),
-    ("threads", 100_000),
+    ("runtime.threads", 100_000),
     ("run_dir", ""),
     ("genotype", ""),
     ("dataset.cache", ""),
-    ("dataset.root", ""),
-    ("dataset.class_names", ["a", "b", "a"]),
-    ("dataset.numeric", ["age", "age"]),
-    ("dataset.image_size", 100_000),
-    ("dataset.channels", 4),
     ("algorithm.weights.lr", 1e15),
     ("algorithm.weights.clip_norm", 1e30),
     ("algorithm.alphas.lr", 1e15),
@@ -210,12 +208,32 @@ BAD_VALUES = [
 
 @pytest.mark.parametrize(("key", "value"), BAD_VALUES)
 def test_bad_value_is_named_by_its_whole_key(tree: dict[str, Any], key: str, value: Any) -> None:
+    if key.startswith("runtime.client"):
+        tree = compose_tree(["runtime=ray"])
     with pytest.raises(ConfigError) as caught:
         parse_config(changed(tree, key, value))
     message = str(caught.value)
     assert message.startswith(key.removesuffix(".name"))
     assert message.endswith(".")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("npz", "root", ""),
+        ("npz", "class_names", ["a", "b", "a"]),
+        ("csv", "class_names", ["a", "b", "a"]),
+        ("csv", "numeric", ["age", "age"]),
+        ("image_folder", "image_size", 100_000),
+        ("image_folder", "channels", 4),
+        ("image_folder", "channels", 2),
+    ],
+)
+def test_a_bad_value_of_one_data_set_is_named(name: str, setting: str, value: Any) -> None:
+    tree = compose_tree([f"dataset={name}", "search_space=mlp_small"])
+    with pytest.raises(ConfigError, match=rf"^dataset\.{setting}=.*\.$"):
+        parse_config(changed(tree, f"dataset.{setting}", value))
 
 
 COST = (
@@ -271,7 +289,7 @@ def test_at_most_300_characters_of_a_value_are_echoed(tree: dict[str, Any]) -> N
         ("dataset.class_names", [long, long]),
         ("stages", [long]),
         ("dataset.root", long),
-        ("client_tags", [long]),
+        ("runtime.device", long),
         ("runtime.superlink", {"a": long}),
     ):
         with pytest.raises(ConfigError) as told:
@@ -329,7 +347,7 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
         ("privacy.data_set", "", "expected 1 to 4096 bytes"),
         ("rounds", 10**9, "expected at most 10000 in all"),
         ("retrain.rounds", 10**5, "fewer rounds of more local steps"),
-        ("oversample", True, "with privacy=dp: a record that is drawn several times"),
+        ("training.oversample", True, "with privacy=dp: a record that is drawn several times"),
     ],
 )
 def test_bad_privacy_is_named_by_its_whole_key(key: str, value: Any, words: str) -> None:
@@ -390,10 +408,10 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
         (["aggregate=median", "algorithm=fnas"], "sums of gradients"),
         (["aggregate=median", "clients=2"], "expected 3 or more"),
         (["aggregate=median", "retrain.exchange=gradients"], "set aggregate=mean or retrain.exch"),
-        (["aggregate=trimmed_mean"], "trim=1 leaves nothing of the 2 replies"),
-        (["aggregate=trimmed_mean", "clients=9", "trim=3"], "of the 5 replies"),
+        (["aggregate=trimmed_mean"], "aggregate.trim=1 leaves nothing of the 2 replies"),
+        (["aggregate=trimmed_mean", "clients=9", "aggregate.trim=3"], "of the 5 replies"),
         (["aggregate=trimmed_mean", "algorithm=cfdnas", *NEEDS["algorithm=cfdnas"]], "=median"),
-        (["trim=0"], "trim=0"),
+        (["aggregate=trimmed_mean", "aggregate.trim=0"], "aggregate.trim=0"),
     ],
 )
 def test_robust_averages_of_nothing_are_refused(overrides: list[str], words: str) -> None:
@@ -403,38 +421,43 @@ def test_robust_averages_of_nothing_are_refused(overrides: list[str], words: str
 
 @pytest.mark.parametrize("algorithm", ["fed_darts", "feathers", "fedavg", "fedex", "random_search"])
 def test_robust_averages_are_for_all_that_average(algorithm: str) -> None:
-    rest = [f"algorithm={algorithm}", "aggregate=trimmed_mean", "trim=2", "runtime.quorum=1"]
-    assert parse_config(compose_tree([*rest, "clients=5"])).trim == 2
+    rest = [
+        f"algorithm={algorithm}",
+        "aggregate=trimmed_mean",
+        "aggregate.trim=2",
+        "runtime.quorum=1",
+    ]
+    assert parse_config(compose_tree([*rest, "clients=5"])).aggregate.trim == 2
 
 
 def test_two_ways_of_sending_less_are_refused() -> None:
-    mbconv = ["search_space=mbconv", "retrain=mbconv", "wire=int8"]
+    mbconv = ["search_space=mbconv", "retrain=mbconv", "runtime.wire=int8"]
     for algorithm, key in (("fdnas", "algorithm"), ("cfdnas", "algorithm.search")):
-        with pytest.raises(ConfigError, match="wire=int8 with sparse=true"):
+        with pytest.raises(ConfigError, match="runtime.wire=int8 with sparse=true"):
             parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=true"]))
         parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=false"]))
 
 
 def test_every_algorithm_has_one_entry_and_a_file() -> None:
     files = {path.stem for path in (conf_folder() / "algorithm").glob("[!_]*.yaml")}
-    assert files == set(ALGORITHMS)
-    for name, entry in ALGORITHMS.items():
+    assert files == set(algorithms())
+    for name, entry in algorithms().items():
         assert (entry.search is None) == issubclass(entry.settings, GivenNetwork), name
 
 
 def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
     config = parse_config(compose_tree(["algorithm=fed_darts", "clients=2"]))
     with pytest.raises(ConfigError, match="aggregate=median with clients=2"):
-        check_combinations(replace(config, aggregate="median"))
+        check_combinations(replace(config, aggregate=AggregateSettings("median")))
     fnas = parse_config(compose_tree(["algorithm=fnas", "clients=2"]))
     with pytest.raises(ConfigError, match="sums of gradients"):
-        check_combinations(replace(fnas, aggregate="median"))
+        check_combinations(replace(fnas, aggregate=AggregateSettings("median")))
 
 
 def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
     names = (
-        "dp_fnas fed_darts fedprox_darts feathers fdnas cfdnas dpnas zero_cost "
-        "successive_halving fedavg fedprox"
+        "cfdnas dp_fnas dpnas fdnas feathers fed_darts fedavg fedprox fedprox_darts "
+        "successive_halving zero_cost"
     )
     private = ", ".join(names.split())
     with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):
@@ -545,8 +568,8 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
         compose(
             "experiment=feathers/fashion_mnist", "algorithm=fed_darts", "algorithm.nas_rounds=2"
         )
-    brief = compose("experiment=fdnas/fashion_mnist", "personalised=false", "clients=3")
-    assert not brief.personalised
+    brief = compose("experiment=fdnas/fashion_mnist", "evaluation.personalised=false", "clients=3")
+    assert not brief.evaluation.personalised
 
 
 def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
@@ -584,16 +607,28 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedavg retrain.channels=3", "network that is fixed: remove it"),
         ("algorithm=fedavg genotype=a.json algorithm.network=linear stages=[retrain]", "gives the"),
         ("algorithm=fedavg retrain.drop_path_prob=.1", "retrain.drop_path_prob=0.1 has no effect"),
-        ("algorithm=fedavg momentum=averaged client_tags=[a,b,c]", "client_tags=[a, b, c]"),
+        (
+            "algorithm=cfdnas algorithm.client_tags=[a,b,c]",
+            "algorithm.client_tags=[a, b, c] has no effect with algorithm.group_by=alphas",
+        ),
         ("algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3", "tries no net"),
-        ("algorithm=fnas stages=[search] momentum=server", "clients send gradients"),
-        (f"{LOCAL} stages=[search] momentum=averaged", "no trained model is sent"),
-        (f"{LOCAL} stages=[search] wire=int8", "no trained model is sent"),
-        (f"{LOCAL} retrain.exchange=gradients momentum=server", "the server steps with retrain"),
-        ("algorithm=zero_cost stages=[search] wire=int8", "in which no client trains"),
-        ("algorithm=zero_cost stages=[search] precision=bfloat16", "in which no client trains"),
-        ("algorithm=dpnas stages=[search] precision=bfloat16", "with algorithm.dp_aware"),
-        ("algorithm=zero_cost stages=[search] class_factors={a:.5}", "class_factors={a: 0.5}"),
+        ("algorithm=fnas stages=[search] training.momentum=server", "clients send gradients"),
+        (f"{LOCAL} stages=[search] training.momentum=averaged", "no trained model is sent"),
+        (f"{LOCAL} stages=[search] runtime.wire=int8", "no trained model is sent"),
+        (
+            f"{LOCAL} retrain.exchange=gradients training.momentum=server",
+            "the server steps with retrain",
+        ),
+        ("algorithm=zero_cost stages=[search] runtime.wire=int8", "in which no client trains"),
+        (
+            "algorithm=zero_cost stages=[search] training.precision=bfloat16",
+            "in which no client trains",
+        ),
+        ("algorithm=dpnas stages=[search] training.precision=bfloat16", "with algorithm.dp_aware"),
+        (
+            "algorithm=zero_cost stages=[search] training.class_factors={a:.5}",
+            "training.class_factors={a: 0.5}",
+        ),
         ("algorithm=feathers retrain.weights.lr=.3", "configurations of its own"),
         ("algorithm=feathers algorithm.bandit={scaled:false,scale_retention:.1}", "scaled=false"),
         (f"algorithm=feathers algorithm.configurations=[{ARM}] algorithm.num_configurations=3", ""),
@@ -604,27 +639,18 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedex retrain.weights.clip_norm=1", "retrain.weights.clip_norm=1.0 has no"),
         ("stages=[search] retrain.rounds=3", "retrain.rounds=3 has no effect with stages=[search"),
         ("stages=[search] retrain.weights={lr:.5}", "retrain.weights.lr=0.5 has no effect"),
-        ("stages=[search] personalised=true", "which lack retrain: remove it"),
-        ("stages=[search,retrain] personalised=true", "which lack evaluate"),
+        ("stages=[search] evaluation.personalised=true", "which lack retrain: remove it"),
+        ("stages=[search,retrain] evaluation.personalised=true", "which lack evaluate"),
         ("stages=[retrain] genotype=a.json algorithm.rule=first_order", "which lack search"),
         ("stages=[retrain] genotype=a.json search_space=darts", "which do not search"),
         (
-            "personalised=true dataset.fractions={test:0,validation:.5}",
+            "evaluation.personalised=true dataset.fractions={test:0,validation:.5}",
             "no client has test records",
         ),
         ("dataset.server_test=false dataset.limit_test=5", "dataset.server_test=false"),
-        ("dataset.root=/tmp", "dataset=digits"),
-        ("dataset=csv dataset.flip=true", "a table"),
-        ("dataset=csv dataset.cutout=3", "dataset.cutout=3 has no effect with dataset=csv"),
-        ("partition.alpha=.1", "partition.alpha=0.1 has no effect with partition=iid"),
-        ("partition.groups=[[1,2]]", "partition.groups=[[1, 2]] has no effect"),
-        ("partition.column=ward", "partition.column=ward"),
-        ("partition=column partition.seed=3", "partition.seed=3"),
-        ("partition.file=a.json partition.seed=3", "partition.file=a.json, which gives"),
         ("partition=quantity partition.fractions=[.1,.9] partition.alpha=.2", "give the sizes"),
-        ("trim=2", "trim=2 has no effect with aggregate=mean"),
         (
-            "algorithm=fnas retrain.exchange=gradients momentum=server",
+            "algorithm=fnas retrain.exchange=gradients training.momentum=server",
             "the server steps with retrain.weights.momentum",
         ),
         (
@@ -647,16 +673,8 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedex retrain.evaluate_every=1", "which has exchanges of its own"),
         (f"{DP} retrain.evaluate_every=1", "whose budget is for training on all records"),
         ("stages=[search] retrain.evaluate_every=1", "which lack retrain"),
-        ("aggregate=median trim=2", "trim=2 has no effect with aggregate=median"),
-        ("client_tags=[a,b,c]", "algorithm=fed_darts: tags divide the clients of algorithm=cfdnas"),
-        ("runtime.client_cpus=2", "runtime=inline: set runtime=ray or remove it"),
-        ("runtime.ray_address=1.2.3.4:5", "runtime.ray_address=1.2.3.4:5"),
-        ("runtime.superlink=here", "set runtime=deployment or remove it"),
-        (f"{SITES} secure_sum=true secure_terms.colluding=0", "policies have terms of their own"),
-        (f"{SITES} partition.file=a.json", "whose sites hold their own records"),
+        (f"{SITES} secure_sum=true secure_sum.colluding=0", "policies have terms of their own"),
         (f"{SITES} privacy.test_seed=3", "whose sites keep their own books and noise"),
-        ("runtime=ray runtime.superlink=here", "runtime=ray"),
-        ("runtime.connect_s=3", "runtime=inline, whose clients are there from the start"),
         ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
         ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
         (f"{DP} clients=2 privacy.fewest_records=.3", "clients=2, of whom nobody can tell"),
@@ -695,21 +713,71 @@ def test_a_setting_without_effect_is_refused_by_name(overrides: str, sentence: s
         assert re.search(r" has no effect with .*: .*(remove it|leave|set ).*\.$", str(told.value))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "choices"),
+    [
+        ("partition.alpha=.1", "partition=dirichlet, partition=quantity, and partition=iid"),
+        ("partition.groups=[[1,2]]", "partition=label_groups, and partition=iid"),
+        ("partition.column=ward", "partition=column, and partition=iid"),
+        ("partition=column partition.seed=3", "partition=quantity, and partition=column"),
+        ("partition=saved partition.file=a partition.seed=3", "and partition=saved"),
+        (f"{SITES} partition.file=a.json", "partition=saved, and partition=sites"),
+        ("runtime.client_cpus=2", "runtime=ray, and runtime=inline"),
+        ("runtime.ray_address=1.2.3.4:5", "runtime=ray, and runtime=inline"),
+        ("runtime.superlink=here", "runtime=deployment, and runtime=inline"),
+        ("runtime=ray runtime.superlink=here", "runtime=deployment, and runtime=ray"),
+        ("runtime.connect_s=3", "runtime=deployment, and runtime=inline"),
+        ("aggregate.trim=2", "aggregate=trimmed_mean, and aggregate=mean"),
+        ("aggregate=median aggregate.trim=2", "aggregate=trimmed_mean, and aggregate=median"),
+        ("algorithm.client_tags=[a,b]", "algorithm=cfdnas, and algorithm=fed_darts"),
+    ],
+)
+def test_a_setting_of_another_choice_is_refused_by_its_name(overrides: str, choices: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        compose(*overrides.split())
+    assert "is a setting of " in str(told.value)
+    assert f"{choices} has none of that name: choose the former, or remove it." in str(told.value)
+
+
+def test_a_mapping_that_is_null_is_set_by_true_by_its_keys_or_as_a_whole() -> None:
+    terms = SecureSumSettings(least_sites=3, colluding=1)
+    assert compose("clients=4").secure_sum is None
+    assert compose("clients=4", "secure_sum=true").secure_sum == SecureSumSettings()
+    assert compose("clients=4", "secure_sum={least_sites: 3, colluding: 1}").secure_sum == terms
+    assert compose("clients=4", "secure_sum.least_sites=3").secure_sum == terms
+    assert compose("clients=4", "secure_sum=true", "secure_sum.least_sites=3").secure_sum == terms
+    assert compose("secure_sum=false").secure_sum is None
+    sampling = compose("clients=9", "sampling.per_round=.3", "sampling.by=by_size").sampling
+    assert sampling == SamplingSettings(per_round=0.3, by="by_size", spare=0)
+    with pytest.raises(ConfigError, match=r"^sampling\.per_round is missing: give it, too\.$"):
+        compose("sampling.by=by_size")
+    with pytest.raises(ConfigError, match="^sampling=true must be a group of settings"):
+        compose("sampling=true")
+    for last in ("true", "null"):
+        lost = f"secure_sum.colluding=0 is lost with secure_sum={last}: leave one out."
+        with pytest.raises(ConfigError, match=lost):
+            compose("clients=4", "secure_sum.colluding=0", f"secure_sum={last}")
+
+
 def test_a_cause_of_no_effect_is_told_with_at_most_300_characters() -> None:
     with pytest.raises(NoEffectError) as told:
-        compose(f"partition.file={'x' * 4000}", "partition.seed=3")
-    assert str(told.value).count("x") == 300 - len("partition.file=")
+        compose("algorithm=fedavg", f"genotype={'x' * 4000}", "algorithm.network=linear")
+    assert str(told.value).count("x") == 300 - len("genotype=")
     with pytest.raises(NoEffectError) as told:
-        compose(f"partition.file={'x' * 200}", "partition.seed=3")
+        compose("algorithm=fedavg", f"genotype={'x' * 200}", "algorithm.network=linear")
     assert str(told.value).count("x") == 200
     assert "..." not in str(told.value)
 
 
 def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding() -> None:
-    compose("algorithm=fedavg", "retrain.channels=null", "personalised=false", "client_tags=[]")
+    compose(
+        "algorithm=fedavg",
+        "retrain.channels=null",
+        "evaluation.personalised=false",
+    )
     compose("algorithm=fedavg", "algorithm.network=linear", "retrain.auxiliary_weight=0")
     compose("stages=[search]")
-    compose("algorithm=zero_cost", "stages=[search]", "class_factors={}")
+    compose("algorithm=zero_cost", "stages=[search]", "training.class_factors={}")
 
 
 SIZED = ("stages=[retrain]", "genotype=a.json", "retrain.channels=8", "retrain.num_cells=1")
@@ -736,9 +804,9 @@ def test_noise_of_metrics_acts_where_test_records_are_measured() -> None:
 
 
 def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:
-    mine = own_experiment({"class_factors": {"1": 0.5}})
-    assert compose(mine).class_factors == {"1": 0.5}
-    assert compose(mine, "class_factors={}").class_factors == {}
+    mine = own_experiment({"training": {"class_factors": {"1": 0.5}}})
+    assert compose(mine).training.class_factors == {"1": 0.5}
+    assert compose(mine, "training.class_factors={}").training.class_factors == {}
     arms = f"algorithm.configurations=[{ARM}]"
     config = compose("algorithm=feathers", arms, "algorithm.ranges={}")
     assert config.algorithm.ranges == {}  # type: ignore[attr-defined]
@@ -833,7 +901,7 @@ def test_a_last_learning_rate_that_was_typed_does_not_follow() -> None:
         ("seed=null", "seed=null has the wrong type"),
         ("seed=true", "seed=true has the wrong type"),
         ("genotype={a:null}", "genotype={a: null} has the wrong type"),
-        ("client_tags=[a,1]", "client_tags[1]=1 has the wrong type"),
+        ("algorithm=cfdnas algorithm.client_tags=[a,1]", "client_tags[1]=1 has the wrong type"),
     ],
 )
 def test_sentences_spell_values_as_overrides_do(overrides: str, words: str) -> None:

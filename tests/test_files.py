@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fednas_flwr.files import replacing, write_atomically
+from fednas_flwr.base.files import replacing, write_atomically
 
 PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
 
@@ -66,7 +66,7 @@ def test_a_process_killed_while_writing_leaves_the_old_content(tmp_path):
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from fednas_flwr.files import replacing\n"
+        "from fednas_flwr.base.files import replacing\n"
         "with replacing(Path(sys.argv[1])) as temporary:\n"
         "    temporary.write_text('new')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -77,7 +77,7 @@ def test_a_process_killed_while_writing_leaves_the_old_content(tmp_path):
 
 
 def test_no_other_module_renames_files():
-    own = {"files.py", "data/cache.py"}  # the cache renames folders
+    own = {"base/files.py", "data/cache.py"}  # the cache renames folders
     others = [p for p in PACKAGE.rglob("*.py") if str(p.relative_to(PACKAGE)) not in own]
     calls = ("os.rename(", "os.replace(", "temporary.replace(", ".rename(")
     assert [p for p in others if any(call in p.read_text() for call in calls)] == []
@@ -87,14 +87,14 @@ STATE_OF_A_SITE = """
 import sys
 from pathlib import Path
 import numpy as np, torch
-from fednas_flwr.clients.audit_trail import AuditTrail
-from fednas_flwr.clients.shown_sizes import shown_size
+from fednas_flwr.client.audit_trail import AuditTrail
+from fednas_flwr.client.shown_sizes import shown_size
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.records import Records
-from fednas_flwr.exchange.secure_sum.roster import SiteKeys
-from fednas_flwr.files import write_atomically
-from fednas_flwr.privacy.ledger import Ledger
-from fednas_flwr.privacy.mark import connect
+from fednas_flwr.protocol.secure_sum.roster import SiteKeys
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.books.anchor import connect
 
 state = Path(sys.argv[1])
 Ledger(state / "ledger" / "ledger.sqlite", state / "keys" / "ledger.key").close()

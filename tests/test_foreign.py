@@ -16,17 +16,8 @@ from markdown_it import MarkdownIt
 from safetensors.torch import save_file
 
 from fednas_flwr import load
-from fednas_flwr.builders.networks import make_network
-from fednas_flwr.cli import main
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import site_dataset
-from fednas_flwr.data.partitioners import load_partition
-from fednas_flwr.data.schema import Column, Inputs
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.export import export_safetensors
-from fednas_flwr.evaluation.model import METADATA_KEY, Model, read_metadata
-from fednas_flwr.exchange.secure_sum.roster import Roster
-from fednas_flwr.foreign import (
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.foreign import (
     LARGEST_BYTES,
     csv_cell,
     dump_yaml,
@@ -35,14 +26,23 @@ from fednas_flwr.foreign import (
     markdown,
     terminal,
 )
-from fednas_flwr.hardware.latency import from_json as table_from_json
-from fednas_flwr.machines.provision import load_sites
+from fednas_flwr.cli import main
+from fednas_flwr.data.partitioners import load_partition
+from fednas_flwr.data.readers import site_dataset
+from fednas_flwr.data.schema import Column, Inputs
+from fednas_flwr.deploy.sites.provision import load_sites
+from fednas_flwr.models.export import export_safetensors
+from fednas_flwr.models.networks import make_network
+from fednas_flwr.models.prediction import METADATA_KEY, Model, read_metadata
 from fednas_flwr.privacy.policy_file import load_policy
-from fednas_flwr.reporting.compare import compare_runs
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.reporting.runs import read_run
-from fednas_flwr.search_spaces.genotype import load_genotype
-from fednas_flwr.stages.run_folder import open_run_folder
+from fednas_flwr.protocol.secure_sum.roster import Roster
+from fednas_flwr.report.comparison import compare_runs
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.runs.run_folder import open_run_folder
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.spaces.genotype import load_genotype
+from fednas_flwr.spaces.latency_tables import from_json as table_from_json
 
 COLUMNS = (Column("a"), Column("b"))
 PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
@@ -102,7 +102,7 @@ def test_yaml_that_is_too_much_or_none_is_one_sentence(
 def test_the_package_has_no_other_reader_of_yaml() -> None:
     reads = re.compile(r"\b(safe_load|full_load|unsafe_load|yaml\.load|OmegaConf\.load)\b")
     found = [p for p in PACKAGE.rglob("*.py") if reads.search(p.read_text(encoding="utf-8"))]
-    assert found == [PACKAGE / "foreign.py"]
+    assert found == [PACKAGE / "base" / "foreign.py"]
 
 
 @pytest.mark.parametrize("text", ["a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}", "a: [&b 1, *b, *b]"])

@@ -14,10 +14,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config
-from fednas_flwr.typed import Between, OneOf
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.parser import Between, OneOf
 
 RUNS = 8  # scripts/fuzz_settings.sh makes more
 ALL = ["algorithm=feathers", "privacy=dp"]
@@ -51,11 +51,12 @@ def test_every_setting_of_a_configuration_is_drawn(fuzz_settings):
     """But for the few that a small run on this machine needs."""
     keys = dict(fuzz_settings.leaves(composed()))
     groups = ("algorithm", "dataset", "partition", "search_space", "privacy", "runtime", "retrain")
-    assert {key.partition(".")[0] for key in keys} >= {*groups, "seed", "stages", "wire"}
-    given = (*groups, "secure_terms", "server_optimizer")  # the last one has but its name here
-    known = {name for name in Config.__dataclass_fields__ if name not in given}
-    assert {"secure_terms.least_sites", "secure_terms.colluding"} <= set(keys)
-    assert known - set(keys) == {"run_dir", "device", "tensorboard"}
+    assert {key.partition(".")[0] for key in keys} >= {*groups, "seed", "stages", "sampling"}
+    groups += ("aggregate", "server_optimizer", "training", "evaluation")
+    known = {name for name in Config.__dataclass_fields__ if name not in groups}
+    assert {"training.precision", "evaluation.positive", "runtime.wire"} <= set(keys)
+    assert known - set(keys) == {"run_dir", "trackers"}
+    assert "runtime.device" not in keys
     assert {"algorithm.bandit.beta", "privacy.retrain.local_steps"} <= set(keys)
 
 

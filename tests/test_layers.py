@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.layers import conv2d, depthwise, group_norm, linear
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.base.layers import conv2d, depthwise, group_norm, linear
+from fednas_flwr.base.randomness import make_generator
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
@@ -55,7 +55,7 @@ OTHERS = {
 
 
 def call(module, x, weight=None, bias=None):
-    """Return what ``fednas_flwr.layers`` computes for a module."""
+    """Return what ``fednas_flwr.base.layers`` computes for a module."""
     if isinstance(module, nn.Conv2d):
         settings = {n: getattr(module, n) for n in ("stride", "padding", "dilation", "groups")}
         return conv2d(x, weight, bias, **settings)

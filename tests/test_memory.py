@@ -9,15 +9,15 @@ import pytest
 import torch
 from flwr.app import RecordDict
 
-from fednas_flwr.cli.outcomes import fail
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.memory import described, keep_freed_memory
+from fednas_flwr.base.memory import described, keep_freed_memory
+from fednas_flwr.cli.commands import fail
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
 
 PROCESS = """
 import resource, sys
 import torch
-from fednas_flwr.memory import keep_freed_memory
+from fednas_flwr.base.memory import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
@@ -72,7 +72,7 @@ def test_client_and_command_tell_it(monkeypatch, capsys) -> None:
     def too_much(*_):
         raise MemoryError
 
-    monkeypatch.setattr("fednas_flwr.federation.client_app.decode_request", too_much)
+    monkeypatch.setattr("fednas_flwr.deploy.client_app.decode_request", too_much)
     grid = InProcessGrid(make_client_app(), 1)
     (reply,) = grid.send_and_receive([grid.create_message(RecordDict(), "train.search", 2, "")])
     assert reply.error.reason.startswith("out of memory: lower")

@@ -3,9 +3,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fednas_flwr.names import ACCOUNTANTS, ENGINES, NORMS, SPLITS
-from fednas_flwr.privacy import accounting
-from fednas_flwr.reporting import guarantee
+from fednas_flwr.privacy.mechanism import accounting
+from fednas_flwr.report import guarantee
+from fednas_flwr.settings.names import ACCOUNTANTS, ENGINES, NORMS, SPLITS
 
 PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
 
@@ -24,6 +24,8 @@ def test_no_other_module_lists_the_names_again():
 
 
 def test_settings_are_checked_without_loading_torch_or_numpy():
-    program = "import sys, fednas_flwr.config\nprint(sorted({'numpy', 'torch'} & set(sys.modules)))"
+    program = (
+        "import sys, fednas_flwr.settings\nprint(sorted({'numpy', 'torch'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

@@ -13,12 +13,12 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from fednas_flwr import register_score
-from fednas_flwr.builders.registration import OWN, TABLES
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.cli.own import VARIABLE, _taken
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.scores import OWN_SCORES
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.cli.commands import VARIABLE, _taken
+from fednas_flwr.models.class_scores import OWN_SCORES
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.settings.registry import OWN, TABLES
 
 MINE = """
 import numpy as np

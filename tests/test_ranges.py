@@ -11,18 +11,25 @@ from typing import Annotated, Any, get_type_hints
 
 import pytest
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.registration import OWN, TABLES, register
-from fednas_flwr.builders.spaces import SEARCH_SPACES
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import FedDARTSSettings
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.requests import REQUESTS
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.protocol.requests import REQUESTS
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.search.settings import SGD, Adam, Configuration, Range
-from fednas_flwr.typed import Between, Checked, Constraint, Length, OneOf, constraints, parse
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.optimizers import SGD, Adam, Configuration, Range
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Constraint,
+    Length,
+    OneOf,
+    constraints,
+    parse,
+)
+from fednas_flwr.settings.registry import OWN, TABLES, algorithms, carry
+from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 MBCONV = ["search_space=mbconv", "retrain=mbconv"]
@@ -30,7 +37,12 @@ COST = "{table: null, unit: ms, target: 3.0, loss: additive, scale: 1.0, exponen
 ARM = "{lr: 0.1, weight_decay: 0, momentum: 0, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
 RUNS = [  # together they have every class of settings
     ["algorithm=feathers", f"algorithm.configurations=[{ARM}]", "dataset.limit_train=5"],
-    ["algorithm=fednas", "search_space=darts", "class_factors={a: 0.5}", "dataset.std=[0.5]"],
+    [
+        "algorithm=fednas",
+        "search_space=darts",
+        "training.class_factors={a: 0.5}",
+        "dataset.std=[0.5]",
+    ],
     ["algorithm=fedprox_darts", "partition=quantity", "partition.fractions=[0.5,0.5]"],
     ["algorithm=dp_fnas", "privacy=dp", "privacy.metrics_noise_multiplier=1", *GROUP],
     ["algorithm=random_search", "retrain.weights.clip_norm=1", "retrain.channels=8"],
@@ -44,17 +56,19 @@ RUNS = [  # together they have every class of settings
         *MBCONV,
     ],
     ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
-    ["algorithm=fedavg"],
+    ["algorithm=fedavg", "dataset=csv"],
     ["algorithm=zero_cost"],
     ["algorithm=successive_halving"],
 ]
 FREE = {  # numbers of any size
-    ("Dataset", "mean"),
-    ("Dataset", "statistics"),
-    ("Dataset", "ranges"),
+    ("Images", "mean"),
+    ("CSV", "statistics"),
+    ("CSV", "ranges"),
     ("DifferentialPrivacy", "test_seed"),
-    ("Partition", "groups"),
-    ("Partition", "seed"),
+    ("LabelGroups", "groups"),
+    ("LabelGroups", "seed"),
+    ("QuantityPartition", "seed"),
+    ("RandomPartition", "seed"),
 }
 
 
@@ -123,7 +137,7 @@ def test_the_same_value_in_a_configuration_is_named_by_its_whole_key(tree):
 
 def test_every_number_of_a_setting_has_a_range():
     kinds = {type(part) for run in RUNS for _, part in parts(parse_config(compose_tree(run)))}
-    entries = [*ALGORITHMS.values(), *SEARCH_SPACES.values()]
+    entries = [*algorithms().values(), *SEARCH_SPACES.values()]
     assert {entry.settings for entry in entries} <= kinds
     without = {
         (kind.__name__, name)
@@ -264,7 +278,7 @@ class Resting(FedDARTSSettings):
 
 
 def test_settings_that_are_registered_keep_their_ranges():
-    register("algorithm", "resting", replace(ALGORITHMS["fed_darts"], settings=Resting))
+    carry("algorithm", "resting", replace(algorithms()["fed_darts"], settings=Resting))
     try:
         assert constraints(Resting)["rest"] == (Between(1, 5),)
         assert constraints(Resting) == {**constraints(FedDARTSSettings), "rest": (Between(1, 5),)}

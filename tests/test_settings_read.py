@@ -1,7 +1,7 @@
 """Every setting of a run is read by it, or is refused when it is given.
 
 A recorder notes which settings the configuration is asked for, in the server and its clients. What
-was not asked for must have a row in :data:`fednas_flwr.builders.effects.RULES`.
+was not asked for must have a row in :data:`fednas_flwr.settings.unused.RULES`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.builders.check import check_buildable
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.effects import without_effect
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.config import Config, NoPrivacy, dump_config
-from fednas_flwr.federation.client_app import make_client_app
-from fednas_flwr.federation.grids import InProcessGrid
-from fednas_flwr.federation.server_app import serve
-from fednas_flwr.reporting.events import read_events
-from fednas_flwr.stages.run_folder import create_run_folder
-from fednas_flwr.typed import Checked
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import Config, NoPrivacy, dump_config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.parser import Checked
+from fednas_flwr.settings.registry import algorithms
+from fednas_flwr.settings.unused import without_effect
 
 GROUPS = {  # the groups of a configuration, by what their classes derive from
     "AlgorithmSettings": "algorithm",
@@ -39,11 +39,18 @@ GROUPS = {  # the groups of a configuration, by what their classes derive from
     "NoPrivacy": "privacy",
     "ServerOptimizer": "server_optimizer",
     "DifferentialPrivacy": "privacy",
-    "SimulatedTerms": "secure_terms",
+    "AggregateSettings": "aggregate",
+    "SamplingSettings": "sampling",
+    "SecureSumSettings": "secure_sum",
+    "TrainingSettings": "training",
+    "EvaluationSettings": "evaluation",
     "Config": "",
 }
 # Who reads a setting to copy, check, compare or print all of them does not use it.
-COPIES = ("dataclasses.py", "typed.py", "copy.py", "configuration.py", "refusals.py", "effects.py")
+COPIES = (
+    *("dataclasses.py", "parser.py", "copy.py", "configuration.py", "incompatible.py", "unused.py"),
+)
+DECISIONS = ("retrains_by_gradients",)  # beside the checks: what it decides, rounds follow
 
 
 @contextmanager
@@ -58,7 +65,9 @@ def recorded() -> Iterator[set[str]]:
             for kind in type(instance).__mro__:
                 group = GROUPS.get(kind.__name__)
                 own = group is not None and name in kind_fields(type(instance))
-                if own and not frame.f_code.co_filename.endswith(COPIES):
+                code = frame.f_code
+                copies = code.co_filename.endswith(COPIES) and code.co_name not in DECISIONS
+                if own and not copies:
                     read.add(f"{group}.{name}".lstrip("."))
         return value
 
@@ -95,21 +104,31 @@ MBCONV = ["search_space=mbconv_small", "search_space.width=0.1", "retrain=mbconv
 CELLS = ["search_space=dp_cells_small", "search_space.widths=[2,2,4]", "retrain=dp_cells"]
 TABLE = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
 DP = ["privacy=dp", "privacy.epsilon=30", "search_space.norm=group", "retrain.norm=group"]
-SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "device=cpu", "tensorboard=false"]
-NAMES = {f"{group}.name" for group in ("algorithm", "search_space", "privacy", "server_optimizer")}
+SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu", "trackers=[]"]
+NAMES = {
+    f"{group}.name"
+    for group in (
+        "algorithm",
+        "search_space",
+        "privacy",
+        "server_optimizer",
+        "partition",
+        "runtime",
+    )
+}
 GIVEN = ["algorithm.network=linear"]
 
 RUNS = {
     "fed_darts": [*IMAGES],
     "fed_darts of a table": [*TABLE, "dataset=csv"],
-    "fed_darts, sampled": [*IMAGES, "clients=3", "clients_per_round=2", "sampling=by_size"],
+    "fed_darts, sampled": [*IMAGES, "clients=3", "sampling.per_round=2", "sampling.by=by_size"],
     "fed_darts, searched only": [*IMAGES, "stages=[search]"],
     "fed_darts with privacy": [*IMAGES, *DP],
     "fed_darts with privacy of clients": [
-        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_terms.colluding=0"),
+        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_sum.colluding=0"),
     ],
     "fednas": [*IMAGES, "aggregate=mean"],
-    "fednas by secure sums": [*IMAGES, "secure_sum=true", "secure_terms.colluding=0"],
+    "fednas by secure sums": [*IMAGES, "secure_sum=true", "secure_sum.colluding=0"],
     "fedprox_darts": [*IMAGES, "partition=dirichlet"],
     "fnas": [*IMAGES, "partition=quantity"],
     "vanilla_nas": [*IMAGES, "clients=1"],
@@ -127,7 +146,7 @@ RUNS = {
         *MBCONV,
         "algorithm.group_by=tag",
         "algorithm.num_groups=null",
-        "client_tags=[a,b]",
+        "algorithm.client_tags=[a,b]",
         "algorithm.group_rounds=1",
     ],
     "dpnas": [*CELLS],
@@ -155,8 +174,8 @@ def genotype(made_data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file that holds a cell of NAS-Bench-201."""
     import torch
 
-    from fednas_flwr.search_spaces import NASBench201Space
-    from fednas_flwr.search_spaces.genotype import save_genotype
+    from fednas_flwr.spaces.genotype import save_genotype
+    from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
     space = NASBench201Space(input_shape=(3, 8, 8), num_classes=3, channels=2, num_cells=1)
     path = tmp_path_factory.mktemp("genotype") / "cell.json"
@@ -173,7 +192,7 @@ def test_a_setting_is_read_or_refused(
     overrides += [f"dataset.cache={made_data.parent / 'cache'}", f"run_dir={tmp_path / 'run'}"]
     algorithm = f"algorithm={run.split()[0].rstrip(',')}"
     given = {text.partition("=")[0] for text in overrides}
-    searching = ALGORITHMS[algorithm.partition("=")[2]].search is not None
+    searching = algorithms()[algorithm.partition("=")[2]].search is not None
     stages = "stages=[search,retrain,evaluate]" if searching else "stages=[retrain,evaluate]"
     short = [text for text in [*SHORT, stages] if text.partition("=")[0] not in given]
     config = parse_config(compose_tree([algorithm, *overrides, *short]))
@@ -189,7 +208,7 @@ def test_a_setting_is_read_or_refused(
 
 
 def test_every_algorithm_is_run() -> None:
-    assert {run.split()[0].rstrip(",") for run in RUNS} == set(ALGORITHMS)
+    assert {run.split()[0].rstrip(",") for run in RUNS} == set(algorithms())
 
 
 def test_the_recorder_sees_what_is_read(compose_config: Callable[..., Config]) -> None:

@@ -15,9 +15,9 @@ import yaml
 
 from fednas_flwr import api, cli
 from fednas_flwr.cli import sweeps
-from fednas_flwr.composition import compose_tree, expand_sweep, given_settings
-from fednas_flwr.config import Config
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, given_settings
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
 ENOUGH_S = 900.0

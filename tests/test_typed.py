@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import ConfigError, MissingSettingError, show
-from fednas_flwr.typed import MISSING, parse
+from fednas_flwr.base.errors import ConfigError, MissingSettingError, show
+from fednas_flwr.settings.parser import MISSING, parse
 
 
 @dataclass(frozen=True)

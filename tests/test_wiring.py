@@ -16,35 +16,36 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
-from fednas_flwr.builders.clients import PRIVATE_SITE_KEYS, make_client, make_site_gate
-from fednas_flwr.builders.data import make_data, make_server_data
-from fednas_flwr.builders.networks import (
+from fednas_flwr.algorithms.base import mean_metrics
+from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import derive_seed, make_generator, seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.handlers import identity
+from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_guard
+from fednas_flwr.data.loaders import augment, epoch_batches, server_split
+from fednas_flwr.data.prepared import make_data, make_server_data
+from fednas_flwr.data.records import record_ids
+from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.models.networks import (
     describe_network,
     load,
     make_network,
     supernet_space,
 )
-from fednas_flwr.builders.strategies import make_retraining
-from fednas_flwr.clients.answer import answer
-from fednas_flwr.clients.verbs import identity
-from fednas_flwr.data.loaders import augment, epoch_batches, server_split
-from fednas_flwr.data.records import record_ids
-from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.exchange.messages import Header, Reply, Request
-from fednas_flwr.exchange.requests import (
+from fednas_flwr.privacy.policy_file import template
+from fednas_flwr.protocol.messages import Header, Reply, Request
+from fednas_flwr.protocol.requests import (
     Amount,
     LocalTraining,
     Personalise,
     TakeGradients,
     TrainCandidates,
 )
-from fednas_flwr.exchange.states import network_states, pack
-from fednas_flwr.privacy.policy_file import template
-from fednas_flwr.randomness import derive_seed, make_generator, seeded
+from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.search.candidate import Candidate
-from fednas_flwr.search.settings import SGD
-from fednas_flwr.strategies.base import mean_metrics
+from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.settings.rounds import SecureSumSettings
 
 NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
 AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]
@@ -52,9 +53,9 @@ MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.2, 0.3, 0.4], [0.3, 0.2,
 STEP = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
 
 
-def ask(client, verb, settings, states=None):
+def ask(client, action, settings, states=None):
     """Return the client's reply in the first search round."""
-    return answer(client, Request(verb, Header("run", "search", 1, 1, 0, ""), settings, states))
+    return answer(client, Request(action, Header("run", "search", 1, 1, 0, ""), settings, states))
 
 
 def packed(network):
@@ -77,7 +78,7 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
         *("clients=1", "search_space=darts_small", "search_space.channels=4", "retrain=small"),
         *("retrain.channels=4", "retrain.num_cells=3", "retrain.norm=group"),
         *("retrain.auxiliary_weight=0.7", "retrain.drop_path_prob=0.6", "retrain.weights.lr=0.005"),
-        *("dataset.class_names=[red,green,blue]", "class_factors={blue: 0.25, red: 0.5}"),
+        *("dataset.class_names=[red,green,blue]", "training.class_factors={blue: 0.25, red: 0.5}"),
         *(*NORMALISED, *AUGMENTED),
     )
     fed = federate(config)
@@ -85,7 +86,7 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
     with seeded(5, "alphas"):
         alphas = {kind: torch.randn_like(a) for kind, a in space.supernet().alphas().items()}
     description = describe_network(config, fed.data[0], space.derive(alphas))
-    strategy, network = make_retraining(config, description, fed.courier, None)
+    strategy, network = make_retraining(config, description, fed.cohort, None)
     twin = make_network(description).train()
     strategy.load_into(twin)
     start = flat(twin.parameters())
@@ -124,7 +125,12 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
     )
     client, supernet = fnas.clients[0], supernet_space(fnas.config, fnas.data[0]).supernet().train()
     lrs = {"weights": 0.0, "alphas": 0.0}
-    reply = ask(client, "train.gradients", TakeGradients(0, 1, lrs, None, 1, 0.1), packed(supernet))
+    reply = ask(
+        client,
+        "train.gradients",
+        TakeGradients(step=0, local_steps=1, local_lrs=lrs, batch_size=None, order=1, inner_lr=0.1),
+        packed(supernet),
+    )
     for state, name, tensors in (
         ("weights", "train", supernet.weights()),
         ("alphas", "validation", supernet.alphas()),
@@ -145,7 +151,9 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
     client = federate(config).clients[0]
     supernet = client.make_space().supernet().train()
     path = [5] * 15
-    asked = TrainCandidates([path], 0, 1, None, STEP, None)
+    asked = TrainCandidates(
+        candidates=[path], step=0, local_steps=1, batch_size=None, weights=STEP, dp_aware=None
+    )
     reply = ask(client, "train.candidate", asked, {"weights": packed(supernet)["weights"]})
     split = client.data.train
     x, y = augmented(
@@ -164,11 +172,21 @@ def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
         *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1"),
         *("search_space.widths=[4,4,8]", "search_space.head=8"),
     )
-    halved = replace(config, class_factors={str(label): 0.5 for label in range(3)})
+    halved = replace(
+        config,
+        training=replace(config.training, class_factors={str(label): 0.5 for label in range(3)}),
+    )
     supernet = federate(config).clients[0].make_space().supernet().train()
     start, found = {"weights": packed(supernet)["weights"]}, []
     for own, lr in ((config, 0.0625), (halved, 0.125)):
-        asked = TrainCandidates([[5] * 15], 0, 1, None, replace(STEP, lr=lr), None)
+        asked = TrainCandidates(
+            candidates=[[5] * 15],
+            step=0,
+            local_steps=1,
+            batch_size=None,
+            weights=replace(STEP, lr=lr),
+            dp_aware=None,
+        )
         reply = ask(federate(own).clients[0], "train.candidate", asked, start)
         found.append(reply.states["weights"]["float32"])
     assert torch.equal(*found)
@@ -192,17 +210,17 @@ def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuse
         "dataset.class_names=['0','1','2']",
     )
     data = make_data(compose_config("clients=1"))
-    plain = make_client(config, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+    plain = make_client(config, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     assert plain.sums is None
-    summed = replace(config, secure_sum=True)
+    summed = replace(config, secure_sum=SecureSumSettings())
     with pytest.raises(ConfigError, match="this site's policy has no section secure_sum"):
-        make_client(summed, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+        make_client(summed, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     policy = yaml.safe_load(template())
     own = {"records": 80, "secure_sum": {"roster": "ab" * 32, "least_sites": 2, "colluding": 0}}
     policy["data_sets"]["my-data"] |= own
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
     with pytest.raises(ConfigError, match="the policy has secure_sum but the node lacks roster"):
-        make_client(config, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+        make_client(config, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
 
 
 def test_personalised_metrics_are_of_test_records_after_local_training(compose_config, federate):
@@ -214,7 +232,7 @@ def test_personalised_metrics_are_of_test_records_after_local_training(compose_c
     network = make_network(description)
     states, split = packed(network), client.split("train")
     local = LocalTraining(description, "train", Amount(1, None, None), STEP, 0.0, 0.0)
-    reply = ask(client, "evaluate.personalised", Personalise(local), states)
+    reply = ask(client, "evaluate.personalised", Personalise(local=local), states)
     x, y = split.batch(torch.arange(len(split)), "cpu")
     F.cross_entropy(network(x), y).backward()
     torch.optim.SGD(network.parameters(), lr=0.1).step()
@@ -291,12 +309,12 @@ def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
 def test_the_servers_own_test_set_of_real_sites_is_normalised_as_the_training_is(compose_config):
     real = ["runtime=deployment", "runtime.superlink=site", "partition=sites"]
     config = compose_config(*real, *NORMALISED)
-    facts = {"input_shape": [3, 8, 8], "schema": [], "class_names": ["0", "1", "2"]}
-    facts |= {"image_shape": [], "scattering": []}
-    facts |= {"multi_label": False, "mean": [0.2, 0.3, 0.4], "std": [0.3, 0.2, 0.1]}
+    properties = {"input_shape": [3, 8, 8], "schema": [], "class_names": ["0", "1", "2"]}
+    properties |= {"image_shape": [], "scattering": []}
+    properties |= {"multi_label": False, "mean": [0.2, 0.3, 0.4], "std": [0.3, 0.2, 0.1]}
     # what the sites say, not the run
-    assert make_server_data(compose_config(*real), facts).mean == (0.2, 0.3, 0.4)
-    prepared = make_server_data(config, facts)
+    assert make_server_data(compose_config(*real), properties).mean == (0.2, 0.3, 0.4)
+    prepared = make_server_data(config, properties)
     assert prepared.mean == (0.2, 0.3, 0.4)
     assert prepared.std == (0.3, 0.2, 0.1)
     split = server_split(prepared.server_test, prepared.mean, prepared.std)
@@ -324,7 +342,7 @@ def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_con
     )
     prepared, _ = data = make_data(runs)
     alone = make_client(runs, 0, data=data, networks={}, site={"split-key": "of the site"})
-    gated = make_client(private, 0, data=data, networks={}, site=site, gate=make_site_gate(site))
+    gated = make_client(private, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     assert identity(gated)["mean"] == list(prepared.mean) == [0.5, 0.5, 0.5]
     for client, own in ((alone, runs.dataset.fractions), (gated, fractions)):
         key = b"of the site"

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from fednas_flwr import __version__
-from fednas_flwr.cli.outcomes import RUN_FAILED, STOPPED, USER_ERROR, fail
-from fednas_flwr.cli.own import take_files
-from fednas_flwr.files import OTHERS_WRITE
+from fednas_flwr.base.files import OTHERS_WRITE
+from fednas_flwr.cli.commands import RUN_FAILED, STOPPED, USER_ERROR, fail, take_files
 
 __all__ = ["RUN_FAILED", "STOPPED", "USER_ERROR", "main"]
 

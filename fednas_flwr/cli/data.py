@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli.commands import Commands, add_command
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
 
 
 def add_commands(commands: Commands) -> None:
@@ -27,11 +27,11 @@ def add_commands(commands: Commands) -> None:
 
 def data(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a data set holds, its division over clients, and suggested settings."""
-    from fednas_flwr.builders.data import make_data
+    from fednas_flwr.data.prepared import make_data
     from fednas_flwr.data.summary import summary
 
     has_table = any(override.startswith("dataset.labels_file=") for override in overrides)
-    name = "image_folder" if has_table else _data_set(options.data)
+    name = "labelled_images" if has_table else _data_set(options.data)
     table = ["search_space=mlp_small"] if name == "csv" else []
     given = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
     config = parse_config(compose_tree(given))

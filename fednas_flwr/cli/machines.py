@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
-from fednas_flwr.cli.outcomes import RUN_FAILED
-from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli.commands import RUN_FAILED, Commands, add_command
 
 if TYPE_CHECKING:
-    from fednas_flwr.search_spaces.mbconv import MBConvSpace
-    from fednas_flwr.search_spaces.space import SearchSpace
+    from fednas_flwr.spaces.mbconv import MBConvSpace
+    from fednas_flwr.spaces.space import SearchSpace
 
 
 def add_commands(commands: Commands) -> None:
@@ -80,11 +79,11 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     ):
         if value < least:
             raise ConfigError(f"--{name} must be at least {least}, got {value}.")
-    from fednas_flwr.builders.networks import make_device, make_space
-    from fednas_flwr.evaluation.space_costs import measure_space, space_costs
-    from fednas_flwr.files import write_atomically
-    from fednas_flwr.hardware.latency import to_json
-    from fednas_flwr.randomness import make_generator
+    from fednas_flwr.base.files import write_atomically
+    from fednas_flwr.base.randomness import make_generator
+    from fednas_flwr.models.networks import make_device, make_space
+    from fednas_flwr.spaces.latency_tables import to_json
+    from fednas_flwr.spaces.space_costs import measure_space, space_costs
 
     space = _timed(
         make_space(
@@ -96,8 +95,8 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     generator = make_generator(config.seed, "latency")
     table, predictions = measure_space(
         space,
-        device=make_device(config.device),
-        threads=config.threads,
+        device=make_device(config.runtime.device),
+        threads=config.runtime.threads,
         batch_size=options.batch_size,
         passes=options.passes,
         genotypes=[space.random_genotype(generator) for _ in range(3)],
@@ -119,9 +118,9 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the exported network of a run takes by each latency table."""
-    from fednas_flwr.builders.hardware import read_table
-    from fednas_flwr.builders.networks import described_space, load_description
-    from fednas_flwr.evaluation.space_costs import space_costs
+    from fednas_flwr.models.networks import described_space, load_description
+    from fednas_flwr.spaces.hardware_terms import read_table
+    from fednas_flwr.spaces.space_costs import space_costs
 
     description = load_description(options.run_folder)
     if description["name"] != "derived":
@@ -140,7 +139,7 @@ def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _timed(space: SearchSpace) -> MBConvSpace:
     """Return ``space`` if latency tables are made of it; ConfigError otherwise."""
-    from fednas_flwr.search_spaces.mbconv import MBConvSpace
+    from fednas_flwr.spaces.mbconv import MBConvSpace
 
     if not isinstance(space, MBConvSpace):
         raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
@@ -149,7 +148,7 @@ def _timed(space: SearchSpace) -> MBConvSpace:
 
 def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write each machine's folder."""
-    from fednas_flwr.machines.provision import AUTHORITY, load_sites, provision, read_roster
+    from fednas_flwr.deploy.sites.provision import AUTHORITY, load_sites, provision, read_roster
 
     deployment = load_sites(options.sites)
     roster = read_roster(deployment, options.sum_keys) if options.sum_keys else None
@@ -164,7 +163,7 @@ def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int
 
 def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
     """Make a node's key and say where its public half goes."""
-    from fednas_flwr.machines.certificates import make_node_key, make_sum_key
+    from fednas_flwr.deploy.sites.certificates import make_node_key, make_sum_key
 
     knows = "other sites" if options.sum else "the server"
     try:
@@ -183,7 +182,7 @@ def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print one line per check; exit code 1 when something is broken."""
-    from fednas_flwr.machines.doctor import examine
+    from fednas_flwr.deploy.sites.doctor import examine
 
     findings = examine(options.folder)
     for finding in findings:

@@ -12,26 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
-from fednas_flwr.cli.outcomes import INCONCLUSIVE, RUN_FAILED
-from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.foreign import terminal
-from fednas_flwr.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.foreign import terminal
+from fednas_flwr.cli.commands import INCONCLUSIVE, RUN_FAILED, Commands, add_command
+from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
 
 if TYPE_CHECKING:
-    from fednas_flwr.clients.release import Commitment, ReleaseGate
-    from fednas_flwr.privacy.ledger import Ledger, Row
+    from fednas_flwr.client.release_guard import Commitment, ReleaseGuard
+    from fednas_flwr.privacy.books.ledger import Ledger, Row
     from fednas_flwr.privacy.policy import DataSetPolicy
 
 MOST_STEPS = 10**9  # of `fednas calibrate`
-SCHEDULE_HEAD = (
-    *("stage", "verb", "what", "splits", "steps", "noise multiplier", "clipping norm"),
-    *("expected batch", "rate"),
-)
-STATEMENT_HEAD = (
-    *("account", "run", "stage", "verb", "splits", "steps", "committed"),
-    *("noise multiplier", "rate", "first (UTC)", "last (UTC)"),
-)
+SCHEDULE_HEAD = ["stage", "action", "what", "splits", "steps", "noise multiplier", "clipping norm"]
+SCHEDULE_HEAD += ["expected batch", "rate"]
+STATEMENT_HEAD = ["account", "run", "stage", "action", "splits", "steps", "committed"]
+STATEMENT_HEAD += ["noise multiplier", "rate", "first (UTC)", "last (UTC)"]
 
 
 def add_commands(commands: Commands) -> None:
@@ -119,7 +114,7 @@ def add_commands(commands: Commands) -> None:
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
     """Audit a run's releases; say what each is like, and what could not be seen."""
     config = compose(*overrides)
-    from fednas_flwr.federation.audit import audit_run
+    from fednas_flwr.deploy.audit_run import audit_run
 
     findings = audit_run(config, confidence=options.confidence)
     for finding in findings:
@@ -148,7 +143,7 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
     steps = {name: getattr(options, name) for name in ("epsilon", "delta", "rate", "steps")}
     if all(value is None for value in steps.values()):
         config = compose(*overrides)
-        from fednas_flwr.federation.dry_run import private_terms
+        from fednas_flwr.deploy.dry_run import private_terms
 
         print("\n".join(private_terms(config)))
         return 0
@@ -164,11 +159,11 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _calibrate_steps(options: argparse.Namespace) -> int:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
-    from fednas_flwr.privacy.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
-    from fednas_flwr.privacy.gdp import gdp_epsilon
-    from fednas_flwr.privacy.renyi import Release
-    from fednas_flwr.privacy.renyi_filter import filter_epsilon
-    from fednas_flwr.reporting.guarantee import epsilon_text
+    from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+    from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
+    from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+    from fednas_flwr.privacy.mechanism.renyi import Release
+    from fednas_flwr.report.guarantee import epsilon_text
 
     if not LEAST_EPSILON <= options.epsilon <= LARGEST_EPSILON:
         raise ConfigError(f"--epsilon must be from .001 to 1e6, got {options.epsilon:g}.")
@@ -203,8 +198,8 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
 
 def approve(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the schedules that wait for approval would release; approve the one of a hash."""
-    from fednas_flwr.clients.release import ReleaseGate, read_commitment, schedule_hash
-    from fednas_flwr.privacy.noise import SecureGenerator
+    from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment, schedule_hash
+    from fednas_flwr.privacy.mechanism.noise import SecureGenerator
     from fednas_flwr.privacy.policy_file import load_policy
 
     policy = load_policy(options.policy)
@@ -221,9 +216,11 @@ def approve(options: argparse.Namespace, overrides: list[str]) -> int:
             )
         for schedule, (run, commitment, allowed) in waiting.items():
             if options.hash in (None, schedule):
-                gate = ReleaseGate(policy, ledger, SecureGenerator(), data_set=commitment.data_set)
-                gate.unit = commitment.unit
-                _print_schedule(schedule, run, commitment, allowed, gate)
+                guard = ReleaseGuard(
+                    policy, ledger, SecureGenerator(), data_set=commitment.data_set
+                )
+                guard.unit = commitment.unit
+                _print_schedule(schedule, run, commitment, allowed, guard)
         if options.hash is not None:
             ledger.approve(waiting[options.hash][0])
             print(f"approved {options.hash}.")
@@ -260,7 +257,7 @@ def verify_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def verify_trail(options: argparse.Namespace, overrides: list[str]) -> int:
     """Check every line of an audit trail, and that none is missing at its end."""
-    from fednas_flwr.clients import audit_trail
+    from fednas_flwr.client import audit_trail
 
     print(f"{audit_trail.verify_trail(options.trail, options.key)} lines, all intact.")
     return 0
@@ -269,7 +266,7 @@ def verify_trail(options: argparse.Namespace, overrides: list[str]) -> int:
 @contextmanager
 def _opened(options: argparse.Namespace) -> Iterator[Ledger]:
     """Open a ledger that is there: looking at one never creates it."""
-    from fednas_flwr.privacy.ledger import Ledger
+    from fednas_flwr.privacy.books.ledger import Ledger
 
     for name, path in (("ledger", options.ledger), ("key", options.key)):
         if not path.is_file():
@@ -279,19 +276,19 @@ def _opened(options: argparse.Namespace) -> Iterator[Ledger]:
 
 
 def _print_schedule(
-    schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, gate: ReleaseGate
+    schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, guard: ReleaseGuard
 ) -> None:
     """Print everything that a run may release, and what that costs."""
     from rich.table import Column, Table
 
-    from fednas_flwr.names import SPLITS
-    from fednas_flwr.reporting.console import table_console
-    from fednas_flwr.reporting.guarantee import epsilon_text, uncounted_text
+    from fednas_flwr.report.guarantee import epsilon_text, uncounted_text
+    from fednas_flwr.report.terminal import table_console
+    from fednas_flwr.settings.names import SPLITS
 
     console = table_console()
     console.print(f"schedule {schedule}", style="bold")
     print(f"run: {terminal(run)}")
-    spent = epsilon_text(gate.spent())
+    spent = epsilon_text(guard.spent())
     print(
         f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
         f"delta {allowed.delta:g} for one {allowed.unit}, of which {spent} is spent"
@@ -300,21 +297,19 @@ def _print_schedule(
     table = Table(*columns, title="what the run may release, at most")
     for planned in commitment.releases:
         expected = planned.expected_batch(allowed.records)
-        table.add_row(
-            *(planned.stage, planned.verb, planned.kind, ", ".join(planned.splits)),
-            *(f"{planned.steps:,}", f"{planned.noise_multiplier:.4g}"),
-            *(f"{planned.max_grad_norm:g}", f"{expected:,.4g}"),
-            f"{planned.rate(allowed.records):.4g}",
-        )
+        names = [planned.stage, planned.action, planned.kind, ", ".join(planned.splits)]
+        noise = [f"{planned.noise_multiplier:.4g}", f"{planned.max_grad_norm:g}"]
+        batch = [f"{expected:,.4g}", f"{planned.rate(allowed.records):.4g}"]
+        table.add_row(*names, f"{planned.steps:,}", *noise, *batch)
     console.print(table)
     if commitment.sizes:
         sizes = " and ".join(f"{size:,} {kind}" for kind, size in commitment.sizes.items())
         print(f"size of the model that is searched: {sizes}")
-    prv = gate.epsilons(run)[PRV]
+    prv = guard.epsilons(run)[PRV]
     costs = ", ".join(f"{s} {epsilon_text(prv[s])}" for s in SPLITS if s in prv)
     charged = "" if commitment.by_split else "; every release is charged to all parts"
     print(f"epsilon with all that was booked before (PRV): {costs or '0'}{charged}")
-    print(f"{uncounted_text([gate.uncounted()])}\n".lstrip())
+    print(f"{uncounted_text([guard.uncounted()])}\n".lstrip())
 
 
 def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> None:
@@ -329,8 +324,8 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     from rich.text import Text
 
     from fednas_flwr.privacy.statement import make_statement
-    from fednas_flwr.reporting.console import table_console
-    from fednas_flwr.reporting.guarantee import epsilon_text
+    from fednas_flwr.report.guarantee import epsilon_text
+    from fednas_flwr.report.terminal import table_console
 
     def name(text: str) -> Text:  # names come from servers and could command a terminal
         return Text(terminal(text))
@@ -340,13 +335,11 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
     booked = Table(*columns, title="what was booked")
     for line in (line for line in statement.lines if account in (None, line.account)):
-        times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
-        booked.add_row(
-            *(name(text) for text in (line.account, line.run, line.stage, line.verb)),
-            *(", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"),
-            *(f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"),
-            *(f"{time:%Y-%m-%d %H:%M}" for time in times),
-        )
+        names = map(name, (line.account, line.run, line.stage, line.action))
+        steps = [", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"]
+        noise = [f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"]
+        dates = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
+        booked.add_row(*names, *steps, *noise, *(f"{date:%Y-%m-%d %H:%M}" for date in dates))
     console.print(booked)
     head = ("account", "split", "epsilon (PRV)", "for one")
     costs = Table(*head, title=f"all together, at delta {delta:g}")

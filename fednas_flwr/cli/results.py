@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fednas_flwr.cli.parsing import Commands, add_command
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.foreign import csv_cell
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.foreign import csv_cell
+from fednas_flwr.cli.commands import Commands, add_command
 
 
 def add_commands(commands: Commands) -> None:
@@ -67,8 +67,8 @@ def add_commands(commands: Commands) -> None:
 
 def predict(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write a table of predictions; print their accuracy where the data has labels."""
-    from fednas_flwr.builders.networks import load, make_device
-    from fednas_flwr.reporting.progress import CountDisplay
+    from fednas_flwr.models.networks import load, make_device
+    from fednas_flwr.report.terminal import CountDisplay
 
     if options.output.suffix != ".csv":
         raise ConfigError(f"--output={options.output} must be a .csv file.")
@@ -90,7 +90,7 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def export(options: argparse.Namespace, overrides: list[str]) -> int:
     """Copy a run's model files, and write its card as the README of a model repository."""
-    from fednas_flwr.reporting.model_card import export_model
+    from fednas_flwr.report.model_card import export_model
 
     for path in export_model(options.run_folder, options.to):
         print(path)
@@ -99,7 +99,7 @@ def export(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def report(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write a run's report again."""
-    from fednas_flwr.reporting.report import write_report
+    from fednas_flwr.report.html_report import write_report
 
     _check_run(options.run_folder)
     print(write_report(options.run_folder))
@@ -110,7 +110,7 @@ def watch(options: argparse.Namespace, overrides: list[str]) -> int:
     """Serve a page of a run until Ctrl-C."""
     import socket
 
-    from fednas_flwr.reporting.watch import serve
+    from fednas_flwr.report.watch import serve
 
     _check_run(options.run_folder)
     host, port = options.host, options.port
@@ -129,7 +129,7 @@ def watch(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _check_run(folder: Path) -> None:
-    from fednas_flwr.reporting.runs import EVENTS_FILE
+    from fednas_flwr.runs.numbers import EVENTS_FILE
 
     if not (folder / EVENTS_FILE).is_file():
         raise ConfigError(f"{folder} holds no {EVENTS_FILE}: give the folder of a run.")
@@ -137,7 +137,7 @@ def _check_run(folder: Path) -> None:
 
 def compare(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print the table of several runs, and write it where asked to."""
-    from fednas_flwr.reporting.compare import compare_runs, print_comparison, write_comparison
+    from fednas_flwr.report.comparison import compare_runs, print_comparison, write_comparison
 
     comparison = compare_runs(options.run_folders)
     print_comparison(comparison)
@@ -149,9 +149,9 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def lookup(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a table says of the cells that runs have found."""
-    from fednas_flwr.reporting.compare import run_folders
-    from fednas_flwr.reporting.lookup import print_lookup, read_table
-    from fednas_flwr.reporting.runs import EVENTS_FILE, read_run
+    from fednas_flwr.report.comparison import run_folders
+    from fednas_flwr.report.lookup import print_lookup, read_table
+    from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 
     folders = run_folders(options.run_folders)
     table = read_table(options.table, options.column)

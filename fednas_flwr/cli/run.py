@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from fednas_flwr import api
-from fednas_flwr.cli.parsing import Commands, add_command
+from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.cli.commands import Commands, add_command
 from fednas_flwr.cli.sweeps import configured, run_job, sweep
-from fednas_flwr.composition import read_arguments, run_hydra
-from fednas_flwr.errors import ConfigError, NoEffectError
+from fednas_flwr.settings.hydra_config import read_arguments, run_hydra
 
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.dry_run and (resumes or asked.multirun or asked.informs):
         raise ConfigError("--dry-run is of one new run: leave out -m, resume and --cfg.")
     if resumes == ["resume=auto"] and not asked.flags:
-        from fednas_flwr.stages.run_folder import find_unfinished
+        from fednas_flwr.runs.run_folder import find_unfinished
 
         overrides = [text for text in overrides if text != "resume=auto"]
         found = find_unfinished(configured(overrides, source))
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     config = configured(overrides, source)
     if options.dry_run:
         api.check([config])
-        from fednas_flwr.federation.dry_run import estimate
+        from fednas_flwr.deploy.dry_run import estimate
 
         print("\n".join(estimate(config).lines()))
         return 0

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr import api
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.cli.outcomes import RUN_FAILED, fail
-from fednas_flwr.cli.own import take_files
-from fednas_flwr.composition import (
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
+from fednas_flwr.base.foreign import terminal
+from fednas_flwr.cli.commands import RUN_FAILED, fail, take_files
+from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import (
     Arguments,
     Source,
     compose_sweep,
@@ -25,13 +28,8 @@ from fednas_flwr.composition import (
     run_hydra,
     split_sweep,
 )
-from fednas_flwr.config import Config
-from fednas_flwr.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
-from fednas_flwr.foreign import terminal
-from fednas_flwr.reporting.runs import EVENTS_FILE, METRICS, is_complete, read_run
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
-LARGER_IS_BETTER = ("accuracy", "f1", "auroc")
 
 
 def configured(overrides: Sequence[str], source: Source, *, tell: bool = True) -> Config:
@@ -69,9 +67,6 @@ def sweep(asked: Arguments) -> int:
     names = [text.partition("=")[0] for text in fixed]
     more = [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(names)}]"]
     if optuna:
-        for name in planned.metrics:
-            if name not in METRICS:
-                raise unknown_choice("sweep.metric", name, METRICS)
         best = [_direction(name) for name in planned.metrics]
         several = f"[{','.join(best)}]"
         more += [f"hydra.sweeper.direction={best[0] if len(best) == 1 else several}"]
@@ -118,8 +113,16 @@ def _sweep_folder(text: str) -> str:
     return f"hydra.sweep.dir={text.partition('=')[2]}" if text.startswith("run_dir=") else text
 
 
-def _direction(metric: str) -> str:
-    return "maximize" if metric.endswith(LARGER_IS_BETTER) else "minimize"
+def _direction(name: str) -> str:
+    """Say whether a sweep makes a metric as large or as small as it can.
+
+    Raises:
+        ConfigError: There is no metric of that name.
+    """
+    scores = {SEARCH_LOSS: False} | {metric.name: metric.is_score for metric in METRICS}
+    if name not in scores:
+        raise unknown_choice("sweep.metric", name, scores)
+    return "maximize" if scores[name] else "minimize"
 
 
 def _check_jobs(jobs: Sequence[Sequence[str]], source: Source) -> None:
@@ -143,7 +146,7 @@ def _tell_end(folder: Path) -> int:
     completed = [run for run in runs if runs.isdisjoint(run.parents)]  # no group, no baseline
     total = len(failed) + len(completed)
     if completed:
-        from fednas_flwr.reporting.compare import (
+        from fednas_flwr.report.comparison import (
             compare_runs,
             print_comparison,
             write_comparison,

@@ -14,16 +14,19 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from fednas_flwr.base.files import make_folder, sync
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
-from fednas_flwr.files import make_folder, sync
-from fednas_flwr.typed import parse
+from fednas_flwr.settings.parser import parse
 
 _ATTEMPTS = 3
+_TEXTS = ("label", "label_separator", "id_column")
+_TUPLES = ("class_names", "image_shape", "notes")
 
 
 def load_or_build(folder: Path, build: Callable[[], Mapping[str, Records]]) -> dict[str, Records]:
@@ -58,14 +61,9 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
             for i, values in enumerate(records.columns.values()):
                 np.save(unfinished / f"{part}-column{i}.npy", values.astype(np.str_))
             described[part] = {
-                "class_names": records.class_names,
                 "columns": list(records.columns),
-                "image_shape": records.image_shape,
                 "schema": [asdict(column) for column in records.schema],
-                "label": records.label,
-                "label_separator": records.label_separator,
-                "id_column": records.id_column,
-                "notes": records.notes,
+                **{name: getattr(records, name) for name in (*_TEXTS, *_TUPLES)},
             }
         files = {path.name: _facts(path) for path in sorted(unfinished.iterdir())}
         index = unfinished / "index.json"
@@ -87,30 +85,31 @@ def _read(folder: Path) -> dict[str, Records] | None:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         if not all(_is_whole(folder / name, facts) for name, facts in index["files"].items()):
             return None
+        parts: dict[str, dict[str, Any]] = index["parts"]
         return {
             part: Records(
                 # Copy-on-write: torch wants writable memory, and the file must not change.
                 features=torch.from_numpy(_map(folder / f"{part}-features.npy")),
                 labels=torch.from_numpy(_map(folder / f"{part}-labels.npy")),
                 ids=_map(folder / f"{part}-ids.npy"),
-                class_names=tuple(about["class_names"]),
                 columns={
                     name: _map(folder / f"{part}-column{i}.npy")
                     for i, name in enumerate(about["columns"])
                 },
-                image_shape=tuple(about["image_shape"]),
                 schema=tuple(parse(Column, column, key="column") for column in about["schema"]),
-                label=about["label"],
-                label_separator=about["label_separator"],
-                id_column=about["id_column"],
-                notes=tuple(about["notes"]),
+                **_described(about),
             )
-            for part, about in index["parts"].items()
+            for part, about in parts.items()
         }
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, LookupError, TypeError, AttributeError):  # another form: damaged
         return None
+
+
+def _described(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of records that are texts or tuples of them."""
+    return {n: about[n] for n in _TEXTS} | {n: tuple(about[n]) for n in _TUPLES}
 
 
 def _facts(path: Path) -> list[object]:

@@ -9,33 +9,35 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.cache import load_or_build
-from fednas_flwr.data.images import RecordsPair
-from fednas_flwr.data.records import Records, select_records
+from fednas_flwr.data.images import read_torchvision
+from fednas_flwr.data.readers import DATA_SETS, check_sites
+from fednas_flwr.data.records import Records, RecordsPair, join_sites, select_records
 from fednas_flwr.data.scattering import make_transform, transformed
 from fednas_flwr.data.schema import Inputs
-from fednas_flwr.data.sources import DATA_SETS, digest_records, find_source, fingerprint, load_sites
 from fednas_flwr.data.splits import hash_positions
-from fednas_flwr.errors import ConfigError, NoEffectError, show, unknown_choice
-
-__all__ = ["Prepared", "Records", "prepare"]
+from fednas_flwr.settings import Dataset, expanded
+from fednas_flwr.settings.data_settings import EncodedImages, Images, Torchvision
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
 _SERVER_TEST_SHARE = 0.2
-_DEFAULTS = {"corrupt": "refuse", "missing": "mean"}
-_NOT_READ = ("download", "statistics", "ranges")  # settings that no reader takes
+# Settings that change no prepared record; of the root its files count.
+_SHAPE_NOTHING = {
+    *("cache", "root", "download", "fractions", "split_key", "linear_baseline", "table"),
+    *("mean", "std", "crop_padding", "flip", "cutout", "statistics", "ranges"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Prepared:
             features that are normalised already; empty of a table whose statistics are not
             declared, and not known yet.
         std: As ``mean``; all above 0.
-        intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
+        intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         scattering: Scales and angles of the transform that made features of images; else empty.
         from_ranges: Whether mean and std of all numbers of a table follow from declared ranges.
     """
@@ -95,238 +97,195 @@ class Prepared:
         return not self.mean
 
 
-def prepare(
-    *,
-    cache: Path,
-    name: str,
-    root: Path | None = None,
-    download: bool = False,
-    sites: bool = False,
-    server_test: bool = True,
-    limit_train: int | None = None,
-    limit_test: int | None = None,
-    mean: Sequence[float] = (),
-    std: Sequence[float] = (),
-    image_size: int | None = None,
-    channels: int | None = None,
-    class_names: Sequence[str] = (),
-    labels_file: str | None = None,
-    label: str = "last",
-    labels: Sequence[str] = (),
-    label_separator: str | None = None,
-    id_column: str | None = None,
-    numeric: Sequence[str] = (),
-    dates: Sequence[str] = (),
-    categorical: Sequence[str] = (),
-    categories: Mapping[str, Sequence[str]] | None = None,
-    ignore: Sequence[str] = (),
-    statistics: Mapping[str, Sequence[float]] | None = None,
-    ranges: Mapping[str, Sequence[float]] | None = None,
-    corrupt: str = "refuse",
-    intensity: Sequence[float] | None = None,
-    separator: str | None = None,
-    encoding: str | None = None,
-    decimal: str | None = None,
-    missing_values: Sequence[str] = (),
-    missing: str = "mean",
-    scattering: Mapping[str, int] | None = None,
-) -> Prepared:
-    """Return the prepared data set; its tensors lie in the cache and are memory-mapped.
+def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
+    """The prepared data set; its tensors lie in the cache and are memory-mapped.
 
     A cached copy is used when the settings and the size and time of every source file are the
     same; several processes may prepare at once.
 
     Args:
-        cache: Folder for prepared tensors, made where missing.
-        name: One of ``DATA_SETS``.
-        root: File (npz, csv) or folder of the source (a csv's may be one); not used by digits.
-        download: If true, torchvision may fetch missing files.
-        sites: ``root`` holds one folder (image_folder) or file (npz, csv) per client; the
-            records get a column ``site``.
-        server_test: Whether the server holds a test set: the official one, or else the fifth of
-            the records that a public keyed hash of their ids chooses. Without it an official
-            test part stays unused, and all other records go to clients.
-        limit_train: At most so many client records, those of smallest keyed hash.
-        limit_test: The same for the server's test records.
-        mean: Per channel, of images scaled to 0..1. The default, .5, is no property of the data.
-        std: Standard deviations per channel, like ``mean``.
-        image_size: See :func:`~fednas_flwr.data.images.load_image_folder`.
-        channels: See there.
-        class_names: See there and :func:`~fednas_flwr.data.tables.load_csv`.
-        labels_file: See :func:`~fednas_flwr.data.labelled_images.load_images`.
-        label: See :func:`~fednas_flwr.data.tables.load_csv`.
-        labels: See there.
-        label_separator: See there.
-        id_column: See there.
-        numeric: See there.
-        dates: See there.
-        categorical: See there.
-        categories: See there.
-        ignore: See there.
-        statistics: ``{column: [mean, std]}`` of every numeric column of a table, by which all
-            clients standardise; without it the clients find them together.
-        ranges: ``{column: [low, high]}`` in its place, of all or some columns, see
-            :func:`declared_statistics`.
-        corrupt: See there, :func:`~fednas_flwr.data.tables.load_csv` and
-            :func:`~fednas_flwr.data.npz.load_npz`.
-        intensity: See there.
-        separator: See :class:`~fednas_flwr.data.table_files.Form`.
-        encoding: See there.
-        decimal: See there.
-        missing_values: See there.
-        missing: See :func:`~fednas_flwr.data.tables.load_csv`.
-        scattering: ``scales`` and ``angles`` of the transform that makes features of images, see
-            :class:`~fednas_flwr.data.scattering.Scattering`; None keeps the images.
+        dataset: Its settings.
+        sites: The root holds one folder (images) or file (npz, csv) per client; the records get a
+            column ``site``.
 
     Raises:
-        ConfigError: A setting that is unknown, missing, without effect, or not met by the data.
+        ConfigError: A setting is missing, without effect, or not met by the data.
     """
-    if name not in DATA_SETS:
-        raise unknown_choice("dataset.name", name, DATA_SETS)
-    entry = DATA_SETS[name]
-    settings = {
-        "download": download,
-        "image_size": image_size,
-        "channels": channels,
-        "class_names": list(class_names),
-        "labels_file": labels_file,
-        "label": None if label == "last" else label,
-        "labels": list(labels),
-        "label_separator": label_separator,
-        "id_column": id_column,
-        "numeric": list(numeric),
-        "dates": list(dates),
-        "categorical": list(categorical),
-        "categories": {k: list(v) for k, v in (categories or {}).items()},
-        "ignore": list(ignore),
-        "statistics": dict(statistics or {}),
-        "ranges": dict(ranges or {}),
-        "corrupt": corrupt,
-        "intensity": list(intensity or ()),
-        "separator": separator,
-        "encoding": encoding,
-        "decimal": decimal,
-        "missing_values": list(missing_values),
-        "missing": missing,
-    }
-    for setting, value in settings.items():
-        if value and value != _DEFAULTS.get(setting) and setting not in entry.settings:
-            raise NoEffectError(
-                f"dataset.{setting}={show(value)} has no effect with dataset.name={name}: "
-                "remove it."
-            )
-    for setting, limit in (("limit_train", limit_train), ("limit_test", limit_test)):
-        if limit is not None and limit < 1:
-            raise ConfigError(f"dataset.{setting}={limit} must be at least 1, or null for all.")
-    if channels not in (None, 1, 3):
-        raise ConfigError(f"dataset.channels={channels} must be 1 or 3, or null for the images'.")
-    if image_size is not None and image_size < 1:
-        raise ConfigError(f"dataset.image_size={image_size} must be at least 1, or null.")
+    name, entry = dataset.name, DATA_SETS[dataset.name]
 
     @functools.cache
     def read(path: Path) -> RecordsPair:
-        taken = {k: v for k, v in settings.items() if k in entry.settings and k not in _NOT_READ}
         with _reading(name, path if entry.roots else None):
-            train, test = entry.read(path, **taken)
+            train, test = entry.read(dataset, path)
         if test is not None:
             _check_test(name, train, test)
         return train, test
 
-    def build() -> dict[str, Records]:
-        train, test = (load_sites(source, name=name, read=read), None) if sites else read(source)
-        if server_test and test is None:
-            is_test = hash_positions(train.ids, key=_SERVER_TEST_KEY) < _SERVER_TEST_SHARE
-            if is_test.all() or not is_test.any():
-                raise ConfigError(
-                    f"the {len(train)} records of dataset={name} are too few to choose a server's "
-                    "test set from: set dataset.server_test=false."
-                )
-            test = select_records(train, np.flatnonzero(is_test))
-            train = select_records(train, np.flatnonzero(~is_test))
-        parts = {"train": _limited(train, limit_train)}
-        if server_test and test is not None:
-            parts["server_test"] = _limited(test, limit_test)
-        if scattering is not None:
-            transform = make_transform(parts["train"], **scattering)
-            parts = {part: transformed(records, transform) for part, records in parts.items()}
-        return parts
-
-    with _reading(name, root):
-        source = find_source(name, root=root, download=download, sites=sites)
-        files: object = fingerprint(name, source) if entry.roots else []
-    choices = [_CACHE_VERSION, name, sites, server_test, limit_train, limit_test]
-    shaping = {k: v for k, v in settings.items() if k not in _NOT_READ}
-    if scattering is not None:
-        shaping |= {f"scattering.{size}": value for size, value in scattering.items()}
+    with _reading(name, dataset.place):
+        source = find_source(dataset, sites=sites)
+        files: object = fingerprint(name, source)
     if entry.by_content:
         files = digest_records(read(source))
-    key = hashlib.blake2b(json.dumps([choices, shaping, files]).encode(), digest_size=10)
+    shaping = {k: v for k, v in asdict(dataset).items() if k not in _SHAPE_NOTHING}
+    key = hashlib.blake2b(
+        json.dumps([_CACHE_VERSION, sites, shaping, files]).encode(), digest_size=10
+    )
+    cache = expanded("dataset.cache", dataset.cache)
     try:
-        parts = load_or_build(cache / f"{name}-{key.hexdigest()}", build)
+        parts = load_or_build(
+            cache / f"{name}-{key.hexdigest()}",
+            lambda: _built(
+                dataset, load_sites(source, name=name, read=read) if sites else read(source)
+            ),
+        )
     except OSError as error:
         raise ConfigError(
             f"dataset.cache={cache} cannot hold the prepared data ({error.strerror or error}): "
             "choose another folder, or make room."
         ) from error
-    train = parts["train"]
-    if scattering is not None:  # normalised as they are
-        means: tuple[float, ...] = (0.0,)
-        stds: tuple[float, ...] = (1.0,)
-    else:
-        declared = declared_statistics(statistics or {}, ranges or {})
-        means, stds = normalisation(train, mean=mean, std=std, statistics=declared)
+    mean, std = _normalisation(parts["train"], dataset)
     return Prepared(
-        train,
+        parts["train"],
         parts.get("server_test"),
-        means,
-        stds,
-        intensity=tuple(intensity or ()),
-        scattering=(scattering["scales"], scattering["angles"]) if scattering is not None else (),
-        from_ranges=bool(ranges) and not statistics,
+        mean,
+        std,
+        intensity=intensity_of(dataset),
+        scattering=scattering_of(dataset),
+        from_ranges=dataset.from_ranges,
     )
 
 
-def declared_statistics(
-    statistics: Mapping[str, Sequence[float]], ranges: Mapping[str, Sequence[float]]
-) -> dict[str, Sequence[float]]:
-    """Return ``{column: [mean, std]}`` of what is declared of columns; reads no record.
+def _built(dataset: Dataset, read: RecordsPair) -> dict[str, Records]:
+    """Records of clients and server, limited and transformed."""
+    train, test = read
+    if dataset.server_test and test is None:
+        is_test = hash_positions(train.ids, key=_SERVER_TEST_KEY) < _SERVER_TEST_SHARE
+        if is_test.all() or not is_test.any():
+            raise ConfigError(
+                f"the {len(train)} records of dataset={dataset.name} are too few to choose a "
+                "server's test set from: set dataset.server_test=false."
+            )
+        test = select_records(train, np.flatnonzero(is_test))
+        train = select_records(train, np.flatnonzero(~is_test))
+    parts = {"train": _limited(train, dataset.limit_train)}
+    if dataset.server_test and test is not None:
+        parts["server_test"] = _limited(test, dataset.limit_test)
+    if (sizes := scattering_of(dataset)) != ():
+        transform = make_transform(parts["train"], *sizes)
+        parts = {part: transformed(records, transform) for part, records in parts.items()}
+    return parts
 
-    Of a range they are those of numbers that are equally likely everywhere in it: ``(low + high) /
-    2`` and ``(high - low) / sqrt(12)``. Numbers beyond it stay as they are.
+
+def scattering_of(dataset: Dataset) -> tuple[int, ...]:
+    """Scales and angles of the transform that makes features of images; else empty."""
+    sizes = dataset.scattering if isinstance(dataset, Images) else None
+    return () if sizes is None else (sizes.scales, sizes.angles)
+
+
+def intensity_of(dataset: Dataset) -> tuple[float, ...]:
+    """Intensities of 16-bit images that become 0 and 255, see ``EncodedImages``; else empty."""
+    return tuple(dataset.intensity or ()) if isinstance(dataset, EncodedImages) else ()
+
+
+def find_source(dataset: Dataset, *, sites: bool) -> Path:
+    """The folder or file to read, fetched first where that is asked for."""
+    name, entry, root = dataset.name, DATA_SETS[dataset.name], dataset.place
+    if root is None and entry.roots:
+        raise ConfigError(f"dataset={name} needs its place on disk: give dataset.root=<path>.")
+    if root is None or not entry.roots:
+        return root or Path()
+    if folder := entry.folder:
+        if isinstance(dataset, Torchvision) and dataset.download:
+            read_torchvision(name, root=root, download=True)
+        if not (root / folder).is_dir():
+            raise ConfigError(
+                f"dataset.root={root} has no folder {folder}: give dataset.root=<folder that "
+                f"holds {folder}> or dataset.download=true."
+            )
+        return root
+    kinds = ("folder",) if sites else entry.roots
+    found = "folder" if root.is_dir() else "file" if root.is_file() else None
+    if found not in kinds:
+        expected = " or ".join(kinds)
+        raise ConfigError(f"dataset.root={root} is not a {expected}: give an existing one.")
+    return root
+
+
+def fingerprint(name: str, source: Path) -> list[tuple[str, int, int]]:
+    """Path, size in bytes and time of change in ns of every source file, if there are any."""
+    entry = DATA_SETS[name]
+    if not entry.roots:
+        return []
+    source = source / entry.folder
+    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
+    stats = [(path, path.stat()) for path in files]
+    return [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def digest_records(parts: RecordsPair) -> str:
+    """Hex blake2b-128 of all that the parts of a data set hold."""
+    digest = hashlib.blake2b(digest_size=16)
+    for records in parts:
+        if records is None:
+            continue
+        arrays = [records.features.numpy(), records.labels.numpy(), records.ids]
+        arrays += [values.astype(np.str_) for values in records.columns.values()]
+        schema = [asdict(column) for column in records.schema]
+        names = (records.class_names, list(records.columns), schema)
+        shapes = [(str(array.dtype), array.shape) for array in arrays]
+        digest.update(json.dumps([names, shapes]).encode())
+        for array in arrays:
+            digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) -> RecordsPair:
+    """Records of all sites in a folder, sorted by site name, with a column ``site``.
+
+    Args:
+        root: One sub-folder per site for images, one file per site for npz and csv.
+        name: Of a data set that can be divided by sites.
+        read: Reads one site.
 
     Raises:
-        ConfigError: A range is not one, or a column has both.
+        ConfigError: No sites, sites that do not fit together, or one with its own test part.
     """
-    for column, ends in ranges.items():
-        if len(ends) != 2 or not 0 < ends[1] - ends[0] < math.inf:
+    check_sites(name)
+    patterns = DATA_SETS[name].sites
+    paths = sorted(path for pattern in patterns for path in root.glob(pattern))
+    paths = [path for path in paths if path.name[0] not in "._"]
+    if not paths:
+        raise ConfigError(
+            f"dataset.root={root} holds no sites: expected {' or '.join(patterns)} in it."
+        )
+    sites: dict[str, Records] = {}
+    for path in paths:
+        train, test = read(path)
+        if test is not None:
             raise ConfigError(
-                f"dataset.ranges.{column}={list(ends)} must be finite [low, high], low below high."
+                f"the site {path} has a test part of its own, but the part of each record is "
+                "fixed by its keyed hash: put all records of the site into one part."
             )
-        if column in statistics:
-            raise ConfigError(
-                f"dataset.ranges.{column} has no effect beside dataset.statistics.{column}: "
-                "remove one of the two."
-            )
-    found = {
-        c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges.items()
-    }
-    return {**statistics, **found}
+        sites[path.name if path.is_dir() else path.name.split(".")[0]] = train
+    if len(sites) != len(paths):
+        raise ConfigError(f"two sites in {root} have the same name: {[p.name for p in paths]}.")
+    return join_sites(sites), None
 
 
-def normalisation(
-    records: Records,
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
-    statistics: Mapping[str, Sequence[float]],
+def _normalisation(
+    records: Records, dataset: Dataset
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std per channel or feature as the settings declare them.
+    """Mean and std per channel or feature as the settings declare them.
 
-    Both are empty of a table without ``statistics``, which then follow from the clients' records.
+    Both are empty of a table without statistics, which then follow from the clients' records.
 
     Raises:
         ConfigError: The settings do not fit the records.
     """
+    if scattering_of(dataset):
+        return (0.0,), (1.0,)  # features are normalised as they are
+    mean, std = (dataset.mean, dataset.std) if isinstance(dataset, Images) else ([], [])
+    statistics = dataset.column_statistics
     if records.features.dtype.is_floating_point:
         return _table_statistics(records, statistics, mean=mean, std=std)
     if statistics:
@@ -414,12 +373,7 @@ def _table_statistics(
             "dataset.statistics or dataset.ranges must name every numeric column once "
             f"({', '.join(numeric)}): {', '.join(wrong)} is missing or too many."
         )
-    for column, pair in statistics.items():
-        if len(pair) != 2 or not pair[1] > 0:
-            raise ConfigError(
-                f"dataset.statistics.{column}={list(pair)} must be [mean, std] with std above 0."
-            )
     one_hot = len(records.feature_names) - records.num_numeric
-    means = (*(float(statistics[n][0]) for n in numeric), *(0.0,) * one_hot)
-    stds = (*(float(statistics[n][1]) for n in numeric), *(1.0,) * one_hot)
-    return means, stds
+    means = [statistics[name][0] for name in numeric] + [0.0] * one_hot
+    stds = [statistics[name][1] for name in numeric] + [1.0] * one_hot
+    return tuple(means), tuple(stds)

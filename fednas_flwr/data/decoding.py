@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.memory import check_fits
 from fednas_flwr.data.records import record_ids
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.memory import check_fits
+from fednas_flwr.settings.data_settings import EncodedImages
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,28 +42,6 @@ def source_of(files: Sequence[Path]) -> Source:
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """Rules by which images are brought to one form.
-
-    Attributes:
-        image_size: Side in pixels to which images are resized (bilinear, to a square), or None to
-            keep their size, which must be the same for all.
-        channels: 1 or 3; None is 3 if any image is in colour.
-        corrupt: Images that cannot be read: ``refuse`` names them all, ``skip`` leaves them out.
-        intensity: ``(low, high)``: values of an image of more than 8 bits that become 0 and 255;
-            those beyond are cut. Empty is the full range, 0 to 65535.
-    """
-
-    image_size: int | None = None
-    channels: int | None = None
-    corrupt: str = "refuse"
-    intensity: Sequence[float] = ()
-
-
-DEFAULT_DECODING = Decoding()
-
-
-@dataclass(frozen=True)
 class Decoded:
     """Images in one form.
 
@@ -71,18 +50,18 @@ class Decoded:
         ids: S32 ``[N]``: the hash of an image's own pixels, before it is turned or resized, without
             transparency: the same for a file that was compressed anew without loss, in any format,
             and for shades of gray stored as colours.
-        kept: int64 ``[N]``, which of the encoded images they are.
+        rows: int64 ``[N]``, which of the encoded images they are.
         notes: What was done, for people.
     """
 
     images: np.ndarray
     ids: np.ndarray
-    kept: np.ndarray
+    rows: np.ndarray
     notes: tuple[str, ...]
 
 
-def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
-    """Return ``count`` encoded images in one form.
+def decode_images(settings: EncodedImages, count: int, source: Source) -> Decoded:
+    """Return ``count`` encoded images in the one form that the settings say.
 
     Raises:
         ConfigError: Images cannot be read and are not to be skipped, differ in size without
@@ -95,15 +74,15 @@ def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
     for i in range(count):
         name, content = source(i)
         try:
-            own_size, mode, is_turned = _header(content, name)
+            upright_size, mode, is_turned = _header(content, name)
         except _BrokenError as error:
             broken[i] = f"{name} ({error})"
             continue
-        sizes[own_size] += 1
+        sizes[upright_size] += 1
         modes[mode] += 1
         turned += is_turned
-    size, channels = decoding.image_size, decoding.channels
-    channels = channels or (3 if modes["colour"] else 1)
+    size = settings.image_size
+    channels = settings.channels or (3 if modes["colour"] else 1)
     if size is None and len(sizes) > 1:
         raise ConfigError(
             f"the images have {len(sizes)} different sizes ({_listed_sizes(sizes)}): set "
@@ -119,21 +98,21 @@ def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
         )
         images = np.empty((count, channels, height, width), dtype=np.uint8)
     ids: list[bytes] = []
-    kept: list[int] = []
+    rows: list[int] = []
     for i in range(count):
         if i in broken:
             continue
         name, content = source(i)
         try:
-            image, own = _open(content, name, decoding.intensity)
+            image, pixels = _open(content, name, settings.intensity)
         except _BrokenError as error:
             broken[i] = f"{name} ({error})"
             continue
-        images[len(kept)] = _fitted(image, channels, images.shape[2:])
-        ids.append(own)
-        kept.append(i)
-    formless = not kept and None in (size, decoding.channels)
-    if (broken and decoding.corrupt != "skip") or formless:
+        images[len(rows)] = _fitted(image, channels, images.shape[2:])
+        ids.append(pixels)
+        rows.append(i)
+    formless = not rows and None in (size, settings.channels)
+    if (broken and settings.corrupt != "skip") or formless:
         raise ConfigError(
             f"{len(broken)} of {count} files cannot be read as an image: "
             f"{_listed(broken.values())}: repair or remove them, or set dataset.corrupt=skip."
@@ -145,7 +124,7 @@ def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
     if size is not None and set(sizes) - {(size, size)}:
         notes.append(f"resized to {size}x{size} (bilinear) from {_listed_sizes(sizes)}")
     if modes["16 bit"]:
-        low, high = tuple(decoding.intensity) or FULL_RANGE
+        low, high = settings.intensity or FULL_RANGE
         notes.append(f"{modes['16 bit']} images of 16 bits: {low:g}..{high:g} become 0..255")
     if modes["colour"] and modes["gray"] + modes["16 bit"]:
         become = "gray" if channels == 1 else "colour"
@@ -154,9 +133,9 @@ def decode_images(count: int, source: Source, decoding: Decoding) -> Decoded:
     if turned:
         notes.append(f"{turned} images turned upright as their EXIF orientation says")
     return Decoded(
-        images[: len(kept)],
+        images[: len(rows)],
         record_ids(ids),
-        np.array(kept, dtype=np.int64),
+        np.array(rows, dtype=np.int64),
         tuple(notes),
     )
 
@@ -212,7 +191,7 @@ def _is_gray(image: Image) -> bool:
     return image.mode in ("1", "L", "LA")
 
 
-def _open(content: bytes, name: str, intensity: Sequence[float]) -> tuple[Image, bytes]:
+def _open(content: bytes, name: str, intensity: Sequence[float] | None) -> tuple[Image, bytes]:
     """Return an upright image of mode L or RGB, and the bytes of its own pixels."""
     from PIL import Image, ImageOps
 
@@ -223,19 +202,19 @@ def _open(content: bytes, name: str, intensity: Sequence[float]) -> tuple[Image,
         with Image.open(io.BytesIO(content)) as opened:
             if opened.mode.startswith(("I", "F")):
                 deep = np.asarray(opened).astype(np.float64)
-                low, high = tuple(intensity) or FULL_RANGE
+                low, high = intensity or FULL_RANGE
                 shares = np.clip((deep - low) / (high - low), 0, 1)
-                own = np.asarray(opened)
+                pixels = np.asarray(opened)
                 image = Image.fromarray(np.rint(shares * 255).astype(np.uint8))
             else:
                 image = opened.convert("L" if _is_gray(opened) else "RGB")
-                own = np.asarray(image)
+                pixels = np.asarray(image)
             if opened.getexif().get(_ORIENTATION, 1) != 1:
                 image.getexif()[_ORIENTATION] = opened.getexif()[_ORIENTATION]
                 image = ImageOps.exif_transpose(image)
     except Exception as error:  # whatever a broken file makes of a parser of many formats
         raise _BrokenError(_reason(error)) from error
-    return image, _own_pixels(own)
+    return image, _pixel_bytes(pixels)
 
 
 def _dicom(content: bytes) -> np.ndarray:
@@ -248,7 +227,7 @@ def _dicom(content: bytes) -> np.ndarray:
     try:
         opened = pydicom.dcmread(io.BytesIO(content))
         shown = apply_voi_lut(apply_modality_lut(opened.pixel_array, opened), opened)
-    except Exception as error:  # likewise
+    except Exception as error:  # as above
         raise _BrokenError(_reason(error)) from error
     if shown.ndim != 2:
         raise _BrokenError(f"one gray image was expected, got shape {shown.shape}")
@@ -272,7 +251,7 @@ def _fitted(image: Image, channels: int, size: tuple[int, ...]) -> np.ndarray:
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 
-def _own_pixels(pixels: np.ndarray) -> bytes:
+def _pixel_bytes(pixels: np.ndarray) -> bytes:
     """Return the bytes of an image ``[H, W]`` or ``[H, W, 3]`` channel by channel, gray as one."""
     if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
         pixels = pixels[:, :, 0]
@@ -280,14 +259,22 @@ def _own_pixels(pixels: np.ndarray) -> bytes:
 
 
 def _listed(names: Iterable[str]) -> str:
-    told = list(names)
-    more = f" and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
-    return ", ".join(told[:_MOST_NAMED]) + more
+    first = list(names)
+    more = f" and {len(first) - _MOST_NAMED} more" if len(first) > _MOST_NAMED else ""
+    return ", ".join(first[:_MOST_NAMED]) + more
 
 
 def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
-    told = [f"{w}x{h}: {number}" for (w, h), number in sizes.most_common(5)]
-    return ", ".join(told) + (", ..." if len(sizes) > 5 else "")
+    texts = [f"{w}x{h}: {number}" for (w, h), number in sizes.most_common(5)]
+    return ", ".join(texts) + (", ..." if len(sizes) > 5 else "")
+
+
+def part_folders(root: Path) -> tuple[Path, Path | None]:
+    """Folders of the train and the test part; a root without ``train`` is the train part."""
+    train, test = root / "train", root / "test"
+    if not train.is_dir():
+        return root, None
+    return train, test if test.is_dir() else None
 
 
 def image_files(root: Path) -> list[Path]:

@@ -1,35 +1,33 @@
 """Readers of image sets: scikit-learn's digits, torchvision's sets, a folder per class.
 
-Every reader returns ``(train, test)`` with ``test`` None where the source has no official test
-part. Images become uint8 ``[N, C, H, W]``; nothing is normalised here.
+Images become uint8 ``[N, C, H, W]``; nothing is normalised here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from fednas_flwr.data.decoding import SUFFIXES, Decoding, decode_images, source_of
-from fednas_flwr.data.records import Records, canonical, encode_labels, readable, record_ids
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.decoding import SUFFIXES, decode_images, part_folders, source_of
+from fednas_flwr.data.records import (
+    Records,
+    RecordsPair,
+    canonical,
+    encode_labels,
+    readable,
+    record_ids,
+)
 from fednas_flwr.data.schema import Column
-from fednas_flwr.errors import ConfigError
-
-RecordsPair = tuple[Records, Records | None]
-
-# torchvision's class, and the folder below root in which it keeps its files
-TORCHVISION_SETS = {
-    "mnist": ("MNIST", "MNIST/raw"),
-    "fashion_mnist": ("FashionMNIST", "FashionMNIST/raw"),
-    "cifar10": ("CIFAR10", "cifar-10-batches-py"),
-    "cifar100": ("CIFAR100", "cifar-100-python"),
-}
+from fednas_flwr.settings.data_settings import ImageFolder
+from fednas_flwr.settings.names import TORCHVISION_SETS
 
 
-def load_digits() -> RecordsPair:
-    """Return scikit-learn's 1,797 real digits, ``[1, 8, 8]``, with 0..16 rescaled to 0..255."""
+def read_digits() -> RecordsPair:
+    """scikit-learn's 1,797 real digits, ``[1, 8, 8]``, with 0..16 rescaled to 0..255."""
     from sklearn import datasets
 
     digits = datasets.load_digits()
@@ -37,8 +35,8 @@ def load_digits() -> RecordsPair:
     return records_from_arrays(images, digits.target, tuple("0123456789")), None
 
 
-def load_torchvision(name: str, *, root: Path, download: bool) -> RecordsPair:
-    """Return the official train and test parts of a set that torchvision knows.
+def read_torchvision(name: str, *, root: Path, download: bool) -> RecordsPair:
+    """Official train and test parts of a set that torchvision knows.
 
     Args:
         name: A key of ``TORCHVISION_SETS``.
@@ -66,28 +64,15 @@ def load_torchvision(name: str, *, root: Path, download: bool) -> RecordsPair:
     return parts[0], parts[1]
 
 
-def load_image_folder(
-    root: Path,
-    *,
-    image_size: int | None = None,
-    channels: int | None = None,
-    class_names: Sequence[str],
-    id_column: str | None = None,
-    corrupt: str = "refuse",
-    intensity: Sequence[float] = (),
-) -> RecordsPair:
-    """Return the images of one folder per class.
+def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
+    """Images of one folder per class.
+
+    With ``corrupt=skip`` those in a folder of no class, and of no person, are left out, too.
 
     Args:
+        settings: How they are read; without ``class_names`` the classes are the sorted names of
+            the train folders, and ``channels`` of the test part are those of the train part.
         root: Holds ``train/<class>/`` and optionally ``test/<class>/``, or ``<class>/`` itself.
-        image_size: See :class:`~fednas_flwr.data.decoding.Decoding`.
-        channels: See there; None is that of the train part.
-        class_names: The classes in order, or empty for the sorted names of the train folders.
-        id_column: If given, images lie in ``<class>/<person>/``, and the records get a column of
-            this name with their persons.
-        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`; ``skip`` also leaves out those
-            in a folder of no class, and of no person.
-        intensity: See there.
 
     Raises:
         ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
@@ -95,38 +80,42 @@ def load_image_folder(
     """
     if not root.is_dir():
         raise ConfigError(f"dataset.root={root} is not a folder: give one with a folder per class.")
-    train_root = root / "train" if (root / "train").is_dir() else root
-    names = tuple(class_names) or tuple(path.name for path in _folders(train_root))
+    train_root, test_root = part_folders(root)
+    names = settings.class_names or [path.name for path in _folders(train_root)]
+    train = _read_part(replace(settings, class_names=names), train_root)
+    if test_root is None:
+        return train, None
+    channels = train.features.shape[1]
+    return train, _read_part(replace(settings, class_names=names, channels=channels), test_root)
 
-    def read(folder: Path, channels: int | None) -> Records:
-        files = _images(folder, has_persons=id_column is not None, skip=corrupt == "skip")
-        notes: tuple[str, ...] = ()
-        if corrupt == "skip":
-            depth, places = 2 + bool(id_column), [path.relative_to(folder).parts for path in files]
-            stray = np.array([p[0] not in names or len(p) != depth for p in places], dtype=bool)
-            rows, notes = readable({"a folder of no class or no person": stray})
-            files = [files[i] for i in rows]
-        class_folders = np.array([path.relative_to(folder).parts[0] for path in files], np.str_)
-        encode_labels(class_folders, names, where=str(folder))
-        decoded = decode_images(
-            len(files),
-            source_of(files),
-            Decoding(image_size, channels, corrupt, tuple(intensity)),
-        )
-        images, ids = torch.from_numpy(decoded.images), decoded.ids
-        labels = encode_labels(class_folders[decoded.kept], names, where=str(folder))
-        notes += decoded.notes
-        if id_column is None:
-            return Records(images, labels, ids, names, notes=notes)
-        persons = np.array([files[i].parent.name for i in decoded.kept], dtype=np.str_)
-        ids = record_ids(text.encode("utf-8", "surrogatepass") for text in persons.tolist())
-        columns = {id_column: persons}
-        return Records(images, labels, ids, names, columns, id_column=id_column, notes=notes)
 
-    test_root = root / "test"
-    has_test = train_root != root and test_root.is_dir()
-    train = read(train_root, channels)
-    return train, read(test_root, train.features.shape[1]) if has_test else None
+def _read_part(settings: ImageFolder, folder: Path) -> Records:
+    """Images of the classes' folders in one folder."""
+    names, id_column = tuple(settings.class_names), settings.id_column
+    skip = settings.corrupt == "skip"
+    files = _images(folder, has_persons=id_column is not None, skip=skip)
+    notes: tuple[str, ...] = ()
+    if skip:
+        depth = 2 if id_column is None else 3
+        places = [path.relative_to(folder).parts for path in files]
+        stray = np.array([p[0] not in names or len(p) != depth for p in places], dtype=bool)
+        rows, notes = readable({"a folder of no class or no person": stray})
+        files = [files[i] for i in rows]
+    class_folders = np.array([path.relative_to(folder).parts[0] for path in files], np.str_)
+    encode_labels(class_folders, names, where=str(folder))
+    decoded = decode_images(settings, len(files), source_of(files))
+    records = Records(
+        features=torch.from_numpy(decoded.images),
+        labels=encode_labels(class_folders[decoded.rows], names, where=str(folder)),
+        ids=decoded.ids,
+        class_names=names,
+        notes=(*notes, *decoded.notes),
+    )
+    if id_column is None:
+        return records
+    persons = np.array([files[i].parent.name for i in decoded.rows], dtype=np.str_)
+    ids = record_ids(text.encode("utf-8", "surrogatepass") for text in persons.tolist())
+    return replace(records, ids=ids, columns={id_column: persons}, id_column=id_column)
 
 
 def _images(root: Path, *, has_persons: bool, skip: bool) -> list[Path]:

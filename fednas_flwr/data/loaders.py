@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import moved, normalised
 from fednas_flwr.data.splits import assign_splits
 from fednas_flwr.data.statistics import Statistics, are_within, column_moments, pooled
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SPLITS
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.settings.names import SPLITS
 
 _SCANNED = 65536  # records that are looked at together
 
@@ -172,8 +172,8 @@ def make_client_data(
         )
     mean, std = prepared.mean, prepared.std
     if not mean:
-        own = _own_statistics(records, rows[0])
-        mean, std = own.mean, own.std
+        found = _statistics_of(records, rows[0])
+        mean, std = found.mean, found.std
     return ClientData(
         *(
             Split(records.features, records.labels, part, mean, std, _persons(records, part))
@@ -200,8 +200,8 @@ def server_split(records: Records, mean: tuple[float, ...], std: tuple[float, ..
     """
     rows = torch.arange(len(records))
     if not mean:
-        own = _own_statistics(records, rows)
-        mean, std = own.mean, own.std
+        found = _statistics_of(records, rows)
+        mean, std = found.mean, found.std
     return Split(records.features, records.labels, rows, mean, std)
 
 
@@ -375,7 +375,7 @@ def _covered(centre_B1: Tensor, side: int, size: int) -> Tensor:
     return (place >= start_B1) & (place < start_B1 + side)
 
 
-def _own_statistics(records: Records, rows: Tensor) -> Statistics:
+def _statistics_of(records: Records, rows: Tensor) -> Statistics:
     """Return the statistics over these rows alone."""
     return pooled([column_moments(records, rows)], num_features=records.features.shape[1])
 

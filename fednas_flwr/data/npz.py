@@ -8,37 +8,21 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fednas_flwr.data.decoding import DEFAULT_DECODING, Decoding, decode_images
-from fednas_flwr.data.images import RecordsPair, records_from_arrays
-from fednas_flwr.data.records import Records, readable
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.data.decoding import decode_images
+from fednas_flwr.data.images import records_from_arrays
+from fednas_flwr.data.records import Records, RecordsPair, readable
+from fednas_flwr.settings.data_settings import Arrays, Npz
 
 
-def load_npz(
-    path: Path,
-    *,
-    image_size: int | None,
-    channels: int | None,
-    class_names: Sequence[str],
-    corrupt: str = "refuse",
-    intensity: Sequence[float] = (),
-) -> RecordsPair:
-    """Return the train and test parts of an npz file, see :func:`records_from_npz`.
-
-    Args:
-        path: The file.
-        image_size: Of encoded images, see :class:`~fednas_flwr.data.decoding.Decoding`.
-        channels: See there; None is that of the train part.
-        class_names: Names of the classes 0, 1, ..., or empty to name them by their numbers.
-        corrupt: See :class:`~fednas_flwr.data.decoding.Decoding`; ``skip`` also leaves out records
-            whose label is none of the classes, and rows of a table with an infinite number.
-        intensity: See there.
+def read_npz(settings: Npz, path: Path) -> RecordsPair:
+    """Train and test parts of an npz file, see :func:`records_from_npz`.
 
     Raises:
         ConfigError: The file is missing, still compressed, or not of this form.
@@ -47,16 +31,11 @@ def load_npz(
         raise ConfigError(f"dataset.root={path} is still compressed: unpack it with xz -dk first.")
     with _opened(path) as archive:
         arrays = {key: archive[key] for key in archive.files}
-    return records_from_npz(
-        arrays,
-        origin=str(path),
-        class_names=class_names,
-        decoding=Decoding(image_size, channels, corrupt, tuple(intensity)),
-    )
+    return records_from_npz(settings, arrays, origin=str(path))
 
 
 def holds_encoded(path: Path) -> bool:
-    """Return whether the images of an npz file are encoded, by the names of its arrays.
+    """True if the images of an npz file are encoded, by the names of its arrays.
 
     Raises:
         ConfigError: The file is missing or not of this form.
@@ -77,13 +56,9 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def records_from_npz(
-    arrays: Mapping[str, np.ndarray],
-    *,
-    origin: str,
-    class_names: Sequence[str] = (),
-    decoding: Decoding = DEFAULT_DECODING,
+    settings: Arrays, arrays: Mapping[str, np.ndarray], *, origin: str
 ) -> RecordsPair:
-    """Return the train and test parts in named arrays, which take one of two forms.
+    """Train and test parts in named arrays, which take one of two forms.
 
     Plain: ``x_train``, ``y_train`` and optionally ``x_test``, ``y_test``, with ``x`` uint8
     ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, or numbers ``[N, F]`` for a table.
@@ -92,72 +67,95 @@ def records_from_npz(
     ``val``; image ``i`` is the JPEG or PNG in ``bytes[off[i]:off[i + 1]]``.
 
     Args:
+        settings: How they are read. ``class_names`` are of the classes 0, 1, ..., which else are
+            named by their numbers; ``corrupt=skip`` also leaves out records whose label is none of
+            the classes, and rows of a table with an infinite number; ``channels`` of the test part
+            are those of the train part.
         arrays: By name.
         origin: Where they come from, for messages.
-        class_names: See :func:`load_npz`.
-        decoding: Of encoded images.
 
     Raises:
         ConfigError: The arrays are not of this form.
     """
-    present, skip = _parts(arrays, origin=origin), decoding.corrupt == "skip"
-    parts: list[tuple[np.ndarray | list[tuple[str, bytes]], np.ndarray]] = []
-    notes: list[tuple[str, ...]] = []
-    for part in present:
-        features = _features(arrays, part, origin=origin, decoding=decoding)
-        labels, left_out = arrays[f"y_{part}"], tuple[str, ...]()
-        if skip and len(features) == len(labels):
-            rows, left_out = readable(_unreadable(features, labels, len(class_names)))
-            labels = labels[rows]
-            features = [features[i] for i in rows] if isinstance(features, list) else features[rows]
-        if isinstance(features, np.ndarray) and np.isinf(features).any():
-            raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
-        parts.append((features, _whole_labels(labels, origin=origin, part=part)))
-        notes.append(left_out)
-    for part, (features, labels) in zip(present, parts, strict=True):
-        if len(features) != len(labels) or (len(labels) == 0 and not skip):
-            raise ConfigError(
-                f"{origin} holds {len(features)} records and {len(labels)} labels in its part "
-                f"{part}: it needs as many labels as records, at least one."
-            )
-    widths = {labels.shape[1:] for _, labels in parts}
+    parts = [_part(settings, arrays, name, origin=origin) for name in _parts(arrays, origin=origin)]
+    names = _class_names(settings, [part.labels for part in parts], origin=origin)
+    train = parts[0].records(settings, names)
+    if len(parts) == 1:
+        return train, None
+    if train.features.dim() == 4:
+        settings = replace(settings, channels=train.features.shape[1])
+    return train, parts[1].records(settings, names)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Images or rows of one part, or encoded images with their names, and their labels."""
+
+    features: np.ndarray | list[tuple[str, bytes]]
+    labels: np.ndarray
+    notes: tuple[str, ...]
+
+    def records(self, settings: Arrays, names: tuple[str, ...]) -> Records:
+        """The records, decoded."""
+        if isinstance(self.features, np.ndarray):
+            return replace(records_from_arrays(self.features, self.labels, names), notes=self.notes)
+        decoded = decode_images(settings, len(self.features), self.features.__getitem__)
+        records = records_from_arrays(
+            decoded.images, self.labels[decoded.rows], names, ids=decoded.ids
+        )
+        return replace(records, notes=(*self.notes, *decoded.notes))
+
+
+def _part(settings: Arrays, arrays: Mapping[str, np.ndarray], name: str, *, origin: str) -> _Part:
+    """One part, without the records that cannot be read."""
+    skip = settings.corrupt == "skip"
+    features, labels = _features(settings, arrays, name, origin=origin), arrays[f"y_{name}"]
+    notes: tuple[str, ...] = ()
+    if skip and len(features) == len(labels):
+        unreadable = _unreadable(features, labels, len(settings.class_names))
+        rows, notes = readable(unreadable)
+        labels = labels[rows]
+        features = [features[i] for i in rows] if isinstance(features, list) else features[rows]
+    if isinstance(features, np.ndarray) and np.isinf(features).any():
+        raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
+    labels = _whole_labels(labels, origin=origin, part=name)
+    if len(features) != len(labels) or (len(labels) == 0 and not skip):
+        raise ConfigError(
+            f"{origin} holds {len(features)} records and {len(labels)} labels in its part {name}: "
+            "it needs as many labels as records, at least one."
+        )
+    return _Part(features, labels, notes)
+
+
+def _class_names(settings: Arrays, labels: Sequence[np.ndarray], *, origin: str) -> tuple[str, ...]:
+    """Names of the classes, or of the labels that a record can have, of all parts."""
+    widths = {y.shape[1:] for y in labels}
     if len(widths) > 1:
         raise ConfigError(
-            f"{origin} holds y of shapes {', '.join(str(y.shape) for _, y in parts)}: expected one "
-            "class per record, or the same labels, in all parts."
+            f"{origin} holds y of shapes {', '.join(str(y.shape) for y in labels)}: expected "
+            "one class per record, or the same labels, in all parts."
         )
-    several = bool(min(widths))  # labels per record
-    num_classes = min(widths)[0] if several else 1 + max(int(y.max(initial=0)) for _, y in parts)
-    num_records = sum(len(labels) for _, labels in parts)
-    if several and class_names and len(class_names) != num_classes:
+    names = tuple(settings.class_names)
+    (width,) = widths
+    if width:
+        if names and len(names) != width[0]:
+            raise ConfigError(
+                f"{origin} has {width[0]} labels, but dataset.class_names names {len(names)}."
+            )
+        return names or tuple(map(str, range(width[0])))
+    largest = max(int(y.max(initial=0)) for y in labels)
+    num_records = sum(map(len, labels))
+    if not names and largest >= num_records:
         raise ConfigError(
-            f"{origin} has {num_classes} labels, but dataset.class_names names {len(class_names)}."
+            f"{origin} has the label {largest}, but only {num_records} records: expected class "
+            "numbers 0, 1, ...; correct it, or name all classes in dataset.class_names."
         )
-    if not several and not class_names and num_classes > num_records:
+    if names and largest >= len(names):
         raise ConfigError(
-            f"{origin} has the label {num_classes - 1}, but only {num_records} records: expected "
-            "class numbers 0, 1, ...; correct it, or name all classes in dataset.class_names."
+            f"{origin} has the label {largest}, but dataset.class_names names only {len(names)} "
+            "classes."
         )
-    names = tuple(class_names) or tuple(str(i) for i in range(num_classes))
-    if num_classes > len(names):
-        raise ConfigError(
-            f"{origin} has the label {num_classes - 1}, but dataset.class_names names only "
-            f"{len(names)} classes."
-        )
-    read: list[Records] = []
-    for (features, labels), left_out in zip(parts, notes, strict=True):
-        if isinstance(features, np.ndarray):
-            records = records_from_arrays(features, labels, names)
-            read.append(replace(records, notes=left_out))
-            continue
-        channels = read[0].features.shape[1] if read else decoding.channels
-        decoded = decode_images(
-            len(features), features.__getitem__, replace(decoding, channels=channels)
-        )
-        kept = labels[decoded.kept]
-        records = records_from_arrays(decoded.images, kept, names, ids=decoded.ids)
-        read.append(replace(records, notes=(*left_out, *decoded.notes)))
-    return read[0], read[1] if len(read) == 2 else None
+    return names or tuple(map(str, range(largest + 1)))
 
 
 def named(contents: list[bytes], origin: str, index: int) -> tuple[str, bytes]:
@@ -166,17 +164,16 @@ def named(contents: list[bytes], origin: str, index: int) -> tuple[str, bytes]:
 
 
 def _features(
-    arrays: Mapping[str, np.ndarray], part: str, *, origin: str, decoding: Decoding
+    settings: Arrays, arrays: Mapping[str, np.ndarray], part: str, *, origin: str
 ) -> np.ndarray | list[tuple[str, bytes]]:
-    """Return a part's images or rows, or its encoded images with their names."""
+    """A part's images or rows, or its encoded images with their names."""
     if f"x_{part}" in arrays:
-        defaults = asdict(replace(DEFAULT_DECODING, corrupt=decoding.corrupt))
-        for name in (name for name, value in asdict(decoding).items() if value != defaults[name]):
-            value = getattr(decoding, name)
-            raise ConfigError(
-                f"dataset.{name}={value} has no effect on {origin}, whose x_{part} holds "
-                "plain arrays and no encoded images: remove it, or change the arrays."
-            )
+        for name in ("image_size", "channels", "intensity"):
+            if (value := getattr(settings, name)) is not None:
+                raise ConfigError(
+                    f"dataset.{name}={show(value)} has no effect on {origin}, whose x_{part} holds "
+                    "plain arrays and no encoded images: remove it, or change the arrays."
+                )
         return channels_first(arrays[f"x_{part}"], origin=origin)
     contents = cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
     return [named(contents, f"{origin}, part {part}", i) for i in range(len(contents))]

@@ -16,31 +16,26 @@ from pathlib import Path
 
 import numpy as np
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.base.foreign import load_json
+from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.data.records import Records, select_records
-from fednas_flwr.errors import ConfigError, unknown_choice
-from fednas_flwr.files import write_atomically
-from fednas_flwr.foreign import load_json
-from fednas_flwr.names import PARTITIONS
-from fednas_flwr.randomness import derive_seed
+from fednas_flwr.settings.partitions import (
+    ColumnPartition,
+    DirichletPartition,
+    LabelGroups,
+    Partition,
+    QuantityPartition,
+    RandomPartition,
+)
 
 # Zhang et al., FDNAS (arXiv 2011.03372): three groups of classes over ten clients.
 FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))
 _ATTEMPTS = 100
 
 
-def partition(
-    records: Records,
-    *,
-    name: str,
-    clients: int,
-    seed: int = 0,
-    alpha: float = 0.5,
-    min_size: int = 10,
-    groups: Sequence[Sequence[int]] = (),
-    clients_per_group: Sequence[int] = (),
-    fractions: Sequence[float] = (),
-    column: str | None = None,
-) -> list[np.ndarray]:
+def partition(records: Records, settings: Partition, *, clients: int) -> list[np.ndarray]:
     """Return ascending int64 record indices per client: disjoint, and none left over.
 
     Where records say whose they are, a random division is one of persons, each with all records
@@ -48,60 +43,29 @@ def partition(
 
     Args:
         records: The records that clients hold.
-        name: iid (equal sizes, at random), dirichlet (each class is divided by a draw from
-            Dirichlet(alpha): label skew), label_groups (each group of classes goes to its own
-            clients, evenly), quantity (iid, but unequal sizes), column (a client per value of a
-            column) or sites (a client per site, by the column ``site``).
+        settings: The way of dividing them. ``sites`` makes a client per value of the column
+            ``site``.
         clients: Number of clients; for column and sites the number there is.
-        seed: Seed of the random divisions.
-        alpha: dirichlet, and quantity without fractions: above 0, smaller is more skewed.
-        min_size: dirichlet, and quantity without fractions: the fewest records of a client.
-        groups: label_groups: the classes of each group, every class once; FDNAS' three groups
-            where empty.
-        clients_per_group: label_groups: their numbers of clients; as even as possible where
-            empty, the last groups having one more (3, 3, 4 for ten).
-        fractions: quantity: each client's share of the records, summing to 1; shares drawn from
-            Dirichlet(alpha) where empty.
-        column: column: the name of a column of the records.
 
     Raises:
         ConfigError: The clients cannot be served with these settings and records.
     """
-    if name not in PARTITIONS:
-        raise unknown_choice("partition.name", name, PARTITIONS)
+    name = settings.name
     if not 1 <= clients <= len(records):
         raise ConfigError(
             f"clients={clients} does not fit {len(records)} records: give at least 1 client and "
             "at most one per record."
-        )
-    if name in ("dirichlet", "quantity") and not (alpha > 0 and min_size >= 1):
-        raise ConfigError(
-            f"partition.alpha={alpha} must be above 0 and partition.min_size={min_size} at least 1."
         )
     if name in ("dirichlet", "label_groups") and records.multi_label:
         raise ConfigError(
             f"partition={name} divides records by the class of each, but these can have several "
             "labels: use partition=iid, quantity or column."
         )
-    rng = np.random.default_rng(derive_seed(seed, "partition", name))
     owners = None
-    if records.by_person and name not in ("column", "sites"):
+    if records.by_person and isinstance(settings, RandomPartition):
         _, first, owners = np.unique(records.ids, return_index=True, return_inverse=True)
         records = select_records(records, first)
-    if name == "iid":
-        parts = np.array_split(rng.permutation(len(records)), clients)
-    elif name == "dirichlet":
-        parts = _dirichlet(records, clients=clients, alpha=alpha, min_size=min_size, rng=rng)
-    elif name == "label_groups":
-        parts = _label_groups(records, clients, groups or FDNAS_GROUPS, clients_per_group, rng=rng)
-    elif name == "quantity":
-        shares = fractions or _drawn_shares(
-            len(records), clients=clients, alpha=alpha, min_size=min_size, rng=rng
-        )
-        parts = _quantity(len(records), clients=clients, shares=np.asarray(shares), rng=rng)
-    else:
-        by = "site" if name == "sites" else column
-        parts = _by_column(records, clients=clients, name=name, column=by)
+    parts = _divided(records, settings, clients)
     if owners is not None:
         parts = [np.flatnonzero(np.isin(owners, part)) for part in parts]
     parts = [np.sort(part).astype(np.int64) for part in parts]
@@ -112,6 +76,24 @@ def partition(
             "fewer clients or less skew."
         )
     return parts
+
+
+def _divided(records: Records, settings: Partition, clients: int) -> list[np.ndarray]:
+    """Return the parts of one way of dividing, in any order of their records."""
+    name = settings.name
+    if not isinstance(settings, RandomPartition):
+        column = settings.column if isinstance(settings, ColumnPartition) else "site"
+        return _by_column(records, clients=clients, name=name, column=column)
+    rng = np.random.default_rng(derive_seed(settings.seed, "partition", name))
+    if isinstance(settings, LabelGroups):
+        groups = settings.groups or FDNAS_GROUPS
+        return _label_groups(records, clients, groups, settings.clients_per_group, rng=rng)
+    if isinstance(settings, QuantityPartition):
+        shares = settings.fractions or _drawn_shares(len(records), settings, clients, rng)
+        return _quantity(len(records), clients=clients, shares=np.asarray(shares), rng=rng)
+    if isinstance(settings, DirichletPartition):
+        return _dirichlet(records, settings, clients, rng)
+    return np.array_split(rng.permutation(len(records)), clients)
 
 
 def save_partition(path: Path, parts: Sequence[np.ndarray]) -> None:
@@ -144,7 +126,7 @@ def load_partition(path: Path) -> list[np.ndarray]:
 
 
 def _dirichlet(
-    records: Records, *, clients: int, alpha: float, min_size: int, rng: np.random.Generator
+    records: Records, settings: DirichletPartition, clients: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Return parts by flwr-datasets, over shuffled records: it cuts each class in file order."""
     from datasets import Dataset
@@ -154,8 +136,8 @@ def _dirichlet(
     partitioner = DirichletPartitioner(
         num_partitions=clients,
         partition_by="label",
-        alpha=float(alpha),
-        min_partition_size=min_size,
+        alpha=settings.alpha,
+        min_partition_size=settings.min_size,
         shuffle=False,
         seed=int(rng.integers(2**32)),
     )
@@ -166,7 +148,7 @@ def _dirichlet(
             warnings.simplefilter("ignore")  # it warns at each repeated draw
             parts = [partitioner.load_partition(i) for i in range(clients)]
     except ValueError as error:
-        raise _too_skewed("dirichlet", clients=clients, alpha=alpha, min_size=min_size) from error
+        raise _too_skewed(settings, clients) from error
     return [np.asarray(part[:]["record"], dtype=np.int64) for part in parts]
 
 
@@ -202,21 +184,21 @@ def _label_groups(
 
 
 def _drawn_shares(
-    size: int, *, clients: int, alpha: float, min_size: int, rng: np.random.Generator
+    size: int, settings: DirichletPartition, clients: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Return shares from Dirichlet(alpha), drawn again until each gives ``min_size`` records."""
     for _ in range(_ATTEMPTS):
-        shares: np.ndarray = rng.dirichlet(np.full(clients, alpha))
-        if np.diff(_cuts(size, shares)).min() >= min_size:
+        shares: np.ndarray = rng.dirichlet(np.full(clients, settings.alpha))
+        if np.diff(_cuts(size, shares)).min() >= settings.min_size:
             return shares
-    raise _too_skewed("quantity", clients=clients, alpha=alpha, min_size=min_size)
+    raise _too_skewed(settings, clients)
 
 
 def _quantity(
     size: int, *, clients: int, shares: np.ndarray, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Return random parts of the given shares."""
-    if len(shares) != clients or (shares <= 0).any() or abs(shares.sum() - 1) > 1e-6:
+    if len(shares) != clients or abs(shares.sum() - 1) > 1e-6:
         raise ConfigError(
             f"partition.fractions={shares.tolist()} must be {clients} shares above 0 that sum to 1."
         )
@@ -248,10 +230,10 @@ def _by_column(
     return [np.flatnonzero(owners == client) for client in range(clients)]
 
 
-def _too_skewed(name: str, *, clients: int, alpha: float, min_size: int) -> ConfigError:
+def _too_skewed(settings: DirichletPartition, clients: int) -> ConfigError:
     """Return the error for repeated draws that all leave a client with too few records."""
     return ConfigError(
-        f"partition={name} with alpha={alpha} over {clients} clients always leaves one below "
-        f"min_size={min_size} records: raise partition.alpha, or lower partition.min_size or "
-        "clients."
+        f"partition={settings.name} with alpha={settings.alpha} over {clients} clients always "
+        f"leaves one below min_size={settings.min_size} records: raise partition.alpha, "
+        "or lower partition.min_size or clients."
     )

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.labelled_images import LABELS_FORM, files_of
 from fednas_flwr.data.npz import channels_first, cut, named
 from fednas_flwr.data.records import label_sets
 from fednas_flwr.data.schema import Inputs, feature_names
-from fednas_flwr.data.table_files import SUFFIXES as TABLE_SUFFIXES
 from fednas_flwr.data.table_files import Form, read_texts, suffix_of, texts_of
 from fednas_flwr.data.tables import encode_rows, label_marks
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 Label = str | tuple[str, ...]  # a record's class, or its labels, by name
 
@@ -104,10 +104,10 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         )
     names = [str(file.relative_to(path)) if path.is_dir() else str(file) for file in files]
     parents = [set(Path(name).parts[:-1]) & set(inputs.class_names) for name in names]
-    told = all(len(found) == 1 for found in parents)
+    labelled = all(len(found) == 1 for found in parents)
     return RawData(
         names,
-        [found.pop() for found in parents] if told else None,
+        [found.pop() for found in parents] if labelled else None,
         _decoded(source_of(files), len(files), inputs),
     )
 
@@ -138,8 +138,8 @@ def _label_names(labels: np.ndarray | None, inputs: Inputs) -> Sequence[Label] |
     if labels is None or labels.dtype.kind not in "biu":
         return None
     if inputs.multi_label:
-        told = labels.ndim == 2 and labels.shape[1] == len(inputs.class_names)
-        return names_of(labels == 1, inputs.class_names) if told else None
+        fit = labels.ndim == 2 and labels.shape[1] == len(inputs.class_names)
+        return names_of(labels == 1, inputs.class_names) if fit else None
     if len(labels) and not 0 <= labels.min() <= labels.max() < len(inputs.class_names):
         return None
     return [inputs.class_names[int(label)] for label in labels]
@@ -169,7 +169,7 @@ def _rows(texts: dict[str, np.ndarray], inputs: Inputs, *, where: str) -> RawDat
 def _row_labels(
     texts: dict[str, np.ndarray], inputs: Inputs, *, where: str
 ) -> Sequence[Label] | None:
-    """Return what the label columns say; None where one lacks, or names none of the classes."""
+    """Labels in the label columns; None where one lacks, or names none of the classes."""
     names = inputs.class_names
     if inputs.multi_label and not inputs.label:
         if not texts.keys() >= set(names):
@@ -182,10 +182,14 @@ def _row_labels(
     if inputs.multi_label:
         sets = label_sets(cells, inputs.label_separator)
         order = {name: i for i, name in enumerate(names)}
-        known = {name for own in sets for name in own} <= order.keys()
-        return [tuple(sorted(set(own), key=order.__getitem__)) for own in sets] if known else None
-    labels: list[str] = cells.tolist()
-    return labels if set(labels) <= set(names) else None
+        known = {name for labels in sets for name in labels} <= order.keys()
+        return (
+            [tuple(sorted(set(labels), key=order.__getitem__)) for labels in sets]
+            if known
+            else None
+        )
+    classes: list[str] = cells.tolist()
+    return classes if set(classes) <= set(names) else None
 
 
 def names_of(marks: np.ndarray, names: Sequence[str]) -> list[tuple[str, ...]]:

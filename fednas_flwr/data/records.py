@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
-from fednas_flwr.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ class Records:
         return len(self.labels)
 
 
+RecordsPair = tuple[Records, Records | None]  # train part, and the official test part if any
+
+
 def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
     digests = [hashlib.blake2b(part, digest_size=16).hexdigest().encode() for part in contents]
@@ -102,9 +105,9 @@ def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[st
     if len(rows) == len(wrong):
         return rows, ()
     places = {reason: (np.flatnonzero(of) + 1).tolist() for reason, of in unreadable.items()}
-    told = [f"{of} {len(at):,} (records {_listed(at)})" for of, at in places.items() if at]
+    causes = [f"{of} {len(at):,} (records {_listed(at)})" for of, at in places.items() if at]
     share = f"{wrong.sum():,} of {len(wrong):,} records left out ({wrong.mean():.1%})"
-    return rows, (f"{share}, which cannot be read: {'; '.join(told)}",)
+    return rows, (f"{share}, which cannot be read: {'; '.join(causes)}",)
 
 
 def canonical(numbers: np.ndarray) -> np.ndarray:
@@ -225,7 +228,7 @@ def encode_label_sets(
         ConfigError: A name is not among them.
     """
     rows = np.repeat(np.arange(len(sets)), [len(names) for names in sets])
-    names = np.array([name for own in sets for name in own], dtype=object)
+    names = np.array([name for labels in sets for name in labels], dtype=object)
     labels = torch.zeros(len(sets), len(class_names), dtype=torch.int64)
     labels[torch.from_numpy(rows), encode_labels(names, class_names, where=where)] = 1
     return labels

@@ -22,9 +22,9 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.memory import check_fits
 from fednas_flwr.data.records import Records
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.memory import check_fits
 
 _TOGETHER = 64  # images that are transformed together
 GROUPS = 27  # of paths of a channel that are normalised together
@@ -69,9 +69,9 @@ class Scattering(nn.Module):
         super().__init__()
         if len(input_shape) != 3 or min(input_shape[1:]) <= 2**scales:
             raise ConfigError(
-                f"dataset.transform=scattering with {scales} scales needs images of sides above "
+                f"dataset.scattering with {scales} scales needs images of sides above "
                 f"{2**scales}, but the records have the shape {tuple(input_shape)}: lower "
-                "dataset.scattering.scales, or leave the transform out."
+                "dataset.scattering.scales, or set dataset.scattering=null."
             )
         from kymatio.scattering2d.filter_bank import filter_bank
 
@@ -87,24 +87,24 @@ class Scattering(nn.Module):
             for axis, side in zip("MN", padded, strict=True):
                 index = torch.arange(side // 2**resolution, dtype=torch.float64)
                 angle = 2 * math.pi * torch.outer(index, index) / len(index)
-                self._keep(f"cos{axis}{resolution}", angle.cos())
-                self._keep(f"sin{axis}{resolution}", angle.sin())
+                self._add(f"cos{axis}{resolution}", angle.cos())
+                self._add(f"sin{axis}{resolution}", angle.sin())
         for resolution, low_pass in enumerate(filters["phi"]["levels"]):
             rows, columns = _averages(torch.from_numpy(low_pass), 2 ** (scales - resolution))
-            self._keep(f"rows{resolution}", rows)
-            self._keep(f"columns{resolution}", columns.T)
+            self._add(f"rows{resolution}", rows)
+            self._add(f"columns{resolution}", columns.T)
         for scale in range(scales):
             rotated = [psi["levels"] for psi in filters["psi"] if psi["j"] == scale]
             for resolution in range(len(rotated[0])):
-                kept = [torch.from_numpy(levels[resolution]) for levels in rotated]
-                self._keep(f"psi{scale}_{resolution}", torch.stack(kept))
-        kept_sides = [side // 2**scales - 2 for side in padded]
-        self.output_shape: tuple[int, ...] = (channels * num_paths(scales, angles), *kept_sides)
+                turned = [torch.from_numpy(levels[resolution]) for levels in rotated]
+                self._add(f"psi{scale}_{resolution}", torch.stack(turned))
+        output_sides = [side // 2**scales - 2 for side in padded]
+        self.output_shape: tuple[int, ...] = (channels * num_paths(scales, angles), *output_sides)
         self.groups = channels * math.gcd(num_paths(scales, angles), GROUPS)
         self.is_coloured = channels == len(YCBCR)
-        self._keep("colours", torch.tensor(YCBCR))
+        self._add("colours", torch.tensor(YCBCR))
 
-    def _keep(self, name: str, values: Tensor) -> None:
+    def _add(self, name: str, values: Tensor) -> None:
         self.register_buffer(name, values.float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Scattering(nn.Module):
         return self.get_buffer(f"rows{resolution}") @ along_columns
 
 
-def make_transform(records: Records, *, scales: int, angles: int) -> Scattering:
+def make_transform(records: Records, scales: int, angles: int) -> Scattering:
     """Return the transform of some images.
 
     Raises:
@@ -177,7 +177,7 @@ def make_transform(records: Records, *, scales: int, angles: int) -> Scattering:
     transform = Scattering(shape, scales=scales, angles=angles)
     check_fits(
         4 * len(records) * math.prod(transform.output_shape),
-        f"dataset.transform=scattering of {len(records)} images",
+        f"dataset.scattering of {len(records)} images",
         "lower dataset.scattering.scales or angles, or set dataset.limit_train",
     )
     return transform
@@ -236,7 +236,9 @@ def _averages(low_pass: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """
     responses = low_pass[:, 0].double(), low_pass[0].double() / low_pass[0, 0]
     rows, columns = (
-        torch.fft.ifft(torch.fft.fft(torch.eye(len(own)), dim=0) * own[:, None], dim=0).real
-        for own in responses
+        torch.fft.ifft(
+            torch.fft.fft(torch.eye(len(response)), dim=0) * response[:, None], dim=0
+        ).real
+        for response in responses
     )
     return rows[::step][1:-1], columns[::step][1:-1]

@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fednas_flwr.typed import Checked, OneOf, parse
+from fednas_flwr.settings.parser import Checked, OneOf, parse
 
 NUMBER, DATE, CATEGORY = "number", "date", "category"
 KINDS = (NUMBER, DATE, CATEGORY)
@@ -67,7 +67,7 @@ class Inputs(Checked):
         multi_label: Whether a record can have several labels: outputs are probabilities of each.
         label_separator: Of the labels in the label column, see
             :func:`~fednas_flwr.data.records.label_sets`.
-        intensity: Of images of more than 8 bits, see :class:`~fednas_flwr.data.decoding.Decoding`.
+        intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         scattering: Scales and angles of the transform that makes the network's features of images;
             empty where it takes the images.
     """
@@ -89,7 +89,7 @@ class Inputs(Checked):
         return len(self.shape) == 1
 
     def to_json(self) -> str:
-        """Return what :meth:`from_json` reads."""
+        """Text for :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @staticmethod

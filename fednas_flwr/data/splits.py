@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SPLITS
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.names import SPLITS
 
 
 def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
@@ -89,8 +89,8 @@ def assignment_digest(
 
     Args:
         ids: ``[N]`` byte strings.
-        key: See :func:`assign_splits`.
-        fractions: See there.
+        key: As of :func:`assign_splits`.
+        fractions: As of :func:`assign_splits`.
         id_column: ``Records.id_column``.
     """
     shares = [[name, float(fractions[name])] for name in SPLITS]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.data.records import Records
-from fednas_flwr.names import FEWEST_VOTES
-from fednas_flwr.typed import Between, Checked
+from fednas_flwr.settings.names import FEWEST_VOTES
+from fednas_flwr.settings.parser import Between, Checked
 
 LEAST_RELATIVE_STD = 1e-7  # float32 cannot tell values that are closer than this
 LEAST_STD = 1e-37  # nor divide by less
@@ -39,7 +39,7 @@ class Statistics(Checked):
 
     Attributes:
         mean: Per feature; 0 of one that is 0 or 1.
-        std: Likewise, above 0; 1 of one that is 0 or 1.
+        std: Per feature, above 0; 1 of one that is 0 or 1.
     """
 
     mean: tuple[float, ...]
@@ -112,16 +112,21 @@ def bounded(
     Returns:
         By client its moments, and, of those that were scaled, the first such column.
     """
-    found = {client: list(own) for client, own in parties.items()}
+    found = {client: list(columns) for client, columns in parties.items()}
     far: dict[int, int] = {}
     for column in range(min(map(len, found.values()), default=0)):
-        told = {client: own[column] for client, own in found.items() if own[column].count}
-        if len(told) < FEWEST_VOTES:
+        voters = {
+            client: columns[column] for client, columns in found.items() if columns[column].count
+        }
+        if len(voters) < FEWEST_VOTES:
             continue
-        centre, total = median(of.mean for of in told.values()), sum(o.count for o in told.values())
-        reach = {c: math.hypot(of.std, of.mean - centre) for c, of in told.items()}
+        centre, total = (
+            median(of.mean for of in voters.values()),
+            sum(o.count for o in voters.values()),
+        )
+        reach = {c: math.hypot(of.std, of.mean - centre) for c, of in voters.items()}
         usual = median(reach.values())
-        for client, of in told.items() if usual > LEAST_STD else ():
+        for client, of in voters.items() if usual > LEAST_STD else ():
             most = REACH * usual * math.sqrt(total / of.count)
             if reach[client] > most:
                 scale = most / reach[client]
@@ -140,7 +145,7 @@ def bounded_powers(numbers_ND: Tensor, ranges: Statistics) -> Tensor:
     Args:
         numbers_ND: NaN where missing.
         ranges: Of the columns, and maybe of features after them, as
-            :func:`~fednas_flwr.data.datasets.declared_statistics` has them.
+            ``Dataset.column_statistics`` has them.
 
     Returns:
         float64 ``[N, 3 D]``: all of 1, then all of u, then all of u^2.
@@ -177,9 +182,9 @@ def refined(means: Tensor, ranges: Statistics, *, noise: float) -> Statistics:
     centre = (first / share).clamp(-1, 1)
     least = (noise / share).clamp(LEAST_REFINED_STD**2 / 3, 1)
     variance = (second / share - centre**2).clamp(max=1).maximum(least)
-    told = known > DROWNED * noise
-    mean = torch.where(told, mean_D + END * std_D * centre, mean_D).tolist()
-    std = torch.where(told, END * std_D * variance.sqrt(), std_D).tolist()
+    is_known = known > DROWNED * noise
+    mean = torch.where(is_known, mean_D + END * std_D * centre, mean_D).tolist()
+    std = torch.where(is_known, END * std_D * variance.sqrt(), std_D).tolist()
     return Statistics((*mean, *ranges.mean[len(mean) :]), (*std, *ranges.std[len(std) :]))
 
 

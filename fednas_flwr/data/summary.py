@@ -15,7 +15,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records, count_labels
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.names import QUANTILES, SPLITS
+from fednas_flwr.settings.names import QUANTILES, SPLITS
 
 FEWEST = 20  # training records below which a client is called small
 RARE = 0.3  # of an equal share of all classes, below which one is called rare
@@ -23,7 +23,7 @@ _MOST_LISTED = 12
 
 
 def found(prepared: Prepared) -> list[str]:
-    """Return what a reader has found that a user should see before a run; of arrays nothing."""
+    """Sentences on what a reader has found, for users before a run; none of arrays."""
     records = prepared.train
     lines = list(records.notes)
     if not records.schema or not (records.label or records.multi_label):
@@ -31,9 +31,9 @@ def found(prepared: Prepared) -> list[str]:
     missing = missing_counts(records)
     for kind, word in ((NUMBER, "numbers"), (DATE, "dates"), (CATEGORY, "categories")):
         columns = [column for column in records.schema if column.kind == kind]
-        told = [_short(column, missing[column.name]) for column in columns]
-        if told:
-            lines.append(f"{word}: {_listed(told)}")
+        texts = [_short(column, missing[column.name]) for column in columns]
+        if texts:
+            lines.append(f"{word}: {_listed(texts)}")
     of_columns = f"labels in {records.label}" if records.label else "labels"
     word = of_columns if records.multi_label else f"label {records.label}"
     lines.append(f"{word}: {_listed(_classes(records))}")
@@ -49,11 +49,11 @@ def summarised(splits: Sequence[Mapping[str, int]]) -> dict[str, Any]:
     Args:
         splits: Each client's number of records, by split.
     """
-    sizes = [sum(own.values()) for own in splits]
+    totals = [sum(sizes.values()) for sizes in splits]
     return {
         "clients": len(splits),
-        "records": {split: sum(own[split] for own in splits) for split in SPLITS},
-        "sizes": np.quantile(sizes, QUANTILES, method="nearest").tolist(),
+        "records": {split: sum(sizes[split] for sizes in splits) for split in SPLITS},
+        "sizes": np.quantile(totals, QUANTILES, method="nearest").tolist(),
     }
 
 
@@ -79,7 +79,11 @@ def summary(
         lines.append(
             f"{'labels' if records.multi_label else 'classes'}: {_listed(_classes(records))}"
         )
-    lines += [f"column {line}" for line in map(_Described(records), records.schema)]
+    missing = missing_counts(records)
+    for column in records.schema:
+        number = missing[column.name]
+        end = f", {'all' if number == len(records) else f'{number:,}'} missing" if number else ""
+        lines.append(f"column {column.name}: {_contents(records, column)}{end}")
     lines += _division(records, parts, key=key, fractions=fractions)
     return lines + [f"suggestion: {line}" for line in _suggestions(prepared)]
 
@@ -98,32 +102,25 @@ def missing_counts(records: Records) -> dict[str, int]:
 
 
 def missing_rule(schema: Sequence[Column]) -> str:
-    """Return what becomes of missing cells."""
-    also = " (a further feature says so)" * any(column.indicator for column in schema)
-    return f"a number or date counts as the mean{also}, a category as none of its column's"
+    """The rule for missing cells."""
+    flagged = any(column.indicator for column in schema)
+    mean = "the mean (a further feature says so)" if flagged else "the mean"
+    return f"a number or date counts as {mean}, a category as none of its column's"
 
 
-class _Described:
-    """Returns a sentence for each column."""
-
-    def __init__(self, records: Records) -> None:
-        self._records, self._missing = records, missing_counts(records)
-        self._places = {name: i for i, name in enumerate(records.feature_names)}
-
-    def __call__(self, column: Column) -> str:
-        missing = self._missing[column.name]
-        end = f", {missing:,} missing" if missing else ""
-        if column.kind == CATEGORY:
-            return f"{column.name}: one of {_listed(column.categories)}{end}"
-        values = self._records.features[:, self._places[column.name]].double()
-        values = values[~values.isnan()]
-        if not len(values):
-            return f"{column.name}: {column.kind}, all missing"
-        low, high = float(values.min()), float(values.max())
-        if column.kind == DATE:
-            first, last = (str(np.datetime64(int(day), "D")) for day in (low, high))
-            return f"{column.name}: date, {first} to {last}{end}"
-        return f"{column.name}: number, {low:g} to {high:g}, mean {float(values.mean()):g}{end}"
+def _contents(records: Records, column: Column) -> str:
+    """Values of a column, without the number of missing cells."""
+    if column.kind == CATEGORY:
+        return f"one of {_listed(column.categories)}"
+    values = records.features[:, records.feature_names.index(column.name)].double()
+    values = values[~values.isnan()]
+    if not len(values):
+        return column.kind
+    low, high = float(values.min()), float(values.max())
+    if column.kind == DATE:
+        first, last = (str(np.datetime64(int(day), "D")) for day in (low, high))
+        return f"date, {first} to {last}"
+    return f"number, {low:g} to {high:g}, mean {float(values.mean()):g}"
 
 
 def _division(
@@ -135,9 +132,9 @@ def _division(
         split = assign_splits(records.ids[rows], key=key, fractions=fractions)
         sizes = np.bincount(split, minlength=len(SPLITS))
         counts = count_labels(records.labels[rows], len(records.class_names))
-        told = ", ".join(f"{n:,} {name}" for n, name in zip(sizes, SPLITS, strict=True))
+        by_split = ", ".join(f"{n:,} {name}" for n, name in zip(sizes, SPLITS, strict=True))
         by_class = [f"{n} {c:,}" for n, c in zip(records.class_names, counts, strict=True)]
-        lines.append(f"client {client}: {told}; {_listed(by_class)}")
+        lines.append(f"client {client}: {by_split}; {_listed(by_class)}")
         empty = [name for name, n in zip(SPLITS, sizes, strict=True) if n == 0 < fractions[name]]
         if empty:
             odd.append(f"client {client} has no record for {' and '.join(empty)}")
@@ -165,10 +162,13 @@ def _suggestions(prepared: Prepared) -> list[str]:
     rarest = records.class_names[rare]
     one_class = not records.multi_label
     if one_class and prepared.num_classes == 2 and float(shares[rare]) < 0.5:
-        lines.append(f"positive={rarest}, the rarer class, for AUROC and the like")
+        lines.append(f"evaluation.positive={rarest}, the rarer class, for AUROC and the like")
     if one_class and float(shares[rare]) < RARE / prepared.num_classes:
         share = f"{100 * float(shares[rare]):.1f} %"
-        lines.append(f"class_factors or oversample=true: {rarest} is {share} of the records")
+        lines.append(
+            f"training.class_factors or training.oversample=true: {rarest} is {share} of the "
+            "records"
+        )
     if records.schema and not records.by_person:
         lines.append("dataset.id_column=<column>, if several rows can be of one person")
     return lines

@@ -1,6 +1,6 @@
 """Tables as text: CSV in any common form, Excel, Parquet; only missing cells are interpreted.
 
-What is not said of a file is found in it, and told as a note: separator, encoding, decimal sign.
+What is not said of a file is found in it, and noted: separator, encoding, decimal sign.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.names import TABLE_SUFFIXES
 
-SUFFIXES = (".csv", ".csv.gz", ".tsv", ".xlsx", ".parquet")
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
@@ -62,8 +62,8 @@ class Form:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix by which a table is read, one of ``SUFFIXES``, or an empty text."""
-    return next((s for s in SUFFIXES if path.name.lower().endswith(s)), "")
+    """Suffix by which a table is read, one of ``TABLE_SUFFIXES``, or an empty text."""
+    return next((s for s in TABLE_SUFFIXES if path.name.lower().endswith(s)), "")
 
 
 def read_texts(path: Path, form: Form) -> tuple[Texts, tuple[str, ...]]:
@@ -178,7 +178,7 @@ def _check_form(text: str, separator: str) -> None:
 
 
 def _encoding(content: bytes) -> str:
-    """Return what a file's mark says; else UTF-8, or Windows' Western code if it is none."""
+    """Encoding by a file's mark; else UTF-8, or Windows' Western code if it is none."""
     for mark, encoding in _MARKS.items():
         if content.startswith(mark):
             return encoding
@@ -249,8 +249,8 @@ def names_in(texts: Texts, columns: Sequence[str]) -> dict[str, np.ndarray]:
 
 def rows_text(texts: np.ndarray, rows: np.ndarray, *, most: int = 10) -> str:
     """Return cells with their rows, from 1, for a message: ``yes in row 1, no in row 3``."""
-    told = [f"{texts[row]} in row {int(row) + 1}" for row in rows[:most]]
-    return ", ".join(told) + (f" and {len(rows) - most} more" if len(rows) > most else "")
+    cells = [f"{texts[row]} in row {int(row) + 1}" for row in rows[:most]]
+    return ", ".join(cells) + (f" and {len(rows) - most} more" if len(rows) > most else "")
 
 
 def check_columns(texts: Mapping[str, np.ndarray], names: Sequence[str], *, where: str) -> None:

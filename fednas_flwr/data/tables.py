@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fednas_flwr.data.images import RecordsPair
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.records import (
     Records,
+    RecordsPair,
     canonical,
     encode_label_sets,
     encode_labels,
@@ -29,7 +30,6 @@ from fednas_flwr.data.records import (
 )
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.data.table_files import (
-    SUFFIXES,
     Form,
     Texts,
     among,
@@ -40,34 +40,16 @@ from fednas_flwr.data.table_files import (
     read_texts,
     rows_text,
 )
-from fednas_flwr.errors import ConfigError, show
+from fednas_flwr.settings.data_settings import CSV, LabelTable
+from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 _MOST_CATEGORIES = 256
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
 _NEARLY = 0.9  # share of numbers from which a column's other texts are taken for mistakes
 
 
-def load_csv(
-    path: Path,
-    *,
-    label: str | None = "last",
-    labels: Sequence[str] = (),
-    label_separator: str | None = None,
-    id_column: str | None = None,
-    numeric: Sequence[str] = (),
-    dates: Sequence[str] = (),
-    categorical: Sequence[str] = (),
-    categories: Mapping[str, Sequence[str]] | None = None,
-    ignore: Sequence[str] = (),
-    class_names: Sequence[str] = (),
-    separator: str | None = None,
-    encoding: str | None = None,
-    decimal: str | None = None,
-    missing_values: Sequence[str] = (),
-    missing: str = "mean",
-    corrupt: str = "refuse",
-) -> RecordsPair:
-    """Return the records of a table and of its official test part, None where it has none.
+def read_table(settings: CSV, path: Path) -> RecordsPair:
+    """Records of a table and of its official test part, None where it has none.
 
     A record's id is the hash of its value in the ``id_column``, or else of its features as they are
     parsed, columns by name: 1.5 and 1.50 are one number, and columns that are no features do not
@@ -75,99 +57,44 @@ def load_csv(
     ``id_column`` prevents that. All columns but those of fractions are kept as ``Records.columns``.
 
     Args:
-        path: A table's file with a header (``SUFFIXES``), or a folder with train.csv and optionally
-            test.csv or the like, whose columns and classes are those of the train part.
-        label: Name of the label column, or ``last`` or None for the last one.
-        labels: Columns of 0 and 1 (or no and yes, false and true), one per label, where a record
-            can have several; in place of ``label``.
-        label_separator: Where a record can have several labels, what stands between them in the
-            label column: see :func:`~fednas_flwr.data.records.label_sets`.
-        id_column: Column that names the person (a patient, a card) whom a row is of, the same in
-            every export; no feature.
-        numeric: Numeric features; with ``dates`` and ``categorical`` also empty, every column that
-            holds only numbers is numeric, only dates a date, and every other categorical.
-        dates: Columns of dates, see :func:`~fednas_flwr.data.table_files.days_of`.
-        categorical: Categorical features, one feature ``column=value`` per category.
-        categories: Values of categorical columns; the values found, sorted, where not given.
-        ignore: Columns that are not features.
-        class_names: The label's values in class order, or empty for those found, sorted.
-        separator: See :class:`~fednas_flwr.data.table_files.Form`.
-        encoding: See there.
-        decimal: See there.
-        missing_values: See there.
-        missing: What becomes of missing numbers and dates: ``mean`` puts the mean in their place,
-            ``indicator`` also adds a feature that says so.
-        corrupt: Rows with a cell that is not as declared here: ``refuse``, or ``skip`` to leave
-            out each by itself, see :func:`unreadable_cells`.
+        settings: How it is read.
+        path: A table's file with a header, or a folder with train.csv and optionally test.csv or
+            the like, whose columns and classes are those of the train part.
 
     Raises:
-        ConfigError: A column or value that does not fit this description.
+        ConfigError: A column or value that does not fit the settings.
     """
-    form = Form(separator, encoding, decimal, tuple(missing_values), strict=corrupt == "skip")
     train_path, test_path = _parts(path)
-    texts, notes = read_texts(train_path, form)
-    label_columns = label_columns_of(
-        texts, label=label, labels=labels, label_separator=label_separator, class_names=class_names
-    )
-    read = partial(
-        _read_records,
-        label_columns=label_columns,
-        label_separator=label_separator,
-        id_column=id_column,
-        missing=missing,
-        missing_values=tuple(missing_values),
-        skip=form.strict,
-    )
-    declared = {NUMBER: numeric, DATE: dates, CATEGORY: categorical}
-    train = read(
-        texts,
-        train_path,
-        kinds=_declared_kinds(declared, path=train_path),
-        categories=categories or {},
-        ignore=ignore,
-        class_names=class_names,
-    )
+    texts, notes = read_texts(train_path, form_of(settings))
+    settings = replace(settings, label=label_column(settings, texts))
+    train = _train_part(settings, texts, train_path)
     train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
-    found = {column.name: column.categories for column in train.schema if column.kind == CATEGORY}
-    test = read(
-        read_texts(test_path, form)[0],
-        test_path,
-        kinds={column.name: column.kind for column in train.schema},
-        categories=found,
-        ignore=(),
-        class_names=() if labels else train.class_names,
+    texts, _ = read_texts(test_path, form_of(settings))
+    classes = [] if settings.labels else list(train.class_names)
+    return train, _test_part(replace(settings, class_names=classes), texts, test_path, train.schema)
+
+
+def form_of(settings: CSV) -> Form:
+    """Format of the files that the settings describe."""
+    return Form(
+        settings.separator,
+        settings.encoding,
+        settings.decimal,
+        settings.missing_values,
+        strict=settings.corrupt == "skip",
     )
-    return train, replace(test, schema=train.schema)
 
 
-def label_columns_of(
-    texts: Mapping[str, np.ndarray],
-    *,
-    label: str | None,
-    labels: Sequence[str],
-    label_separator: str | None,
-    class_names: Sequence[str],
-) -> tuple[str, ...]:
-    """Return the names of a table's label columns: one, or one per label; see :func:`load_csv`.
+def label_column(settings: LabelTable, texts: Texts) -> str:
+    """Name of a table's label column; of no effect where there is one per label."""
+    return settings.label if settings.names_label or settings.labels else list(texts)[-1]
 
-    Raises:
-        ConfigError: The settings contradict one another.
-    """
-    named = label not in (None, "last")
-    given = {"label": named, "label_separator": label_separator, "class_names": class_names}
-    for setting in [name for name, value in given.items() if value and labels]:
-        raise ConfigError(
-            f"dataset.{setting} has no effect with dataset.labels={show(list(labels))}, which "
-            "names one column per label: remove one of the two."
-        )
-    if len(labels) == 1:
-        raise ConfigError(
-            f"dataset.labels={show(list(labels))} names one column, but is for records that can "
-            f"have several labels: set dataset.label={labels[0]}."
-        )
-    return tuple(labels) or (label if label and named else list(texts)[-1],)
+
+def label_columns(settings: LabelTable) -> list[str]:
+    """Names of a table's label columns: one, or one per label."""
+    return settings.labels or [settings.label]
 
 
 def encode_rows(texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, where: str) -> Texts:
@@ -202,7 +129,7 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
     if not root.is_dir():
         return root, None
     found = {
-        part: [root / f"{part}{s}" for s in SUFFIXES if (root / f"{part}{s}").is_file()]
+        part: [root / f"{part}{s}" for s in TABLE_SUFFIXES if (root / f"{part}{s}").is_file()]
         for part in ("train", "test")
     }
     if len(found["train"]) != 1 or len(found["test"]) > 1:
@@ -214,95 +141,114 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
     return found["train"][0], found["test"][0] if found["test"] else None
 
 
-def _read_records(
-    texts: Texts,
-    path: Path,
-    *,
-    label_columns: Sequence[str],
-    label_separator: str | None,
-    id_column: str | None,
-    kinds: Mapping[str, str],
-    categories: Mapping[str, Sequence[str]],
-    ignore: Sequence[str],
-    class_names: Sequence[str],
-    missing: str,
-    missing_values: tuple[str, ...],
-    skip: bool,
-) -> Records:
-    """Return a table's records; see :func:`load_csv`."""
-    names = list(texts)
-    id_columns = [id_column] if id_column is not None else []
-    named = (*label_columns, *id_columns, *kinds, *categories, *ignore)
-    check_columns(texts, named, where=str(path))
-    excluded = [*label_columns, *id_columns, *ignore]
+def _train_part(settings: CSV, texts: Texts, path: Path) -> Records:
+    """Records whose columns are those that the settings name, or are found."""
+    kinds = {
+        **dict.fromkeys(settings.numeric, NUMBER),
+        **dict.fromkeys(settings.dates, DATE),
+        **dict.fromkeys(settings.categorical, CATEGORY),
+    }
+    no_features = [*label_columns(settings), *_id_columns(settings), *settings.ignore]
+    check_columns(texts, [*no_features, *kinds, *settings.categories], where=str(path))
     for column in kinds:
-        if column in excluded:
-            raise _two_uses(column, path)
-    candidates = [n for n in names if n not in excluded and (n in kinds or not kinds)]
-    given = {**kinds, **dict.fromkeys(categories, CATEGORY)}
-    notes: tuple[str, ...] = ()
-    if skip:
-        declared = [n for n in candidates if n in given]
-        columns = [Column(n, given[n], tuple(categories.get(n, ()))) for n in declared]
-        terms = (label_columns, label_separator, class_names, id_column)
-        rows, notes = readable(unreadable_cells(texts, columns, *terms))
-        texts = {name: cells[rows] for name, cells in texts.items()}
-    kinds = {n: given.get(n) or _kind(texts[n], name=n, path=path) for n in candidates}
-    if not kinds:
-        raise _no_features(path, label_columns)
+        if column in no_features:
+            raise ConfigError(
+                f"column {column} of {path} has two uses: name it in only one of dataset.label, "
+                "dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, "
+                "dataset.categorical and dataset.ignore."
+            )
+    names = [n for n in texts if n not in no_features and (n in kinds or not kinds)]
+    kinds |= dict.fromkeys(settings.categories, CATEGORY)
+    declared = [
+        Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
+    ]
+    texts, notes = _readable(settings, texts, declared)
+    found = {n: kinds.get(n) or _kind(texts[n], name=n, path=path) for n in names}
+    missing_values, indicator = tuple(settings.missing_values), settings.missing == "indicator"
     schema = [
-        Column(n, kind, (), missing == "indicator", missing_values)
-        for n, kind in kinds.items()
+        Column(n, kind, (), indicator, missing_values)
+        for n, kind in found.items()
         if kind != CATEGORY
     ]
-    for n in (n for n, kind in kinds.items() if kind == CATEGORY):
-        values = tuple(_categories(texts[n], categories.get(n), name=n, path=path))
+    for n in (n for n, kind in found.items() if kind == CATEGORY):
+        values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
         schema.append(Column(n, CATEGORY, values, missing_values=missing_values))
+    return replace(_records(settings, texts, path, tuple(schema)), notes=notes)
+
+
+def _test_part(settings: CSV, texts: Texts, path: Path, schema: tuple[Column, ...]) -> Records:
+    """Records whose columns are those of the train part."""
+    names = [*label_columns(settings), *_id_columns(settings), *(c.name for c in schema)]
+    check_columns(texts, names, where=str(path))
+    texts, notes = _readable(settings, texts, schema)
+    for column in schema:
+        if column.kind == CATEGORY:
+            _categories(texts[column.name], column.categories, name=column.name, path=path)
+    return replace(_records(settings, texts, path, schema), notes=notes)
+
+
+def _id_columns(settings: LabelTable) -> list[str]:
+    return [] if settings.id_column is None else [settings.id_column]
+
+
+def _readable(
+    settings: CSV, texts: Texts, schema: Sequence[Column]
+) -> tuple[Texts, tuple[str, ...]]:
+    """The rows that can be read, with a note on the others, if these are to be left out."""
+    if settings.corrupt != "skip":
+        return texts, ()
+    rows, notes = readable(unreadable_cells(settings, texts, schema))
+    return {name: cells[rows] for name, cells in texts.items()}, notes
+
+
+def _records(settings: CSV, texts: Texts, path: Path, schema: tuple[Column, ...]) -> Records:
+    """Records of a table whose columns are known."""
+    labelled = label_columns(settings)
     features = list(encode_rows(texts, schema, where=str(path)).values())
     if not features:
-        raise _no_features(path, label_columns)
-    labels, classes = read_labels(
-        texts, path, columns=label_columns, separator=label_separator, class_names=class_names
-    )
-    numbers = {n: numbers_of(texts[n]) for n, kind in kinds.items() if kind == NUMBER}
+        raise ConfigError(
+            f"{path} has no feature columns besides its label {', '.join(labelled)}: add some."
+        )
+    labels, classes = read_labels(settings, texts, path)
+    numbers = {c.name: numbers_of(texts[c.name]) for c in schema if c.kind == NUMBER}
+    others = {c.name: texts[c.name] for c in schema if c.kind != NUMBER}
     fractional = {n for n, x in numbers.items() if (x % 1 > 0).any()}
-    kept = [n for n in names if n not in label_columns and n not in fractional]
-    return Records(
+    named = [n for n in texts if n not in labelled and n not in fractional]
+    return labelled_records(
+        settings,
         features=torch.from_numpy(np.stack(features, axis=1)),
         labels=labels,
-        ids=given_ids(texts[id_column], name=id_column, path=path)
-        if id_column is not None
-        else _feature_ids({n: texts[n] for n in kinds if n not in numbers}, numbers),
+        ids=person_ids(settings, texts, path)
+        if settings.id_column is not None
+        else _feature_ids(others, numbers),
         class_names=classes,
-        columns=names_in(texts, kept),
-        schema=tuple(schema),
-        label=label_columns[0] if len(label_columns) == 1 else "",
-        label_separator=label_separator or "",
-        id_column=id_column or "",
-        notes=notes,
+        columns=names_in(texts, named),
+        schema=schema,
+    )
+
+
+def labelled_records(settings: LabelTable, **of_records: Any) -> Records:
+    """Records with what a table's settings say of their labels and persons."""
+    return Records(
+        **of_records,
+        label="" if settings.labels else settings.label,
+        label_separator=settings.label_separator or "",
+        id_column=settings.id_column or "",
     )
 
 
 def unreadable_cells(
-    texts: Texts,
-    schema: Sequence[Column],
-    label_columns: Sequence[str],
-    label_separator: str | None,
-    class_names: Sequence[str],
-    id_column: str | None,
+    settings: LabelTable, texts: Texts, schema: Sequence[Column]
 ) -> dict[str, np.ndarray]:
-    """Return which rows cannot be read, each by itself, bool ``[N]``, by the column that says so.
+    """Which rows cannot be read, each by itself, bool ``[N]``, by the column that says so.
 
     A cell is unreadable where it is no number of float32, no date, not among the declared
     categories or classes, no list of them, neither 0 nor 1; or no label or id is there.
 
     Args:
+        settings: Names of the columns of labels and ids, and of the classes.
         texts: The columns' cells.
         schema: Columns of features; of categories those that are declared count.
-        label_columns: See :func:`load_csv`.
-        label_separator: See there.
-        class_names: See there.
-        id_column: See there.
     """
     wrong = {}
     for column in schema:
@@ -311,35 +257,29 @@ def unreadable_cells(
             wrong[column.name] = ~among(cells, {"", *(values or cells.tolist())})
         else:
             wrong[column.name] = (cells != "") & ~np.isfinite(_values(cells, column))
-    for name in label_columns:
-        cells, classes = texts[name], set(class_names)
-        if len(label_columns) > 1:
+    for name in label_columns(settings):
+        cells, classes = texts[name], set(settings.class_names)
+        if settings.labels:
             cells, classes = _lowered(cells), {*_YES, *_NO}
-        sets = [label_set(cell, label_separator) for cell in cells.tolist()]
-        classes = classes or {name for own in sets for name in own} - {""}
-        wrong[name] = np.array([not classes.issuperset(own) for own in sets], bool)
-    if id_column is not None:
-        wrong[id_column] = texts[id_column] == ""
+        sets = [label_set(cell, settings.label_separator) for cell in cells.tolist()]
+        classes = classes or {name for names in sets for name in names} - {""}
+        wrong[name] = np.array([not classes.issuperset(names) for names in sets], bool)
+    for name in _id_columns(settings):
+        wrong[name] = texts[name] == ""
     return wrong
 
 
-def read_labels(
-    texts: Texts,
-    path: Path,
-    *,
-    columns: Sequence[str],
-    separator: str | None,
-    class_names: Sequence[str],
-) -> tuple[Tensor, tuple[str, ...]]:
-    """Return the labels of a table's rows and the names of its classes; see :func:`load_csv`."""
-    if len(columns) > 1:
-        marks = [label_marks(texts[name], name=name, where=str(path)) for name in columns]
-        return torch.from_numpy(np.stack(marks, axis=1).astype(np.int64)), tuple(columns)
-    (column,) = columns
+def read_labels(settings: LabelTable, texts: Texts, path: Path) -> tuple[Tensor, tuple[str, ...]]:
+    """Labels of a table's rows, and the names of its classes."""
+    if settings.labels:
+        marks = [label_marks(texts[name], name=name, where=str(path)) for name in settings.labels]
+        return torch.from_numpy(np.stack(marks, axis=1).astype(np.int64)), tuple(settings.labels)
+    column, separator = settings.label, settings.label_separator
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
         sets = label_sets(cells, separator)
-        classes = tuple(class_names) or tuple(sorted({name for own in sets for name in own}))
+        found = sorted({name for names in sets for name in names})
+        classes = tuple(settings.class_names or found)
         if len(classes) < 2:
             raise ConfigError(
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
@@ -349,7 +289,7 @@ def read_labels(
     if (cells == "").any():
         row = int(np.argmax(cells == ""))
         raise ConfigError(f"{path} has no label ({column}) in row {row + 1}: fill or remove it.")
-    classes = tuple(class_names) or _sorted_classes(cells)
+    classes = tuple(settings.class_names) or _sorted_classes(cells)
     return encode_labels(cells, classes, where=where), classes
 
 
@@ -374,33 +314,8 @@ def _lowered(texts: np.ndarray) -> np.ndarray:
     return np.array([text.lower() for text in texts.tolist()], dtype=object)
 
 
-def _no_features(path: Path, label_columns: Sequence[str]) -> ConfigError:
-    return ConfigError(
-        f"{path} has no feature columns besides its label {', '.join(label_columns)}: add some."
-    )
-
-
-def _declared_kinds(columns: Mapping[str, Sequence[str]], *, path: Path) -> dict[str, str]:
-    """Return the kind of each column of which the settings say it, given the columns by kind."""
-    kinds: dict[str, str] = {}
-    for kind, names in columns.items():
-        for name in names:
-            if name in kinds:
-                raise _two_uses(name, path)
-            kinds[name] = kind
-    return kinds
-
-
-def _two_uses(column: str, path: Path) -> ConfigError:
-    return ConfigError(
-        f"column {column} of {path} has two uses: name it in only one of dataset.label, "
-        "dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, dataset.categorical "
-        "and dataset.ignore."
-    )
-
-
 def _kind(texts: np.ndarray, *, name: str, path: Path) -> str:
-    """Return what a column holds.
+    """The kind of a column by its cells.
 
     Raises:
         ConfigError: Nearly all are numbers: the others must be mistakes, or all are categories.
@@ -446,8 +361,8 @@ def _checked_numbers(texts: np.ndarray, *, column: Column, where: str) -> np.nda
 
 def _categories(
     texts: np.ndarray, given: Sequence[str] | None, *, name: str, path: Path
-) -> list[str]:
-    """Return the values of a categorical column; a missing value belongs to none of them."""
+) -> tuple[str, ...]:
+    """Values of a categorical column; a missing value belongs to none of them."""
     found = sorted(set(texts.tolist()) - {""})
     if given is not None:
         unknown = sorted(set(found) - set(given))
@@ -456,14 +371,14 @@ def _categories(
                 f"column {name} of {path} holds {unknown[0]}, which is not in "
                 f"dataset.categories.{name}: add it there or correct the file."
             )
-        return list(given)
+        return tuple(given)
     if len(found) > _MOST_CATEGORIES:
         raise ConfigError(
             f"column {name} of {path} has {len(found)} different texts, too many for one-hot "
             f"features (at most {_MOST_CATEGORIES}): list it in dataset.ignore, correct "
             f"it if it should be numeric, or give dataset.categories.{name}."
         )
-    return found
+    return tuple(found)
 
 
 def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
@@ -475,12 +390,15 @@ def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
         return tuple(found)
 
 
-def given_ids(texts: np.ndarray, *, name: str, path: Path) -> np.ndarray:
-    """Return the ids that a column gives."""
-    if (texts == "").any():
-        row = int(np.argmax(texts == ""))
-        raise ConfigError(f"{path} has no id ({name}) in row {row + 1}: fill or remove it.")
-    return record_ids(text.encode("utf-8", "surrogatepass") for text in texts.tolist())
+def person_ids(settings: LabelTable, texts: Texts, path: Path) -> np.ndarray:
+    """Ids that the column of persons gives."""
+    cells = texts[settings.person_column]
+    if (cells == "").any():
+        row = int(np.argmax(cells == ""))
+        raise ConfigError(
+            f"{path} has no id ({settings.id_column}) in row {row + 1}: fill or remove it."
+        )
+    return record_ids(text.encode("utf-8", "surrogatepass") for text in cells.tolist())
 
 
 def _feature_ids(texts: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> np.ndarray:

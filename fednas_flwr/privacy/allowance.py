@@ -12,7 +12,7 @@ import os
 import time
 from pathlib import Path
 
-from fednas_flwr.errors import DayFullError
+from fednas_flwr.base.errors import DayFullError
 
 MOST_BYTES = 2**28  # a day (UTC), see policy.yaml
 _DAY_S = 86_400

@@ -7,14 +7,14 @@ calibrates their noise, a site keeps them in its ledger, and every release is ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fednas_flwr.names import SPLITS
-from fednas_flwr.privacy.renyi import Release, poisson_rate
-from fednas_flwr.typed import Between, Checked, Length, OneOf
-from fednas_flwr.verbs import PRIVATE_VERBS, SPLIT_OF, VERBS
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
+from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
+from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf
 
 STATISTICS = "statistics"  # a stage, of one exchange before the search, and its kind of release
 STAGES = (STATISTICS, "search", "retrain", "evaluate")
@@ -27,7 +27,7 @@ class PlannedRelease(Checked):
 
     Attributes:
         stage: ``statistics``, ``search``, ``retrain`` or ``evaluate``.
-        verb: What the client is asked.
+        action: What the client is asked.
         kind: ``weights``, ``alphas``, ``rewards``, ``metrics`` or ``statistics``.
         splits: What is read, and nothing else.
         batch_size: Expected size of a step's batch; below 1, above 0, the rate at which each record
@@ -36,13 +36,13 @@ class PlannedRelease(Checked):
         max_grad_norm: R, the norm that each record's contribution is clipped to.
         noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.
         shared: Whether that is the noise of a secure sum's total, of which each client adds a share
-            (:mod:`fednas_flwr.privacy.shared_noise`); else every client adds all of it.
+            (:mod:`fednas_flwr.privacy.mechanism.shared_noise`); else every client adds all of it.
         of_client: Whether it is not a sum over records but one contribution of the client as a
             whole, all of whose records it reads: the unit of privacy is the client.
     """
 
     stage: Annotated[str, OneOf(STAGES)]
-    verb: Annotated[str, OneOf(PRIVATE_VERBS)]
+    action: Annotated[str, OneOf(PRIVATE_ACTIONS)]
     kind: Annotated[str, OneOf(KINDS)]
     splits: Annotated[tuple[str, ...], Length(Between(0, len(SPLITS)))]
     batch_size: float | None
@@ -55,7 +55,7 @@ class PlannedRelease(Checked):
     @property
     def key(self) -> str:
         """Text that tells kinds of release apart; a run has one plan for each."""
-        return release_key(self.stage, self.verb, self.kind, self.splits)
+        return release_key(self.stage, self.action, self.kind, self.splits)
 
     @property
     def noise_name(self) -> str:
@@ -104,9 +104,9 @@ class PlannedRelease(Checked):
         )
 
 
-def release_key(stage: str, verb: str, kind: str, splits: tuple[str, ...]) -> str:
+def release_key(stage: str, action: str, kind: str, splits: tuple[str, ...]) -> str:
     """Return :attr:`PlannedRelease.key`."""
-    return f"{stage}/{verb}/{kind}/{'+'.join(splits)}"
+    return f"{stage}/{action}/{kind}/{'+'.join(splits)}"
 
 
 @dataclass(frozen=True)
@@ -130,36 +130,6 @@ class PrivateStage:
         return found[0].noise_multiplier if found else None
 
 
-# Given a round, from 1, and the number of rounds: everything that the round releases.
-RoundReleases = Callable[[int, int], list[PlannedRelease]]
-
-
-def gradient_releases(
-    verbs: Mapping[str, str],
-    *,
-    batch_size: float | None,
-    steps: int,
-    norms: Mapping[str, float],
-    shared: bool = False,
-) -> list[PlannedRelease]:
-    """Return the releases of steps of a supernet, each of which releases every named state.
-
-    Args:
-        verbs: By state, ``weights`` or ``alphas``, the verb.
-        batch_size: See :class:`PlannedRelease`.
-        steps: Of each state.
-        norms: Clipping norms by state.
-        shared: See :class:`PlannedRelease`.
-    """
-    return [
-        PlannedRelease(
-            *("search", verb, state, (SPLIT_OF[state],), batch_size, steps, norms[state]),
-            shared=shared,
-        )
-        for state, verb in verbs.items()
-    ]
-
-
 def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
     """Return what a round releases where the unit of privacy is the client.
 
@@ -179,7 +149,7 @@ def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
             of_client=True,
         )
         for release in releases
-        if VERBS[release.verb].trains or release.kind == "rewards"
+        if ACTIONS[release.action].trains or release.kind == "rewards"
     ]
 
 
@@ -193,11 +163,6 @@ def statistics_release() -> PlannedRelease:
     return PlannedRelease(
         STATISTICS, "query.statistics", STATISTICS, ("train",), None, steps=1, max_grad_norm=1.0
     )
-
-
-def rewards_release(stage: str, verb: str, steps: int, norm: float) -> PlannedRelease:
-    """Return releases of rewards over all validation records."""
-    return PlannedRelease(stage, verb, "rewards", ("validation",), None, steps, norm)
 
 
 def add_up(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:

@@ -1,6 +1,6 @@
 """Policy of a site, as a dataclass, and the check of every request against it.
 
-The client decides: ``policy_file`` reads its file; :func:`check_verb` and :func:`check_planned`
+The client decides: ``policy_file`` reads its file; :func:`check_action` and :func:`check_planned`
 refuse a request before any data is read. Nothing here counts what was spent or how many steps a
 run has taken: a request that passes still needs a reservation in the ledger.
 """
@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fednas_flwr.errors import ConfigError, show
-from fednas_flwr.names import CLIENT, LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
-from fednas_flwr.privacy.noise_grid import noise_range
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.privacy.actions import ACTIONS
+from fednas_flwr.privacy.mechanism.noise_grid import noise_range
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.shared_noise import SumTerms
-from fednas_flwr.verbs import VERBS
+from fednas_flwr.settings.names import CLIENT, LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
@@ -53,7 +53,7 @@ class DataSetPolicy:
     least_noise_multiplier: float
     largest_grad_norm: float
     largest_steps: int
-    verbs: frozenset[str]
+    actions: frozenset[str]
     unit: Unit
     records: Mapping[str, int]
     fractions: Mapping[str, float]
@@ -78,15 +78,15 @@ class Policy:
     data_sets: Mapping[str, DataSetPolicy]
 
 
-def check_verb(
-    policy: Policy, data_set: str, verb: str, *, secure_noise: bool, test_seed: bool
+def check_action(
+    policy: Policy, data_set: str, action: str, *, secure_noise: bool, test_seed: bool
 ) -> DataSetPolicy:
-    """Return the policy of the data set that a verb may read; refuse the verb otherwise.
+    """Return the policy of the data set that an action may read; refuse the action otherwise.
 
     Args:
         policy: The site's.
         data_set: Id that the request names.
-        verb: What it asks.
+        action: What it asks.
         secure_noise: Whether noise and masks come from the client's cryptographic keystream.
         test_seed: Whether that keystream starts from a seed that others know.
 
@@ -94,8 +94,8 @@ def check_verb(
         ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
     """
     allowed = _data_set(policy, data_set)
-    if verb not in allowed.verbs:
-        raise refused("verbs", "verb", verb, f"one of {', '.join(sorted(allowed.verbs))}")
+    if action not in allowed.actions:
+        raise refused("actions", "action", action, f"one of {', '.join(sorted(allowed.actions))}")
     if allowed.secure_noise and not secure_noise:
         raise refused("secure_noise", "secure_noise", secure_noise, "True")
     if test_seed and not allowed.test_seed:
@@ -132,10 +132,10 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
         raise refused("unit", "of_client", planned.of_client, limit)
     if planned.of_client and (size is not None or set(splits) != set(SPLITS)):
         raise refused("unit", "batch_size", size, f"null, with splits {', '.join(SPLITS)}")
-    one_sum = planned.of_client or len(VERBS[planned.verb].gradients_of) == 1
+    one_sum = planned.of_client or len(ACTIONS[planned.action].gradients_of) == 1
     if planned.shared and (allowed.secure_sum is None or not one_sum):
         limit = "False: noise is shared in secure sums of one gradient, or of clients' updates"
-        raise refused("secure_sum", f"shared noise of {planned.verb}", True, limit)
+        raise refused("secure_sum", f"shared noise of {planned.action}", True, limit)
     terms = {
         "least_noise_multiplier": (
             *("noise_multiplier", planned.noise_multiplier),

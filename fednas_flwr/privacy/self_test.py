@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.base.randomness import make_generator
 
 # Is shown tensors [B, ...] of which row i belongs to record i; the last one is not zero where the
 # record contributes.

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fednas_flwr.names import SPLITS
-from fednas_flwr.privacy.accounting import epsilon_per_split
-from fednas_flwr.privacy.ledger import Row
+from fednas_flwr.privacy.books.ledger import Row
+from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split
 from fednas_flwr.privacy.units import counted
+from fednas_flwr.settings.names import SPLITS
 
 
 @dataclass(frozen=True)
 class Line:
-    """All rows of one kind: what a run asked of an account with one verb in one stage.
+    """All rows of one kind: what a run asked of an account with one action in one stage.
 
     Attributes:
         account: Whose budget paid.
         run: Name of the run.
         stage: ``search`` or ``retrain``.
-        verb: What the client was asked.
+        action: What the client was asked.
         splits: Splits that paid.
         steps: Steps booked.
         committed_steps: Steps that the run committed to.
@@ -36,7 +36,7 @@ class Line:
     account: str
     run: str
     stage: str
-    verb: str
+    action: str
     splits: tuple[str, ...]
     steps: int
     committed_steps: int
@@ -78,7 +78,7 @@ def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
     accounts: dict[str, list[Row]] = {}
     for row in rows:
         entry = row.entry
-        kind = (entry.account, entry.run, entry.stage, entry.verb, entry.splits)
+        kind = (entry.account, entry.run, entry.stage, entry.action, entry.splits)
         kinds.setdefault(kind, []).append(row)
         accounts.setdefault(entry.account, []).append(row)
     epsilons = {}
@@ -96,7 +96,7 @@ def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
 def _line(rows: list[Row]) -> Line:
     """Return the line of rows of one kind; a ledger gives all of them the same terms."""
     entry = rows[0].entry
-    names = ("account", "run", "stage", "verb", "splits", "committed_steps")
+    names = ("account", "run", "stage", "action", "splits", "committed_steps")
     return Line(
         **{name: getattr(entry, name) for name in names},
         steps=sum(row.entry.release.steps for row in rows),

@@ -21,8 +21,8 @@ one step is enough, since (P, Q) are two Gaussians ``2 R`` apart.
 
 from __future__ import annotations
 
-from fednas_flwr.names import LEAST_NOISE_MULTIPLIER, PERSON, UNITS, Unit
-from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.settings.names import LEAST_NOISE_MULTIPLIER, PERSON, UNITS, Unit
 
 
 def booked_unit(unit: Unit, id_column: str) -> str:
@@ -36,7 +36,7 @@ def kind_of(booked: str) -> str:
 
 
 def protects(booked: str, unit: str) -> bool:
-    """Return whether a release that protects a booked unit bounds what it reveals of another."""
+    """Whether a release that protects a booked unit also bounds leakage about another one."""
     return booked == unit or UNITS.index(kind_of(booked)) > UNITS.index(kind_of(unit))
 
 
@@ -46,7 +46,7 @@ def counted(release: Release, booked: str, unit: str) -> Release | None:
     Args:
         release: Of the noise and steps that were booked.
         booked: Unit that it protects, from :func:`booked_unit`.
-        unit: Unit to count for, likewise.
+        unit: Unit to count for, in the same form.
     """
     half = release.noise_multiplier / 2
     if booked == unit:

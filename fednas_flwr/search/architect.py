@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fednas_flwr.search.gradient_sums import Batch
 from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search.training import Batch
 
 
 def alpha_gradient_sum(

@@ -27,8 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednas_flwr.search.settings import BanditSettings, Configuration, Range, check_ranges
-from fednas_flwr.typed import check_range
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.settings.optimizers import (
+    BanditSettings,
+    Configuration,
+    ConfigurationChoice,
+    Range,
+    check_ranges,
+)
+from fednas_flwr.settings.parser import check_range
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class Bandit:
         return math.hypot(math.sqrt(kept) * self.scale, math.sqrt(1 - kept) * newest)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what changes, as JSON values for a checkpoint."""
+        """Return the state that changes, as JSON values for a checkpoint."""
         return {
             "estimates": self.estimates_N.tolist(),
             "scale": self.scale,
@@ -157,6 +164,14 @@ class Bandit:
             noise=float(values["noise"]),
             tried=frozenset(values["tried"]),
         )
+
+
+def make_configurations(choice: ConfigurationChoice, seed: int) -> list[Configuration]:
+    """The configurations to choose among: those listed, else drawn from the run's seed."""
+    if choice.configurations:
+        return choice.configurations
+    generator = make_generator(seed, "configurations")
+    return draw_configurations(choice.num_configurations, choice.ranges, generator)
 
 
 def draw_configurations(

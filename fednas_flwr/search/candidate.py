@@ -13,19 +13,19 @@ from itertools import repeat
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.privacy.clipping import clipped_gradient_sum
-from fednas_flwr.search.descent import MOMENTS, Descent, Gradients, trainable_weights
+from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
 from fednas_flwr.search.exact_gradients import ExactGradients, Passes
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search.settings import DPAware
-from fednas_flwr.search_spaces.dp_cells_network import DPCellNetwork
-from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.search.optimizer_step import MOMENTS, Descent, Gradients, trainable_weights
+from fednas_flwr.settings.optimizers import DPAware
+from fednas_flwr.spaces.dp_cells_network import DPCellNetwork
+from fednas_flwr.spaces.space import Supernet
 
 MICRO_BATCH = 128  # records whose gradients are in memory at a time
 
 
 class Candidate(nn.Module):
-    """A supernet of which one path is computed; parameters are shared with it."""
+    """A supernet restricted to one path; it shares the supernet's parameters."""
 
     def __init__(self, supernet: Supernet, path: Sequence[int]) -> None:
         """Take the path.
@@ -56,7 +56,7 @@ class Candidate(nn.Module):
 
 
 def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str, set[str]]:
-    """Return the names of what training any of these paths reads or moves, by state.
+    """Return the names of tensors that training any of these paths reads or moves, by state.
 
     Server and clients compute it alike from the paths: messages about them carry nothing else.
     """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.search.samplers import Path
-from fednas_flwr.search.settings import ControllerSettings
+from fednas_flwr.settings.optimizers import ControllerSettings
 
 HIDDEN = 100
 INITIAL_RANGE = 0.1  # of all parameters, as in ENAS: at first every path is about as likely

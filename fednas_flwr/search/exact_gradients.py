@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fednas_flwr.hardware.costs import HardwareLoss
-from fednas_flwr.names import FLOAT32
 from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
-from fednas_flwr.search.descent import Descent, Gradient, Tensors
 from fednas_flwr.search.gates import alpha_gradient
+from fednas_flwr.search.gradient_sums import Batch, Tally, weight_gradient, weight_gradient_sum
 from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.local_search import exact_alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.optimizer_step import Descent, Gradient, Tensors
 from fednas_flwr.search.pool import Pool, by_member
 from fednas_flwr.search.proxyless import gate_gradient
-from fednas_flwr.search.training import Batch, Tally, weight_gradient, weight_gradient_sum
-from fednas_flwr.search_spaces.mbconv_plan import CELL
-from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.settings.names import FLOAT32
+from fednas_flwr.spaces.costs import HardwareLoss
+from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.space import Supernet
 
 Passes = Callable[[], Iterator[Batch]]  # begins another pass over some records
 

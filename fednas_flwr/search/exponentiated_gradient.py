@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fednas_flwr.search.settings import ThetaSettings
-from fednas_flwr.typed import check_range
+from fednas_flwr.settings.optimizers import ThetaSettings
+from fednas_flwr.settings.parser import check_range
 
 LEAST = 1e-30  # a probability below this is never drawn; keeps the gradient finite
 EQUAL = 1e-9  # nats: a smaller excess is rounding, which aggressive steps would magnify
@@ -116,7 +116,7 @@ class Theta:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what changes, as JSON values for a checkpoint."""
+        """Return the state that changes, as JSON values for a checkpoint."""
         return {
             "log_theta": self.log_theta_N.tolist(),
             "norm": self.norm,

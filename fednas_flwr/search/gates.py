@@ -2,7 +2,7 @@
 
 Cai et al. (2019), arXiv 1812.00332, section 3.2. In every block one op is active, its gate is 1;
 the gates of the other computed ops are 0. Pure functions on tensors: nothing here knows of networks
-or losses. An op with an alpha of ``search_spaces.mbconv.NEVER`` is never drawn before any other.
+or losses. An op with an alpha of ``spaces.mbconv.NEVER`` is never drawn before any other.
 
 Tensor suffixes: E blocks, O ops, K ops that are computed in a block, the active one first.
 """

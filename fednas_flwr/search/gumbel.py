@@ -11,16 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search_spaces.cell_graph import CELL
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
-from fednas_flwr.search_spaces.nasbench201_network import NASBench201Body
-from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.spaces.cell_graph import CELL
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.spaces.nasbench201_network import NASBench201Body
+from fednas_flwr.spaces.space import Supernet
 
 TRIES = 100  # of uniform draws one in eight is refused
 
 
 class GumbelPath(nn.Module):
-    """A supernet of which a drawn op of every edge is computed; parameters are shared with it.
+    """A supernet restricted to one drawn op per edge; it shares the supernet's parameters.
 
     With Gumbel noise g the op of edge e is ``k = argmax_o (alpha_eo + g_eo)``, which has the
     probability ``softmax(alpha_e)_k``. In the forward pass its gate h_e is 1, in the backward pass

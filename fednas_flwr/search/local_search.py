@@ -11,21 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.architect import (
     alpha_gradient_sum,
     mixed_level_gradient,
     second_order_gradient,
     virtual_step,
 )
-from fednas_flwr.search.descent import Descent, Descents, Gradient, Gradients, Proximal
+from fednas_flwr.search.gradient_sums import Batch
 from fednas_flwr.search.gumbel import GumbelPath, Relaxed
 from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.optimizer_step import Descent, Descents, Gradient, Gradients, Proximal
 from fednas_flwr.search.regularisation import beta_gradient
-from fednas_flwr.search.settings import NonNegative, Positive, Rule
-from fednas_flwr.search.training import Batch
-from fednas_flwr.search_spaces.space import Supernet
-from fednas_flwr.typed import Checked
+from fednas_flwr.settings.optimizers import NonNegative, Positive, Rule
+from fednas_flwr.settings.parser import Checked
+from fednas_flwr.spaces.space import Supernet
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Alternating(Checked):
     Attributes:
         rule: Of the alphas' gradient, one of ``RULES``.
         validation_weight: Weight of the validation loss under ``mixed_level``, at least 0.
-        proximal: mu, at least 0, of :class:`~fednas_flwr.search.descent.Proximal`, w_0 being the
-            weights that the search began with.
+        proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
+            the weights that the search began with.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
             ``regularisation.beta_gradient``.
         temperature: Of GDAS, above 0: both gradients are of single paths, each drawn anew
@@ -82,7 +82,7 @@ def alternate(
     temperature = alternating.temperature
 
     def network() -> Relaxed:
-        """Return what the next gradient is of."""
+        """Return the state that the next gradient is for."""
         if temperature is None:
             return supernet
         assert generator is not None

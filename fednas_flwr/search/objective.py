@@ -93,7 +93,7 @@ class Objective:
         return logits.sigmoid() if self.multi_label else logits.softmax(1)
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return what is predicted of each record, in the form of ``labels``."""
+        """Predict each record's label, in the form of ``labels``."""
         return (logits >= 0).long() if self.multi_label else logits.argmax(1)
 
     def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Objective:
         return self.positive
 
     def ranks(self, logits: Tensor) -> Tensor:
-        """Return by what records are ranked for each class: its log odds, float64 [N, classes]."""
+        """Return the log odds of each class, which rank the records, float64 [N, classes]."""
         return logits.double() if self.multi_label else log_odds(logits.double())
 
     def scores(self, logits: Tensor, labels: Tensor) -> dict[str, float]:

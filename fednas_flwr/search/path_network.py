@@ -14,19 +14,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.hardware.costs import Costs, HardwareLoss
-from fednas_flwr.hardware.flops import count_parameters
 from fednas_flwr.search.gates import NUM_PATHS, active_gates, alpha_gradient
-from fednas_flwr.search_spaces.mbconv import NEVER
-from fednas_flwr.search_spaces.mbconv_network import Block, MBConvNetwork
-from fednas_flwr.search_spaces.mbconv_plan import CELL
-from fednas_flwr.search_spaces.space import Supernet
+from fednas_flwr.spaces.costs import Costs, HardwareLoss
+from fednas_flwr.spaces.flops import count_parameters
+from fednas_flwr.spaces.mbconv import NEVER
+from fednas_flwr.spaces.mbconv_network import Block, MBConvNetwork
+from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.space import Supernet
 
 LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER
 
 
 class PathNetwork(nn.Module):
-    """A supernet of which only drawn paths are computed; parameters are shared with it."""
+    """A supernet restricted to drawn paths; it shares the supernet's parameters."""
 
     def __init__(self, supernet: Supernet, paths_EK: Tensor, costs: Costs | None = None) -> None:
         """Take the paths.
@@ -41,7 +41,7 @@ class PathNetwork(nn.Module):
         self.paths_EK, self.costs = paths_EK, costs
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights of the active ops and of what all paths share, named as ever."""
+        """Return the weights of the active ops and of the shared layers, under their names."""
         active = zip(_blocks(self.supernet), self.paths_EK[:, 0].tolist(), strict=True)
         ops = [block.op(column) for block, column in active]
         own = {id(weight) for op in ops if op is not None for weight in op.parameters()}
@@ -103,7 +103,7 @@ def covering_paths(supernet: Supernet, *, mode: str) -> list[Tensor]:
 
 
 def _turned(order: list[int], first: int, num_ops: int) -> list[int]:
-    """Return all columns: those of ``order`` from position ``first`` on, then what it lacks."""
+    """Return all columns: those of ``order`` from position ``first`` on, then all others."""
     first %= len(order)
     return order[first:] + order[:first] + [c for c in range(num_ops) if c not in order]
 

@@ -1,8 +1,8 @@
 """ProxylessNAS on one client: steps of the alphas through gates of sampled paths, then of weights.
 
 Cai et al. (2019), arXiv 1812.00332, section 3.2. :func:`search_paths` is the local rule of FDNAS
-and CFDNAS (``strategies/fdnas.py``). Memory and time are those of one path in the weight step and
-at most of two in the alpha step of mode ``two``, whatever the number of candidates.
+and CFDNAS (``algorithms/fdnas/strategy.py``). Memory and time are those of one path in the weight
+step and at most of two in the alpha step of mode ``two``, whatever the number of candidates.
 
 Tensor suffixes: E blocks, O ops, K ops that are computed in a block.
 """
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fednas_flwr.hardware.costs import HardwareLoss, HardwareTerms
-from fednas_flwr.search.descent import Descents, Gradients
 from fednas_flwr.search.gates import active_gates, draw_paths, rescale
+from fednas_flwr.search.gradient_sums import Batch
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.optimizer_step import Descents, Gradients
 from fednas_flwr.search.path_network import PathNetwork, drawable_alphas, expected_cost
-from fednas_flwr.search.settings import Gates
-from fednas_flwr.search.training import Batch
-from fednas_flwr.search_spaces.mbconv import NEVER
-from fednas_flwr.search_spaces.mbconv_plan import CELL
-from fednas_flwr.search_spaces.space import Supernet
-from fednas_flwr.typed import Checked
+from fednas_flwr.settings.optimizers import Gates
+from fednas_flwr.settings.parser import Checked
+from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
+from fednas_flwr.spaces.mbconv import NEVER
+from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.space import Supernet
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fednas_flwr.search.settings import EvolutionSettings
+from fednas_flwr.settings.optimizers import EvolutionSettings
 
 Path = list[int]
 
@@ -153,7 +153,7 @@ class RejectionSampler:
         self._uniform = RandomSampler(choices)
 
     def sample(self, count: int, generator: torch.Generator) -> list[Path]:
-        """Return ``count`` paths, none of which is rejected."""
+        """Draw ``count`` paths, leaving out rejected ones."""
         paths: list[Path] = []
         draws = 0
         while len(paths) < count:

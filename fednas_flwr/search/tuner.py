@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.search.bandit import Bandit
-from fednas_flwr.search.settings import BanditSettings, Configuration, Range
+from fednas_flwr.settings.optimizers import BanditSettings, Configuration, Range
 
 SPREAD, SHRINK = 0.2, 0.9  # of resampling: shares of a range, per phase
 WIDTH = 0.4  # of the kernel, in shares of a range
@@ -161,7 +161,7 @@ class Tuner:
         return replace(self, bandit=bandit, configurations=tuple(configurations))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what changes, as JSON values for a checkpoint."""
+        """Return the state that changes, as JSON values for a checkpoint."""
         return {
             "bandit": self.bandit.to_json(),
             "configurations": [asdict(configuration) for configuration in self.configurations],

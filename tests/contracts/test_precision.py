@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.names import BFLOAT16, FAST, FLOAT32, PRECISIONS, REFERENCE
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
-from fednas_flwr.search.descent import Descent, make_sgd
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
 from fednas_flwr.search.gates import draw_paths
 from fednas_flwr.search.gumbel import GumbelPath
 from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.optimizer_step import Descent, make_sgd
 from fednas_flwr.search.path_network import PathNetwork, drawable_alphas
-from fednas_flwr.search.settings import SGD
-from fednas_flwr.search_spaces.space import SearchSpace, Supernet
+from fednas_flwr.settings.names import BFLOAT16, FAST, FLOAT32, PRECISIONS, REFERENCE
+from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.spaces.space import SearchSpace, Supernet
 
-from .test_search_spaces import CLASSES, SPACES
+from ..small_spaces import CLASSES, SPACES
 
 WEIGHTS = SGD(lr=0.01, min_lr=0.01, momentum=0.9, weight_decay=1e-4, clip_norm=None)
 KINDS = [(name, FAST) for name in SPACES] + [("darts", REFERENCE), ("nasbench201", REFERENCE)]

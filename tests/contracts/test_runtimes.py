@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from fednas_flwr.cli import main
-from fednas_flwr.reporting.events import latest_rounds, read_events
+from fednas_flwr.runs.events import latest_rounds, read_events
 
 TIMEOUT_S = 600  # Ray starts slowly on a busy machine
 NOBODY = "127.0.0.1:9"  # where no Ray is: a run that is to start its own must not look there
@@ -58,7 +58,7 @@ def test_ray_on_two_machines_equals_inline(tiny_overrides, two_raylets, tmp_path
         "rounds=2",
         "retrain.rounds=2",
         "retrain.drop_path_prob=0.2",
-        "momentum=averaged",  # the moments travel as the weights do
+        "training.momentum=averaged",  # the moments travel as the weights do
         "dataset.crop_padding=1",  # randomness on the client
         "dataset.flip=true",
     ]

@@ -10,38 +10,16 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.names import ENGINES, SKIPS
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.settings import NORMED_NETWORKS
-from fednas_flwr.search_spaces import (
-    DARTSSpace,
-    DPCellSpace,
-    MBConvSpace,
-    MLPSpace,
-    NASBench201Space,
-)
-from fednas_flwr.search_spaces.dp_cells import DARTSOpsSpace
-from fednas_flwr.search_spaces.genotype import from_json, to_json
-from fednas_flwr.search_spaces.mbconv_plan import SKELETONS
-from fednas_flwr.search_spaces.skip import SkipNetwork
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.settings.names import ENGINES, SKIPS
+from fednas_flwr.settings.optimizers import NORMED_NETWORKS
+from fednas_flwr.spaces.genotype import from_json, to_json
+from fednas_flwr.spaces.skip import SkipNetwork
 
-CLASSES = 5
-SPACES = {
-    "dp_cells": DPCellSpace(input_shape=(3, 8, 8), num_classes=CLASSES, widths=(8, 8, 16), head=16),
-    "dp_cells_darts": DARTSOpsSpace(
-        input_shape=(3, 8, 8), num_classes=CLASSES, widths=(4, 4, 8), head=8
-    ),
-    "darts": DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3),
-    "nasbench201": NASBench201Space(
-        input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=1
-    ),
-    "mlp": MLPSpace(input_shape=(7,), num_classes=CLASSES, channels=8, num_cells=2),
-    "mbconv": MBConvSpace(
-        input_shape=(3, 8, 8), num_classes=CLASSES, skeleton=SKELETONS["small"], width=0.5
-    ),
-}
+from ..small_spaces import CLASSES, SPACES
+
 IMAGE_SPACES = ("darts", "nasbench201", "mbconv", "dp_cells", "dp_cells_darts")
 CELLS = ("darts", "nasbench201", "mlp")  # spaces of repeated cells
 IMAGES = [((3, 8, 8), "batch"), ((1, 7, 7), "group"), ((3, 9, 6), "batch"), ((1, 1, 1), "group")]
@@ -81,6 +59,7 @@ def random_alphas(space):
 @pytest.mark.parametrize(("name", "shape", "norm"), INPUTS)
 def test_any_input_size_gives_logits_and_every_parameter_a_gradient(name, shape, norm):
     space = dataclasses.replace(SPACES[name], input_shape=shape, norm=norm)
+    assert make_network(space)(examples(shape)).shape == (3, CLASSES)
     supernet = make_supernet(space)
     logits = supernet(examples(shape))
     assert logits.shape == (3, CLASSES)
@@ -256,12 +235,6 @@ def test_derive_build_train(space):
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-@pytest.mark.parametrize(("name", "shape", "norm"), INPUTS)
-def test_networks_take_any_input_size(name, shape, norm):
-    network = make_network(dataclasses.replace(SPACES[name], input_shape=shape, norm=norm))
-    assert network(examples(shape)).shape == (3, CLASSES)
-
-
 def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
     flat = {kind: torch.zeros(edges, len(space.ops)) for kind, edges in space.cell_kinds.items()}
     genotype = space.derive(flat)
@@ -345,6 +318,7 @@ def test_check_refuses_what_is_not_of_the_space(space):
         ({"input_shape": (0,)}, "needs (images|tables)"),
         ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
         ({"norm": "grup"}, r"norm=grup is unknown.*nearest: group"),
+        ({"engine": "quick"}, "engine=quick.*fast, reference"),
     ],
 )
 def test_impossible_sizes_are_refused(space, change, message):
@@ -357,6 +331,26 @@ def test_impossible_sizes_are_refused(space, change, message):
 def test_impossible_sizes_of_cells_are_refused(name, size):
     with pytest.raises(ConfigError, match=f"{size} must be at least 1, got 0"):
         dataclasses.replace(SPACES[name], **{size: 0})
+
+
+@pytest.mark.parametrize("name", [name for name in SPACES if name != "darts"])
+def test_auxiliary_heads_are_refused(name):
+    genotype = SPACES[name].random_genotype(make_generator(0, "genotype"))
+    with pytest.raises(ConfigError, match="no auxiliary head"):
+        SPACES[name].network(genotype, auxiliary=True)
+
+
+@pytest.mark.parametrize("name", ["nasbench201", "dp_cells", "dp_cells_darts"])
+def test_nothing_but_none_gives_logits_that_ignore_the_image(name):
+    """It builds and trains, too: the classifier's bias has a gradient."""
+    space = SPACES[name]
+    none = [space.ops.index("none")] * space.cell_kinds["cell"]
+    network = space.network(space.genotype(none))
+    logits = network(examples(space.input_shape))
+    assert torch.isfinite(logits).all()
+    assert torch.equal(logits[0], logits[1])
+    logits.square().sum().backward()
+    assert any(p.grad is not None and bool(p.grad.any()) for p in network.parameters())
 
 
 def test_drop_path_acts_in_train_mode_only(space):

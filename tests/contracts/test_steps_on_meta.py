@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fednas_flwr.evaluation.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.names import FAST, REFERENCE
-from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.search.candidate import Candidate
-from fednas_flwr.search.descent import Descent, make_adam, make_sgd
 from fednas_flwr.search.exact_gradients import alpha_gradient_sum
-from fednas_flwr.search.settings import NORMED_NETWORKS, SGD, Adam
-from fednas_flwr.search.training import Tally, weight_gradient
-from fednas_flwr.search_spaces.space import SearchSpace, Supernet
+from fednas_flwr.search.gradient_sums import Tally, weight_gradient
+from fednas_flwr.search.optimizer_step import Descent, make_adam, make_sgd
+from fednas_flwr.settings.names import FAST, REFERENCE
+from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
+from fednas_flwr.spaces.space import SearchSpace, Supernet
 
-from .test_search_spaces import SPACES
+from ..small_spaces import SPACES
 
 WEIGHTS = SGD(lr=0.1, min_lr=0.1, momentum=0.9, weight_decay=1e-4, clip_norm=5.0)
 ALPHAS = Adam(lr=0.1, weight_decay=1e-3)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from flwr.serverapp.strategy import Strategy
 
-from fednas_flwr.builders.algorithms import ALGORITHMS
-from fednas_flwr.names import BFLOAT16, FLOAT32, PRECISIONS
-from fednas_flwr.search_spaces.genotype import to_json
+from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
+from fednas_flwr.settings.registry import algorithms
+from fednas_flwr.spaces.genotype import to_json
 
 SETTINGS = {
     "fed_darts": [],
@@ -37,20 +37,19 @@ SETTINGS = {
     "random_search": ["rounds=2"],
     "successive_halving": [
         *("algorithm.pool.draws=5", "algorithm.pool.keep=4", "algorithm.pool.by=[synflow]"),
-        "momentum=server",
+        "training.momentum=server",
     ],
 }
 OTHERS = ("fedavg", "fedprox", "fedex", "dp_fnas", "cfdnas", "zero_cost")
 ROUNDS = 2
+UNEQUAL = ["partition=quantity", "partition.fractions=[0.6,0.4]"]
 
 
 def compose(compose_config, algorithm, *overrides):
     return compose_config(
         f"algorithm={algorithm}",
         "clients=2",
-        "partition=quantity",
-        "partition.fractions=[0.6,0.4]",
-        *(["partition=iid", "partition.fractions=[]"] if algorithm == "vanilla_nas" else []),
+        *([] if algorithm == "vanilla_nas" else UNEQUAL),
         *SETTINGS[algorithm],
         *overrides,
     )
@@ -75,10 +74,10 @@ def assert_equal(left, right):
 
 
 def test_every_algorithm_is_tested_here():
-    # cfdnas is runs of fdnas, tests/stages/test_groups.py; fedavg, fedprox and fedex do not search;
-    # dp_fnas never repeats a draw, tests/stages/test_private_run.py; zero_cost trains nothing,
-    # tests/strategies/test_zero_cost.py
-    assert set(SETTINGS) == set(ALGORITHMS) - {*OTHERS}
+    # cfdnas is runs of fdnas, tests/pipeline/test_groups.py; fedavg, fedprox, fedex do not search;
+    # dp_fnas never repeats a draw, tests/pipeline/test_private_run.py; zero_cost trains nothing,
+    # tests/algorithms/test_zero_cost.py
+    assert set(SETTINGS) == set(algorithms()) - {*OTHERS}
 
 
 @pytest.fixture(scope="module", params=sorted(SETTINGS))
@@ -147,7 +146,7 @@ def test_the_precision_arrives_at_every_gradient(algorithm, compose_config, fede
     """Every state that is trained moves otherwise in bfloat16."""
     trained = {}
     for precision in PRECISIONS:
-        own = [*PLAIN.get(algorithm, []), f"precision={precision}", "rounds=1"]
+        own = [*PLAIN.get(algorithm, []), f"training.precision={precision}", "rounds=1"]
         federation = federate(compose(compose_config, algorithm, *own))
         federation.strategy.start(federation.grid, num_rounds=1)
         trained[precision] = federation.strategy.states

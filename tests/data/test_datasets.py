@@ -7,9 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from fednas_flwr.data.datasets import declared_statistics, prepare
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.partitioners import partition
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.data.readers import data_settings
+from fednas_flwr.settings.partitions import Partition
+
+from ..data_sets import prepared
 
 
 @pytest.fixture
@@ -26,7 +29,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def test_digits_are_prepared_once(cache: Path):
-    first = prepare(cache=cache, name="digits")
+    first = prepared("digits", cache=cache)
     assert first.input_shape == (1, 8, 8)
     assert first.num_classes == 10
     assert (first.mean, first.std) == ((0.5,), (0.5,))
@@ -36,82 +39,80 @@ def test_digits_are_prepared_once(cache: Path):
     assert not set(first.train.ids.tolist()) & set(first.server_test.ids.tolist())
     folder = next(cache.iterdir())
     written = folder.stat().st_mtime_ns
-    again = prepare(cache=cache, name="digits", mean=(0.3,), std=(0.4,))
+    again = prepared("digits", cache=cache, mean=(0.3,), std=(0.4,))
     assert [path for path in cache.iterdir()] == [folder]
     assert folder.stat().st_mtime_ns == written
     assert torch.equal(again.train.features, first.train.features)
     assert again.mean == (0.3,)
-    everything = prepare(cache=cache, name="digits", server_test=False)
+    everything = prepared("digits", cache=cache, server_test=False)
     assert len(everything.train) == 1797
     assert everything.server_test is None
 
 
 def test_an_official_test_part_is_used_or_left(cache: Path, npz: Path):
-    data = prepare(cache=cache, name="npz", root=npz)
+    data = prepared("npz", cache=cache, root=npz)
     assert (len(data.train), len(data.server_test)) == (200, 50)
-    data = prepare(cache=cache, name="npz", root=npz, server_test=False)
+    data = prepared("npz", cache=cache, root=npz, server_test=False)
     assert (len(data.train), data.server_test) == (200, None)
 
 
 def test_the_test_part_of_a_table_is_the_servers(cache: Path, tmp_path: Path):
     (tmp_path / "train.csv").write_text("a,y\n1,0\n2,1\n3,0\n")
     (tmp_path / "test.csv").write_text("a,y\n4,1\n5,0\n")
-    data = prepare(cache=cache, name="csv", root=tmp_path)
+    data = prepared("csv", cache=cache, root=tmp_path)
     assert data.train.features.tolist() == [[1.0], [2.0], [3.0]]
     assert data.server_test.features.tolist() == [[4.0], [5.0]]
-    assert prepare(cache=cache, name="csv", root=tmp_path, server_test=False).server_test is None
+    assert prepared("csv", cache=cache, root=tmp_path, server_test=False).server_test is None
 
 
 def test_limits_take_the_same_records_always(cache: Path, npz: Path):
     def ids(limit):
-        data = prepare(cache=cache, name="npz", root=npz, limit_train=limit, limit_test=7)
+        data = prepared("npz", cache=cache, root=npz, limit_train=limit, limit_test=7)
         assert len(data.server_test) == 7
         return data.train.ids.tolist()
 
     assert len(ids(30)) == 30
     assert set(ids(30)) < set(ids(31))
     assert len(ids(10_000)) == 200
-    whole = prepare(cache=cache, name="npz", root=npz).train.ids.tolist()
+    whole = prepared("npz", cache=cache, root=npz).train.ids.tolist()
     assert [i for i in whole if i in set(ids(30))] == ids(30)
 
 
 def test_a_file_changed_at_equal_size_is_read_again(cache: Path, npz: Path):
     """Its name and size are as before; the time of its change is later by any amount."""
     before = npz.stat()
-    first = prepare(cache=cache, name="npz", root=npz).train.features.clone()
+    first = prepared("npz", cache=cache, root=npz).train.features.clone()
     with np.load(npz) as arrays:
         np.savez(npz, **dict(arrays) | {"x_train": 255 - arrays["x_train"]})
     os.utime(npz, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert npz.stat().st_size == before.st_size
-    assert torch.equal(prepare(cache=cache, name="npz", root=npz).train.features, 255 - first)
+    assert torch.equal(prepared("npz", cache=cache, root=npz).train.features, 255 - first)
 
 
 @pytest.mark.parametrize(("train", "test"), [(30, 7), (7, 30), (30, 30), (31, 30), (30, None)])
 def test_each_limit_is_of_its_own_records_and_of_its_own_cached_copy(npz: Path, train, test):
     shared = npz.parent.parent / "cache of all limits"
-    prepare(cache=shared, name="npz", root=npz, limit_train=30, limit_test=7)
-    data = prepare(cache=shared, name="npz", root=npz, limit_train=train, limit_test=test)
+    prepared("npz", cache=shared, root=npz, limit_train=30, limit_test=7)
+    data = prepared("npz", cache=shared, root=npz, limit_train=train, limit_test=test)
     assert (len(data.train), len(data.server_test)) == (train, test or 50)
 
 
 def test_given_statistics_of_a_table(cache: Path, table_csv: Path):
     settings = {"cache": cache, "name": "csv", "root": table_csv, "server_test": False}
     settings["ignore"] = ("patient", "site")
-    own = prepare(**settings)
+    own = prepared(**settings)
     assert own.uses_own_statistics
     statistics = {"pressure": (2, 0.5), "age": (50.0, 10.0)}
-    given = prepare(**settings, statistics=statistics)
+    given = prepared(**settings, statistics=statistics)
     assert not given.uses_own_statistics
     # age, pressure, smokes=no, smokes=yes
     assert given.mean == (50.0, 2.0, 0.0, 0.0)
     assert given.std == (10.0, 0.5, 1.0, 1.0)
     assert torch.equal(given.train.features.nan_to_num(), own.train.features.nan_to_num())
     with pytest.raises(ConfigError, match="every numeric column once .*: age is missing or too"):
-        prepare(**settings, statistics={"pressure": (2, 0.5)})
-    with pytest.raises(ConfigError, match=r"statistics.age=\[50.0, 0\] must be"):
-        prepare(**settings, statistics=statistics | {"age": (50.0, 0)})
-    with pytest.raises(ConfigError, match="are for images"):
-        prepare(**settings, mean=(0.5,))
+        prepared(**settings, statistics={"pressure": (2, 0.5)})
+    with pytest.raises(ConfigError, match=r"dataset.statistics.age=\[50.0, 0.0\] must be"):
+        prepared(**settings, statistics=statistics | {"age": (50.0, 0)})
 
 
 def test_sites_become_a_partition(cache: Path, tmp_path: Path):
@@ -119,36 +120,39 @@ def test_sites_become_a_partition(cache: Path, tmp_path: Path):
     root.mkdir()
     (root / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
     (root / "bern.csv").write_text("a,y\n3,0\n4,1\n5,1\n")
-    data = prepare(cache=cache, name="csv", root=root, sites=True, server_test=False)
-    parts = partition(data.train, name="sites", clients=2, seed=1)
+    data = prepared("csv", cache=cache, root=root, sites=True, server_test=False)
+    parts = partition(data.train, Partition("sites"), clients=2)
     assert [data.train.features[part, 0].tolist() for part in parts] == [[3, 4, 5], [1, 2]]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "fashion-mnist"}, "nearest: fashion_mnist"),
-        ({"limit_train": 0}, "dataset.limit_train=0 must be at least 1"),
+        ({"limit_train": 0}, "dataset.limit_train=0 is out of range: expected 1 or more"),
         ({"channels": 2}, "dataset.channels=2 must be 1 or 3"),
-        ({"image_size": 0}, "dataset.image_size=0 must be at least 1"),
-        ({"image_size": -4}, "dataset.image_size=-4 must be at least 1"),
-        ({"label": "ill"}, "dataset.label=ill has no effect with dataset.name=npz"),
-        ({"download": True}, "dataset.download=true has no effect"),
+        ({"image_size": 0}, "dataset.image_size=0 is out of range: expected 1 to"),
+        ({"image_size": -4}, "dataset.image_size=-4 is out of range"),
+        ({"label": "ill"}, "setting=dataset.label is unknown"),
+        ({"download": True}, "setting=dataset.download is unknown"),
         ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
-        ({"std": (0.5, 0.5, 0)}, "do not fit images of 3 channels"),
+        ({"std": (0.5, 0.5)}, "do not fit images of 3 channels"),
         ({"statistics": {"a": (0, 1)}}, "statistics is for tables"),
-        ({"name": "digits", "sites": True}, "partition=sites does not fit dataset.name=digits"),
     ],
 )
 def test_settings_that_do_not_fit(cache: Path, npz: Path, settings, message):
     with pytest.raises(ConfigError, match=message):
-        prepare(**({"cache": cache, "name": "npz", "root": npz} | settings))
+        prepared(**({"cache": cache, "name": "npz", "root": npz} | settings))
+
+
+def test_digits_have_no_sites(cache: Path):
+    with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=digits"):
+        prepared("digits", cache=cache, sites=True)
 
 
 def test_too_few_records_for_a_server_test(cache: Path, tmp_path: Path):
     (tmp_path / "t.csv").write_text("a,y\n1,0\n")
     with pytest.raises(ConfigError, match="too few .* dataset.server_test=false"):
-        prepare(cache=cache, name="csv", root=tmp_path / "t.csv")
+        prepared("csv", cache=cache, root=tmp_path / "t.csv")
 
 
 OTHER_TESTS = {
@@ -165,7 +169,7 @@ def test_a_test_part_of_another_kind_is_refused(cache: Path, tmp_path: Path, kin
     path = tmp_path / "data.npz"
     np.savez(path, x_train=x, y_train=y, x_test=OTHER_TESTS[kind](x), y_test=y)
     with pytest.raises(ConfigError, match=r"the test records of dataset=npz are .*one form"):
-        prepare(cache=cache, name="npz", root=path)
+        prepared("npz", cache=cache, root=path)
     assert not cache.exists()
 
 
@@ -196,7 +200,7 @@ def test_a_broken_file_is_one_sentence(cache: Path, tmp_path: Path, kind):
     path.write_bytes(content)
     root = path if name in ("npz", "csv") else tmp_path / "root"
     with pytest.raises(ConfigError) as raised:
-        prepare(cache=cache, name=name, root=root)
+        prepared(name, cache=cache, root=root)
     sentence = str(raised.value)
     assert str(tmp_path / "root") in sentence
     assert "\n" not in sentence
@@ -205,12 +209,16 @@ def test_a_broken_file_is_one_sentence(cache: Path, tmp_path: Path, kind):
 
 def test_a_root_that_cannot_be_looked_at_is_one_sentence(cache: Path):
     with pytest.raises(ConfigError, match=r"^dataset.root=/a+ cannot be read: "):
-        prepare(cache=cache, name="npz", root=Path("/" + 300 * "a"))
+        prepared("npz", cache=cache, root=Path("/" + 300 * "a"))
+
+
+def of_columns(**given: object) -> dict[str, list[float]]:
+    return data_settings("csv", {"cache": "none", **given}).column_statistics
 
 
 def test_ranges_are_statistics_of_equally_likely_numbers():
     rng = np.random.default_rng(0)
-    found = declared_statistics({"weight": [70, 10]}, {"age": [20, 80], "dose": [-1, 3]})
+    found = of_columns(statistics={"weight": [70, 10]}, ranges={"age": [20, 80], "dose": [-1, 3]})
     for column, (low, high) in {"age": (20, 80), "dose": (-1, 3)}.items():
         numbers = rng.uniform(low, high, 200_000)
         assert found[column][0] == pytest.approx(numbers.mean(), abs=0.01 * (high - low))
@@ -223,25 +231,25 @@ def test_ranges_are_statistics_of_equally_likely_numbers():
     [
         (
             {"age": [80, 20]},
-            r"dataset.ranges.age=\[80, 20\] must be finite \[low, high\], low below high",
+            r"dataset.ranges.age=\[80.0, 20.0\] must be finite \[low, high\], low below high",
         ),
         ({"age": [1]}, "must be finite .low, high., low below high"),
-        ({"age": [1, float("nan")]}, "low below high"),
-        ({"age": [0, float("inf")]}, "low below high"),
+        ({"age": [-1e308, 1e308]}, "must be finite .low, high., low below high"),
+        ({"age": [1, float("nan")]}, r"dataset.ranges.age\[1\]=nan has the wrong type"),
         ({"weight": [40, 120]}, "dataset.ranges.weight has no effect beside dataset.statistics.w"),
     ],
 )
 def test_ranges_that_are_none_are_refused(ranges, message):
     with pytest.raises(ConfigError, match=message):
-        declared_statistics({"weight": [70, 10]}, ranges)
+        of_columns(statistics={"weight": [70, 10]}, ranges=ranges)
 
 
 def test_a_table_is_standardised_by_its_declared_ranges(table_csv: Path, tmp_path: Path):
     chosen = {"name": "csv", "root": table_csv, "id_column": "patient", "server_test": False}
     pressure = {"statistics": {"pressure": [2, 1]}}
-    found = prepare(cache=tmp_path, **chosen, **pressure, ranges={"age": [30, 90]})
+    found = prepared(cache=tmp_path, **chosen, **pressure, ranges={"age": [30, 90]})
     assert not found.uses_own_statistics
     assert found.mean == (60, 2, 0, 0, 0, 0)
     assert found.std == pytest.approx((60 / 12**0.5, 1, 1, 1, 1, 1))
     with pytest.raises(ConfigError, match="or dataset.ranges must name every numeric column once"):
-        prepare(cache=tmp_path, **chosen, ranges={"age": [30, 90]})
+        prepared(cache=tmp_path, **chosen, ranges={"age": [30, 90]})

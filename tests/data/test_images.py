@@ -6,16 +6,15 @@ import pytest
 import torch
 from PIL import Image
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.images import (
-    load_digits,
-    load_image_folder,
-    load_torchvision,
+    read_digits,
+    read_torchvision,
     records_from_arrays,
 )
 from fednas_flwr.data.records import record_ids
-from fednas_flwr.errors import ConfigError
 
-DEFAULTS = {"image_size": None, "channels": None, "class_names": ()}
+from ..data_sets import read
 
 
 def save_image(path: Path, *, value=100, size=(6, 4), mode="L") -> None:
@@ -24,7 +23,7 @@ def save_image(path: Path, *, value=100, size=(6, 4), mode="L") -> None:
 
 
 def test_digits_are_real_and_span_the_bytes():
-    train, test = load_digits()
+    train, test = read_digits()
     assert test is None
     assert train.features.shape == (1797, 1, 8, 8)
     assert train.features.dtype == torch.uint8
@@ -48,7 +47,7 @@ def test_torchvision_set_from_files_on_disk(tmp_path: Path):
     for part, x in images.items():
         write_idx(raw / f"{part}-images-idx3-ubyte", x)
         write_idx(raw / f"{part}-labels-idx1-ubyte", np.arange(len(x), dtype=np.uint8))
-    train, test = load_torchvision("fashion_mnist", root=tmp_path, download=False)
+    train, test = read_torchvision("fashion_mnist", root=tmp_path, download=False)
     assert train.features.numpy().tolist() == images["train"][:, None].tolist()
     assert test.features.shape == (3, 1, 28, 28)
     assert test.labels.tolist() == [0, 1, 2]
@@ -60,7 +59,7 @@ def test_torchvision_without_unpacked_files(tmp_path: Path):
     raw.mkdir(parents=True)
     (raw / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b""))
     with pytest.raises(ConfigError, match=r"dataset.root=.* unpacked.* dataset.download=true"):
-        load_torchvision("mnist", root=tmp_path, download=False)
+        read_torchvision("mnist", root=tmp_path, download=False)
 
 
 def test_folder_of_classes(tmp_path: Path):
@@ -69,7 +68,7 @@ def test_folder_of_classes(tmp_path: Path):
     save_image(tmp_path / "cat" / "1.jpg", value=30)
     save_image(tmp_path / ".hidden" / "1.png")
     (tmp_path / "cat" / "notes.txt").write_text("no image")
-    train, test = load_image_folder(tmp_path, **DEFAULTS)
+    train, test = read("image_folder", tmp_path)
     assert test is None
     assert train.class_names == ("cat", "dog")
     assert train.labels.tolist() == [0, 0, 1]
@@ -95,7 +94,7 @@ def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_p
     for name, (pixels, options) in stored.items():
         Image.fromarray(pixels).save(tmp_path / "a" / f"{name}.png", **options)
     found = [
-        load_image_folder(tmp_path, **DEFAULTS | how)[0].ids.tolist()
+        read("image_folder", tmp_path, **how)[0].ids.tolist()
         for how in ({"image_size": 5}, {"image_size": 8, "channels": 1}, {"image_size": 9})
     ]
     assert found[0] == found[1] == found[2]
@@ -112,23 +111,23 @@ def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_p
 def test_folder_of_classes_and_persons(tmp_path: Path):
     for file in ("dog/ann/1", "cat/bob/2", "cat/ann/1"):
         save_image(tmp_path / f"{file}.png")
-    train, _ = load_image_folder(tmp_path, **DEFAULTS, id_column="patient")
+    train, _ = read("image_folder", tmp_path, id_column="patient")
     assert train.by_person
     assert train.labels.tolist() == [0, 0, 1]
     assert train.columns["patient"].tolist() == ["ann", "bob", "ann"]
     assert train.ids.tolist() == record_ids([b"ann", b"bob", b"ann"]).tolist()
     save_image(tmp_path / "dog" / "3.png")
     with pytest.raises(ConfigError, match=r"dog/3.png is in no person's folder: .*<person>"):
-        load_image_folder(tmp_path, **DEFAULTS, id_column="patient")
+        read("image_folder", tmp_path, id_column="patient")
     with pytest.raises(ConfigError, match="ann has no images: expected <class>/<pers"):
-        load_image_folder(tmp_path / "dog" / "ann", **DEFAULTS, id_column="patient")
+        read("image_folder", tmp_path / "dog" / "ann", id_column="patient")
 
 
 def test_folder_with_train_and_test_resized_to_three_channels(tmp_path: Path):
     save_image(tmp_path / "train" / "a" / "1.png", value=7, mode="RGB")
     save_image(tmp_path / "train" / "b" / "1.png", value=9, size=(10, 10))
     save_image(tmp_path / "test" / "b" / "1.png", value=9, size=(3, 5))
-    train, test = load_image_folder(tmp_path, image_size=8, channels=3, class_names=())
+    train, test = read("image_folder", tmp_path, image_size=8, channels=3, class_names=())
     assert train.features.shape == (2, 3, 8, 8)
     assert train.features[:, :, 4, 4].tolist() == [[7, 0, 255], [9, 9, 9]]
     assert test.labels.tolist() == [1]
@@ -136,23 +135,22 @@ def test_folder_with_train_and_test_resized_to_three_channels(tmp_path: Path):
 
 def test_class_names_given_by_the_user_fix_the_order(tmp_path: Path):
     save_image(tmp_path / "b" / "1.png")
-    settings = DEFAULTS | {"class_names": ("c", "b", "a")}
-    train, _ = load_image_folder(tmp_path, **settings)
+    train, _ = read("image_folder", tmp_path, class_names=("c", "b", "a"))
     assert train.class_names == ("c", "b", "a")
     assert train.labels.tolist() == [1]
     with pytest.raises(ConfigError, match="has the label b, which is not in"):
-        load_image_folder(tmp_path, **(DEFAULTS | {"class_names": ("c", "a")}))
+        read("image_folder", tmp_path, class_names=("c", "a"))
 
 
 def test_images_that_cannot_be_used(tmp_path: Path):
     with pytest.raises(ConfigError, match="not a folder"):
-        load_image_folder(tmp_path / "missing", **DEFAULTS)
+        read("image_folder", tmp_path / "missing")
     with pytest.raises(ConfigError, match="has no images: expected <class>/<image>"):
-        load_image_folder(tmp_path, **DEFAULTS)
+        read("image_folder", tmp_path)
     save_image(tmp_path / "a" / "1.png")
     save_image(tmp_path / "a" / "2.png", size=(5, 5))
     with pytest.raises(ConfigError, match=r"2 different sizes \(6x4: 1, 5x5: 1\): set dataset.im"):
-        load_image_folder(tmp_path, **DEFAULTS)
+        read("image_folder", tmp_path)
 
 
 def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path: Path):
@@ -164,8 +162,8 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path: Path):
     (tmp_path / "b" / "3.png").write_bytes(whole[:-30])  # cut within its pixels
     save_image(tmp_path / "b" / "5.png", value=5)
     with pytest.raises(ConfigError, match=r"2 of 5 files .*a/2.png .*b/3.png .*corrupt=skip"):
-        load_image_folder(tmp_path, **DEFAULTS)
-    kept, _ = load_image_folder(tmp_path, **DEFAULTS, corrupt="skip")
+        read("image_folder", tmp_path)
+    kept, _ = read("image_folder", tmp_path, corrupt="skip")
     assert kept.features[:, 0, 0, 0].tolist() == [1, 4, 5]
     assert kept.labels.tolist() == [0, 0, 1]
     assert len(kept.ids) == 3
@@ -173,17 +171,17 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path: Path):
     (tmp_path / "none" / "c").mkdir(parents=True)
     (tmp_path / "none" / "c" / "1.png").write_bytes(b"")
     with pytest.raises(ConfigError, match="1 of 1 files cannot be read"):
-        load_image_folder(tmp_path / "none", **DEFAULTS, corrupt="skip")
+        read("image_folder", tmp_path / "none", corrupt="skip")
 
 
 def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path: Path):
     (tmp_path / "a").mkdir()
     deep = np.array([[0, 1000, 4095, 65535]], dtype=np.uint16)
     Image.fromarray(deep).save(tmp_path / "a" / "1.png")
-    full, _ = load_image_folder(tmp_path, **DEFAULTS)
+    full, _ = read("image_folder", tmp_path)
     assert full.features.flatten().tolist() == [0, 4, 16, 255]  # 1000 / 65535 * 255 = 3.89
     assert full.notes == ("1 images of 16 bits: 0..65535 become 0..255",)
-    cut, _ = load_image_folder(tmp_path, **DEFAULTS, intensity=(1000, 4095))
+    cut, _ = read("image_folder", tmp_path, intensity=(1000, 4095))
     assert cut.features.flatten().tolist() == [0, 0, 255, 255]
     assert cut.ids.tolist() == full.ids.tolist()
 
@@ -192,11 +190,11 @@ def test_images_are_turned_upright_and_keep_their_ids(tmp_path: Path):
     pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
     (tmp_path / "a").mkdir()
     Image.fromarray(pixels).save(tmp_path / "a" / "1.png")
-    plain, _ = load_image_folder(tmp_path, **DEFAULTS)
+    plain, _ = read("image_folder", tmp_path)
     exif = Image.Exif()
     exif[0x0112] = 6  # as a camera on its side writes: turn by 90 degrees clockwise
     Image.fromarray(pixels).save(tmp_path / "a" / "1.png", exif=exif)
-    turned, _ = load_image_folder(tmp_path, **DEFAULTS)
+    turned, _ = read("image_folder", tmp_path)
     assert turned.features[0, 0].tolist() == np.rot90(pixels, -1).tolist()
     assert turned.ids.tolist() == plain.ids.tolist()
     assert turned.notes == ("1 images turned upright as their EXIF orientation says",)
@@ -205,10 +203,10 @@ def test_images_are_turned_upright_and_keep_their_ids(tmp_path: Path):
 def test_one_image_in_colour_makes_all_of_them_so(tmp_path: Path):
     save_image(tmp_path / "a" / "1.png", value=7)
     save_image(tmp_path / "a" / "2.png", value=9, mode="RGB")
-    both, _ = load_image_folder(tmp_path, **DEFAULTS)
+    both, _ = read("image_folder", tmp_path)
     assert both.features[:, :, 0, 0].tolist() == [[7, 7, 7], [9, 0, 255]]
     assert both.notes == ("1 gray and 1 colour images: all become colour",)
-    gray, _ = load_image_folder(tmp_path, **DEFAULTS | {"channels": 1})
+    gray, _ = read("image_folder", tmp_path, channels=1)
     assert gray.features.shape == (2, 1, 4, 6)
 
 
@@ -232,9 +230,9 @@ def test_dicom_is_shown_by_its_own_window(tmp_path: Path):
     for name, kind in (("1", "MONOCHROME2"), ("2", "MONOCHROME1")):
         scan.PhotometricInterpretation = kind
         pydicom.dcmwrite(tmp_path / "a" / f"{name}.dcm", scan)
-    found, _ = load_image_folder(tmp_path, **DEFAULTS)
+    found, _ = read("image_folder", tmp_path)
     assert found.features[0, 0].tolist() == [[0, 0], [128, 255]]
     assert found.features[1, 0].tolist() == [[255, 255], [127, 0]]
     (tmp_path / "a" / "3.dcm").write_bytes(b"no image")
     with pytest.raises(ConfigError, match=r"1 of 3 files .*3\.dcm"):
-        load_image_folder(tmp_path, **DEFAULTS)
+        read("image_folder", tmp_path)

@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 from fednas_flwr import compose, load, run
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.data.datasets import prepare
-from fednas_flwr.data.images import load_digits
-from fednas_flwr.data.labelled_images import load_images
+from fednas_flwr.data.images import read_digits
 from fednas_flwr.data.records import Records
-from fednas_flwr.errors import ConfigError, NoEffectError
-from fednas_flwr.reporting.events import read_events
+from fednas_flwr.runs.events import read_events
+
+from ..data_sets import prepared, read
 
 ROWS = {  # image -> findings, patient
     "images_1/a.png": ("Mass|Nodule", "p1"),
@@ -52,7 +52,8 @@ def shades(records: Records) -> list[int]:
 def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path: Path) -> None:
     root = by_findings(tmp_path)
     picture(root / "images_2" / "extra.png", 99)
-    train, test = load_images(
+    train, test = read(
+        "labelled_images",
         root,
         labels_file="labels.csv",
         label="Finding Labels",
@@ -72,15 +73,16 @@ def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path: Path)
 def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path: Path) -> None:
     lines = ["path;sex;mass;nodule;site", "images_2/c.png;f;0;1;x", "images_1/a.png;m;1;1;y"]
     root = written(tmp_path, lines)
-    train, _ = load_images(root, labels_file="labels.csv", labels=["nodule", "mass"])
+    train, _ = read("labelled_images", root, labels_file="labels.csv", labels=["nodule", "mass"])
     assert shades(train) == [20, 0]  # in the order of the table
     assert train.class_names == ("nodule", "mass")
     assert train.labels.tolist() == [[1, 0], [1, 1]]
     assert train.columns["site"].tolist() == ["x", "y"]
-    one, _ = load_images(root, labels_file="labels.csv", label="sex", class_names=["m", "f"])
+    chosen = {"labels_file": "labels.csv", "label": "sex", "class_names": ["m", "f"]}
+    one, _ = read("labelled_images", root, **chosen)
     assert one.labels.tolist() == [1, 0]
     assert not one.multi_label
-    last, _ = load_images(root, labels_file="labels.csv")
+    last, _ = read("labelled_images", root, labels_file="labels.csv")
     assert last.class_names == ("x", "y")
 
 
@@ -89,8 +91,8 @@ def test_a_broken_image_takes_its_row_with_it(tmp_path: Path) -> None:
     (root / "images_1" / "a.png").write_bytes(b"none")
     own = {"labels_file": "labels.csv", "label_separator": "|", "id_column": "Patient ID"}
     with pytest.raises(ConfigError, match="1 of 4 files cannot be read as an image"):
-        load_images(root, **own)
-    train, _ = load_images(root, **own, corrupt="skip")
+        read("labelled_images", root, **own)
+    train, _ = read("labelled_images", root, **own, corrupt="skip")
     assert shades(train) == [10, 20, 30]
     assert train.labels.tolist() == [[0, 0], [0, 1], [1, 0]]
     assert train.columns["Patient ID"].tolist() == ["p1", "p2", "p3"]
@@ -118,7 +120,7 @@ def test_a_table_that_does_not_fit_is_one_sentence(
             file.write(f"{line}\n")
     own = {"labels_file": "labels.csv", "label_separator": "|", **settings}
     with pytest.raises(ConfigError, match=sentence) as raised:
-        load_images(root, **own)
+        read("labelled_images", root, **own)
     assert "\n" not in str(raised.value)
 
 
@@ -126,35 +128,26 @@ def test_names_that_two_images_share_must_be_paths(tmp_path: Path) -> None:
     root = by_findings(tmp_path)
     picture(root / "images_2" / "a.png", 77)
     with pytest.raises(ConfigError, match="share their names with others: a.png; give paths"):
-        load_images(root, labels_file="labels.csv", label_separator="|")
+        read("labelled_images", root, labels_file="labels.csv", label_separator="|")
     text = (root / "labels.csv").read_text().replace("\na.png", "\nimages_2/a.png")
     (root / "labels.csv").write_text(text)
-    train, _ = load_images(root, labels_file="labels.csv", label_separator="|")
+    train, _ = read("labelled_images", root, labels_file="labels.csv", label_separator="|")
     assert shades(train)[0] == 77
-
-
-def test_columns_without_a_labels_file_have_no_effect(tmp_path: Path) -> None:
-    root = by_findings(tmp_path)
-    for setting in ({"label": "x"}, {"labels": ["x", "y"]}, {"label_separator": "|"}):
-        with pytest.raises(NoEffectError, match=r"no effect without dataset\.labels_file"):
-            prepare(cache=tmp_path / "cache", name="image_folder", root=root, **setting)
-    with pytest.raises(NoEffectError, match=r"labels_file=x has no effect with"):
-        prepare(cache=tmp_path / "cache", name="digits", labels_file="x")
 
 
 def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
     root = by_findings(tmp_path / "data")
     own = {"labels_file": "labels.csv", "label_separator": "|", "server_test": False}
-    terms = {"cache": tmp_path / "cache", "name": "image_folder", "root": root, **own}
-    assert prepare(**terms).train.labels[1].tolist() == [0, 0]
+    terms = {"cache": tmp_path / "cache", "name": "labelled_images", "root": root, **own}
+    assert prepared(**terms).train.labels[1].tolist() == [0, 0]
     text = (root / "labels.csv").read_text().replace("b.png,p1,", "b.png,p1,Mass")
     (root / "labels.csv").write_text(text)
-    assert prepare(**terms).train.labels[1].tolist() == [1, 0]
+    assert prepared(**terms).train.labels[1].tolist() == [1, 0]
 
 
 def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path: Path) -> None:
     """Digits with the labels even and large, of patients with three images each."""
-    records, _ = load_digits()
+    records, _ = read_digits()
     for part, rows in {"train": range(600), "test": range(600, 800)}.items():
         lines = ["file,patient,findings"]
         for i in rows:
@@ -169,12 +162,12 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path: Path) -> None:
     run(
         compose(
             *("algorithm=fedavg", "algorithm.network=linear", "clients=2", "retrain.rounds=5"),
-            *("stages=[retrain,evaluate,export]", "dataset=image_folder", "device=cpu"),
+            *("stages=[retrain,evaluate,export]", "dataset=labelled_images", "runtime.device=cpu"),
             *(f"dataset.root={tmp_path / 'data'}", f"dataset.cache={tmp_path / 'cache'}"),
             *("dataset.labels_file=labels.csv", 'dataset.label_separator=";"'),
             *("dataset.id_column=patient", "dataset.image_size=8", "dataset.channels=1"),
             *("dataset.crop_padding=0", "dataset.flip=false", "retrain.weights.lr=0.05"),
-            *("tensorboard=false", f"run_dir={folder}"),
+            *("trackers=[]", f"run_dir={folder}"),
         )
     )
     (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import (
     Split,
@@ -21,8 +23,6 @@ from fednas_flwr.data.loaders import (
 )
 from fednas_flwr.data.records import Records, record_ids, select_records
 from fednas_flwr.data.schema import Column
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

@@ -6,10 +6,13 @@ import pytest
 import torch
 from PIL import Image
 
-from fednas_flwr.data.npz import load_npz, records_from_npz
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.npz import records_from_npz
+from fednas_flwr.data.readers import data_settings
 
-DEFAULTS = {"image_size": None, "channels": None, "class_names": ()}
+from ..data_sets import read
+
+ARRAYS = data_settings("npz", {"cache": "none"})
 LABELS = np.array([0, 2, 1, 2])
 
 
@@ -42,7 +45,7 @@ def test_plain_images_in_every_layout(tmp_path: Path, layout):
     shape = {"NHWC": (4, 5, 6, 3), "NCHW": (4, 3, 5, 6), "NHW": (4, 5, 6)}[layout]
     x = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     path = save(tmp_path, x_train=x, y_train=LABELS, x_test=x[:2], y_test=LABELS[:2])
-    train, test = load_npz(path, **DEFAULTS)
+    train, test = read("npz", path)
     expected = {
         "NHWC": lambda: x.transpose(0, 3, 1, 2),
         "NCHW": lambda: x,
@@ -56,7 +59,7 @@ def test_plain_images_in_every_layout(tmp_path: Path, layout):
 
 def test_a_table_of_numbers(tmp_path: Path):
     x = np.array([[1.5, np.nan], [2, 3], [4, 5], [6, 7]])
-    train, test = load_npz(save(tmp_path, x_train=x, y_train=LABELS), **DEFAULTS)
+    train, test = read("npz", save(tmp_path, x_train=x, y_train=LABELS))
     assert test is None
     assert train.features.dtype == torch.float32
     assert train.feature_names == ("x0", "x1")
@@ -69,14 +72,14 @@ def test_encoded_images(tmp_path: Path, part):
     arrays = {f"train_{k}": v for k, v in joined(encoded).items()}
     arrays |= {f"{part}_{k}": v for k, v in joined(encoded[:2]).items()}
     path = save(tmp_path, y_train=LABELS, **{f"y_{part}": LABELS[:2]}, **arrays)
-    train, test = load_npz(path, **(DEFAULTS | {"class_names": ("x", "y", "z")}))
+    train, test = read("npz", path, class_names=("x", "y", "z"))
     assert train.features.numpy().tolist() == decoded.transpose(0, 3, 1, 2).tolist()
     (tmp_path / "plain").mkdir()
     plain = save(tmp_path / "plain", x_train=decoded, y_train=LABELS)
-    assert train.ids.tolist() == load_npz(plain, **DEFAULTS)[0].ids.tolist()
+    assert train.ids.tolist() == read("npz", plain)[0].ids.tolist()
     assert test.labels.tolist() == [0, 2]
     assert train.class_names == ("x", "y", "z")
-    gray, _ = load_npz(path, image_size=4, channels=1, class_names=())
+    gray, _ = read("npz", path, image_size=4, channels=1, class_names=())
     assert gray.features.shape == (4, 1, 4, 4)
     assert gray.ids.tolist() == train.ids.tolist()
 
@@ -119,18 +122,18 @@ ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
 )
 def test_files_that_cannot_be_used(tmp_path: Path, arrays, settings, message):
     with pytest.raises(ConfigError, match=message):
-        load_npz(save(tmp_path, **arrays), **(DEFAULTS | settings))
+        read("npz", save(tmp_path, **arrays), **settings)
 
 
 def test_no_npz_file(tmp_path: Path):
     (tmp_path / "data.npz").write_bytes(b"nothing of the kind")
     with pytest.raises(ConfigError, match="cannot be read as an .npz"):
-        load_npz(tmp_path / "data.npz", **DEFAULTS)
+        read("npz", tmp_path / "data.npz")
     np.save(tmp_path / "single.npy", LABELS)
     with pytest.raises(ConfigError, match="cannot be read as an .npz"):
-        load_npz(tmp_path / "single.npy", **DEFAULTS)
+        read("npz", tmp_path / "single.npy")
     with pytest.raises(ConfigError, match="unpack it with xz -dk"):
-        load_npz(tmp_path / "data.npz.xz", **DEFAULTS)
+        read("npz", tmp_path / "data.npz.xz")
 
 
 @pytest.mark.parametrize("label", [4, 3_000_000_000, 2**63 + 7])
@@ -138,13 +141,13 @@ def test_a_label_beyond_the_records_takes_no_memory(tmp_path: Path, label):
     x = np.zeros((4, 5, 5), np.uint8)
     path = save(tmp_path, x_train=x, y_train=np.array([0, 1, 2, label], np.uint64))
     with pytest.raises(ConfigError, match="class numbers 0, 1, ..."):
-        load_npz(path, **DEFAULTS)
+        read("npz", path)
     names = {"class_names": tuple("abcde")}
     if label == 4:
-        assert load_npz(path, **DEFAULTS | names)[0].labels.tolist() == [0, 1, 2, 4]
+        assert read("npz", path, **names)[0].labels.tolist() == [0, 1, 2, 4]
     else:
         with pytest.raises(ConfigError, match="5 classes|class numbers"):
-            load_npz(path, **DEFAULTS | names)
+            read("npz", path, **names)
 
 
 @pytest.mark.parametrize(
@@ -163,13 +166,13 @@ def test_several_labels_that_do_not_fit_are_refused(train, test, message):
     if test is not None:
         arrays |= {"x_test": x, "y_test": np.array(test)}
     with pytest.raises(ConfigError, match=message):
-        records_from_npz(arrays, origin="made")
+        records_from_npz(ARRAYS, arrays, origin="made")
 
 
 def test_marks_of_any_kind_are_several_labels():
     x = np.zeros((2, 4, 4), dtype=np.uint8)
     for kind in (bool, np.uint8, np.int64):
         y = np.array([[1, 0, 1], [0, 0, 0]], dtype=kind)
-        records, _ = records_from_npz({"x_train": x, "y_train": y}, origin="made")
+        records, _ = records_from_npz(ARRAYS, {"x_train": x, "y_train": y}, origin="made")
         assert records.labels.tolist() == [[1, 0, 1], [0, 0, 0]]
         assert records.class_names == ("0", "1", "2")

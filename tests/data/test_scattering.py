@@ -14,18 +14,19 @@ from torch.nn import functional
 
 from fednas_flwr import load
 from fednas_flwr.api import run
-from fednas_flwr.builders.clients import make_client
-from fednas_flwr.builders.configuration import parse_config
-from fednas_flwr.builders.data import make_data
-from fednas_flwr.builders.networks import supernet_space
-from fednas_flwr.clients.client import Augmentation
-from fednas_flwr.composition import compose_tree, given_settings
-from fednas_flwr.config import Config
-from fednas_flwr.data.datasets import prepare
+from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.client.client import Augmentation
+from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import server_split
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.scattering import Scattering, num_paths
 from fednas_flwr.data.summary import found
-from fednas_flwr.errors import ConfigError, NoEffectError
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+
+from ..data_sets import prepared
 
 
 @pytest.mark.parametrize(
@@ -101,59 +102,52 @@ SIZES = {"scales": 1, "angles": 2}
 
 def test_prepared_features_are_those_of_the_raw_images(tmp_path: Path) -> None:
     settings = {"cache": tmp_path, "name": "digits", "limit_train": 70, "limit_test": 5}
-    plain = prepare(**settings)
-    prepared = prepare(**settings, scattering=SIZES, mean=(0.3,), std=(0.2,))
+    plain = prepared(**settings)
+    features = prepared(**settings, scattering=SIZES, mean=(0.3,), std=(0.2,))
     transform = Scattering((1, 8, 8), **SIZES)
-    assert prepared.input_shape == transform.output_shape == (3, 4, 4)
+    assert features.input_shape == transform.output_shape == (3, 4, 4)
     for made, raw in (
-        (prepared.train, plain.train),
-        (prepared.server_test, plain.server_test),
+        (features.train, plain.train),
+        (features.server_test, plain.server_test),
     ):
         assert made is not None
         assert raw is not None
         expected = transform(raw.features / 255)
         torch.testing.assert_close(made.features, expected, rtol=1e-4, atol=1e-4)
         assert made.ids.tolist() == raw.ids.tolist()
-        split = server_split(made, prepared.mean, prepared.std)
+        split = server_split(made, features.mean, features.std)
         x, y = split.batch(torch.tensor([1, 3]), "cpu")
         assert torch.equal(x, made.features[[1, 3]])
         assert torch.equal(y, raw.labels[[1, 3]])
-    (note,) = found(prepared)
+    (note,) = found(features)
     assert re.fullmatch(r"scattering features: \(\d+, \d+, \d+\), \d+ MB, [\d.]+ s", note)
-    again = prepare(**settings, scattering={"scales": 1, "angles": 3})
+    again = prepared(**settings, scattering={"scales": 1, "angles": 3})
     assert again.input_shape == (4, 4, 4)
-    assert not prepared.uses_own_statistics
+    assert not features.uses_own_statistics
 
 
 def test_features_are_not_augmented_and_what_asks_for_it_is_refused(
     compose_config: Callable[..., Config],
 ) -> None:
-    config = compose_config("dataset=fashion_mnist", "dataset.transform=scattering")
+    config = compose_config("dataset=fashion_mnist", "dataset.scattering={scales: 2, angles: 8}")
     assert (config.dataset.crop_padding, config.dataset.flip) == (2, True)
     assert not any(config.dataset.augmentation.values())
-    made = compose_config("dataset.transform=scattering", "dataset.scattering.angles=2")
+    made = compose_config("dataset.scattering={scales: 2, angles: 2}")
     made = replace(made, dataset=replace(made.dataset, crop_padding=2, flip=True))
     client = make_client(made, 0, data=make_data(made), networks={})
     assert client.augmentation == Augmentation(crop_padding=0, flip=0, cutout=0)
     for setting in ("dataset.flip=true", "dataset.crop_padding=1", "dataset.mean=[0.5]"):
-        overrides = ("dataset.transform=scattering", setting)
+        overrides = ("dataset.scattering={scales: 2, angles: 8}", setting)
         given = given_settings(overrides)
-        with pytest.raises(NoEffectError, match="dataset.transform=scattering, whose features"):
+        with pytest.raises(NoEffectError, match="dataset.scattering, whose features"):
             parse_config(compose_tree(overrides), given=given)
-    overrides = ("dataset.scattering.angles=3",)
-    with pytest.raises(NoEffectError, match="set dataset.transform=scattering or remove it"):
-        parse_config(compose_tree(overrides), given=given_settings(overrides))
 
 
 def test_an_exported_model_takes_raw_images(
     compose_config: Callable[..., Config], made_data: Path, tmp_path: Path
 ) -> None:
     overrides = (
-        *(
-            "dataset.transform=scattering",
-            "dataset.scattering.angles=2",
-            "search_space.skip=linear",
-        ),
+        *("dataset.scattering={scales: 2, angles: 2}", "search_space.skip=linear"),
         f"run_dir={tmp_path / 'run'}",
     )
     result = run(compose_config(*overrides))
@@ -172,7 +166,7 @@ def test_a_private_search_on_features_runs(
 ) -> None:
     config = compose_config(
         *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
-        *("dataset.transform=scattering", "dataset.scattering.angles=2", "privacy.epsilon=50"),
+        *("dataset.scattering={scales: 2, angles: 2}", "privacy.epsilon=50"),
         *("stages=[search]", "clients=2", f"run_dir={tmp_path / 'run'}"),
         "search_space.skip=linear",
     )

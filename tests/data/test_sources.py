@@ -4,17 +4,27 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fednas_flwr.data.images import load_image_folder
-from fednas_flwr.data.sources import find_source, fingerprint, load_sites
-from fednas_flwr.data.tables import load_csv
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.datasets import find_source, fingerprint, load_sites
+from fednas_flwr.data.readers import data_settings
+from fednas_flwr.data.records import RecordsPair
+
+from ..data_sets import read
+
+
+def read_csv(path: Path) -> RecordsPair:
+    return read("csv", path)
+
+
+def read_folder(path: Path) -> RecordsPair:
+    return read("image_folder", path)
 
 
 def test_sites_are_sorted_by_name(tmp_path: Path):
     (tmp_path / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
     (tmp_path / "bern.csv").write_text("a,y\n3,0\n4,1\n5,1\n")
     (tmp_path / "readme.txt").write_text("no site")
-    records = load_sites(tmp_path, name="csv", read=load_csv)
+    records, _ = load_sites(tmp_path, name="csv", read=read_csv)
     assert records.columns["site"].tolist() == ["bern"] * 3 + ["oslo"] * 2
     assert records.features[:, 0].tolist() == [3, 4, 5, 1, 2]
 
@@ -25,10 +35,7 @@ def test_a_folder_of_images_per_site(tmp_path: Path):
             (tmp_path / site / kind).mkdir(parents=True)
             Image.new("L", (4, 4), i).save(tmp_path / site / kind / "1.png")
 
-    def read(path: Path):
-        return load_image_folder(path, image_size=None, channels=None, class_names=())
-
-    records = load_sites(tmp_path, name="image_folder", read=read)
+    records, _ = load_sites(tmp_path, name="image_folder", read=read_folder)
     assert records.columns["site"].tolist() == ["a", "a", "b", "b"]
     assert records.labels.tolist() == [0, 1, 0, 1]
     assert records.features[:, 0, 0, 0].tolist() == [1, 1, 0, 0]
@@ -37,41 +44,45 @@ def test_a_folder_of_images_per_site(tmp_path: Path):
     for part in ("train", "test"):
         Image.new("L", (4, 4)).save(tmp_path / "c" / part / "cat" / "1.png")
     with pytest.raises(ConfigError, match="the site .*c has a test part of its own"):
-        load_sites(tmp_path, name="image_folder", read=read)
+        load_sites(tmp_path, name="image_folder", read=read_folder)
 
 
 def test_sites_that_do_not_exist_or_fit(tmp_path: Path):
     with pytest.raises(ConfigError, match="holds no sites"):
-        load_sites(tmp_path, name="csv", read=load_csv)
+        load_sites(tmp_path, name="csv", read=read_csv)
     with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=digits"):
-        load_sites(tmp_path, name="digits", read=load_csv)
+        load_sites(tmp_path, name="digits", read=read_csv)
     (tmp_path / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
     (tmp_path / "bern.csv").write_text("a,y\n1,0\n2,0\n")
     with pytest.raises(ConfigError, match="dataset.class_names"):
-        load_sites(tmp_path, name="csv", read=load_csv)
+        load_sites(tmp_path, name="csv", read=read_csv)
     (tmp_path / "bern.csv").write_text("a,b,y\n1,0,1\n2,0,0\n")
     with pytest.raises(ConfigError, match="same feature columns .*differ in b"):
-        load_sites(tmp_path, name="csv", read=load_csv)
+        load_sites(tmp_path, name="csv", read=read_csv)
     (tmp_path / "bern.csv").rename(tmp_path / "oslo.csv.gz")
     with pytest.raises(ConfigError, match="same name|cannot be read"):
-        load_sites(tmp_path, name="csv", read=load_csv)
+        load_sites(tmp_path, name="csv", read=read_csv)
+
+
+def find(name: str, root: Path | None, *, sites: bool = False) -> Path:
+    place = None if root is None else str(root)
+    return find_source(data_settings(name, {"cache": "none", "root": place}), sites=sites)
 
 
 def test_a_missing_root_is_one_sentence(tmp_path: Path):
-    choice = {"download": False, "sites": False}
     with pytest.raises(ConfigError, match=r"dataset=npz needs .* dataset.root="):
-        find_source("npz", root=None, **choice)
+        find("npz", None)
     with pytest.raises(ConfigError, match="is not a file"):
-        find_source("npz", root=tmp_path, **choice)
+        find("npz", tmp_path)
     with pytest.raises(ConfigError, match="is not a file or folder"):
-        find_source("csv", root=tmp_path / "x", **choice)
-    assert find_source("csv", root=tmp_path, **choice) == tmp_path
+        find("csv", tmp_path / "x")
+    assert find("csv", tmp_path) == tmp_path
     with pytest.raises(ConfigError, match="is not a folder"):
-        find_source("npz", root=tmp_path / "x", download=False, sites=True)
+        find("npz", tmp_path / "x", sites=True)
     with pytest.raises(
         ConfigError, match=r"FashionMNIST/raw.*dataset.root=.*dataset.download=true"
     ):
-        find_source("fashion_mnist", root=tmp_path, **choice)
+        find("fashion_mnist", tmp_path)
 
 
 def test_the_fingerprint_changes_with_the_files(tmp_path: Path):

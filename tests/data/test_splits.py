@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import splits
 from fednas_flwr.data.splits import assign_splits, assignment_digest, hash_positions
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.names import SPLITS
+from fednas_flwr.settings.names import SPLITS
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MANY = np.array([f"record {i}".encode() for i in range(20_000)])

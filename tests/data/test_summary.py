@@ -44,7 +44,7 @@ def test_a_table_is_told_by_columns_clients_and_what_is_odd(
         "column seen: date, 2024-01-01 to 2024-01-28",
         "column ward: one of n, s, 10 missing",
         "note: 1 record equals another; equal ones stay in one part",
-        "suggestion: positive=died, the rarer class, for AUROC and the like",
+        "suggestion: evaluation.positive=died, the rarer class, for AUROC and the like",
     ):
         assert line in lines
     clients = [line for line in lines if line.startswith("client ")]

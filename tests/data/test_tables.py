@@ -6,16 +6,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.records import record_ids
-from fednas_flwr.data.tables import load_csv
-from fednas_flwr.errors import ConfigError
+
+from ..data_sets import read
 
 
 def test_columns_are_detected(table_csv: Path):
-    table, test = load_csv(table_csv, id_column="patient")
+    table, test = read("csv", table_csv, id_column="patient")
     assert test is None
     assert table.by_person
-    assert not load_csv(table_csv)[0].by_person
+    assert not read("csv", table_csv)[0].by_person
     names = ("age", "pressure", "smokes=no", "smokes=yes", "site=A", "site=B")
     assert table.feature_names == names
     assert table.num_numeric == 2
@@ -37,7 +38,8 @@ def test_columns_are_detected(table_csv: Path):
 
 def test_columns_are_chosen(table_csv: Path):
     table_csv.write_text(table_csv.read_text().replace("p1,70,,2.5,A,1\n", ""))
-    table, _ = load_csv(
+    table, _ = read(
+        "csv",
         table_csv,
         label="smokes",
         class_names=("yes", "no", "unknown"),
@@ -52,7 +54,8 @@ def test_columns_are_chosen(table_csv: Path):
 
 
 def test_ignored_columns_and_numeric_categories(table_csv: Path):
-    table, _ = load_csv(
+    table, _ = read(
+        "csv",
         table_csv,
         ignore=("patient", "smokes", "site"),
         categories={"age": ("40", "50", "60", "70")},
@@ -75,7 +78,7 @@ OTHER = {
 
 def ids_of(path: Path, text: str, **settings: object) -> list[bytes]:
     path.write_text(text)
-    return sorted(load_csv(path, label="y", **settings)[0].ids.tolist())
+    return sorted(read("csv", path, label="y", **settings)[0].ids.tolist())
 
 
 @pytest.mark.parametrize("text", SAME.values(), ids=SAME)
@@ -107,7 +110,7 @@ def test_a_column_that_is_no_feature_changes_no_id(tmp_path: Path):
 def test_compressed_with_mark_and_text_labels(tmp_path: Path):
     text = "\ufeffa,kind\n1,pear\n2,apple\n3,pear\n"
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(text.encode()))
-    table, _ = load_csv(tmp_path / "t.csv.gz")
+    table, _ = read("csv", tmp_path / "t.csv.gz")
     assert table.feature_names == ("a",)
     assert table.class_names == ("apple", "pear")
     assert table.labels.tolist() == [1, 0, 1]
@@ -115,7 +118,7 @@ def test_compressed_with_mark_and_text_labels(tmp_path: Path):
 
 def test_whole_number_labels_are_in_order_of_number(tmp_path: Path):
     (tmp_path / "t.csv").write_text("a,y\n1,10\n2,9\n3,-1\n")
-    table, _ = load_csv(tmp_path / "t.csv")
+    table, _ = read("csv", tmp_path / "t.csv")
     assert table.class_names == ("-1", "9", "10")
 
 
@@ -126,7 +129,7 @@ def test_whole_number_labels_are_in_order_of_number(tmp_path: Path):
         ({"numeric": ("weight",)}, "no column weight"),
         ({"categories": {"sites": ()}}, "no column sites"),
         ({"numeric": ("age", "ill")}, "column ill of .* has two uses"),
-        ({"numeric": ("age",), "categorical": ("age",)}, "column age of .* has two uses"),
+        ({"numeric": ("age",), "categorical": ("age",)}, r"dataset.ignore=.* age more than once"),
         ({"numeric": ("smokes",)}, "smokes of .* is numeric but holds yes in row 1"),
         ({"categories": {"site": ("A",)}}, "holds B, which is not in dataset.categories.site"),
         ({"class_names": ("0",)}, "column ill, has the label 1"),
@@ -137,7 +140,7 @@ def test_whole_number_labels_are_in_order_of_number(tmp_path: Path):
 )
 def test_tables_that_do_not_fit(table_csv: Path, settings, message):
     with pytest.raises(ConfigError, match=message):
-        load_csv(table_csv, **settings)
+        read("csv", table_csv, **settings)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +157,15 @@ def test_tables_that_do_not_fit(table_csv: Path, settings, message):
 def test_files_that_cannot_be_used(tmp_path: Path, text, message):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_csv(tmp_path / "t.csv")
+        read("csv", tmp_path / "t.csv")
     with pytest.raises(ConfigError, match="cannot be read as a CSV"):
-        load_csv(tmp_path / "missing.csv")
+        read("csv", tmp_path / "missing.csv")
 
 
 def test_a_parsers_error_is_told_in_one_line(tmp_path: Path):
     (tmp_path / "t.csv").write_text("a,y\n1,2\n1,2,3,4\n")
     with pytest.raises(ConfigError) as told:
-        load_csv(tmp_path / "t.csv")
+        read("csv", tmp_path / "t.csv")
     assert "\n" not in str(told.value)
 
 
@@ -170,16 +173,24 @@ def test_a_folder_has_an_official_test_part(tmp_path: Path):
     (tmp_path / "train.csv").write_text("a,colour,y\n1,red,no\n2,blue,yes\n3,red,no\n")
     text = "y,colour,more,a\nyes,red,x,4\n"  # columns by name, and no blue in it
     (tmp_path / "test.csv.gz").write_bytes(gzip.compress(text.encode()))
-    train, test = load_csv(tmp_path)
+    train, test = read("csv", tmp_path)
     assert (len(train), len(test)) == (3, 1)
     assert test.feature_names == train.feature_names == ("a", "colour=blue", "colour=red")
     assert test.features.tolist() == [[4.0, 0.0, 1.0]]
     assert test.class_names == train.class_names == ("no", "yes")
     assert test.labels.tolist() == [1]
     (tmp_path / "test.csv.gz").unlink()
-    alone, none = load_csv(tmp_path)
+    alone, none = read("csv", tmp_path)
     assert none is None
     assert alone.ids.tolist() == train.ids.tolist()
+
+
+def test_features_of_a_test_part_are_in_the_order_of_the_train_part(tmp_path: Path):
+    (tmp_path / "train.csv").write_text("a,b,c,y\n1,10,u,no\n2,20,v,yes\n")
+    (tmp_path / "test.csv").write_text("c,b,y,a\nv,30,yes,3\n")
+    train, test = read("csv", tmp_path, label="y")
+    assert train.feature_names == test.feature_names == ("a", "b", "c=u", "c=v")
+    assert test.features.tolist() == [[3, 30, 0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +209,7 @@ def test_folders_that_do_not_fit(tmp_path: Path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_csv(tmp_path)
+        read("csv", tmp_path)
 
 
 PATIENTS = "name;age;blood;seen;sex;ill\nAsa;50,5;1,25;2024-05-31;f;ja\nOle;61;;31.05.2024;m;nein\n"
@@ -234,7 +245,7 @@ def write_forms(folder: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("form", ["german", "utf-16", "tabs", "excel", "parquet"])
 def test_a_table_is_read_as_it_is(tmp_path: Path, form: str):
-    table, _ = load_csv(write_forms(tmp_path)[form], id_column="name")
+    table, _ = read("csv", write_forms(tmp_path)[form], id_column="name")
     assert table.feature_names == ("age", "blood", "seen", "sex=f", "sex=m")
     days = (date(2024, 5, 31) - date(1970, 1, 1)).days
     expected = [[50.5, 1.25, days, 1, 0], [61, np.nan, days, 0, 1]]
@@ -250,11 +261,11 @@ def test_a_table_is_read_as_it_is(tmp_path: Path, form: str):
 def test_a_form_that_is_given_is_not_looked_for(tmp_path: Path):
     path = tmp_path / "t.csv"
     path.write_text("a;b,y\n1;2,0\n3;4,1\n", encoding="utf-16-le")
-    table, _ = load_csv(path, separator=",", encoding="utf-16-le")
+    table, _ = read("csv", path, separator=",", encoding="utf-16-le")
     assert table.feature_names == ("a;b=1;2", "a;b=3;4")
     path.write_text("a;y\n1,5;0\n2,5;1\n")
-    assert load_csv(path)[0].features.flatten().tolist() == [1.5, 2.5]
-    assert load_csv(path, decimal="point")[0].feature_names == ("a=1,5", "a=2,5")
+    assert read("csv", path)[0].features.flatten().tolist() == [1.5, 2.5]
+    assert read("csv", path, decimal="point")[0].feature_names == ("a=1,5", "a=2,5")
 
 
 def test_a_column_of_numbers_with_a_few_texts_is_an_error_that_names_them(tmp_path: Path):
@@ -264,24 +275,24 @@ def test_a_column_of_numbers_with_a_few_texts_is_an_error_that_names_them(tmp_pa
     path.write_text("age,y\n" + "".join(f"{cell},{i % 2}\n" for i, cell in enumerate(cells)))
     message = r"age .* but for unknown in row 7, \? in row 31: .*missing_values=\[\?, unknown\]"
     with pytest.raises(ConfigError, match=message):
-        load_csv(path)
-    table, _ = load_csv(path, missing_values=("?", "unknown"))
+        read("csv", path)
+    table, _ = read("csv", path, missing_values=("?", "unknown"))
     assert table.feature_names == ("age",)
     assert np.flatnonzero(np.isnan(table.features[:, 0].numpy())).tolist() == [6, 30]
-    assert len(load_csv(path, categorical=("age",))[0].feature_names) == 40
+    assert len(read("csv", path, categorical=("age",))[0].feature_names) == 40
     with pytest.raises(ConfigError, match="age of .* is numeric but holds unknown in row 7, . in"):
-        load_csv(path, numeric=("age",))
+        read("csv", path, numeric=("age",))
     with pytest.raises(ConfigError, match="age of .* is of dates but holds 0 in row 1, 1 in row 2"):
-        load_csv(path, dates=("age",))
+        read("csv", path, dates=("age",))
 
 
 def test_an_indicator_says_which_numbers_are_missing(table_csv: Path):
-    table, _ = load_csv(table_csv, ignore=("patient", "smokes", "site"), missing="indicator")
+    table, _ = read("csv", table_csv, ignore=("patient", "smokes", "site"), missing="indicator")
     names = ("age", "pressure", "age is missing", "pressure is missing")
     assert table.feature_names == names
     assert table.num_numeric == 2
     assert table.features[:, 2:].tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
-    plain, _ = load_csv(table_csv, ignore=("patient", "smokes", "site"))
+    plain, _ = read("csv", table_csv, ignore=("patient", "smokes", "site"))
     assert table.ids.tolist() == plain.ids.tolist()
 
 
@@ -296,7 +307,7 @@ def labelled(tmp_path: Path) -> Path:
 
 
 def test_a_column_per_label_makes_several_labels(labelled: Path):
-    table, _ = load_csv(labelled, labels=("b", "a"), ignore=("found",))
+    table, _ = read("csv", labelled, labels=("b", "a"), ignore=("found",))
     assert table.multi_label
     assert table.class_names == ("b", "a")
     assert table.labels.tolist() == [[0, 1], [1, 0], [1, 1], [0, 0]]
@@ -306,10 +317,10 @@ def test_a_column_per_label_makes_several_labels(labelled: Path):
 
 def test_a_column_of_lists_makes_several_labels(labelled: Path):
     chosen = {"label_separator": ";", "ignore": ("a", "b")}
-    table, _ = load_csv(labelled, **chosen)
+    table, _ = read("csv", labelled, **chosen)
     assert table.class_names == ("x", "y", "z")
     assert table.labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 1]]
-    named, _ = load_csv(labelled, class_names=("z", "w", "y", "x"), **chosen)
+    named, _ = read("csv", labelled, class_names=("z", "w", "y", "x"), **chosen)
     assert named.labels.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
 
 
@@ -332,4 +343,4 @@ def test_a_column_of_lists_makes_several_labels(labelled: Path):
 )
 def test_labels_that_cannot_be_read_are_refused(settings, message, labelled: Path):
     with pytest.raises(ConfigError, match=message):
-        load_csv(labelled, **settings)
+        read("csv", labelled, **settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
-from fednas_flwr.config import site_dataset
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import Prepared, prepare
+from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.table_files import Form, read_texts
-from fednas_flwr.errors import ConfigError
+from fednas_flwr.settings import Dataset
 
 HEADER = ["patient", "age", "seen", "ward", "note", "outcome"]
 ROWS = [
@@ -85,21 +87,17 @@ READABLE = {
 }
 
 
-def dataset_of(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
-    """Return what a private site's file says of its data."""
+def dataset_of(folder: Path, described: dict[str, Any], *, cache: str = "cache") -> Dataset:
+    """What a private site's file says of its data."""
     path = folder / "dataset.yaml"
     path.write_text(yaml.safe_dump(described))
-    read = site_dataset(path, cache=str(folder / "cache"))
-    taken = {key: getattr(read, key) for key in described if key != "statistics"}
-    own = {"encoding": read.encoding, "decimal": read.decimal} if read.name == "csv" else {}
-    return {**taken, **own, "corrupt": read.corrupt, "statistics": described.get("statistics")}
+    return site_dataset(path, cache=str(folder / cache))
 
 
 def read(path: Path, described: dict[str, Any]) -> Prepared:
-    """Return a private site's records, read anew."""
-    cache = path.parent / f"cache-{path.name}"
-    own = dataset_of(path.parent, described)
-    return prepare(cache=cache, root=path, server_test=False, **own)
+    """A private site's records, read anew."""
+    dataset = dataset_of(path.parent, described, cache=f"cache-{path.name}")
+    return prepare(replace(dataset.at(str(path)), server_test=False))
 
 
 def assert_untouched(found: Prepared, alone: Prepared, *, left_out: bool, place: int) -> None:
@@ -426,7 +424,7 @@ def test_a_file_in_a_folder_changes_no_other_record(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".csv", ".xlsx"])
 def test_a_row_of_a_labels_file_changes_no_other_record(tmp_path: Path, suffix: str) -> None:
-    own = IMAGES | {"name": "image_folder", "labels_file": f"labels{suffix}", "label": "found"}
+    own = IMAGES | {"name": "labelled_images", "labels_file": f"labels{suffix}", "label": "found"}
     own |= {"id_column": "patient"}
     header = ["image", "patient", "found"]
     rows = [[f"m{i}.png", f"{i}", "ab"[i % 2]] for i in range(5)]
@@ -462,7 +460,7 @@ def test_a_bare_name_that_images_share_is_refused(tmp_path: Path, other: str) ->
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "m.png").write_bytes(png(1))
     (tmp_path / "labels.csv").write_text("image,found\nm.png,a\n")
-    own = IMAGES | {"name": "image_folder", "labels_file": "labels.csv", "label": "found"}
+    own = IMAGES | {"name": "labelled_images", "labels_file": "labels.csv", "label": "found"}
     with pytest.raises(ConfigError, match="share their names with others: m.png"):
         read(tmp_path, own)
 
@@ -487,9 +485,9 @@ def test_a_site_may_have_no_record_that_can_be_read(tmp_path: Path) -> None:
 
 def test_other_sites_keep_refusing(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "table.csv", with_cell("ward", "east", place=1)[0])
-    own = dataset_of(tmp_path, TABLE) | {"corrupt": "refuse"}
+    dataset = dataset_of(tmp_path, TABLE).at(str(path))
     with pytest.raises(ConfigError, match="holds east, which is not in dataset.categories.ward"):
-        prepare(cache=tmp_path / "cache", root=path, server_test=False, **own)
+        prepare(replace(dataset, corrupt="refuse", server_test=False))
 
 
 def test_a_private_site_cannot_refuse_for_one_record(tmp_path: Path) -> None:

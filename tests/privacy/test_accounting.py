@@ -11,16 +11,16 @@ from opacus.accountants.analysis import gdp as opacus_gdp
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from fednas_flwr.privacy.accounting import (
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.privacy.mechanism.accounting import (
     RDP_ORDERS,
     calibrate_noise,
     epsilon_per_split,
     prv_epsilon,
     rdp_epsilon,
 )
-from fednas_flwr.privacy.gdp import gdp_epsilon
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.renyi_filter import filter_epsilon
+from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release
 
 DELTA = 1e-5
 # Add/remove, Poisson, delta 1e-5: release, GDP formula, tight numerical value, range of RDP (which

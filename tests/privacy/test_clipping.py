@@ -15,15 +15,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.evaluation.fixed_networks import linear, plain_cnn, torchvision_network
-from fednas_flwr.privacy import clipping, micro_batches, record_gradients
-from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
-from fednas_flwr.privacy.record_losses import OuterProducts
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.models.fixed_networks import linear, plain_cnn, torchvision_network
+from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
+from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+from fednas_flwr.privacy.mechanism.record_losses import OuterProducts
 from fednas_flwr.privacy.self_test import unwatched
-from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.architect import alpha_gradient_sum
-from fednas_flwr.search.training import Tally, trainable_weights, weight_gradient_sum
-from fednas_flwr.search_spaces import DARTSSpace, MLPSpace, NASBench201Space
+from fednas_flwr.search.gradient_sums import Tally, trainable_weights, weight_gradient_sum
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.mlp import MLPSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 CLASSES = 5
 
@@ -69,13 +71,10 @@ NETWORKS = {
     "darts reference": (lambda s: darts(s, "reference").supernet(), (3, 9, 7), (1, 17, 14)),
     "nasbench201 reference": (
         lambda s: nasbench201(s, "reference").supernet(),
-        *((1, 7, 9), (3, 15, 13)),
+        (1, 7, 9),
+        (3, 15, 13),
     ),
-    "darts": (
-        lambda s: derived(darts(s), auxiliary=True),
-        (1, 11, 9),
-        (3, 17, 14),
-    ),
+    "darts": (lambda s: derived(darts(s), auxiliary=True), (1, 11, 9), (3, 17, 14)),
     "nasbench201": (lambda s: derived(nasbench201(s), num_cells=2), (3, 7, 9), (1, 15, 13)),
     "mlp supernet": (lambda s: mlp(s).supernet(), (6,), (30,)),
     "mlp": (lambda s: derived(mlp(s)), (6,), (30,)),
@@ -111,6 +110,20 @@ def make_batch(shape, dtype, *, batch=3, seed=1):
 
 def loss_of(name):
     return with_auxiliary if name == "darts" else cross_entropy
+
+
+def weight_sum(network, x, y, **changed):
+    """The clipped sum of the weights' gradients, to a norm of 1 unless another is given."""
+    common = {"loss": cross_entropy, "parameters": trainable_weights(network), "max_norm": 1.0}
+    return clipped_gradient_sum(network, x, y, **common | changed)
+
+
+def alpha_sum(supernet, x, y, **changed):
+    common = {"loss": cross_entropy, "alphas": supernet.alphas(), "max_norm": 1.0}
+    return clipped_alpha_gradient_sum(supernet, x, y, **common | changed)
+
+
+SUMS = {"alphas": alpha_sum, "weights": weight_sum, "factors": weight_sum}
 
 
 def gradients_one_by_one(network, x, y, *, loss, parameters):
@@ -174,11 +187,8 @@ def sums_and_errors(network, x, y, *, loss, sizes):
         max_norm = middle_norm(chosen)
         expected = clipped_sum(chosen, max_norm)
         for size in sizes:
-            common = {"loss": loss, "max_norm": max_norm, "micro_batch_size": size}
-            if parameters is alphas:
-                sums = clipped_alpha_gradient_sum(network, x, y, alphas=alphas, **common)
-            else:
-                sums = clipped_gradient_sum(network, x, y, parameters=weights, **common)
+            summed = alpha_sum if parameters is alphas else weight_sum
+            sums = summed(network, x, y, loss=loss, max_norm=max_norm, micro_batch_size=size)
             for name, tensor in sums.items():
                 assert tensor.dtype == torch.float64
                 assert tensor.shape == parameters[name].shape
@@ -190,16 +200,8 @@ def sums_and_errors(network, x, y, *, loss, sizes):
 def test_agreement_with_the_loop_in_float64(name):
     network, shape = make_network(name, torch.float64)
     x, y = make_batch(shape, torch.float64)
-    errors = list(sums_and_errors(network, x, y, loss=loss_of(name), sizes=(2,)))
-    assert max(map(max, errors)) < 1e-10, errors
-
-
-@pytest.mark.usefixtures("route", "uncut")
-@pytest.mark.parametrize("name", ["nasbench201 supernet", "plain_cnn"])
-def test_agreement_with_the_loop_for_every_size_of_micro_batches(name):
-    network, shape = make_network(name, torch.float64)
-    x, y = make_batch(shape, torch.float64)
-    errors = list(sums_and_errors(network, x, y, loss=loss_of(name), sizes=(1, len(x), 4)))
+    sizes = (1, 2, len(x), 4) if name in ("nasbench201 supernet", "plain_cnn") else (2,)
+    errors = list(sums_and_errors(network, x, y, loss=loss_of(name), sizes=sizes))
     assert max(map(max, errors)) < 1e-10, errors
 
 
@@ -222,13 +224,8 @@ def test_agreement_with_the_loop_in_float32(name):
 def test_nothing_clipped_gives_the_gradients_of_the_non_private_search():
     supernet, shape = make_network("nasbench201 supernet", torch.float64)
     x, y = make_batch(shape, torch.float64, batch=4)
-    weights = clipped_gradient_sum(
-        supernet, x, y, loss=cross_entropy, parameters=supernet.weights(), max_norm=1e3
-    )
+    weights, alphas = (summed(supernet, x, y, max_norm=1e3) for summed in (weight_sum, alpha_sum))
     assert max(error(weights, weight_gradient_sum(supernet, (x, y), Tally()))) < 1e-10
-    alphas = clipped_alpha_gradient_sum(
-        supernet, x, y, loss=cross_entropy, alphas=supernet.alphas(), max_norm=1e3
-    )
     assert max(error(alphas, alpha_gradient_sum(supernet, (x, y))[0])) < 1e-10
 
 
@@ -238,19 +235,14 @@ def test_public_factors_multiply_after_clipping():
     x, _ = make_batch(shape, torch.float64, batch=3)
     y = torch.tensor([0, 1, 2])
     factors = torch.tensor([1.0, 0.25, 0.5, 1.0, 1.0])
-    common = {"loss": cross_entropy, "class_factors": factors}
-    for parameters in (supernet.weights(), supernet.alphas()):
+    for parameters, summed in (
+        (supernet.weights(), weight_sum),
+        (supernet.alphas(), alpha_sum),
+    ):
         records = gradients_one_by_one(supernet, x, y, loss=cross_entropy, parameters=parameters)
         max_norm = 0.5 * min(map(norm, records))
         expected = clipped_sum(records, max_norm, factors=[1.0, 0.25, 0.5])
-        if "cell" in parameters:
-            sums = clipped_alpha_gradient_sum(
-                supernet, x, y, alphas=parameters, max_norm=max_norm, **common
-            )
-        else:
-            sums = clipped_gradient_sum(
-                supernet, x, y, parameters=parameters, max_norm=max_norm, **common
-            )
+        sums = summed(supernet, x, y, max_norm=max_norm, class_factors=factors)
         assert max(error(sums, expected)) < 1e-10
 
 
@@ -279,9 +271,7 @@ def check_against_loop(network, x, y, parameters=None):
     parameters = parameters or dict(network.named_parameters())
     records = gradients_one_by_one(network, x, y, loss=cross_entropy, parameters=parameters)
     max_norm = middle_norm(records)
-    sums = clipped_gradient_sum(
-        network, x, y, loss=cross_entropy, parameters=parameters, max_norm=max_norm
-    )
+    sums = weight_sum(network, x, y, parameters=parameters, max_norm=max_norm)
     assert max(error(sums, clipped_sum(records, max_norm))) < 1e-10
 
 
@@ -332,12 +322,10 @@ def test_the_module_is_left_as_it_was():
         raise KeyError("labels")
 
     before = state()
-    clipped_gradient_sum(
-        network, x, y, loss=cross_entropy, parameters=weights, max_norm=1.0, micro_batch_size=2
-    )
+    weight_sum(network, x, y, parameters=weights, micro_batch_size=2)
     assert state() == before
     with pytest.raises(KeyError, match="labels"):
-        clipped_gradient_sum(network, x, y, loss=broken, parameters=weights, max_norm=1.0)
+        weight_sum(network, x, y, loss=broken, parameters=weights)
     assert state() == before
     assert network.skeleton.classifier.bias.grad is kept
     assert bool((kept == 1).all())
@@ -349,9 +337,7 @@ def test_the_supernet_is_left_as_it_was():
     x, y = make_batch(shape, torch.float64)
     before = {name: p.clone() for name, p in supernet.named_parameters()}
     with torch.no_grad():
-        clipped_alpha_gradient_sum(
-            supernet, x, y, loss=cross_entropy, alphas=supernet.alphas(), max_norm=1.0
-        )
+        alpha_sum(supernet, x, y)
     for name, parameter in supernet.named_parameters():
         assert parameter.requires_grad
         assert parameter.grad is None
@@ -376,16 +362,7 @@ def test_an_unreached_parameter_has_zeros_and_a_missed_use_is_an_error(route):
     x, y = make_batch((4,), torch.float32, batch=4)
 
     def run(use):
-        network = Unreached(use)
-        return clipped_gradient_sum(
-            network,
-            x,
-            y,
-            loss=cross_entropy,
-            parameters=dict(network.named_parameters()),
-            max_norm=1.0,
-            micro_batch_size=3,
-        )
+        return weight_sum(Unreached(use), x, y, micro_batch_size=3)
 
     sums = run("never")
     assert not sums["layer.weight"].any()
@@ -416,7 +393,7 @@ def test_a_supernet_that_stacks_a_weight_twice_is_an_error():
     weights = {"first": network.first.weight, "second": network.second.weight}
     x, y = make_batch((4,), torch.float32)
     with pytest.raises(RuntimeError, match="of every use of first"):
-        clipped_gradient_sum(network, x, y, loss=cross_entropy, parameters=weights, max_norm=1.0)
+        weight_sum(network, x, y, parameters=weights)
 
 
 def test_some_weights_of_a_fast_supernet():
@@ -466,12 +443,7 @@ def test_a_parameter_under_two_names_is_refused():
     layer = nn.Linear(4, CLASSES)
     x, y = make_batch((4,), torch.float32)
     with pytest.raises(ValueError, match="two names"):
-        clipped_gradient_sum(
-            *(layer, x, y),
-            loss=cross_entropy,
-            parameters={"a": layer.weight, "b": layer.weight},
-            max_norm=1.0,
-        )
+        weight_sum(layer, x, y, parameters={"a": layer.weight, "b": layer.weight})
 
 
 class EverySecondTime(nn.Module):
@@ -492,13 +464,11 @@ class EverySecondTime(nn.Module):
 @pytest.mark.usefixtures("route")
 def test_calls_that_the_loss_does_not_reach_do_not_touch_the_next_micro_batch():
     network = EverySecondTime().double()
-    weights = dict(network.named_parameters())
     x, y = make_batch((4,), torch.float64, batch=5)
-    common = {"loss": cross_entropy, "parameters": weights, "max_norm": 0.1}
-    sums = clipped_gradient_sum(network, x, y, micro_batch_size=3, **common)
+    sums = weight_sum(network, x, y, micro_batch_size=3, max_norm=0.1)
     network.calls = 0
-    first = clipped_gradient_sum(network, x[:3], y[:3], **common)
-    second = clipped_gradient_sum(network, x[3:], y[3:], **common)
+    first = weight_sum(network, x[:3], y[:3], max_norm=0.1)
+    second = weight_sum(network, x[3:], y[3:], max_norm=0.1)
     assert second["layer.weight"].any()
     assert max(error(sums, {name: first[name] + second[name] for name in first})) < 1e-12
 
@@ -517,11 +487,8 @@ def test_batch_norm_is_refused(frozen):
     x, y = make_batch((3, 8, 8), torch.float32)
     for network in networks:
         network.requires_grad_(not frozen)
-        weights = trainable_weights(network)
         with pytest.raises(ValueError, match=r"batch normalisation .* group normalisation .*\.$"):
-            clipped_gradient_sum(
-                network, x, y, loss=cross_entropy, parameters=weights, max_norm=1.0
-            )
+            weight_sum(network, x, y)
         with pytest.raises(ValueError, match="batch normalisation"):
             clipped_alpha_gradient_sum(network, x, y, loss=cross_entropy, alphas={}, max_norm=1.0)
 
@@ -547,14 +514,7 @@ class Direct(nn.Module):
 def test_networks_without_per_sample_gradients_are_refused(network, message):
     x, y = make_batch((4,), torch.float32)
     with pytest.raises(ValueError, match=message):
-        clipped_gradient_sum(
-            network,
-            x,
-            y,
-            loss=cross_entropy,
-            parameters=dict(network.named_parameters()),
-            max_norm=1.0,
-        )
+        weight_sum(network, x, y)
 
 
 @pytest.mark.parametrize(
@@ -576,19 +536,11 @@ def test_networks_without_per_sample_gradients_are_refused(network, message):
 def test_values_out_of_range_are_refused(changed):
     network = linear((4,), CLASSES)
     x, y = make_batch((4,), torch.float32)
-    arguments = {
-        "y": y,
-        "loss": cross_entropy,
-        "parameters": dict(network.named_parameters()),
-        "max_norm": 1.0,
-    }
     with pytest.raises(ValueError, match=r"expected|must be|does not belong"):
-        clipped_gradient_sum(network, x, **(arguments | changed))
+        weight_sum(network, x, **{"y": y} | changed)
     if "parameters" not in changed:
-        arguments = arguments | changed
-        arguments["alphas"] = {"cell": arguments.pop("parameters")["1.weight"]}
         with pytest.raises(ValueError, match=r"expected|must be"):
-            clipped_alpha_gradient_sum(ToySupernet(), x, **arguments)
+            alpha_sum(ToySupernet(), x, **{"y": y} | changed)
 
 
 # The guarantee
@@ -602,6 +554,9 @@ class ToySupernet(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
         self.head = nn.Linear(4, CLASSES)
 
+    def alphas(self):
+        return {"cell": torch.tensor([[0.5, -0.5], [1.0, 0.0]], dtype=self.head.weight.dtype)}
+
     def forward(self, x, op_weights):
         for _ in range(2):
             edges = op_weights["cell"]
@@ -613,30 +568,12 @@ class ToySupernet(nn.Module):
         return self.head(x)
 
 
-def call(kind, x, y, *, network, max_norm, size, dtype, **changed):
-    if kind == "alphas":
-        alphas = {"cell": torch.tensor([[0.5, -0.5], [1.0, 0.0]], dtype=dtype)}
-        names, function = {"alphas": alphas}, clipped_alpha_gradient_sum
-    else:
-        names, function = {"parameters": dict(network.named_parameters())}, clipped_gradient_sum
-    return function(
-        network,
-        x,
-        y,
-        loss=cross_entropy,
-        max_norm=max_norm,
-        micro_batch_size=size,
-        **names,
-        **changed,
-    )
-
-
 @pytest.mark.parametrize("kind", ["alphas", "weights"])
 def test_an_empty_batch_gives_zeros(kind):
     network = ToySupernet() if kind == "alphas" else linear((4,), CLASSES)
     x, y = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
     for size in (None, 3):
-        sums = call(kind, x, y, network=network, max_norm=1.0, size=size, dtype=torch.float32)
+        sums = SUMS[kind](network, x, y, micro_batch_size=size)
         assert sums
         assert all(s.dtype == torch.float64 and s.numel() and not s.any() for s in sums.values())
 
@@ -647,14 +584,13 @@ def test_a_record_without_finite_gradient_is_as_if_absent(kind, bad, monkeypatch
     monkeypatch.setattr(record_gradients, "LARGE", 1 if kind == "factors" else sys.maxsize)
     network = (ToySupernet() if kind == "alphas" else linear((4,), CLASSES)).double()
     x, y = make_batch((4,), torch.float64, batch=4)
-    common = {"network": network, "max_norm": 0.1, "dtype": torch.float64}
-    expected = call(kind, x, y, size=None, **common)
+    expected = SUMS[kind](network, x, y, max_norm=0.1)
     y = torch.cat([y[:2], y[:1], y[2:]])
     x = torch.cat([x[:2], torch.full_like(x[:1], bad), x[2:]])
     if kind == "alphas" and math.isinf(bad) or bad == 1e300:
         x[2, 1:] = math.nan if kind == "alphas" else bad  # tanh maps infinities to 1
     for size in (None, 2):
-        sums = call(kind, x, y, size=size, **common)
+        sums = SUMS[kind](network, x, y, max_norm=0.1, micro_batch_size=size)
         assert max(error(sums, expected)) < 1e-12
 
 
@@ -662,17 +598,8 @@ def test_a_zero_gradient_contributes_zero():
     network = nn.Linear(4, CLASSES, bias=False)
     x, y = make_batch((4,), torch.float32)
     x[1] = 0
-    sums = call("weights", x, y, network=network, max_norm=1e-3, size=None, dtype=torch.float32)
-    without = call(
-        "weights",
-        x[[0, 2]],
-        y[[0, 2]],
-        network=network,
-        max_norm=1e-3,
-        size=None,
-        dtype=torch.float32,
-    )
-    assert max(error(sums, without)) < 1e-6
+    sums = weight_sum(network, x, y, max_norm=1e-3)
+    assert max(error(sums, weight_sum(network, x[[0, 2]], y[[0, 2]], max_norm=1e-3))) < 1e-6
 
 
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-320, 1e-30, 1e4, 1e30, 1e200, 1e308)
@@ -781,10 +708,8 @@ def test_gradients_kept_as_factors_have_the_same_sum(bias, size, by_person, monk
         for large in (1, sys.maxsize):
             monkeypatch.setattr(record_gradients, "LARGE", large)
             found.append(
-                clipped_gradient_sum(
+                weight_sum(
                     *(network, x, y),
-                    loss=cross_entropy,
-                    parameters=trainable_weights(network),
                     max_norm=0.3,
                     micro_batch_size=8 if by_person else size,
                     class_factors=factors,
@@ -805,12 +730,12 @@ def test_a_large_linear_layer_is_kept_as_factors(monkeypatch):
     monkeypatch.setattr(clipping, "_separated", spy)
     network = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, CLASSES))
     x, y = make_batch((4,), torch.float32)
-    call("weights", x, y, network=network, max_norm=1.0, size=None, dtype=torch.float32)
+    weight_sum(network, x, y)
     assert kept == [["0.weight"], ["2.weight"]]  # of 2,048 and 2,560 numbers
     kept.clear()
     network[0] = nn.Linear(4, 511)
     network[2] = nn.Linear(511, 4)
-    call("weights", x, y % 4, network=network, max_norm=1.0, size=None, dtype=torch.float32)
+    weight_sum(network, x, y % 4)
     assert kept == []
 
 
@@ -821,26 +746,20 @@ def test_sensitivity_under_removal_of_a_record(kind, case, dtype, max_norm, size
     x, index = case
     x, y = x.to(dtype), torch.arange(len(x)) % CLASSES
     with seeded(0, "toy"):
-        network = (ToySupernet() if kind == "alphas" else plain_toy()).to(dtype)
+        plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+        network = (ToySupernet() if kind == "alphas" else plain).to(dtype)
     size = 1 if dtype == torch.float32 else size  # see "Rounding" in the module's docstring
-    common = {"network": network, "max_norm": max_norm, "size": size, "dtype": dtype}
+    common = {"max_norm": max_norm, "micro_batch_size": size}
     with patch.object(record_gradients, "LARGE", 1 if kind == "factors" else sys.maxsize):
-        both = call(kind, x, y, **common)
-        fewer = call(kind, without(x, index), without(y, index), **common)
+        both = SUMS[kind](network, x, y, **common)
+        fewer = SUMS[kind](network, without(x, index), without(y, index), **common)
     assert norm(difference(both, fewer)) <= max_norm * (1 + 1e-12)
-
-
-def plain_toy():
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES))
 
 
 def test_sensitivity_of_a_supernet():
     supernet, shape = make_network("nasbench201 supernet", torch.float64)
     x, y = make_batch(shape, torch.float64, batch=4)
-    common = {"loss": cross_entropy, "max_norm": 0.01, "micro_batch_size": 3}
-    for function, names in (
-        (clipped_gradient_sum, {"parameters": supernet.weights()}),
-        (clipped_alpha_gradient_sum, {"alphas": supernet.alphas()}),
-    ):
-        both, fewer = (function(supernet, *b, **names, **common) for b in ((x, y), (x[1:], y[1:])))
+    common = {"max_norm": 0.01, "micro_batch_size": 3}
+    for summed in (weight_sum, alpha_sum):
+        both, fewer = (summed(supernet, *b, **common) for b in ((x, y), (x[1:], y[1:])))
         assert norm(difference(both, fewer)) == pytest.approx(0.01, rel=1e-9)  # it is clipped

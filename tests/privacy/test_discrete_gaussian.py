@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fednas_flwr.privacy.discrete_gaussian import (
+from fednas_flwr.privacy.mechanism.discrete_gaussian import (
     LARGEST_BLOCK,
     LARGEST_SIGMA,
     LEAST_BLOCK,
@@ -16,7 +16,7 @@ from fednas_flwr.privacy.discrete_gaussian import (
     continuous_divergence,
     sample_discrete_gaussian,
 )
-from fednas_flwr.privacy.noise import SecureGenerator, _Keystream
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream
 
 KEY = bytes(range(32))
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +21,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import BudgetExceededError, ConfigError, DayFullError
-from fednas_flwr.names import SPLITS
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError, DayFullError
 from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
-from fednas_flwr.privacy.ledger import Entry, Ledger
-from fednas_flwr.privacy.mark import read_key, seal
-from fednas_flwr.privacy.renyi import Release
-from fednas_flwr.privacy.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.books.anchor import read_key, seal
+from fednas_flwr.privacy.books.ledger import Entry, Ledger
+from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.units import booked_unit, counted, protects
+from fednas_flwr.settings.names import SPLITS
 
 BUDGET = {"epsilon": 4.0, "delta": 1e-5}
 UNIT = Release(noise_multiplier=3.0, sample_rate=1.0, steps=1)
@@ -58,11 +59,19 @@ def book(folder, count=1, entry=ENTRY):
             ledger.reserve(entry, **BUDGET, assignment="a")
 
 
+def new_folder():
+    return tempfile.TemporaryDirectory(dir=MEMORY)
+
+
 @pytest.fixture
 def folder():
-    folder = Path(tempfile.mkdtemp(dir=MEMORY))
-    yield folder
-    shutil.rmtree(folder)
+    with new_folder() as name:
+        yield Path(name)
+
+
+def sql(folder, statement, *values, file="ledger/site.sqlite"):
+    with closing(sqlite3.connect(folder / file)) as connection, connection:
+        return connection.execute(statement, values).fetchall()
 
 
 def as_process(*arguments):
@@ -144,11 +153,9 @@ def test_a_larger_budget_keeps_the_orders_that_were_fixed(folder):
     with open_ledger(folder) as ledger:
         for _ in range(2):
             ledger.reserve(ENTRY, epsilon=40.0, delta=1e-5, assignment="a")
-        with sqlite3.connect(ledger.path) as reader:
-            state = json.loads(reader.execute("SELECT state FROM totals").fetchone()[0])
-        reader.close()
+        ((text,),) = sql(folder, "SELECT state FROM totals")
         assert ledger.verify() == UNITS + 2
-    assert tuple(state["ward"]["orders"]) == RenyiFilter(**BUDGET).orders
+    assert tuple(json.loads(text)["ward"]["orders"]) == RenyiFilter(**BUDGET).orders
 
 
 @pytest.mark.parametrize(
@@ -166,7 +173,7 @@ def test_a_run_keeps_to_what_it_committed_even_after_a_restart(folder, change, m
         with pytest.raises(ConfigError, match=message):
             ledger.reserve(replace(ENTRY, **change), epsilon=1e5, delta=1e-5, assignment="a")
         assert ledger.verify() == 1
-        for other in ({"run": "b"}, {"stage": "b"}, {"verb": "b"}, {"splits": ("test",)}):
+        for other in ({"run": "b"}, {"stage": "b"}, {"action": "b"}, {"splits": ("test",)}):
             terms = {"committed_steps": 1000, "release": Release(2.0, 1.0, 1), **other}
             ledger.reserve(replace(ENTRY, **terms), epsilon=1e5, delta=1e-5, assignment="a")
         rest = replace(ENTRY, release=Release(3.0, 1.0, 999))
@@ -196,7 +203,7 @@ def test_the_clock_decides_nothing(folder):
         {"splits": ("train", "train")},
         {"splits": ("trian",)},
         {"round": 2**70},
-        {"verb": "\ud800"},
+        {"action": "\ud800"},
     ],
 )
 def test_what_sqlite_would_not_give_back_is_refused(folder, change):
@@ -223,7 +230,7 @@ requests = st.tuples(
 @given(plan=st.lists(requests, min_size=1, max_size=20))
 def test_the_sum_never_exceeds_the_budget(plan):
     model = {split: RenyiFilter(**BUDGET) for split in ("train", "validation", "test")}
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
+    with new_folder() as name:
         ledger = open_ledger(Path(name))
         for i, (release, splits, restart) in enumerate(plan):
             if restart:
@@ -319,7 +326,6 @@ def test_a_policy_that_names_another_unit_resets_and_discounts_nothing(folder, b
     asked=st.sampled_from(BOOKED_UNITS),
 )
 def test_no_unit_is_charged_less_than_its_rows_under_policies_that_change(plan, asked):
-    folder = Path(tempfile.mkdtemp(dir=MEMORY))
     budget = {"epsilon": 20.0, "delta": 1e-5}
     rows = []
 
@@ -333,7 +339,8 @@ def test_no_unit_is_charged_less_than_its_rows_under_policies_that_change(plan, 
                 found.spend(own)
         return found
 
-    try:
+    with new_folder() as name:
+        folder = Path(name)
         ledger = open_ledger(folder)
         for number, ((release, splits, restart), unit, _) in enumerate(plan):
             if restart:
@@ -364,33 +371,25 @@ def test_no_unit_is_charged_less_than_its_rows_under_policies_that_change(plan, 
         kept = [(row.entry.unit, row.entry.release, row.entry.splits) for row in ledger.entries()]
         assert kept == rows
         ledger.close()
-    finally:
-        shutil.rmtree(folder)
 
 
 def make_older(folder):
     """Turn a ledger into one of a version without units: other columns, HMACs and totals."""
-    key, path = read_key(folder / "key" / "site"), folder / "ledger" / "site.sqlite"
-    connection = sqlite3.connect(path)
-    with connection:
-        connection.execute("ALTER TABLE entries DROP COLUMN unit")
-        mac = seal(key, "genesis", "", "fednas ledger 1")
-        for *values, _ in connection.execute("SELECT * FROM entries").fetchall():
-            mac = seal(key, "row", mac, values)
-            update = "UPDATE entries SET mac = ? WHERE sequence = ?"
-            connection.execute(update, (mac, values[0]))
-        state = json.loads(connection.execute("SELECT state FROM totals").fetchone()[0])
-        for booked in state.values():
-            (by_split,) = booked["totals"].values()
-            size = len(booked["orders"])
-            booked["totals"] = {split: costs[:size] for split, costs in by_split.items()}
-        text = json.dumps(state)
-        connection.execute(
-            "UPDATE totals SET state = ?, mac = ?", (text, seal(key, "totals", mac, text))
-        )
-    connection.close()
-    mark = f"UPDATE mark SET mac = '{mac}', seal = '{seal(key, 'mark', mac, values[0])}'"
-    sql(folder, mark, "key/site.mark")
+    key = read_key(folder / "key" / "site")
+    sql(folder, "ALTER TABLE entries DROP COLUMN unit")
+    mac = seal(key, "genesis", "", "fednas ledger 1")
+    for *values, _ in sql(folder, "SELECT * FROM entries"):
+        mac = seal(key, "row", mac, values)
+        sql(folder, "UPDATE entries SET mac = ? WHERE sequence = ?", mac, values[0])
+    state = json.loads(sql(folder, "SELECT state FROM totals")[0][0])
+    for booked in state.values():
+        (by_split,) = booked["totals"].values()
+        size = len(booked["orders"])
+        booked["totals"] = {split: costs[:size] for split, costs in by_split.items()}
+    text = json.dumps(state)
+    sql(folder, "UPDATE totals SET state = ?, mac = ?", text, seal(key, "totals", mac, text))
+    mark = seal(key, "mark", mac, values[0])
+    sql(folder, "UPDATE mark SET mac = ?, seal = ?", mac, mark, file="key/site.mark")
 
 
 def test_rows_of_an_older_ledger_count_as_of_records(folder):
@@ -460,23 +459,17 @@ def test_an_account_of_which_an_older_version_kept_no_assignment_pays_on_all_spl
 @settings(max_examples=30)
 def test_no_record_pays_more_than_the_split_of_its_first_side_was_charged(uses, sides):
     """A record that from assignment to assignment changes sides as it likes, or is missing."""
-    folder = Path(tempfile.mkdtemp(dir=MEMORY))
-    try:
-        with open_ledger(folder) as ledger:
-            real = 0
-            for number, (assignment, read) in enumerate(uses):
-                first = ledger.is_first("ward", str(assignment))
-                splits = tuple(s for s in SPLITS if s in read or not first)
-                entry = replace(ENTRY, run=f"run {number}", splits=splits)
-                ledger.reserve(entry, epsilon=1e5, delta=1e-5, assignment=str(assignment))
-                real += sides[assignment] in read
-            charged = [split for row in ledger.entries() for split in row.entry.splits]
-        home = sides[uses[0][0]] if uses else None
-        assert real <= (charged.count(home) if home else max(map(charged.count, SPLITS), default=0))
-        if home is None and uses:
-            assert real <= min(map(charged.count, SPLITS))
-    finally:
-        shutil.rmtree(folder)
+    with new_folder() as name, open_ledger(Path(name)) as ledger:
+        real = 0
+        for number, (assignment, read) in enumerate(uses):
+            first = ledger.is_first("ward", str(assignment))
+            splits = tuple(s for s in SPLITS if s in read or not first)
+            entry = replace(ENTRY, run=f"run {number}", splits=splits)
+            ledger.reserve(entry, epsilon=1e5, delta=1e-5, assignment=str(assignment))
+            real += sides[assignment] in read
+        charged = [split for row in ledger.entries() for split in row.entry.splits]
+    home = sides[uses[0][0]] if uses else None
+    assert real <= (charged.count(home) if home else min(map(charged.count, SPLITS)))
 
 
 # --- the daily allowance
@@ -616,13 +609,6 @@ def test_opening_waits_for_a_process_that_is_creating_the_site(folder):
 # --- damage
 
 
-def sql(folder, statement, file="ledger/site.sqlite"):
-    connection = sqlite3.connect(folder / file)
-    with connection:
-        connection.execute(statement)
-    connection.close()
-
-
 def is_refused(folder, match):
     """Whether opening or verifying says so in one sentence; nothing is affordable on top."""
     with pytest.raises(RuntimeError, match=match) as damage, open_ledger(folder) as ledger:
@@ -725,14 +711,9 @@ def test_an_old_copy_of_the_ledger_is_found(folder, rows_before, rows_since):
 
 def test_old_totals_under_the_newest_rows_are_found(folder):
     book(folder)
-    source = sqlite3.connect(folder / "ledger" / "site.sqlite")
-    old = source.execute("SELECT state, mac FROM totals").fetchone()
-    source.close()
+    (old,) = sql(folder, "SELECT state, mac FROM totals")
     book(folder)
-    connection = sqlite3.connect(folder / "ledger" / "site.sqlite")
-    with connection:
-        connection.execute("UPDATE totals SET state = ?, mac = ?", old)
-    connection.close()
+    sql(folder, "UPDATE totals SET state = ?, mac = ?", *old)
     with open_ledger(folder) as ledger, pytest.raises(RuntimeError, match="totals"):
         ledger.reserve(ENTRY, **BUDGET, assignment="a")
 
@@ -747,34 +728,24 @@ def test_totals_that_are_not_the_sum_are_found_by_verify(folder):
             ledger.verify()
 
 
-@pytest.mark.parametrize("file", ["ledger/site.sqlite", "key/site.mark", "key/site"])
-def test_a_deleted_file_is_found_and_not_made_anew(folder, file):
-    book(folder)
-    (folder / file).unlink()
+@pytest.mark.parametrize(
+    ("rows", "files", "match"),
+    [
+        (1, ["ledger/site.sqlite"], "was deleted"),
+        (1, ["key/site.mark"], "the mark .* is missing"),
+        (1, ["key/site"], "the key .* is missing"),
+        (0, ["key/site"], "the key .* is missing"),  # an unused site is no new one
+        (1, ["key/site", "key/site.mark"], "the key .* is missing"),
+        (1, ["key/site.mark", "ledger/site.sqlite"], "the mark .* is missing"),
+    ],
+)
+def test_deleted_files_are_found_and_not_made_anew(folder, rows, files, match):
+    book(folder, rows)
+    for file in files:
+        (folder / file).unlink()
     for _ in range(3):  # asking again changes nothing
-        is_refused(folder, "was deleted|is missing")
-        assert not (folder / file).exists()
-
-
-def test_deleting_key_and_mark_does_not_begin_a_new_site(folder):
-    book(folder)
-    shutil.rmtree(folder / "key")
-    for _ in range(3):
-        is_refused(folder, "the key .* is missing")
-        assert not (folder / "key" / "site").exists()
-
-
-def test_an_unused_site_without_its_key_is_no_new_site(folder):
-    book(folder, 0)
-    (folder / "key" / "site").unlink()
-    is_refused(folder, "the key .* is missing")
-
-
-def test_deleting_ledger_and_mark_resets_nothing(folder):
-    book(folder)
-    shutil.rmtree(folder / "ledger")
-    (folder / "key" / "site.mark").unlink()
-    is_refused(folder, "the mark .* is missing")
+        is_refused(folder, match)
+        assert not (folder / files[0]).exists()
 
 
 @pytest.mark.parametrize("file", ["ledger/site.sqlite", "key/site.mark"])
@@ -800,10 +771,10 @@ def test_an_old_or_edited_mark_is_found(folder):
     mark.write_bytes(old)
     is_refused(folder, "ends at row 1 of 3, it was rolled back")
     mark.write_bytes(new)
-    sql(folder, "UPDATE mark SET sequence = 2", "key/site.mark")
+    sql(folder, "UPDATE mark SET sequence = 2", file="key/site.mark")
     is_refused(folder, "the mark .* was edited")
     mark.write_bytes(new)
-    sql(folder, "DELETE FROM mark", "key/site.mark")
+    sql(folder, "DELETE FROM mark", file="key/site.mark")
     is_refused(folder, "ends at row 0 of 3")
     mark.write_bytes(new)
     (folder / "key" / "site").write_text(64 * "0")
@@ -813,7 +784,7 @@ def test_an_old_or_edited_mark_is_found(folder):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_flipped_bytes_never_give_budget_back(data):
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
+    with new_folder() as name:
         folder = Path(name)
         book(folder, 2)
         file = folder / "ledger" / "site.sqlite"

@@ -14,14 +14,14 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from fednas_flwr.privacy.discrete_gaussian import KERNEL_STD
-from fednas_flwr.privacy.noise import (
+from fednas_flwr.privacy.mechanism.discrete_gaussian import KERNEL_STD
+from fednas_flwr.privacy.mechanism.noise import (
     SecureGenerator,
     _Keystream,
     add_noise,
     noise_grid,
 )
-from fednas_flwr.privacy.noise_grid import noise_range
+from fednas_flwr.privacy.mechanism.noise_grid import noise_range
 
 SEEDED = b"only for tests"
 
@@ -32,6 +32,17 @@ def seeded() -> SecureGenerator:
 
 def normals(generator: SecureGenerator, count: int) -> torch.Tensor:
     return generator.discrete_gaussian((count,), sigma=2**24) / 2**24
+
+
+def noised(
+    total: torch.Tensor,
+    generator: SecureGenerator | None = None,
+    *,
+    sigma: float = 1.0,
+    norm: float = 1.0,
+) -> torch.Tensor:
+    """Return the total with noise from a seed, or from another generator."""
+    return add_noise(total, generator or seeded(), noise_multiplier=sigma, max_grad_norm=norm)
 
 
 def test_the_keystream_is_aes_of_a_counter() -> None:
@@ -117,7 +128,7 @@ def test_noise_lies_on_a_grid_fine_enough_for_its_std(std: float) -> None:
     grid = noise_grid(std)
     assert 2**-25 <= grid / std <= 2**-24
     assert math.frexp(grid)[0] == 0.5
-    noise = add_noise(torch.zeros(1000), seeded(), noise_multiplier=1.0, max_grad_norm=std)
+    noise = noised(torch.zeros(1000), norm=std)
     cells = noise / grid
     assert torch.equal(cells, cells.round())
     assert cells.unique().numel() > 990
@@ -154,7 +165,7 @@ def test_masks_at_their_ends() -> None:
 @pytest.mark.parametrize("std", [0.0, -1.0, math.nan, math.inf, 1e-101])
 def test_noise_that_would_be_none_is_refused(std: float) -> None:
     with pytest.raises(ValueError, match="std must be"):
-        add_noise(torch.zeros(3), SecureGenerator(), noise_multiplier=1.0, max_grad_norm=std)
+        noised(torch.zeros(3), norm=std)
 
 
 def test_shapes() -> None:
@@ -292,27 +303,21 @@ def test_it_is_neither_copied_nor_pickled(duplicate) -> None:
 
 def test_added_noise_is_the_rounded_total_plus_noise_of_the_booked_std() -> None:
     total = torch.linspace(-3, 3, 60_000, dtype=torch.float32).reshape(100, 600)
-    noised = add_noise(total, seeded(), noise_multiplier=2.0, max_grad_norm=0.3)
-    assert noised.shape == total.shape
-    assert noised.dtype == torch.float64
-    added = (noised - total).flatten()
+    found = noised(total, sigma=2.0, norm=0.3)
+    assert found.shape == total.shape
+    assert found.dtype == torch.float64
+    added = (found - total).flatten()
     assert stats.kstest(added.numpy() / 0.6, "norm").pvalue > 1e-3
     assert float(added.std()) == pytest.approx(0.6, rel=4 / math.sqrt(2 * 60_000))
 
 
 def test_added_noise_hides_the_low_bits_of_the_total() -> None:
-    std = 0.5 * 1.0
     for value in (0.0, 1 / 3, math.pi * 1e-9, -7.123456789e3):
         total = torch.full((2000,), value, dtype=torch.float64)
-        noised = add_noise(total, seeded(), noise_multiplier=0.5, max_grad_norm=1.0)
-        cells = noised / noise_grid(std)
+        cells = noised(total, sigma=0.5) / noise_grid(0.5)
         assert torch.equal(cells, cells.round())
     # Totals that round to one cell are told apart by nothing.
-    same = [
-        add_noise(torch.tensor([x]), seeded(), noise_multiplier=0.5, max_grad_norm=1.0)
-        for x in (1.0, 1.0 + 1e-9)
-    ]
-    assert torch.equal(same[0], same[1])
+    assert torch.equal(*(noised(torch.tensor([x]), sigma=0.5) for x in (1.0, 1.0 + 1e-9)))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +337,7 @@ def test_noise_is_enlarged_by_what_rounding_adds_to_the_sensitivity(
         return original(shape, sigma=sigma)
 
     monkeypatch.setattr(generator, "discrete_gaussian", recorded)
-    add_noise(torch.zeros(count), generator, noise_multiplier=noise_multiplier, max_grad_norm=norm)
+    noised(torch.zeros(count), generator, sigma=noise_multiplier, norm=norm)
     (sigma,) = asked
     cells = Fraction(norm) / Fraction(noise_grid(noise_multiplier * norm))
     root = Fraction(math.nextafter(math.sqrt(count), math.inf))
@@ -349,11 +354,7 @@ def test_neighbouring_totals_are_rounded_apart_by_no_more_than_is_covered() -> N
     below = torch.full((count,), 0.5 - (step - math.floor(step)) / 2, dtype=torch.float64) * grid
     above = below + step * grid
     assert float((above - below).norm()) == pytest.approx(norm, rel=1e-9)
-    noised = [
-        add_noise(t, SecureGenerator(test_seed=b"same"), noise_multiplier=1.0, max_grad_norm=norm)
-        for t in (below, above)
-    ]
-    moved = float((noised[1] - noised[0]).norm())
+    moved = float((noised(above) - noised(below)).norm())
     assert norm < moved <= norm + math.sqrt(count) * grid
 
 
@@ -367,18 +368,15 @@ def test_within_its_range_noise_can_always_be_added(
     largest = torch.zeros(num_values, dtype=torch.float64)
     largest[0] = 2 * num_records * norm
     for sigma in (max(low, 1e-3), low * 1.001 + 1e-3, high * 0.999, high):
-        add_noise(largest, seeded(), noise_multiplier=sigma, max_grad_norm=norm)
+        noised(largest, sigma=sigma, norm=norm)
     with pytest.raises(ValueError, match="total must be finite"):
-        add_noise(largest, seeded(), noise_multiplier=low / 4, max_grad_norm=norm)
+        noised(largest, sigma=low / 4, norm=norm)
     with pytest.raises(ValueError, match="must be above 0"):
-        add_noise(largest, seeded(), noise_multiplier=4 * high, max_grad_norm=norm)
+        noised(largest, sigma=4 * high, norm=norm)
 
 
 def test_an_empty_batch_is_pure_noise() -> None:
-    first, second = (
-        add_noise(torch.zeros(50), SecureGenerator(), noise_multiplier=1.0, max_grad_norm=1.0)
-        for _ in range(2)
-    )
+    first, second = (noised(torch.zeros(50), SecureGenerator()) for _ in range(2))
     assert not torch.equal(first, second)
     assert float(first.abs().min()) > 0
 
@@ -387,28 +385,16 @@ def test_an_empty_batch_is_pure_noise() -> None:
 def test_a_total_that_noise_cannot_hide_is_refused(value: float) -> None:
     total = torch.tensor([0.0, value])
     with pytest.raises(ValueError, match="total must be finite"):
-        add_noise(total, SecureGenerator(), noise_multiplier=1.0, max_grad_norm=1.0)
+        noised(total)
 
 
 @pytest.mark.parametrize(
     ("noise_multiplier", "max_grad_norm"),
-    [
-        (0.0, 1.0),
-        (1.0, 0.0),
-        (-1.0, 1.0),
-        (-1.0, -1.0),
-        (math.nan, 1.0),
-        (1.0, math.inf),
-        (1e7, 1.0),
-    ],
+    [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (-1.0, -1.0)]
+    + [(math.nan, 1.0), (1.0, math.inf), (1e7, 1.0)],
 )
 def test_noise_without_a_usable_scale_is_refused(
     noise_multiplier: float, max_grad_norm: float
 ) -> None:
     with pytest.raises(ValueError, match="must be"):
-        add_noise(
-            torch.zeros(3),
-            SecureGenerator(),
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-        )
+        noised(torch.zeros(3), sigma=noise_multiplier, norm=max_grad_norm)

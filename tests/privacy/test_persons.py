@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from fednas_flwr.privacy.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
-from fednas_flwr.privacy.micro_batches import by_person, person_means
-from fednas_flwr.search_spaces.mlp import MLPSpace
+from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+from fednas_flwr.privacy.mechanism.micro_batches import by_person, person_means
+from fednas_flwr.spaces.mlp import MLPSpace
 
 NORM, SIZE = 0.5, 16
 FACTORS = torch.tensor([1.0, 0.3, 0.7])

@@ -6,7 +6,7 @@ import pytest
 from dp_accounting import rdp
 from opacus.accountants.analysis.rdp import compute_rdp
 
-from fednas_flwr.privacy.renyi import (
+from fednas_flwr.privacy.mechanism.renyi import (
     Release,
     epsilon_at_order,
     merge_releases,
@@ -19,6 +19,10 @@ GRID = [
     for sigma in (0.2, 0.5, 1.0, 2.0664, 10.0, 200.0)
     for rate in (1e-4, 0.01, 0.3, 0.97)
 ]
+
+
+def divergence(sigma: float, rate: float, order: float) -> float:
+    return renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
 
 
 def integer_order(sigma: float, rate: float, order: int) -> float:
@@ -37,7 +41,7 @@ def test_integer_orders_equal_the_closed_form_and_are_never_below(
     sigma: float, rate: float, order: int
 ) -> None:
     exact = integer_order(sigma, rate, order)
-    got = renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
+    got = divergence(sigma, rate, order)
     assert exact <= got <= exact * (1 + 3e-9) + 1e-300
 
 
@@ -46,7 +50,7 @@ def test_integer_orders_equal_the_closed_form_and_are_never_below(
 def test_fractional_orders_equal_opacus_and_are_below_dp_accounting(
     sigma: float, rate: float, order: float
 ) -> None:
-    ours = 1000 * renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
+    ours = 1000 * divergence(sigma, rate, order)
     series = compute_rdp(q=rate, noise_multiplier=sigma, steps=1000, orders=order)
     assert ours == pytest.approx(series, rel=1e-7)
     # dp-accounting adds the absolute values of the alternating series.
@@ -66,7 +70,7 @@ def test_the_other_neighbour_loses_less(sigma: float, rate: float, order: float)
     weights = np.exp(-0.5 * (z / sigma) ** 2) / (400 * math.sqrt(2 * math.pi))
     forward = math.log((weights * np.exp(order * ratio)).sum()) / (order - 1)
     backward = math.log((weights * np.exp((1 - order) * ratio)).sum()) / (order - 1)
-    got = renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
+    got = divergence(sigma, rate, order)
     assert got == pytest.approx(forward, rel=1e-6)
     assert got > backward
 
@@ -74,38 +78,29 @@ def test_the_other_neighbour_loses_less(sigma: float, rate: float, order: float)
 def test_tiny_rates_keep_their_digits() -> None:
     # For p -> 0 the divergence is order / 2 * p^2 * (exp(1 / s^2) - 1).
     for rate in (1e-7, 1e-9, 1e-12):
-        got = renyi_divergence(noise_multiplier=1.0, sample_rate=rate, order=4.0)
+        got = divergence(1.0, rate, 4.0)
         assert got == pytest.approx(2 * rate**2 * math.expm1(1.0), rel=1e-5)
 
 
 def test_edges_of_rate_and_noise() -> None:
-    full = renyi_divergence(noise_multiplier=2.0, sample_rate=1.0, order=8.0)
+    full = divergence(2.0, 1.0, 8.0)
     assert full == pytest.approx(8 / (2 * 4), rel=1e-8)
-    almost = renyi_divergence(noise_multiplier=2.0, sample_rate=1 - 1e-12, order=8.0)
+    almost = divergence(2.0, 1 - 1e-12, 8.0)
     assert almost == pytest.approx(full, rel=1e-6)
     # Too little noise to integrate: the bound of the full batch, at once.
-    tiny = renyi_divergence(noise_multiplier=1e-3, sample_rate=0.01, order=64.0)
+    tiny = divergence(1e-3, 0.01, 64.0)
     assert tiny == pytest.approx(64 / 2e-6, rel=1e-8)
     with pytest.raises(ValueError, match="order must be above 1"):
-        renyi_divergence(noise_multiplier=1.0, sample_rate=0.1, order=1.0)
+        divergence(1.0, 0.1, 1.0)
 
 
 def test_it_grows_with_order_and_rate_and_shrinks_with_noise() -> None:
-    orders = [1.05, 1.5, 2.0, 3.7, 9.0, 40.0, 300.0]
     for sigma in (0.4, 1.0, 5.0):
-        costs = [
-            renyi_divergence(noise_multiplier=sigma, sample_rate=0.02, order=a) for a in orders
-        ]
+        costs = [divergence(sigma, 0.02, a) for a in (1.05, 1.5, 2.0, 3.7, 9.0, 40.0, 300.0)]
         assert costs == sorted(costs)
-    by_rate = [
-        renyi_divergence(noise_multiplier=1.0, sample_rate=p, order=5.5)
-        for p in (1e-6, 1e-3, 0.1, 0.5, 0.9, 1.0)
-    ]
+    by_rate = [divergence(1.0, rate, 5.5) for rate in (1e-6, 1e-3, 0.1, 0.5, 0.9, 1.0)]
     assert by_rate == sorted(by_rate)
-    by_noise = [
-        renyi_divergence(noise_multiplier=s, sample_rate=0.1, order=5.5)
-        for s in (0.05, 0.3, 1.0, 4.0, 1e3, 1e6)
-    ]
+    by_noise = [divergence(sigma, 0.1, 5.5) for sigma in (0.05, 0.3, 1.0, 4.0, 1e3, 1e6)]
     assert by_noise == sorted(by_noise, reverse=True)
     assert by_noise[-1] > 0
 
@@ -119,22 +114,20 @@ def test_conversion_is_the_maximum_of_the_hockey_stick() -> None:
         assert worst == pytest.approx(delta, rel=1e-4)
 
 
-@pytest.mark.parametrize("noise", [0.0, -1.0, 9e-4, 2e6, math.inf, math.nan, "1", None, True])
-def test_a_release_without_usable_noise_is_refused(noise: float) -> None:
-    with pytest.raises(ValueError, match="noise_multiplier must be"):
-        Release(noise_multiplier=noise, sample_rate=0.1, steps=1)
+IMPOSSIBLE = {
+    "noise_multiplier": [0.0, -1.0, 9e-4, 2e6, math.inf, math.nan, "1", None, True],
+    "sample_rate": [0.0, -0.1, 1.0001, math.nan, math.inf, "0.1", True],
+    "steps": [0, -1, 1.5, 2.0, True, "3"],
+}
 
 
-@pytest.mark.parametrize("rate", [0.0, -0.1, 1.0001, math.nan, math.inf, "0.1", True])
-def test_a_release_with_an_impossible_rate_is_refused(rate: float) -> None:
-    with pytest.raises(ValueError, match="sample_rate must be"):
-        Release(noise_multiplier=1.0, sample_rate=rate, steps=1)
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, 2.0, True, "3"])
-def test_a_release_without_whole_steps_is_refused(steps: int) -> None:
-    with pytest.raises(ValueError, match="steps must be"):
-        Release(noise_multiplier=1.0, sample_rate=0.1, steps=steps)
+@pytest.mark.parametrize(
+    ("term", "value"), [(term, value) for term, values in IMPOSSIBLE.items() for value in values]
+)
+def test_a_release_of_impossible_terms_is_refused(term: str, value: object) -> None:
+    terms = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 1, term: value}
+    with pytest.raises(ValueError, match=f"{term} must be"):
+        Release(**terms)
 
 
 def test_merging_adds_up_the_steps_of_equal_mechanisms() -> None:

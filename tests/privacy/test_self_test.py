@@ -14,40 +14,39 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.evaluation.fixed_networks import linear, plain_cnn, torchvision_network
-from fednas_flwr.layers import own_linear_layers
-from fednas_flwr.privacy import record_gradients, self_test
-from fednas_flwr.privacy.clipping import (
+from fednas_flwr.base.layers import own_linear_layers
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.models.fixed_networks import linear, plain_cnn, torchvision_network
+from fednas_flwr.privacy import self_test
+from fednas_flwr.privacy.mechanism import record_gradients
+from fednas_flwr.privacy.mechanism.clipping import (
     Relaxation,
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
-from fednas_flwr.privacy.micro_batches import clipped_row_sum, filled, micro_batches
+from fednas_flwr.privacy.mechanism.micro_batches import clipped_row_sum, filled, micro_batches
 from fednas_flwr.privacy.self_test import largest_size, rows_are_alike
-from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate, all_alike
-from fednas_flwr.search.descent import trainable_weights
 from fednas_flwr.search.gates import active_gates, alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, heads
+from fednas_flwr.search.optimizer_step import trainable_weights
 from fednas_flwr.search.path_network import PathNetwork, covering_paths
-from fednas_flwr.search_spaces import DARTSSpace, MLPSpace, NASBench201Space
-from fednas_flwr.search_spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import CELL, Skeleton
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import CELL, Skeleton
+from fednas_flwr.spaces.mlp import MLPSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 CLASSES, FEATURES, RECORDS = 3, 30, 44
 IMAGE = (3, 8, 8)
 SIZES = {"num_classes": CLASSES, "norm": "group"}
 MAX_NORM = 1.0
+CPU = torch.device("cpu")
+WITH_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-        ],
-    ),
+    pytest.param("cuda", marks=[pytest.mark.gpu, WITH_GPU]),
 ]
 
 
@@ -56,6 +55,11 @@ def cross_entropy(output, y):
 
 
 # The attack
+
+
+def largest(computation, network, shape, size, *, num_classes=CLASSES, device="cpu"):
+    sizes = {"num_classes": num_classes, "size": size, "device": torch.device(device)}
+    return largest_size(computation, network, shape, **sizes)
 
 
 def cancelling_network():
@@ -87,13 +91,10 @@ def test_weights_that_cancel_do_not_let_a_record_change_what_others_contribute(a
         )
         return torch.cat([total.flatten() for total in sums.values()])
 
-    size = largest_size(
-        lambda x, y, watch: clipped(x, y, watch=watch),
-        *(network, (FEATURES,)),
-        num_classes=2,
-        size=asked,
-        device=torch.device("cpu"),
-    )
+    def watched(x, y, watch):
+        clipped(x, y, watch=watch)
+
+    size = largest(watched, network, (FEATURES,), asked, num_classes=2)
     assert size <= asked
     everyone = clipped(x, y, size=size)
     for record in range(RECORDS):
@@ -149,15 +150,10 @@ NETWORKS = {
 def passes(computation, network, shape, device, size=4):
     """Return whether the self-test passes; afterwards the network is as it was."""
     before = copy.deepcopy(network.state_dict())
-    largest = largest_size(
-        *(computation, network, shape),
-        num_classes=CLASSES,
-        size=size,
-        device=torch.device(device),
-    )
+    found = largest(computation, network, shape, size, device=device)
     after = network.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    return largest == size
+    return found == size
 
 
 def by_weights(network):
@@ -271,12 +267,7 @@ class Mixing(nn.Module):
 def test_rows_that_depend_on_others_or_on_their_place_take_the_size_to_one(how):
     network = Mixing(how)
     for size in (2, 3, 8):
-        found = largest_size(
-            *(by_weights(network), network, (8,)),
-            num_classes=CLASSES,
-            size=size,
-            device=torch.device("cpu"),
-        )
+        found = largest(by_weights(network), network, (8,), size)
         assert (found == 1) == bool(how)
 
 
@@ -310,10 +301,7 @@ def test_the_next_smaller_power_of_two_is_tried():
         sizes.append(len(x))
         watch(x + (len(x) > 4) * torch.arange(len(x))[:, None])
 
-    found = largest_size(
-        computation, nn.Identity(), (2,), num_classes=2, size=24, device=torch.device("cpu")
-    )
-    assert found == 4
+    assert largest(computation, nn.Identity(), (2,), 24) == 4
     assert sorted(set(sizes)) == [4, 8, 16, 24]
 
 
@@ -325,8 +313,7 @@ def test_every_kind_of_row_stands_beside_the_record(size):
         beside.update(map(repr, x[:, 0].tolist()))
         watch(x)
 
-    device = torch.device("cpu")
-    assert rows_are_alike(computation, (2,), num_classes=2, size=size, device=device)
+    assert rows_are_alike(computation, (2,), num_classes=2, size=size, device=CPU)
     assert len(beside) == 7
     assert {"0.0", "inf", "nan"} < beside
 
@@ -339,13 +326,8 @@ def test_labels_are_of_the_form_of_the_records(multi_label):
         seen.append(y)
         watch(x)
 
-    assert rows_are_alike(
-        *(computation, (2,)),
-        num_classes=3,
-        size=8,
-        device=torch.device("cpu"),
-        multi_label=multi_label,
-    )
+    sizes = {"num_classes": 3, "size": 8, "device": CPU}
+    assert rows_are_alike(computation, (2,), **sizes, multi_label=multi_label)
     assert {y.dtype for y in seen} == {torch.int64}
     classes = [y.argmax(1) if multi_label else y for y in seen]
     assert all(y.shape == ((8, 3) if multi_label else (8,)) for y in seen)
@@ -447,8 +429,6 @@ def test_rows_that_are_not_finite_show_nothing():
         watch(torch.where(first.bool(), of_first, 1.0).expand(len(y), 3))
 
     for of_first, alike in ((2.0, True), (math.inf, False), (math.nan, False), (0.0, False)):
-        found = rows_are_alike(
-            *(partial(computation, of_first=of_first), (4,)),
-            **{"num_classes": 1000, "size": 4, "device": torch.device("cpu")},
-        )
+        watched = partial(computation, of_first=of_first)
+        found = rows_are_alike(watched, (4,), num_classes=1000, size=4, device=CPU)
         assert found == alike

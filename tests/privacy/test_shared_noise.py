@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.privacy.noise import SecureGenerator, add_shared_noise
-from fednas_flwr.privacy.shared_noise import SumTerms, share_sigma, sum_divergence
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_noise
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, share_sigma, sum_divergence
 
 
 def gaussian(variance: Decimal, reach: int) -> list[Decimal]:

@@ -4,9 +4,9 @@ from itertools import count
 
 import pytest
 
-from fednas_flwr.privacy.accounting import prv_epsilon
-from fednas_flwr.privacy.ledger import Entry, Ledger
-from fednas_flwr.privacy.renyi import Release
+from fednas_flwr.privacy.books.ledger import Entry, Ledger
+from fednas_flwr.privacy.mechanism.accounting import prv_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.statement import make_statement
 
 BUDGET = {"epsilon": 50.0, "delta": 1e-5}
@@ -14,7 +14,7 @@ STEP = Release(noise_multiplier=2.0, sample_rate=0.05, steps=10)
 ALPHA_STEP = Release(noise_multiplier=4.0, sample_rate=1.0, steps=1)
 WEIGHTS = Entry("ward", "a", "first", "search", 1, "train.weight_gradient", ("train",), STEP, 100)
 ALPHAS = replace(
-    WEIGHTS, verb="train.alpha_gradient", splits=("validation",), release=ALPHA_STEP, round=2
+    WEIGHTS, action="train.alpha_gradient", splits=("validation",), release=ALPHA_STEP, round=2
 )
 
 
@@ -33,7 +33,7 @@ def rows(tmp_path):
 
 def test_rows_of_one_kind_are_one_line(rows):
     lines = make_statement(rows, delta=1e-5).lines
-    assert [(line.account, line.run, line.verb) for line in lines] == [
+    assert [(line.account, line.run, line.action) for line in lines] == [
         ("ward", "first", "train.weight_gradient"),
         ("ward", "first", "train.alpha_gradient"),
         ("ward", "second", "train.weight_gradient"),

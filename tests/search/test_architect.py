@@ -13,8 +13,8 @@ from fednas_flwr.search.architect import (
     second_order_gradient,
     virtual_step,
 )
-from fednas_flwr.search.descent import make_sgd
-from fednas_flwr.search.settings import SGD
+from fednas_flwr.search.optimizer_step import make_sgd
+from fednas_flwr.settings.optimizers import SGD
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 # Rows (q, t, c) of L = q (w - a t)^2 / 2 + c a w.
@@ -37,18 +37,23 @@ def step(network, lr):
     return {"w": network.w.detach() - lr * d_w, "unused": network.unused.detach()}
 
 
+def second_order(network, virtual_weights, lr, validation=VALIDATION):
+    """Gradient and losses from the training rows and others, all of label 0."""
+    labels = torch.zeros(3, dtype=torch.int64)
+    return second_order_gradient(
+        network,
+        weights=network.weights(),
+        virtual_weights=virtual_weights,
+        train_batch=(TRAIN, labels[:2]),
+        validation_batch=(validation, labels[: len(validation)]),
+        inner_lr=lr,
+    )
+
+
 @pytest.mark.parametrize("lr", [0.05, 0.5])
 def test_second_order_of_a_quadratic_has_its_closed_form(lr, quadratic, untouched):
     check = untouched(quadratic)
-    labels = torch.zeros(3, dtype=torch.int64)
-    gradients, losses = second_order_gradient(
-        quadratic,
-        weights=quadratic.weights(),
-        virtual_weights=step(quadratic, lr),
-        train_batch=(TRAIN, labels[:2]),
-        validation_batch=(VALIDATION, labels),
-        inner_lr=lr,
-    )
+    gradients, losses = second_order(quadratic, step(quadratic, lr), lr)
     w, a = quadratic.w.item(), quadratic.a.item()
     _, _, train_aw = derivatives(TRAIN, w, a)
     virtual_w = step(quadratic, lr)["w"].item()
@@ -68,7 +73,6 @@ def test_second_order_of_a_quadratic_has_its_closed_form(lr, quadratic, untouche
 def test_second_order_is_the_derivative_through_the_step(quadratic):
     """Against the number that the formula stands for: L_val after a step, as a function of a."""
     lr, eps = 0.3, 1e-5
-    labels = torch.zeros(3, dtype=torch.int64)
 
     def validation_loss(a):
         d_w, _, _ = derivatives(TRAIN, quadratic.w.item(), a)
@@ -78,27 +82,14 @@ def test_second_order_is_the_derivative_through_the_step(quadratic):
 
     a = quadratic.a.item()
     expected = (validation_loss(a + eps) - validation_loss(a - eps)) / (2 * eps)
-    gradients, _ = second_order_gradient(
-        quadratic,
-        weights=quadratic.weights(),
-        virtual_weights=step(quadratic, lr),
-        train_batch=(TRAIN, labels[:2]),
-        validation_batch=(VALIDATION, labels),
-        inner_lr=lr,
-    )
+    gradients, _ = second_order(quadratic, step(quadratic, lr), lr)
     assert gradients["cell"].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_without_a_gradient_at_the_virtual_weights_there_is_no_correction(quadratic):
     rows = torch.tensor([[1.0, 0.0, 0.0]]).double()  # w^2 / 2: stationary at w = 0
-    gradients, _ = second_order_gradient(
-        quadratic,
-        weights=quadratic.weights(),
-        virtual_weights={"w": torch.zeros(1).double(), "unused": quadratic.unused.detach()},
-        train_batch=(TRAIN, torch.zeros(2, dtype=torch.int64)),
-        validation_batch=(rows, torch.zeros(1, dtype=torch.int64)),
-        inner_lr=0.1,
-    )
+    stationary = {"w": torch.zeros(1).double(), "unused": quadratic.unused.detach()}
+    gradients, _ = second_order(quadratic, stationary, 0.1, rows)
     assert gradients["cell"].item() == 0.0
 
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from fednas_flwr.composition import compose_tree
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.bandit import Bandit
-from fednas_flwr.search.settings import BanditSettings
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.optimizers import BanditSettings
 
 SETTINGS = BanditSettings(
     beta=3.0,
@@ -32,15 +32,8 @@ rewards = st.floats(-10, 10)
 
 def paper_faithful(*, alpha, beta):
     """The constants with which the update is Eq. 6 and pi is the plain softmax(r)."""
-    return BanditSettings(
-        beta=beta,
-        step_size=alpha,
-        retention=alpha,
-        temperature=1.0,
-        scaled=False,
-        scale_retention=0.5,
-        resampled_share=0.0,
-        sees_state=False,
+    return replace(
+        SETTINGS, beta=beta, step_size=alpha, retention=alpha, temperature=1.0, scaled=False
     )
 
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.privacy.clipping import clipped_gradient_sum
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
 from fednas_flwr.search.candidate import Candidate, ClippedGradients, train_candidates
-from fednas_flwr.search.descent import Descent
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.objective import CLASSIFICATION
-from fednas_flwr.search.settings import DPAware
-from fednas_flwr.search_spaces import DARTSSpace, DPCellSpace
+from fednas_flwr.search.optimizer_step import Descent
+from fednas_flwr.settings.optimizers import DPAware
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.dp_cells import DPCellSpace
 
 SPACE = DPCellSpace(input_shape=(2, 6, 5), num_classes=3, widths=(4, 4, 8), head=8)
 PATHS = {

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.controller import Controller, Moments, Policy, reinforce_loss
 from fednas_flwr.search.samplers import Evolution, RandomSampler, RejectionSampler
-from fednas_flwr.search.settings import ControllerSettings, EvolutionSettings
+from fednas_flwr.settings.optimizers import ControllerSettings, EvolutionSettings
 
 SETTINGS = ControllerSettings(
     lr=0.01, temperature=1.0, entropy_weight=0.02, baseline_decay=0.9, scaled=False

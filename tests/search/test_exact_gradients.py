@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.randomness import make_generator, seeded
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.architect import (
     alpha_gradient_sum,
     mixed_level_gradient,
     second_order_gradient,
 )
-from fednas_flwr.search.descent import Descent
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
 from fednas_flwr.search.gates import alpha_gradient, draw_paths
 from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.optimizer_step import Descent
 from fednas_flwr.search.proxyless import gate_gradient
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+
+from ..small_spaces import PATH_SPACE
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
@@ -232,15 +232,8 @@ def test_alphas_have_the_rules_gradient_of_the_steps_batches(rule, net, records,
 
 @pytest.mark.parametrize("mode", ["two", "full"])
 def test_gates_are_of_the_validation_batch(mode):
-    space = MBConvSpace(
-        input_shape=(2, 4, 4),
-        num_classes=3,
-        skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
-        candidates=("mbconv2_3x3", "mbconv3_3x3", "zero"),
-        norm="group",
-    )
     with seeded(1, "supernet"):
-        supernet = space.supernet().double().train()
+        supernet = PATH_SPACE.supernet().double().train()
     generator = make_generator(0, "batches")
     train, validation = (
         (
@@ -268,45 +261,26 @@ def test_gates_are_of_the_validation_batch(mode):
     assert gradients.validation_tally.loss == pytest.approx(losses.mean().item())
 
 
-def test_sums_of_weights_are_those_of_a_loop_over_records(net, records):
+@pytest.mark.parametrize(("state", "split"), [("weights", "train"), ("alphas", "validation")])
+def test_sums_are_those_of_a_loop_over_records(state, split, net, records):
     train, validation, log = records(2, 2)
-    sums = ExactSums(train(), validation(), objective=Objective(FACTORS))
-    total = 0.0
-    for x, y in train.batches:
-        found, size = sums.sums("weights", net)
-        assert size == 6
+    exact, seen = ExactSums(train(), validation(), objective=Objective(FACTORS)), []
+    for x, y in (train if split == "train" else validation).batches:
+        found, size = exact.sums(state, net)
+        assert size == len(y)
         losses = [
             FACTORS[label] * F.cross_entropy(net(row[None]), label[None])
             for row, label in zip(x, y, strict=True)
         ]
-        total += sum(loss.item() for loss in losses)
-        for name, weight in net.weights().items():
-            expected = sum(
-                torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses
-            )
-            torch.testing.assert_close(found[name], expected, **EXACT)
-    assert log == ["train 1.0", "train 1.1"]
-    metrics = sums.metrics()
-    assert metrics.keys() == {"train_loss", "train_accuracy"}
-    assert metrics["train_loss"] == pytest.approx(total / 12)
-
-
-def test_sums_of_alphas_are_those_of_a_loop_over_records(net, records):
-    train, validation, log = records(2, 2)
-    sums = ExactSums(train(), validation(), objective=Objective(FACTORS))
-    found, size = sums.sums("alphas", net)
-    x, y = validation.batches[0]
-    losses = [
-        FACTORS[label] * F.cross_entropy(net(row[None]), label[None])
-        for row, label in zip(x, y, strict=True)
-    ]
-    for kind, alpha in net.alphas().items():
-        expected = sum(torch.autograd.grad(loss, alpha, retain_graph=True)[0] for loss in losses)
-        torch.testing.assert_close(found[kind], expected, **EXACT)
-    assert size == 4
-    assert log == ["validation 1.0"]
-    mean = sum(loss.item() for loss in losses) / 4
-    assert sums.metrics() == {"validation_loss": pytest.approx(mean)}
+        seen += [loss.item() for loss in losses]
+        for name, parameter in getattr(net, state)().items():
+            gradients = (torch.autograd.grad(loss, parameter, retain_graph=True) for loss in losses)
+            torch.testing.assert_close(found[name], sum(g for (g,) in gradients), **EXACT)
+    assert log == [f"{split} 1.0", f"{split} 1.1"]
+    metrics = exact.metrics()
+    assert metrics[f"{split}_loss"] == pytest.approx(sum(seen) / len(seen))
+    assert metrics.keys() - {"train_accuracy"} == {f"{split}_loss"}
+    assert ("train_accuracy" in metrics) == (split == "train")
 
 
 def test_sums_of_second_order_look_ahead_from_the_weights_before_the_last_step(net, records):

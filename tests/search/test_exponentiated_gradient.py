@@ -11,10 +11,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.exponentiated_gradient import EQUAL, LEAST, Theta, Trial
-from fednas_flwr.search.settings import SCHEDULES, ThetaSettings
+from fednas_flwr.settings.optimizers import SCHEDULES, ThetaSettings
 
 schedules = st.sampled_from(SCHEDULES)
 discounts = st.floats(0, 1)

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.descent import Descent, Descents, make_adam, make_sgd
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.gumbel import GumbelPath
 from fednas_flwr.search.local_search import Alternating, alternate
-from fednas_flwr.search.settings import SGD, Adam, Temperatures
-from fednas_flwr.search_spaces.darts import DARTSSpace
-from fednas_flwr.search_spaces.nasbench201 import NASBench201Space
+from fednas_flwr.settings.optimizers import SGD, Adam, Temperatures
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
+
+from .test_local_search import descents_of
 
 SIZES = {"input_shape": (3, 8, 8), "num_classes": 3, "channels": 4, "num_cells": 1}
 WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
@@ -58,16 +59,17 @@ def trains(columns):
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_a_path_is_the_supernet_with_all_other_ops_at_zero(engine, norm):
     """Logits, and the gradients of the path's weights and of the gates."""
-    supernet, computed = make_supernet(engine, norm), set()
+    supernet, computed = make_supernet(engine, norm).double(), set()
     for seed in range(8):
         path, (x, y) = draw(supernet, seed), make_batch(seed)
+        x = x.double()
         columns = torch.tensor(path.columns["cell"])[:, None]
         computed |= set(columns[:, 0].tolist())
-        gates_E = torch.ones(6, requires_grad=True)
-        weights_EO = torch.zeros(6, 5).scatter(1, columns, gates_E[:, None])
+        gates_E = torch.ones(6, dtype=torch.float64, requires_grad=True)
+        weights_EO = torch.zeros(6, 5).double().scatter(1, columns, gates_E[:, None])
         dense = supernet(x, {"cell": weights_EO})
         single = path(x)
-        torch.testing.assert_close(single, dense, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(single, dense, rtol=1e-9, atol=1e-11)
 
         alphas_EO = supernet.alphas()["cell"].detach()
         gumbel_EO = first_that_trains(alphas_EO, make_generator(seed, "gumbel"))
@@ -83,10 +85,10 @@ def test_a_path_is_the_supernet_with_all_other_ops_at_zero(engine, norm):
         alphas, *weights = torch.autograd.grad(
             F.cross_entropy(single, y), [*path.alphas().values(), *own.values()], allow_unused=True
         )
-        torch.testing.assert_close(alphas, expected, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(alphas, expected, rtol=1e-8, atol=1e-11)
         for (name, weight), mine, other in zip(own.items(), weights, by_weights, strict=True):
             mine, other = (torch.zeros_like(weight) if g is None else g for g in (mine, other))
-            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5, msg=name)
+            torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10, msg=name)
     assert computed == set(range(5))
 
 
@@ -131,18 +133,14 @@ def test_a_local_search_steps_alphas_and_weights_on_paths_of_their_own():
     batches = [make_batch(seed) for seed in range(6)]
     batches = [(x.double(), y) for x, y in batches]
     train, validation = batches[:3], batches[3:]
-    own, others = supernet.weights(), supernet.alphas()
-    descents = Descents(
-        Descent(own, make_sgd(own.values(), WEIGHTS), WEIGHTS.clip_norm),
-        Descent(others, make_adam(others.values(), Adam(0.05, 1e-3))),
-    )
     alternate(
         supernet,
         ExactGradients(lambda: iter(train), lambda: iter(validation)),
-        descents,
+        descents_of(supernet, WEIGHTS, Adam(0.05, 1e-3)),
         Alternating("first_order", temperature=0.7),
         generator=make_generator(3, "paths"),
     )
+    own = supernet.weights()
     generator = make_generator(3, "paths")
     weights, (alphas,) = list(twin.weights().values()), twin.alphas().values()
     sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -169,10 +167,16 @@ def test_a_local_search_steps_alphas_and_weights_on_paths_of_their_own():
     assert (supernet.alphas()["cell"] - start.alphas()["cell"]).abs().max() > 0.01
 
 
-def test_the_temperature_falls_linearly_from_the_first_round_to_the_last():
-    temperatures = Temperatures(first=10.0, last=0.1)
-    assert [temperatures.at_round(r, 4) for r in (1, 2, 3, 4)] == pytest.approx([10, 6.7, 3.4, 0.1])
-    assert temperatures.at_round(1, 1) == 10
+@pytest.mark.parametrize(
+    ("first", "last"), [(1e6, 1.0), (1.0, 1e6), (1e3, 1e-3), (10.0, 0.1)], ids=str
+)
+def test_temperatures_change_linearly_and_end_at_the_last_one(first, last):
+    temperatures = Temperatures(first=first, last=last)
+    found = [temperatures.at_round(number, 7) for number in range(1, 8)]
+    assert found == pytest.approx([first + (last - first) * n / 6 for n in range(7)], rel=1e-9)
+    assert found[0] == temperatures.at_round(1, 1) == first
+    assert found[-1] == pytest.approx(last, rel=1e-12)
+    assert found == sorted(found, reverse=first > last)
 
 
 def test_what_is_not_defined_is_refused():
@@ -181,12 +185,3 @@ def test_what_is_not_defined_is_refused():
     darts = DARTSSpace(**{**SIZES, "num_cells": 3}).supernet()
     with pytest.raises(ValueError, match=r"nasbench201 only"):
         draw(darts, 0)
-
-
-def test_temperatures_end_at_the_last_one_whatever_the_first_was():
-    for first, last in ((1e6, 1.0), (1.0, 1e6), (1e3, 1e-3), (10.0, 0.1)):
-        temperatures = Temperatures(first=first, last=last)
-        found = [temperatures.at_round(number, 7) for number in range(1, 8)]
-        assert found[0] == first
-        assert found[-1] == pytest.approx(last, rel=1e-12)
-        assert found == sorted(found, reverse=first > last)

@@ -290,5 +290,5 @@ def test_losses_and_predictions_are_computed_here_alone():
                 found.setdefault(path.relative_to(package).as_posix(), []).append(ast.unparse(call))
     assert len(found.pop("search/objective.py")) == 3  # of a class, of several labels; argmax
     assert len(found.pop("search/gumbel.py")) == 1  # over ops
-    assert len(found.pop("search/scores.py")) == 1  # of a made-up task
+    assert len(found.pop("search/data_free_scores.py")) == 1  # of a made-up task
     assert found == {}

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fednas_flwr.hardware.costs import Costs, HardwareLoss
-from fednas_flwr.privacy.clipping import (
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.privacy.mechanism.clipping import (
     Relaxation,
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
-from fednas_flwr.randomness import make_generator, seeded
 from fednas_flwr.search.gates import active_gates, alpha_gradient, draw_paths
 from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.path_network import (
@@ -27,22 +26,12 @@ from fednas_flwr.search.path_network import (
     offered_ops,
 )
 from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
-from fednas_flwr.search_spaces import DARTSSpace
-from fednas_flwr.search_spaces.mbconv import MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+from fednas_flwr.spaces.costs import HardwareLoss
+from fednas_flwr.spaces.darts import DARTSSpace
 
-SPACE = MBConvSpace(
-    input_shape=(2, 4, 4),
-    num_classes=3,
-    skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
-    candidates=("mbconv2_3x3", "zero", "mbconv3_5x5", "mbconv3_3x3"),
-    norm="group",
-)
-COSTS = Costs(
-    "ms",
-    2.0,
-    torch.tensor([[3.0, 0.1, 5.0, 4.0], [3.0, 0.1, 6.0, 4.0], [2.0, math.nan, 3.0, 2.5]]).double(),
-)
+from ..small_spaces import PATH_COSTS as COSTS
+from ..small_spaces import PATH_SPACE as SPACE
+
 MULTIPLICATIVE, ADDITIVE = (
     HardwareLoss(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
     for form in ("multiplicative", "additive")
@@ -164,7 +153,7 @@ def test_no_alphas_that_a_server_can_send_draw_what_is_not_offered(values, mode)
     with torch.no_grad():
         supernet.alphas()["blocks"].copy_(torch.tensor(values).view(3, 4))
     offered = offered_ops(supernet)
-    assert offered.tolist() == [[True] * 4, [True] * 4, [True, False, True, True]]
+    assert offered.tolist() == [[True] * 4, [True] * 4, [True, True, True, False]]
     for seed in range(5):
         for drawn in (drawable_alphas(supernet), uniform_alphas(drawable_alphas(supernet))):
             found = draw_paths(drawn, mode=mode, generator=make_generator(seed, "paths"))
@@ -190,8 +179,8 @@ def test_covering_paths_compute_every_op_that_is_offered_and_no_other(supernet, 
 
 
 def test_the_first_covering_paths_have_the_most_weights(supernet):
-    assert covering_paths(supernet, mode="one")[0].tolist() == [[2], [2], [2]]
-    assert covering_paths(supernet, mode="two")[0].tolist() == [[2, 3], [2, 3], [2, 3]]
+    assert covering_paths(supernet, mode="one")[0].tolist() == [[1], [1], [1]]
+    assert covering_paths(supernet, mode="two")[0].tolist() == [[1, 2], [1, 2], [1, 2]]
     counts = {
         sum(w.numel() for w in PathNetwork(supernet, paths(supernet, "one", s)).weights().values())
         for s in range(30)

@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.hardware.costs import Costs, HardwareLoss
-from fednas_flwr.randomness import make_generator, seeded
-from fednas_flwr.search.descent import Descent, Descents, make_adam, make_sgd
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.gates import alpha_gradient, draw_paths
+from fednas_flwr.search.optimizer_step import make_sgd
 from fednas_flwr.search.proxyless import (
     SampledPaths,
     gate_gradient,
     search_paths,
     uniform_alphas,
 )
-from fednas_flwr.search.settings import SGD, Adam
-from fednas_flwr.search_spaces.mbconv import NEVER, MBConvSpace
-from fednas_flwr.search_spaces.mbconv_plan import Skeleton
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.costs import HardwareLoss
+from fednas_flwr.spaces.mbconv import NEVER
 
-SPACE = MBConvSpace(
-    input_shape=(2, 4, 4),
-    num_classes=3,
-    skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
-    candidates=("mbconv2_3x3", "mbconv3_5x5", "mbconv3_3x3", "zero"),
-    norm="group",
-)
+from ..small_spaces import PATH_COSTS as COSTS
+from ..small_spaces import PATH_SPACE as SPACE
+from .test_local_search import descents_of
+
 WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
 ALPHAS = Adam(0.01, weight_decay=0.0)
-COSTS = Costs(
-    "ms",
-    2.0,
-    torch.tensor([[3.0, 5.0, 4.0, 0.1], [3.0, 6.0, 4.0, 0.1], [2.0, 3.0, 2.5, math.nan]]).double(),
-)
+SEARCHED = {"beta": 0.0, "nesterov": True}  # as the paper does
 
 
 @pytest.fixture
@@ -63,28 +54,13 @@ class AlphasOnly(ExactGradients):
         return {}
 
 
-def sgd_of(weights):
-    return make_sgd(weights.values(), WEIGHTS, nesterov=True)
-
-
-def descents_of(supernet, alphas=ALPHAS):
-    return Descents(
-        Descent(
-            supernet.weights(),
-            make_sgd(supernet.weights().values(), WEIGHTS, nesterov=True),
-            WEIGHTS.clip_norm,
-        ),
-        Descent(supernet.alphas(), make_adam(supernet.alphas().values(), alphas, beta=0.0)),
-    )
-
-
 def search(supernet, *, steps=4, mode="two", warm_up=False, hardware=None):
     """Search for one pass; return where the gradients came from."""
     gradients = ExactGradients(lambda: batches(steps), lambda: batches(steps + 2, start=100))
     search_paths(
         supernet,
         gradients,
-        descents_of(supernet),
+        descents_of(supernet, WEIGHTS, ALPHAS, **SEARCHED),
         SampledPaths(mode, warm_up, None),
         hardware=hardware,
         generator=make_generator(0, "paths"),
@@ -98,8 +74,8 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
 
     The alphas have a learning rate of zero and so stay, too.
     """
-    descents, generator = descents_of(supernet, Adam(0.0, 0.0)), make_generator(0, "paths")
-    again = make_generator(0, "paths")
+    descents = descents_of(supernet, WEIGHTS, Adam(0.0, 0.0), **SEARCHED)
+    generator, again = (make_generator(0, "paths") for _ in range(2))
     momenta = {}
     alphas = supernet.alphas()["blocks"]
     for batch in batches(5):
@@ -142,8 +118,8 @@ def alpha_step(supernet, batch, descents, mode, generator):
 
 
 def test_alpha_steps_move_only_sampled_probabilities(supernet):
-    descents, generator = descents_of(supernet), make_generator(0, "paths")
-    again = make_generator(0, "paths")
+    descents = descents_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
+    generator, again = (make_generator(0, "paths") for _ in range(2))
     weights = copy.deepcopy(supernet.weights())
     alphas = supernet.alphas()["blocks"]
     for batch in batches(20):
@@ -164,8 +140,8 @@ def test_a_full_alpha_step_is_adams_on_the_gate_gradient(supernet):
     alphas = supernet.alphas()["blocks"]
     twin = alphas.detach().clone().requires_grad_()
     adam = torch.optim.Adam([twin], lr=0.01, betas=(0.0, 0.999))
-    descents, generator = descents_of(supernet), make_generator(0, "paths")
-    again = make_generator(0, "paths")
+    descents = descents_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
+    generator, again = (make_generator(0, "paths") for _ in range(2))
     for batch in batches(3):
         paths = draw_paths(twin, mode="full", generator=again)
         twin.grad = alpha_gradient(gate_gradient(supernet, batch, paths)[0], twin, paths)

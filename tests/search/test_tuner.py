@@ -17,22 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.kernel_ridge import KernelRidge
 
-from fednas_flwr.errors import ConfigError
-from fednas_flwr.randomness import make_generator
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.bandit import Bandit, draw_configurations
-from fednas_flwr.search.settings import BanditSettings, Configuration, Range
 from fednas_flwr.search.tuner import RIDGE, Tuner, predict, reflect
+from fednas_flwr.settings.optimizers import Configuration, Range
 
-DEFAULT = BanditSettings(
-    beta=3.0,
-    step_size=0.5,
-    retention=0.9,
-    temperature=0.25,
-    scaled=True,
-    scale_retention=0.5,
-    resampled_share=0.0,
-    sees_state=False,
-)
+from .test_bandit import SETTINGS as DEFAULT
+
 RESAMPLED = replace(DEFAULT, resampled_share=0.3)
 SEEING = replace(DEFAULT, sees_state=True)
 BOTH = replace(SEEING, resampled_share=0.3)

@@ -1,0 +1,12 @@
+"""Server side: a folder per algorithm, its rounds in the order of the paper's pseudocode.
+
+A folder's ``__init__.py`` has the settings and the entry of the algorithm, without torch, and
+``strategy.py`` its class. Importing this package registers the algorithms of all folders.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    if _module.ispkg:
+        import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,612 @@
+"""The round loop, written once: connect, rounds, events, checkpoint, resume.
+
+An algorithm is a subclass that says what happens in one round, by asking clients actions through
+the :class:`~fednas_flwr.server.cohort.Cohort`. It is a Flower ``Strategy``: ``start(grid)`` runs
+it
+on any Grid.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any, Generic, TypeVar, cast, get_args
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor, nn
+
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.models.networks import Description
+from fednas_flwr.privacy.plan import PlannedRelease, PrivateStage
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import Amount, Evaluate, RewardCandidates, Settings, Site
+from fednas_flwr.protocol.states import (
+    MOMENTS,
+    Average,
+    Layout,
+    Packed,
+    Part,
+    Tensors,
+    WeightedAverage,
+    load_states,
+    network_states,
+    pack,
+    unpack,
+)
+from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
+from fednas_flwr.search.architect import alpha_entropy
+from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.server.client_sampling import Participants
+from fednas_flwr.server.cohort import TOTAL, Cohort
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.robust_averages import TrimmedMean, median_rewards
+from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings.incompatible import follows_noise
+from fednas_flwr.settings.names import FEWEST_VOTES
+from fednas_flwr.settings.optimizers import SGD, Configuration
+from fednas_flwr.settings.rounds import TrimmedMeanSettings
+from fednas_flwr.spaces.genotype import Genotype, skip_share, to_json
+from fednas_flwr.spaces.space import SearchSpace
+
+SERVER = "server."  # before the names of the server's own tensors in a checkpoint
+VELOCITY = "velocity"  # the state of its momentum there
+EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
+FARTHEST = 100.0  # nats: a model that has diverged loses as much on a record
+ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
+
+
+def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
+    """Return whether a model is evaluated after a round: every so many, and the last."""
+    due = evaluate_every > 0 and server_round % evaluate_every == 0
+    return due or server_round == num_rounds
+
+
+S = TypeVar("S", bound=AlgorithmSettings)
+
+
+def settings_of(strategy: type[RoundStrategy[Any]]) -> type[AlgorithmSettings]:
+    """The class of settings that a strategy states, or the one that it derives from."""
+    for kind in strategy.__mro__:
+        for base in vars(kind).get("__orig_bases__", ()):
+            for argument in get_args(base):
+                if isinstance(argument, type) and issubclass(argument, AlgorithmSettings):
+                    return argument
+    return AlgorithmSettings
+
+
+class RoundStrategy(Strategy, Generic[S]):
+    """Base of all algorithms; ``S`` is the class of an algorithm's settings.
+
+    The run's ``momentum`` is that of local training. ``reset``: optimisers begin anew with every
+    request. ``averaged``: their moments travel with the model and are averaged and checkpointed
+    like it, so that clients keep nothing. ``server``: clients step without momentum, and the server
+    moves the model by ``v = m v + (average - model)`` (FedAvgM: Hsu et al. 2019, arXiv
+    1909.06335).
+
+    Args:
+        network: Supernet or network whose tensors are the initial global state; it is only read.
+        cohort: Reaches the clients.
+        config: The settings of the run.
+        space: Search space of the supernet; None for plain networks.
+        prepared: The run's data; None where no network is made of its shapes.
+        description: Description of the network to retrain, from which clients build it, see
+            ``clients.Client.network``; None in a search.
+        configuration: Hyper-parameters that the search has found for retraining, which take the
+            place of those of the settings; None if none.
+        checkpoints: Where the state goes after every round; None keeps none.
+        private: The private terms of the stage; None without privacy.
+
+    Attributes:
+        settings: The algorithm's settings.
+        stage: Name of the stage in events and checkpoints.
+        states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments``
+            where they travel.
+        layouts: The tensors of each state.
+        values: JSON values that belong to the state and go into checkpoints.
+        ends_at: Of ``time.monotonic()``: a round that would not end before is not begun, unless it
+            is the first; None is no limit.
+        rounds_done: Rounds that the state has been through.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        cohort: Cohort,
+        config: Config,
+        *,
+        space: SearchSpace | None = None,
+        prepared: Prepared | None = None,
+        description: Description | None = None,
+        configuration: Configuration | None = None,
+        checkpoints: CheckpointFolder | None = None,
+        private: PrivateStage | None = None,
+    ) -> None:
+        """See the class."""
+        self.config, self.settings = config, cast(S, config.algorithm)
+        self.stage = "search" if description is None else "retrain"
+        self.prepared, self.description = prepared, dict(description or {})
+        self.found_configuration = configuration
+        self.private, self.momentum = private, self._momentum()
+        self.layouts, self.states = self._initial(network)
+        self._velocity: Packed = {}
+        self.values: dict[str, Any] = {}
+        self.cohort = cohort
+        self.space = space
+        self.checkpoints = checkpoints
+        self.ends_at: float | None = None
+        self.rounds_done = 0
+        self._round = 0
+        self._phase = 0
+        self._client_metrics: dict[int, dict[str, float]] = {}
+        self._participants: Participants | None = None
+        self._asked: set[int] = set()
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Make what the strategy holds besides; the constructor calls it last."""
+
+    @abstractmethod
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Run one round and return its metrics.
+
+        Ask clients with :meth:`ask`, assign the new global model to ``self.states``.
+
+        Args:
+            server_round: From 1.
+            num_rounds: Rounds of the stage.
+        """
+
+    @classmethod
+    def releases(cls, settings: S, private: PrivateRound) -> list[PlannedRelease]:
+        """Everything that a round of a private run releases of each client, at most.
+
+        It follows from the configuration alone, before there is a network or a client.
+
+        Args:
+            settings: The algorithm's settings.
+            private: The round.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not run with privacy")
+
+    @classmethod
+    def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
+        """Refuse what of the search cannot be made of the run's data and search space."""
+
+    @property
+    def site(self) -> Site | None:
+        """Additional terms of requests to private clients, None without privacy."""
+        if self.private is None:
+            return None
+        return Site(self.private.data_set)
+
+    @property
+    def model(self) -> dict[str, Packed]:
+        """The states of the global model that are a network's."""
+        return {name: state for name, state in self.states.items() if name != MOMENTS}
+
+    def new_average(self) -> Average:
+        """An empty average of the clients' states: weighted, or robust as ``aggregate`` says."""
+        aggregate = self.config.aggregate
+        if isinstance(aggregate, TrimmedMeanSettings):
+            return TrimmedMean(aggregate.trim)
+        return TrimmedMean(None) if aggregate.name == "median" else WeightedAverage()
+
+    def _momentum(self) -> str:
+        """Where the momentum of local training goes between requests."""
+        averages = self.stage == "retrain" and follows_noise(self.config)
+        return self.config.training.momentum or ("averaged" if averages else "reset")
+
+    def amount(self, local_epochs: int, batch_size: int | None) -> Amount:
+        """Return how long clients train: epochs of batches, with privacy steps."""
+        steps = None if self.private is None else self.private.local_steps
+        if steps is None:
+            return Amount(local_epochs, None, batch_size)
+        return Amount(None, steps, None)
+
+    def server_tensors(self) -> Tensors:
+        """Return further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
+        return {}
+
+    def load_server_tensors(self, tensors: Tensors) -> None:
+        """Take back what :meth:`server_tensors` returned."""
+
+    def fit_states(self) -> None:
+        """Give the states the form that the restored ``values`` say; most models keep theirs."""
+
+    def ask(
+        self,
+        action: str,
+        settings: Settings,
+        *,
+        own_settings: Mapping[int, Settings] | None = None,
+        states: Mapping[str, Packed] | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+        whole: Mapping[str, Layout] | None = None,
+    ) -> Iterator[tuple[int, Reply]]:
+        """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`."""
+        self._phase += 1
+        answered = set()
+        exchange = Exchange(
+            action,
+            stage=self.stage,
+            server_round=self._round,
+            phase=self._phase,
+            settings=settings,
+            own_settings=own_settings or {},
+            states=states or {},
+            layouts=layouts or {},
+            whole=whole or {},
+            releases=() if self.private is None else self.private.releases,
+            participants=self._participants,
+        )
+        for client, reply in self.cohort.ask(exchange):
+            answered.add(client)
+            if client != TOTAL:
+                self._client_metrics.setdefault(client, {}).update(reply.metrics)
+            yield client, reply
+        if self._participants is not None:
+            self._asked |= {*self._participants.clients, *answered}
+            self._participants = self._participants.after(answered)
+
+    def candidates(self) -> Sequence[int]:
+        """Return the clients that the round may ask."""
+        return self.cohort.clients if self._participants is None else self._participants.candidates
+
+    def train(
+        self,
+        action: str,
+        settings: Settings,
+        momentum: float,
+        *,
+        only: Mapping[str, Collection[str]] | None = None,
+    ) -> dict[str, float]:
+        """Have all clients train the global model, and make their average the new one.
+
+        Args:
+            action: That answers with the model's states.
+            settings: The request.
+            momentum: Of the server, where the server has it.
+            only: Of some states the names of the tensors that are sent and come back; all others
+                stay as they are.
+
+        Returns:
+            The clients' metrics, averaged.
+        """
+        part = Part(self.layouts, only or {})
+        replies = self.ask(
+            action,
+            settings,
+            states=part.of(self.states),
+            layouts=part.layouts,
+            whole=self.layouts,
+        )
+        average, metrics = self.average(replies)
+        self.move(part.filled(average, self.states), momentum)
+        return metrics
+
+    def reward(
+        self,
+        request: RewardCandidates,
+        *,
+        only: Mapping[str, Collection[str]] | None = None,
+        by_median: bool = False,
+    ) -> tuple[list[float], float | None, dict[str, float]]:
+        """Return each candidate's accuracy over all clients' validation records.
+
+        Args:
+            request: Names the candidates.
+            only: Of some states the names of the tensors that are sent.
+            by_median: Whether three or more clients without privacy count by
+                :func:`~fednas_flwr.server.robust_averages.median_rewards` in place of the mean, so
+                that none of them decides which candidate is best.
+
+        Returns:
+            The accuracies; the standard deviation of the noise on each, None where it depends on
+            how the clients' values lie; and the clients' metrics, averaged.
+        """
+        layout = Layout.of({"rewards": torch.zeros(request.count)})
+        bounds = NOISY_REWARDS if self.private else EXACT_REWARDS
+        average, replies, own_rewards = self.new_average(), [], []
+        for _, reply in self.ask(
+            "evaluate.candidates",
+            request,
+            states=Part({n: self.layouts[n] for n in self.model}, only or {}).of(self.model),
+            layouts={"rewards": layout},
+            whole=self.layouts,
+        ):
+            own = {
+                dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
+            }
+            average.add({"rewards": own}, weight=reply.num_examples)
+            own_rewards.append(unpack(own, layout)["rewards"])
+            replies.append(replace(reply, states={}))
+        weight = sum(reply.num_examples for reply in replies)
+        rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
+        if by_median and self.private is None and len(own_rewards) >= FEWEST_VOTES:
+            rewards = median_rewards(torch.stack(own_rewards).double()).tolist()
+        noise: float | None = 0.0
+        if self.private and not isinstance(average, WeightedAverage):
+            noise = None
+        elif self.private is not None:
+            sigma = self.private.noise_multiplier("rewards") or 0.0
+            sites = sum(reply.sites for reply in replies)
+            noise = sigma * math.sqrt(request.count * sites) / weight
+        return rewards, noise, mean_metrics(replies)
+
+    def validation_metrics(self, network: Mapping[str, Any]) -> dict[str, float]:
+        """Return the mean loss and accuracy of a network on the clients' validation records.
+
+        Args:
+            network: Its description, see ``clients.Client.network``.
+        """
+        request = Evaluate(network=dict(network), split="validation", site=self.site)
+        replies = self.ask("evaluate.model", request, states=self.states)
+        metrics = mean_metrics(reply for _, reply in replies)
+        return {f"validation_{name}": value for name, value in metrics.items()}
+
+    def average(
+        self, replies: Iterable[tuple[int, Reply]]
+    ) -> tuple[dict[str, Packed], dict[str, float]]:
+        """Return the average of the replies' states, and of their metrics weighted by examples.
+
+        A reply's states are dropped once they are added.
+        """
+        average, metrics = self.new_average(), []
+        for _, reply in replies:
+            average.add(reply.states, weight=reply.num_examples)
+            metrics.append(replace(reply, states={}))
+        return average.result(), mean_metrics(metrics)
+
+    def client_weights(self, weights: SGD) -> SGD:
+        """Return the constants that clients step by: without momentum where the server has it."""
+        return replace(weights, momentum=0.0) if self.momentum == "server" else weights
+
+    def move(self, average: dict[str, Packed], momentum: float) -> None:
+        """Make the clients' average the global model, with the server's momentum if it has any."""
+        self.push(average["weights"], self.states["weights"], self._velocity, momentum)
+        self.states = average
+
+    def push(self, average: Packed, before: Packed, velocity: Packed, momentum: float) -> None:
+        """Add the server's momentum, if it has any, to averaged weights and to its velocity."""
+        for dtype, vector in average.items() if self.momentum == "server" else ():
+            moved = vector - before[dtype]
+            if dtype in velocity:
+                moved.add_(velocity[dtype], alpha=momentum)
+            velocity[dtype] = moved
+            average[dtype] = before[dtype] + moved
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run all rounds that no checkpoint covers yet.
+
+        Args:
+            grid: Flower's way to the clients.
+            initial_arrays: Named tensors to start from, such as ``Result.arrays`` of an earlier
+                start; None starts from the network given to the constructor.
+            num_rounds: Rounds of the stage, those before a resume included.
+            timeout: Seconds per exchange of these rounds; None keeps the cohort's.
+            train_config: Not used: the constructor takes the settings.
+            evaluate_config: Not used, likewise.
+            evaluate_fn: Called with round and named tensors before the first and after every
+                round; its metrics join the round's.
+
+        Returns:
+            Flower's result: final named tensors and metrics by round.
+
+        Raises:
+            QuorumError: Too few clients answered an exchange.
+        """
+        usual = self.cohort.deadline_s  # of other stages, too
+        self.cohort.deadline_s = usual if timeout is None else timeout
+        try:
+            return self._run_rounds(grid, initial_arrays, num_rounds, evaluate_fn)
+        finally:
+            self.cohort.deadline_s = usual
+
+    def _run_rounds(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None,
+        num_rounds: int,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+    ) -> Result:
+        self.cohort.connect(grid)
+        if initial_arrays is not None:
+            self._load_named(initial_arrays.to_torch_state_dict())
+        result = Result()
+        self.rounds_done = self._restore()
+        first, longest_s = self.rounds_done + 1, 0.0
+        if evaluate_fn is not None and first == 1:
+            central = evaluate_fn(0, self.named_arrays())
+            if central is not None:
+                result.evaluate_metrics_serverapp[0] = central
+        for server_round in range(first, num_rounds + 1):
+            started = time.monotonic()
+            late = self.ends_at is not None and started + longest_s > self.ends_at
+            if late and server_round > first:
+                break
+            sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
+            dense = self.cohort.bytes_dense
+            self._round, self._phase, self._client_metrics = server_round, 0, {}
+            if (sampling := self.cohort.sampling) is not None:
+                self._participants = sampling.participants(self.stage, server_round)
+                self._asked = set()
+            metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
+            if evaluate_fn is not None:
+                central = evaluate_fn(server_round, self.named_arrays())
+                if central is not None:
+                    result.evaluate_metrics_serverapp[server_round] = central
+                metrics |= {f"central_{name}": float(v) for name, v in (central or {}).items()}  # type: ignore[arg-type]
+            result.train_metrics_clientapp[server_round] = MetricRecord(metrics)  # type: ignore[arg-type]
+            self.cohort.emit(
+                "round",
+                stage=self.stage,
+                round=server_round,
+                rounds=num_rounds,
+                seconds=time.monotonic() - started,
+                metrics=metrics,
+                exchanges=self._phase,
+                bytes_sent=self.cohort.bytes_sent - sent,
+                bytes_received=self.cohort.bytes_received - received,
+                bytes_dense=self.cohort.bytes_dense - dense,
+                clients={str(c): m for c, m in sorted(self._client_metrics.items())},
+                **({} if self._participants is None else {"asked": sorted(self._asked)}),
+            )
+            self._emit_alphas(server_round, num_rounds)
+            self._save(server_round)
+            self.rounds_done = server_round
+            longest_s = max(longest_s, time.monotonic() - started)
+        result.arrays = self.named_arrays()
+        return result
+
+    def inherit(self, states: Mapping[str, Packed]) -> None:
+        """Begin from the global model of another search in the same space."""
+        for state, packed in states.items():
+            for dtype, vector in packed.items():
+                self.states[state][dtype].copy_(vector)
+
+    def derive(self) -> Genotype:
+        """Return the architecture that the search has found.
+
+        Raises:
+            ValueError: The strategy has no search space.
+        """
+        if self.space is None:
+            raise ValueError(f"{type(self).__name__} does not search: there is nothing to derive")
+        return self.space.derive(self.alphas())
+
+    def tell_best(self, genotype: Genotype, server_round: int) -> None:
+        """Emit the best architecture so far, of a search that has neither alphas nor a pool."""
+        told = json.loads(to_json(genotype))
+        self.cohort.emit("best", stage=self.stage, round=server_round, genotype=told)
+
+    def configuration(self) -> Configuration | None:
+        """Return the hyper-parameters that the search has found for retraining, None if none."""
+        return None
+
+    def alphas(self) -> Tensors:
+        """Return the architecture parameters by cell kind, views of the global state."""
+        return unpack(self.states["alphas"], self.layouts["alphas"])
+
+    def load_into(self, network: nn.Module) -> None:
+        """Copy the global model into ``network``, which must have the same tensors."""
+        load_states(network, self.model)
+
+    def named_arrays(self) -> ArrayRecord:
+        """Return the global model as named tensors, ``<state>.<tensor>``."""
+        return ArrayRecord(
+            {
+                f"{state}.{name}": tensor
+                for state, packed in self.states.items()
+                for name, tensor in unpack(packed, self.layouts[state]).items()
+            }
+        )
+
+    def summary(self) -> None:
+        """Log nothing: events say what runs."""
+
+    def _unused(self, *_: Any, **__: Any) -> Any:
+        """Refuse: a round is several exchanges, and :meth:`run_round` makes them."""
+        raise NotImplementedError("run_round takes the place of Flower's four round methods")
+
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _unused
+
+    def _initial(self, network: nn.Module) -> tuple[dict[str, Layout], dict[str, Packed]]:
+        """Return layouts and packed states of a network, and of its moments if they travel."""
+        tensors = {name: state for name, state in network_states(network).items() if state}
+        if self.momentum == "averaged":
+            tensors[MOMENTS] = no_moments(network)
+        layouts = {name: Layout.of(state) for name, state in tensors.items()}
+        return layouts, {name: pack(state) for name, state in tensors.items()}
+
+    def _alpha_metrics(self) -> dict[str, float]:
+        if self.space is None or "alphas" not in self.states:
+            return {}
+        return {
+            "alpha_entropy": alpha_entropy(self.alphas()),
+            "skip_share": skip_share(self.space.derive(self.alphas())),
+        }
+
+    def _emit_alphas(self, server_round: int, num_rounds: int) -> None:
+        every = max(1, num_rounds // ALPHA_EVENTS)
+        last = server_round == num_rounds
+        if self.space is None or "alphas" not in self.states or (server_round % every and not last):
+            return
+        alphas = {kind: alpha.tolist() for kind, alpha in self.alphas().items()}
+        derived = self.space.derive(self.alphas()).cells
+        cells = {kind: [asdict(edge) for edge in edges] for kind, edges in derived.items()}
+        self.cohort.emit(
+            "alphas", round=server_round, ops=list(self.space.ops), alphas=alphas, cells=cells
+        )
+
+    def _save(self, server_round: int) -> None:
+        if self.checkpoints is None:
+            return
+        kept = self.states | {VELOCITY: self._velocity}
+        tensors = {f"{n}.{dtype}": v for n, packed in kept.items() for dtype, v in packed.items()}
+        tensors |= {f"{SERVER}{name}": tensor for name, tensor in self.server_tensors().items()}
+        self.checkpoints.save(Checkpoint(self.stage, server_round, tensors, self.values))
+
+    def _restore(self) -> int:
+        """Take the newest checkpoint's state; return its round, 0 without one."""
+        checkpoint = self.checkpoints.latest(self.stage) if self.checkpoints else None
+        if checkpoint is None:
+            return 0
+        self.values = dict(checkpoint.values)
+        self.fit_states()
+        for state, packed in self.states.items():
+            for dtype in packed:
+                packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
+        self.load_server_tensors(server_state(checkpoint))
+        self._velocity = _named(checkpoint, f"{VELOCITY}.")
+        return checkpoint.round
+
+    def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy named tensors into the global model in place: optimisers hold its vectors."""
+        for state, layout in self.layouts.items():
+            named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
+            for dtype, vector in pack(named).items():
+                self.states[state][dtype].copy_(vector)
+
+
+def server_state(checkpoint: Checkpoint) -> Tensors:
+    """Return the :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
+    return _named(checkpoint, SERVER)
+
+
+def _named(checkpoint: Checkpoint, prefix: str) -> Tensors:
+    named = checkpoint.tensors.items()
+    return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
+
+
+def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
+    """Return the mean of every metric over the replies that have it, weighted by examples.
+
+    None counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.
+    """
+    told: dict[str, list[tuple[float, float]]] = {}
+    for reply in replies:
+        for name, value in reply.metrics.items():
+            told.setdefault(name, []).append((reply.num_examples, value))
+    means = {}
+    for name, pairs in told.items():
+        most = FARTHEST * max(1.0, median(value for _, value in pairs))
+        means[name] = sum(n * min(value, most) for n, value in pairs) / sum(n for n, _ in pairs)
+    return means

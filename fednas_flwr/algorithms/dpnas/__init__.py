@@ -1,0 +1,109 @@
+"""DPNAS: sampled candidates with shared weights, and a controller that learns of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings import AlgorithmSettings, Config, DPCells, NoPrivacy
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.incompatible import retrains, searches
+from fednas_flwr.settings.names import PERSON, RECORD
+from fednas_flwr.settings.parser import Between, OneOf
+from fednas_flwr.settings.registry import Algorithm, Rule, register
+
+SAMPLERS = ("controller", "evolution", "random")
+Candidates = Annotated[int, Between(1, opt.MOST_CANDIDATES)]
+
+
+@dataclass(frozen=True)
+class DPNASSettings(AlgorithmSettings):
+    """DPNAS: sampled candidates trained with shared weights, and a controller that learns of them.
+
+    Attributes:
+        sampler: The sampler of candidates: ``controller``, ``evolution`` or ``random``.
+        trained_candidates: Per round, each for ``local_steps`` steps.
+        rewarded_candidates: Per round, measured on validation records.
+        final_candidates: Number of candidates of which the best is found.
+        warm_up_rounds: First rounds, in which nothing is measured and the sampler does not learn.
+        local_steps: Steps of every trained candidate.
+        batch_size: Records per step of a client.
+        weights: The weights' optimiser.
+        controller: Constants of the sampler ``controller``.
+        evolution: Constants of the sampler ``evolution``.
+        dp_aware: Null trains plainly; with privacy the noise of ``privacy.weights`` takes its
+            place.
+    """
+
+    sampler: Annotated[str, OneOf(SAMPLERS)]
+    trained_candidates: Candidates
+    rewarded_candidates: Candidates
+    final_candidates: Candidates
+    warm_up_rounds: opt.CountOrZero
+    local_steps: opt.Steps
+    batch_size: opt.Count
+    weights: opt.SGD
+    dp_aware: opt.DPAware | None
+    controller: opt.ControllerSettings
+    evolution: opt.EvolutionSettings
+
+
+def _settings(config: Config) -> DPNASSettings:
+    assert isinstance(config.algorithm, DPNASSettings)
+    return config.algorithm
+
+
+def _check(config: Config) -> None:
+    """Refuse other spaces than that of DPNAS, and statistics of batches."""
+    space = config.search_space
+    if searches(config) and (not isinstance(space, DPCells) or space.norm != "group"):
+        raise ConfigError(
+            f"algorithm={config.algorithm.name} with search_space={space.name} norm={space.norm}: "
+            "candidates share weights, so that statistics of batches would be other candidates'; "
+            "set search_space=dp_cells search_space.norm=group retrain=dp_cells."
+        )
+
+
+_UNUSED = (
+    Rule(
+        "training.precision",
+        lambda c: _settings(c).dp_aware is not None and not retrains(c),
+        "algorithm.dp_aware, which clips gradients of single records, in float32",
+        "remove it, or set algorithm.dp_aware=null",
+    ),
+    Rule(
+        "algorithm.rewarded_candidates",
+        lambda c: c.rounds <= _settings(c).warm_up_rounds,
+        "rounds={c.rounds}, all of which warm up (algorithm.warm_up_rounds)",
+        "raise rounds, or remove it",
+    ),
+    Rule(
+        "algorithm.dp_aware",
+        lambda c: not isinstance(c.privacy, NoPrivacy),
+        "privacy=dp, whose noise takes its place",
+    ),
+    Rule(
+        "algorithm.controller",
+        lambda c: _settings(c).sampler != "controller",
+        "algorithm.sampler={c.algorithm.sampler}",
+    ),
+    Rule(
+        "algorithm.evolution",
+        lambda c: _settings(c).sampler != "evolution",
+        "algorithm.sampler={c.algorithm.sampler}",
+    ),
+    Rule("privacy.alphas", lambda c: True, "algorithm={c.algorithm.name}, which has no alphas"),
+)
+register(
+    "algorithm",
+    "dpnas",
+    Algorithm(
+        DPNASSettings,
+        f"{__name__}.strategy:DPNAS",
+        units=(RECORD, PERSON),
+        asks_rewards=True,
+        check=_check,
+        unused=_UNUSED,
+    ),
+)

@@ -1,0 +1,142 @@
+"""DPNAS: candidates with shared weights, trained with DP-SGD's steps and chosen by a controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.dpnas import DPNASSettings
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
+from fednas_flwr.protocol.states import Tensors
+from fednas_flwr.search.candidate import path_states
+from fednas_flwr.search.controller import Controller
+from fednas_flwr.search.samplers import Evolution, Path, RandomSampler, RejectionSampler, Sampler
+from fednas_flwr.spaces.dp_cells import DPCellSpace
+from fednas_flwr.spaces.genotype import Genotype
+from fednas_flwr.spaces.space import Supernet
+
+
+class DPNAS(RoundStrategy[DPNASSettings]):
+    """Cheng et al. (2022), DPNAS, arXiv 2110.08557, Alg. 1; its central case is one client.
+
+    A round samples candidates, which every client trains one after the other on the shared weights
+    (``train.candidate``, lines 4 to 8), and averages the weights by N_k / N. Then it samples others
+    and asks for their accuracy on validation records (``evaluate.candidates``), of which the
+    controller learns (lines 9 to 13); in the warm-up rounds it does not. After the last round the
+    best of ``final_candidates`` samples, by the same measurement, is what is found. Messages carry
+    the weights of the paths that they are about; all others stay as they are.
+
+    Deviations: one step of the controller has several candidates, since an exchange costs seconds,
+    each measured on all validation records instead of a batch of 64; the authors' code ranks on
+    test records, which are never used here.
+
+    ``dp_aware`` is DP-SGD's clipping and noise as a regulariser, with no claim. With ``private``
+    the noise of the releases takes its place. The samples of a round come from (seed, round).
+    """
+
+    def __init__(self, network: Supernet, *args: Any, **parts: Any) -> None:
+        """Keep the supernet, which says what the paths consist of."""
+        self.supernet = network
+        super().__init__(network, *args, **parts)
+
+    def set_up(self) -> None:
+        """Make the sampler; paths are sampled without alphas."""
+        for states in (self.states, self.layouts):
+            del states["alphas"]  # paths are sampled without
+        assert isinstance(self.space, DPCellSpace)  # as the configuration has it
+        self.cells = self.space
+        self.sampler = make_sampler(self.config.seed, self.settings, type(self.space))
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Train candidates, then teach the controller; after the last round choose."""
+        settings, final = self.settings, self.settings.final_candidates
+        generator = make_generator(self.config.seed, "dpnas", server_round)
+        is_private = self.private is not None
+        request = TrainCandidates(
+            candidates=self.sampler.sample(settings.trained_candidates, generator),
+            step=server_round - 1,
+            local_steps=settings.local_steps,
+            batch_size=None if is_private else settings.batch_size,
+            weights=self.client_weights(settings.weights.at_round(server_round, num_rounds)),
+            dp_aware=None if is_private else settings.dp_aware,
+            site=self.site,
+            sparse=True,
+        )
+        own = path_states(self.supernet, request.candidates)
+        metrics = self.train("train.candidate", request, settings.weights.momentum, only=own)
+        if server_round > settings.warm_up_rounds:
+            paths = self.sampler.sample(settings.rewarded_candidates, generator)
+            rewards, measured = self._measure(paths, server_round)
+            metrics |= measured | self.sampler.learn(paths, rewards)
+        if server_round == num_rounds:
+            paths = self.sampler.sample(final, generator)
+            rewards, _ = self._measure(paths, server_round)
+            best = max(range(final), key=rewards.__getitem__)
+            self.values = {"path": paths[best], "reward": rewards[best]}
+            metrics |= {"validation_best": rewards[best]}
+        return metrics
+
+    def _measure(
+        self, paths: Sequence[Path], server_round: int
+    ) -> tuple[list[float], dict[str, float]]:
+        """Return each candidate's accuracy over all clients' validation records, and metrics."""
+        request = RewardCandidates(
+            candidates=[list(path) for path in paths], site=self.site, sparse=True
+        )
+        own = path_states(self.supernet, paths)
+        rewards, noise, metrics = self.reward(request, only=own)
+        self.cohort.emit(
+            "rewarded", stage=self.stage, round=server_round, paths=paths, rewards=rewards,
+            noise=noise,
+        )  # fmt: skip
+        return rewards, {"validation_accuracy": sum(rewards) / len(rewards), **metrics}
+
+    def derive(self) -> Genotype:
+        """Return the best of the final candidates.
+
+        Raises:
+            ValueError: The last round is not over.
+        """
+        if "path" not in self.values:
+            raise ValueError("the candidate is chosen after the last round")
+        return self.cells.genotype(self.values["path"])
+
+    def server_tensors(self) -> Tensors:
+        """Return what the controller has learnt."""
+        return self.sampler.tensors()
+
+    def load_server_tensors(self, tensors: Tensors) -> None:
+        """Take back what the controller has learnt."""
+        self.sampler.load(tensors)
+
+    @classmethod
+    def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """Every trained candidate's steps, and rewards; the last round measures twice."""
+        steps = settings.trained_candidates * settings.local_steps
+        planned = private.gradients({"weights": "train.candidate"}, steps=steps)
+        learns = private.number > settings.warm_up_rounds
+        measured = [learns, private.number == private.num_rounds].count(True)
+        if measured:
+            planned += [private.rewards("evaluate.candidates", measured)]
+        return planned
+
+
+def make_sampler(seed: int, settings: DPNASSettings, space: type[DPCellSpace]) -> Sampler:
+    """A sampler of candidates that are not degenerate, initialised from the run's seed."""
+    choices = space.choices()
+
+    def rejects(path: list[int]) -> bool:
+        return space.is_degenerate(space.genotype(path))
+
+    samplers: dict[str, Callable[[], Sampler]] = {
+        "controller": lambda: Controller(choices, settings.controller),
+        "evolution": lambda: Evolution(choices, settings.evolution),
+        "random": lambda: RandomSampler(choices),
+    }
+    with seeded(seed, "sampler"):
+        sampler = samplers[settings.sampler]()
+    return RejectionSampler(sampler, choices, rejects)

@@ -1,0 +1,199 @@
+"""FDNAS and CFDNAS: federated ProxylessNAS by weighted averaging, of all or of groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
+
+from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.incompatible import searches
+from fednas_flwr.settings.names import PERSON, RECORD
+from fednas_flwr.settings.parser import Between, OneOf, check_range
+from fednas_flwr.settings.registry import Algorithm, Rule, register
+
+GROUPINGS = ("tag", "hardware", "alphas")
+
+
+@dataclass(frozen=True)
+class FDNASSettings(AlgorithmSettings):
+    """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging.
+
+    Attributes:
+        gates: Paths that an alpha step computes: ``two`` drawn ones, or the ``full`` choice.
+        warm_up_rounds: First rounds of weights on uniformly drawn paths, in which alphas rest.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        sparse: If true, clients send only what they have trained; the result is the same.
+        weights: The weights' optimiser.
+        alphas: The alphas' optimiser.
+        hardware: Hardware loss of the alphas; null has none.
+    """
+
+    gates: opt.Gates
+    warm_up_rounds: opt.CountOrZero
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    sparse: bool
+    weights: opt.SGD
+    alphas: opt.Adam
+    hardware: Hardware | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        decay = self.alphas.weight_decay
+        reason = "0: ops that are not sampled must keep their probabilities"
+        check_range(decay == 0, "alphas.weight_decay", decay, reason)
+
+
+@dataclass(frozen=True)
+class CFDNASSettings(AlgorithmSettings):
+    """CFDNAS: FDNAS of all clients, then in each group of clients, with its own hardware loss.
+
+    Attributes:
+        group_by: ``tag`` or ``hardware``, which each client tells of itself, or ``alphas``: similar
+            updates of the alphas, see ``algorithms.fdnas.client_clusters``.
+        num_groups: Number of groups, for ``alphas``; else null.
+        inherit: If true, groups start from the supernet of all clients; false is naive-CFDNAS,
+            which leaves that search out.
+        group_rounds: Rounds of search in each group.
+        client_tags: Tags of simulated clients, by index, to group them by ``tag``; real nodes tell
+            their own.
+        group_hardware: Hardware loss of a group, by its name; other groups have none.
+        search: The clients' search.
+    """
+
+    group_by: Annotated[str, OneOf(GROUPINGS)]
+    num_groups: Annotated[int, Between(2)] | None
+    inherit: bool
+    group_rounds: opt.Count
+    client_tags: list[str]
+    group_hardware: dict[str, Hardware]
+    search: FDNASSettings
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the groups fit."""
+        super().__post_init__()
+        if (self.group_by == "alphas") != (self.num_groups is not None):
+            raise ConfigError(
+                f"group_by={self.group_by} with num_groups={show(self.num_groups)}: a number is "
+                "needed to group by alphas, and for that only; set num_groups="
+                f"{2 if self.num_groups is None else 'null'}."
+            )
+        if self.group_by == "alphas" and not self.inherit:
+            raise ConfigError(
+                "group_by=alphas with inherit=false: the groups come from the search of all "
+                "clients; set inherit=true."
+            )
+        if self.num_groups is not None:
+            names = [str(number) for number in range(1, self.num_groups + 1)]
+            for name in self.group_hardware:
+                if name not in names:
+                    raise unknown_choice("group_hardware", name, names)
+
+
+def whole_search(config: Config) -> Config:
+    """The configuration with all rounds of search that a client is asked in.
+
+    That is the same, but for CFDNAS, whose groups search on: then it is one of FDNAS.
+    """
+    settings = config.algorithm
+    if not isinstance(settings, CFDNASSettings):
+        return config
+    rounds = settings.group_rounds + (config.rounds if settings.inherit else 0)
+    return replace(config, algorithm=settings.search, rounds=rounds)
+
+
+def all_hardware(settings: AlgorithmSettings) -> list[Hardware]:
+    """The hardware losses of an algorithm, of all groups."""
+    if isinstance(settings, CFDNASSettings):
+        return [*all_hardware(settings.search), *settings.group_hardware.values()]
+    if isinstance(settings, FDNASSettings) and settings.hardware is not None:
+        return [settings.hardware]
+    return []
+
+
+def _check_fdnas(config: Config) -> None:
+    """Refuse other spaces than that of blocks, and two ways of sending less at once."""
+    if searches(config) and not isinstance(config.search_space, BlockSpace):
+        raise ConfigError(
+            f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
+            "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
+        )
+    search = whole_search(config).algorithm
+    assert isinstance(search, FDNASSettings)
+    if config.runtime.wire != "float32" and search.sparse:
+        raise ConfigError(
+            f"runtime.wire={config.runtime.wire} with sparse=true of "
+            f"algorithm={config.algorithm.name}: rounding is of differences to whole states; set "
+            "one of runtime.wire=float32 and sparse=false."
+        )
+
+
+def _check_cfdnas(config: Config) -> None:
+    """Refuse what FDNAS does, groups by alphas that rest, and averages that need a number."""
+    assert isinstance(config.algorithm, CFDNASSettings)
+    tags, warm_up = config.algorithm.client_tags, config.algorithm.search.warm_up_rounds
+    if len(tags) not in (0, config.clients):
+        raise ConfigError(
+            f"algorithm.client_tags={show(tags)} for clients={config.clients}: give one for each "
+            "client, or none."
+        )
+    if config.algorithm.group_by == "alphas" and config.rounds <= warm_up:
+        raise ConfigError(
+            f"algorithm.group_by=alphas with rounds={config.rounds}: alphas rest in the first "
+            f"algorithm.search.warm_up_rounds={warm_up}, so that no update groups the clients; "
+            f"raise rounds to {warm_up + 1} or more."
+        )
+    if not searches(config):
+        raise ConfigError(
+            f"algorithm=cfdnas with stages={show(config.stages)}: its groups begin with a search; "
+            "add search, or set algorithm=fedavg to retrain a genotype."
+        )
+    if config.aggregate.name == "trimmed_mean":
+        raise ConfigError(
+            "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
+            "known before; set aggregate=median."
+        )
+    _check_fdnas(config)
+
+
+_ASKED_APART = (
+    "its clients, or groups of them, are asked different things, which have no sum; choose another "
+    "algorithm"
+)
+_entry = partial(Algorithm, search=f"{__name__}.strategy:FDNAS", units=(RECORD, PERSON))
+register(
+    "algorithm",
+    "fdnas",
+    _entry(FDNASSettings, check=_check_fdnas, unsupported={"secure_sum": _ASKED_APART}),
+)
+register(
+    "algorithm",
+    "cfdnas",
+    _entry(
+        CFDNASSettings,
+        check=_check_cfdnas,
+        unsupported={
+            "secure_sum": _ASKED_APART,
+            "sampling": "it divides all clients into groups by what each of them answers; "
+            "set sampling=null",
+        },
+        unused=(
+            Rule(
+                "evaluation.baselines",
+                lambda c: True,
+                "algorithm=cfdnas, whose groups each have a network",
+            ),
+            Rule(
+                "rounds algorithm.search.hardware",
+                lambda c: not c.algorithm.inherit,  # type: ignore[attr-defined]
+                "algorithm.inherit=false, which leaves the search of all clients out",
+                "remove it, and set algorithm.group_rounds and algorithm.group_hardware",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,90 @@
+"""FDNAS: federated ProxylessNAS by weighted averaging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fdnas import FDNASSettings
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import LocalSearch, Search
+from fednas_flwr.protocol.states import Packed
+from fednas_flwr.search.proxyless import SampledPaths
+from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.spaces.hardware_terms import hardware_terms
+
+
+class FDNAS(RoundStrategy[FDNASSettings]):
+    """Zhang et al. (2020), FDNAS, Alg. 1: local epochs on sampled paths, averaged by N_k / N.
+
+    Weights and alphas are averaged alike.
+
+    Attributes:
+        keeps_updates: Whether ``values`` hold by how much each client has moved the alphas, by
+            which CFDNAS can group clients; set before the first round.
+    """
+
+    keeps_updates = False
+
+    def set_up(self) -> None:
+        """Make the terms of the hardware loss."""
+        assert self.space is not None
+        self._hardware = hardware_terms(self.settings.hardware, self.space)
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Search locally everywhere, average weights, alphas and buffers."""
+        weights = self.settings.weights.at_round(server_round, num_rounds)
+        request = self.request(weights, warm_up=server_round <= self.settings.warm_up_rounds)
+        return self.train("train.search", request, self.settings.weights.momentum)
+
+    def average(
+        self, replies: Iterable[tuple[int, Reply]]
+    ) -> tuple[dict[str, Packed], dict[str, float]]:
+        """Return what :meth:`RoundStrategy.average` does, and keep each client's update."""
+        return super().average(self._keep(replies) if self.keeps_updates else replies)
+
+    def updates(self) -> dict[int, Tensor]:
+        """Return by client the sum of its updates of the alphas over the rounds, float64 [A].
+
+        With privacy these are sums of what the client has released, and cost nothing more.
+        """
+        return {
+            int(client): torch.tensor(moved, dtype=torch.float64)
+            for client, moved in self.values.get("updates", {}).items()
+        }
+
+    def _keep(self, replies: Iterable[tuple[int, Reply]]) -> Iterator[tuple[int, Reply]]:
+        before = _flat(self.states["alphas"])
+        earlier = self.updates()
+        kept = self.values.setdefault("updates", {})
+        for client, reply in replies:
+            moved = _flat(reply.states["alphas"]) - before
+            kept[str(client)] = (earlier.get(client, 0.0) + moved).tolist()
+            yield client, reply
+
+    def request(self, weights: SGD, *, warm_up: bool) -> Search:
+        """Return what asks for weights, alphas and buffers after a client's local epochs."""
+        settings = self.settings
+        local = LocalSearch(
+            self.amount(settings.local_epochs, settings.batch_size),
+            self.client_weights(weights),
+            settings.alphas,
+            paths=SampledPaths(settings.gates, warm_up, self._hardware),
+        )
+        return Search(local=local, sparse=settings.sparse, site=self.site)
+
+    @classmethod
+    def releases(cls, settings: FDNASSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """Every local step's gradients; the warm-up releases no alphas."""
+        warm_up = private.number <= settings.warm_up_rounds
+        states = ("weights",) if warm_up else ("weights", "alphas")
+        return private.gradients(dict.fromkeys(states, "train.search"))
+
+
+def _flat(alphas: Packed) -> Tensor:
+    return torch.cat(list(alphas.values())).double()

@@ -1,0 +1,94 @@
+"""FEATHERS: a bandit over hyper-parameters alternates with federated DARTS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fednas_flwr.algorithms.fed_darts import check_rule
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy, registry
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.incompatible import searches
+from fednas_flwr.settings.names import UNITS
+from fednas_flwr.settings.parser import OneOf
+
+
+@dataclass(frozen=True)
+class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
+    """FEATHERS: local epochs whose hyper-parameters a bandit chooses.
+
+    Attributes:
+        rule: Rule of the alphas' gradient, as of federated DARTS.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        clip_norm: Largest norm of a batch's mean gradient; null does not clip.
+        nas_rounds: Rounds of search between two explorations.
+        rewarded: Loss that rewards a configuration: each client's own trained model (``local``), or
+            their average (``averaged``), which takes two exchanges per trial.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round of the search, to which it
+            rises linearly.
+        loss_bound: Bound on a record's decrease of loss.
+        bandit: The bandit's constants.
+    """
+
+    rule: opt.Rule
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    clip_norm: opt.ClipNorm | None
+    nas_rounds: opt.Count
+    beta_decay: opt.RateOrZero
+    rewarded: Annotated[str, OneOf(opt.REWARDED)]
+    loss_bound: opt.LossBound
+    bandit: opt.BanditSettings
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether configurations are drawn, or seen as shares of their ranges."""
+        uses = self.bandit.resampled_share > 0 or self.bandit.sees_state
+        return uses or super().needs_ranges
+
+
+def _check(config: Config) -> None:
+    """Refuse what federated DARTS does, and private rewards of averaged models."""
+    settings = config.algorithm
+    assert isinstance(settings, FEATHERSSettings)
+    check_rule(config, settings.rule)
+    if not isinstance(config.privacy, NoPrivacy) and settings.rewarded != "local":
+        raise ConfigError(
+            f"algorithm.rewarded={settings.rewarded} with privacy=dp is not possible yet: losses "
+            "of averaged models are no planned release; set algorithm.rewarded=local."
+        )
+
+
+_UNUSED = (
+    registry.Rule(
+        "algorithm.rule algorithm.local_epochs algorithm.batch_size algorithm.clip_norm",
+        lambda c: not searches(c),
+        "stages={c.stages}, which lack search",
+    ),
+    registry.Rule(
+        "retrain.weights.lr retrain.weights.min_lr retrain.weights.momentum "
+        "retrain.weights.weight_decay retrain.drop_path_prob",
+        lambda c: True,
+        "algorithm={c.algorithm.name}, which chooses it from configurations of its own",
+    ),
+    registry.Rule(
+        "algorithm.bandit.scale_retention",
+        lambda c: not c.algorithm.bandit.scaled,  # type: ignore[attr-defined]
+        "algorithm.bandit.scaled=false",
+    ),
+)
+registry.register(
+    "algorithm",
+    "feathers",
+    registry.Algorithm(
+        FEATHERSSettings,
+        search=f"{__name__}.strategy:FEATHERS",
+        retraining=f"{__name__}.strategy:FEATHERS",
+        units=UNITS,
+        asks_rewards=True,
+        check=_check,
+        unused=_UNUSED,
+    ),
+)

@@ -1,0 +1,249 @@
+"""FEATHERS: a bandit over hyper-parameters, in the search and again in retraining."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch
+
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.feathers import FEATHERSSettings
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.privacy.actions import SUPERNET
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.requests import (
+    Evaluate,
+    LocalSearch,
+    LocalTraining,
+    Probe,
+    Search,
+    Settings,
+    Train,
+    Trial,
+)
+from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
+from fednas_flwr.search.bandit import Bandit, make_configurations
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.regularisation import rising
+from fednas_flwr.search.tuner import Tuner
+from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
+
+BOUND_PER_SCALE = 4.0
+
+
+class Measured(NamedTuple):
+    """A client's mean loss, and of how many records."""
+
+    loss: float
+    num_examples: float
+
+
+class FEATHERS(RoundStrategy[FEATHERSSettings]):
+    """Seng et al. (2023), Alg. 1: explore configurations, then train with the best one.
+
+    Before every ``nas_rounds``-th round the bandit draws kappa configurations, all clients try each
+    from the same states (``train.probe``), and the bandit learns their rewards. With a search
+    space the rounds are those of federated DARTS (search stage); without one they train the
+    weights of a derived network on the clients' train records (evaluation stage, Alg. 3).
+
+    The text rewards what each client's own trained model gains on its own records. With skewed
+    labels that is most where a client forgets the others' classes, and high learning rates win,
+    whose models do not average. ``rewarded="averaged"`` rewards the decrease of the loss from the
+    global model to the average of the trained ones instead: for each trial one exchange trains and
+    another measures, and one before all of them measures the global model. A client then counts for
+    at most ``loss_bound``, otherwise a record does.
+
+    Deviations: a learning rate is not annealed, it is the bandit that lowers it. One message asks a
+    client for all trials of a phase, so that no client waits for another between them and the
+    states travel once. With privacy, M shrinks with the rewards, which are noise of its size
+    otherwise: after the first phase it is 4 times their running scale, within
+    ``LEAST_LOSS_BOUND`` and ``loss_bound``.
+
+    The draw before a round comes from (seed, stage, round). ``beta_decay`` rises for trials as for
+    the round that follows them; the paper has none.
+    """
+
+    def set_up(self) -> None:
+        """Make the bandit."""
+        settings, trained = self.settings, self.config.retrain
+        configurations = make_configurations(settings, self.config.seed)
+        self.tuner = Tuner.of(configurations, settings.ranges, settings.bandit)
+        self.values = {"tuner": self.tuner.to_json(), "loss": None}
+        self._beta_weight = 0.0
+        if self.stage == "search":
+            self.description = {"name": SUPERNET}
+            self.clip_norm = settings.clip_norm
+            self.local_epochs, self.batch_size = settings.local_epochs, settings.batch_size
+        else:
+            self.clip_norm = trained.weights.clip_norm
+            self.local_epochs, self.batch_size = trained.local_epochs, trained.batch_size
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Explore where it is time to, then train with the best configuration."""
+        self.tuner = self.tuner.with_json(self.values["tuner"])
+        self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
+        if explores(server_round, self.settings.nas_rounds):
+            self._explore(server_round, progress=(server_round - 1) / num_rounds)
+        best = self.tuner.best()
+        metrics = self.train(*self._training(best), best.momentum)
+        loss = metrics.get("validation_loss", metrics.get("train_loss"))
+        self.values = {"tuner": self.tuner.to_json(), "loss": loss}
+        return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
+
+    def _explore(self, server_round: int, *, progress: float) -> None:
+        """Try the configurations that the bandit draws, and let it learn."""
+        started = time.monotonic()
+        sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
+        generator = make_generator(self.config.seed, "bandit", self.stage, server_round)
+        before = self.tuner.seeing(progress=progress, loss=self.values["loss"])
+        entropy, arms, bound = before.bandit.entropy(), before.draw(generator), self._bound()
+        tried = [before.configurations[arm] for arm in arms]
+        measure = self._rewards if self.settings.rewarded == "local" else self._averaged_rewards
+        rewards, noise = measure(tried, bound)
+        rewarded = dict(zip(arms, rewards, strict=True))
+        self.tuner = before.updated(rewarded, generator, noise=noise)
+        best = self.tuner.bandit.best()
+        self.cohort.emit(
+            "explored",
+            stage=self.stage,
+            round=server_round,
+            entropy=entropy,
+            kappa=len(arms),
+            loss_bound=bound,
+            rewards={str(arm): reward for arm, reward in rewarded.items()},
+            noise=noise,
+            estimates=self.tuner.bandit.estimates_N.tolist(),
+            best=best,
+            configuration=asdict(self.tuner.best()),
+            seconds=time.monotonic() - started,
+            bytes_sent=self.cohort.bytes_sent - sent,
+            bytes_received=self.cohort.bytes_received - received,
+        )
+
+    def _bound(self) -> float:
+        """Return M of the next phase."""
+        scale = self.tuner.bandit.scale
+        if self.private is None or scale == 0:
+            return self.settings.loss_bound
+        return min(self.settings.loss_bound, max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale))
+
+    def _rewards(
+        self, configurations: Sequence[Configuration], bound: float
+    ) -> tuple[list[float], float]:
+        """Return each configuration's reward (Eq. 5), and the std of the noise on it.
+
+        The clients' mean decreases by validation size. What a client says is held to the bound once
+        more: one client's nonsense must not choose.
+        """
+        layout = Layout.of({"rewards": torch.zeros(len(configurations))})
+        local = self._local(configurations[0])
+        request = Probe(
+            search=local if isinstance(local, LocalSearch) else None,
+            training=local if isinstance(local, LocalTraining) else None,
+            trials=[Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
+            loss_bound=bound,
+            site=self.site,
+        )
+        total = torch.zeros(len(configurations), dtype=torch.float64)
+        weight, num_clients = 0.0, 0
+        for _, reply in self.ask(
+            "train.probe", request, states=self.states, layouts={"rewards": layout}
+        ):
+            decreases = unpack(reply.states["rewards"], layout)["rewards"].double()
+            total += reply.num_examples * decreases.clamp(-bound, bound)
+            weight += reply.num_examples
+            num_clients += reply.sites
+        sigma = self.private.noise_multiplier("rewards") if self.private is not None else None
+        noise = bound * (sigma or 0.0) * math.sqrt(num_clients) / weight
+        return (total / weight).tolist(), noise
+
+    def _averaged_rewards(
+        self, configurations: Sequence[Configuration], bound: float
+    ) -> tuple[list[float], float]:
+        """Return each configuration's reward by the averaged model, and 0, the std of no noise.
+
+        It is the mean over the clients that answered before and after the trial; 0 without any.
+        """
+        before = self._losses(self.states)
+        rewards = []
+        for configuration in configurations:
+            action, request = self._training(configuration)
+            average, _ = self.average(
+                self.ask(action, request, states=self.states, layouts=self.layouts)
+            )
+            after = self._losses(average)
+            both = [client for client in after if client in before]
+            total = sum(
+                after[c].num_examples * _clamped(before[c].loss - after[c].loss, bound)
+                for c in both
+            )
+            rewards.append(total / sum(after[c].num_examples for c in both) if both else 0.0)
+        return rewards, 0.0
+
+    def _losses(self, states: Mapping[str, Packed]) -> dict[int, Measured]:
+        """Return each client's validation loss of a model, by its own train records' statistics."""
+        request = Evaluate(
+            network=self.description, split="validation", statistics_batch_size=self.batch_size
+        )
+        model = {name: state for name, state in states.items() if name != MOMENTS}
+        return {
+            client: Measured(reply.metrics["loss"], reply.num_examples)
+            for client, reply in self.ask("evaluate.model", request, states=model)
+        }
+
+    def _training(self, configuration: Configuration) -> tuple[str, Settings]:
+        """Return action and request of a round of training with a configuration."""
+        local = self._local(configuration)
+        if isinstance(local, LocalTraining):
+            return "train.weights", Train(local=local, site=self.site)
+        return "train.search", Search(local=local, site=self.site)
+
+    def _local(self, configuration: Configuration) -> LocalSearch | LocalTraining:
+        """Return what clients do with a configuration."""
+        amount, sgd = self.amount(self.local_epochs, self.batch_size), self._sgd(configuration)
+        if self.stage == "search":
+            alternating = Alternating(self.settings.rule, beta_decay=self._beta_weight)
+            return LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
+        return LocalTraining(
+            self.description,
+            "train",
+            amount,
+            sgd,
+            self.config.retrain.auxiliary_weight,
+            configuration.dropout,
+        )
+
+    def _sgd(self, configuration: Configuration) -> SGD:
+        return self.client_weights(configuration.sgd(self.clip_norm))
+
+    @classmethod
+    def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """The steps of training and of trials, and rewards; kappa is largest at first."""
+        arms = len(settings.configurations) or settings.num_configurations
+        trials = 0
+        if explores(private.number, settings.nas_rounds):
+            trials = Bandit.of(arms, settings.bandit).num_trials()
+        training, states = "train.search", ["weights", "alphas"]
+        if private.stage == "retrain":
+            training, states = "train.weights", ["weights"]
+        planned = private.gradients(dict.fromkeys(states, training))
+        if trials:
+            steps = trials * private.local_steps
+            planned += private.gradients(dict.fromkeys(states, "train.probe"), steps=steps)
+            planned += [private.rewards("train.probe", trials)]
+        return planned
+
+
+def _clamped(decrease: float, bound: float) -> float:
+    """Return a decrease within the bound; one that is no number counts -bound."""
+    return max(-bound, min(bound, decrease)) if math.isfinite(decrease) else -bound
+
+
+def explores(server_round: int, nas_rounds: int) -> bool:
+    """Return whether a round, from 1, begins with an exploration."""
+    return (server_round - 1) % nas_rounds == 0

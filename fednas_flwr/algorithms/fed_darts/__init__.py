@@ -1,0 +1,101 @@
+"""Federated DARTS and FedNAS: clients search locally, the server averages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings import AlgorithmSettings, Config, registry
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.incompatible import by_record, searches
+from fednas_flwr.settings.names import UNITS
+
+
+@dataclass(frozen=True)
+class FedDARTSSettings(AlgorithmSettings):
+    """Federated DARTS and FedNAS: local epochs, then averaging.
+
+    Attributes:
+        rule: Rule of the alphas' gradient: DARTS' ``first_order`` or ``second_order``, or
+            ``mixed_level`` of FedNAS, which also sees the training loss.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        validation_weight: Weight of the validation loss, with ``mixed_level`` only.
+        proximal: FedProx' mu, which holds the weights near those that the server has sent.
+        weights: The weights' optimiser.
+        alphas: The alphas' optimiser.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly;
+            0 is the papers' form.
+        prior: An architecture that the alphas favour at first; null favours none.
+        temperatures: Temperatures of GDAS, whose steps compute one drawn op per edge; null mixes
+            all ops.
+    """
+
+    rule: opt.Rule
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    validation_weight: opt.RateOrZero
+    proximal: opt.RateOrZero
+    weights: opt.SGD
+    alphas: opt.Adam
+    beta_decay: opt.RateOrZero
+    prior: opt.PriorSettings | None
+    temperatures: opt.Temperatures | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the rule fits."""
+        super().__post_init__()
+        if self.temperatures is not None and self.rule == "second_order":
+            raise ConfigError(
+                "rule=second_order with temperatures: single paths have no second order; set "
+                "rule=first_order or temperatures=null."
+            )
+
+
+def check_rule(config: Config, rule: str) -> None:
+    """Refuse private rules whose gradient is of records of two splits."""
+    if by_record(config) and rule != "first_order":
+        raise ConfigError(
+            f"algorithm.rule={rule} with privacy=dp: it mixes splits; set "
+            "algorithm.rule=first_order."
+        )
+
+
+def _check(config: Config) -> None:
+    """Refuse what :func:`check_rule` does, and single paths where none can be drawn."""
+    settings, space = config.algorithm, config.search_space.name
+    assert isinstance(settings, FedDARTSSettings)
+    check_rule(config, settings.rule)
+    if settings.temperatures is None or not searches(config):
+        return
+    if space != "nasbench201":
+        raise ConfigError(
+            f"algorithm.temperatures with search_space={space}: single paths are drawn of the "
+            "NAS-Bench-201 cell only; set algorithm.temperatures=null or search_space=nasbench201."
+        )
+    if by_record(config):
+        raise ConfigError(
+            "algorithm.temperatures with privacy=dp: single paths have no private gradient yet; "
+            "set algorithm.temperatures=null."
+        )
+
+
+_UNUSED = registry.Rule(
+    "algorithm.validation_weight",
+    lambda c: c.algorithm.rule != "mixed_level",  # type: ignore[attr-defined]
+    "algorithm.rule={c.algorithm.rule}",
+    "set algorithm.rule=mixed_level or remove it",
+)
+
+
+def _register(name: str, *units: str) -> None:
+    search = f"{__name__}.strategy:FedDARTS"
+    entry = registry.Algorithm(
+        FedDARTSSettings, search, units=units, check=_check, unused=(_UNUSED,)
+    )
+    registry.register("algorithm", name, entry)
+
+
+_register("fed_darts", *UNITS)
+_register("fedprox_darts", *UNITS)
+_register("fednas")

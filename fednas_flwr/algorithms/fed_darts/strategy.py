@@ -1,0 +1,51 @@
+"""Federated DARTS, "DARTS (f)" in FEATHERS' tables, and FedNAS, which is another local rule.
+
+Every round each client searches for some local epochs from the global weights and alphas, and the
+server averages both with weights N_k / N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.requests import LocalSearch, Search
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.regularisation import rising
+
+
+class FedDARTS(RoundStrategy[FedDARTSSettings]):
+    """FedAvg of DARTS' alternating steps (Seng et al., 2023, FEATHERS, section 4, baseline).
+
+    With the rule ``mixed_level`` it is FedNAS (He et al., 2020, arXiv 2004.08546, Alg. 1).
+
+    With ``temperatures`` the steps are GDAS' (``search.gumbel``).
+    """
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Search locally everywhere, average weights, alphas and buffers."""
+        settings = self.settings
+        falling = settings.temperatures
+        temperature = None if falling is None else falling.at_round(server_round, num_rounds)
+        local = LocalSearch(
+            self.amount(settings.local_epochs, settings.batch_size),
+            self.client_weights(settings.weights.at_round(server_round, num_rounds)),
+            settings.alphas,
+            alternating=Alternating(
+                settings.rule,
+                settings.validation_weight,
+                settings.proximal,
+                beta_decay=rising(settings.beta_decay, server_round, num_rounds),
+                temperature=temperature,
+            ),
+        )
+        request = Search(local=local, site=self.site)
+        return self.train("train.search", request, settings.weights.momentum)
+
+    @classmethod
+    def releases(cls, settings: FedDARTSSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """Every local step's two gradients."""
+        return private.gradients(dict.fromkeys(("weights", "alphas"), "train.search"))

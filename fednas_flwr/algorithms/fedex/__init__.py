@@ -1,0 +1,61 @@
+"""FedEx: FedAvg of one network whose clients draw their hyper-parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings import Config, GivenNetwork
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.registry import Algorithm, Rule, register
+
+
+@dataclass(frozen=True)
+class FedExSettings(opt.ConfigurationChoice, GivenNetwork):
+    """FedEx: no search; FedAvg of a given network whose clients draw their hyper-parameters.
+
+    Attributes:
+        clip_norm: Largest norm of a batch's mean gradient; null does not clip.
+        loss_bound: Bound on a client's validation loss.
+        theta: The distribution over configurations.
+    """
+
+    clip_norm: opt.ClipNorm | None
+    loss_bound: opt.LossBound
+    theta: opt.ThetaSettings
+
+
+def _check(config: Config) -> None:
+    """Refuse the server's momentum, as every client draws its own."""
+    if config.training.momentum == "server":
+        raise ConfigError(
+            "training.momentum=server with algorithm=fedex: every client steps with a momentum of "
+            "its own; set training.momentum=reset or training.momentum=averaged."
+        )
+
+
+register(
+    "algorithm",
+    "fedex",
+    Algorithm(
+        FedExSettings,
+        retraining=f"{__name__}.strategy:FedEx",
+        unsupported={
+            "secure_sum": "its clients are asked different things, which have no sum; choose "
+            "another algorithm"
+        },
+        check=_check,
+        unused=(
+            Rule(
+                "retrain.weights retrain.drop_path_prob",
+                lambda c: True,
+                "algorithm={c.algorithm.name}, which chooses it from configurations of its own",
+            ),
+            Rule(
+                "algorithm.ranges.alpha_lr algorithm.ranges.alpha_weight_decay",
+                lambda c: True,
+                "algorithm=fedex, which trains no alphas",
+            ),
+        ),
+    ),
+)

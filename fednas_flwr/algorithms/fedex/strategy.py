@@ -1,0 +1,81 @@
+"""FedEx: FedAvg of one network whose clients draw their hyper-parameters from a distribution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fedex import FedExSettings
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import LocalTraining, Train
+from fednas_flwr.search.bandit import make_configurations
+from fednas_flwr.search.exponentiated_gradient import Theta, Trial
+from fednas_flwr.settings.optimizers import Configuration
+
+
+class FedEx(RoundStrategy[FedExSettings]):
+    """Khodak et al. (2021), arXiv 2106.04502, Alg. 2, over FedAvg.
+
+    Deviations: the server draws for the clients, who need to know nothing of theta; a client's
+    loss counts by its training records, not its validation records, which are the same share
+    of every client's, and one that has none moves nothing; learning rates are not annealed.
+    Validation records are not trained on.
+
+    A client's draw comes from (seed, round, client).
+    """
+
+    def set_up(self) -> None:
+        """Make the distribution over configurations."""
+        settings = self.settings
+        self.configurations = make_configurations(settings, self.config.seed)
+        self.theta = Theta.of(len(self.configurations), settings.theta)
+        self.values = {"theta": self.theta.to_json()}
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Draw a configuration for every client, train, average the weights, move theta."""
+        self.theta = self.theta.with_json(self.values["theta"])
+        drawn = {
+            client: self.theta.draw(make_generator(self.config.seed, "theta", server_round, client))
+            for client in self.candidates()
+        }
+        trials: list[Trial] = []
+
+        def observed() -> Iterator[tuple[int, Reply]]:
+            for client, reply in self.ask(
+                "train.weights",
+                self._training(self.configurations[0]),
+                own_settings={c: self._training(self.configurations[i]) for c, i in drawn.items()},
+                states=self.states,
+                layouts=self.layouts,
+            ):
+                if "validation_loss" in reply.metrics:
+                    trials.append(Trial(drawn[client], self._loss(reply), reply.num_examples))
+                yield client, reply
+
+        self.states, metrics = self.average(observed())
+        self.theta = self.theta.updated(trials)
+        self.values = {"theta": self.theta.to_json()}
+        return metrics | {
+            "lr": self.configurations[self.theta.best()].lr,
+            "theta_entropy": self.theta.entropy(),
+        }
+
+    def _training(self, configuration: Configuration) -> Train:
+        """Return what a client with a configuration is asked."""
+        retrain = self.config.retrain
+        local = LocalTraining(
+            self.description,
+            "train",
+            self.amount(retrain.local_epochs, retrain.batch_size),
+            configuration.sgd(self.settings.clip_norm),
+            retrain.auxiliary_weight,
+            configuration.dropout,
+        )
+        return Train(local=local, validates=True)
+
+    def _loss(self, reply: Reply) -> float:
+        """Return a client's loss, held to the bound: one client's nonsense must not choose."""
+        loss, bound = reply.metrics["validation_loss"], self.settings.loss_bound
+        return min(max(loss, 0.0), bound) if math.isfinite(loss) else bound

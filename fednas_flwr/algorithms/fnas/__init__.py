@@ -1,0 +1,125 @@
+"""FNAS, DP-FNAS and vanilla NAS: clients send gradients of weights and of alphas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.incompatible import retrains, searches
+from fednas_flwr.settings.names import PERSON, RECORD
+from fednas_flwr.settings.parser import Between, OneOf
+from fednas_flwr.settings.registry import Algorithm, Rule, register
+
+
+@dataclass(frozen=True)
+class FNASSettings(AlgorithmSettings):
+    """Vanilla NAS, FNAS and DP-FNAS: gradient exchanges, two per iteration or one.
+
+    Attributes:
+        order: Order of the alphas' gradient (DP-FNAS, Eq. 5).
+        reduce: Reduction of the clients' gradients at the server: their ``mean``, weighted by
+            batch, or their ``sum``, as the text has it.
+        fused: If true, one exchange brings the gradients of weights and alphas, at the same
+            weights.
+        local_steps: Steps per exchange ("periodic updates").
+        batch_size: Records per step of a client; null takes all of them.
+        evaluate_every: Rounds between evaluations of the supernet on validation data; 0 is never.
+        weights: The weights' optimiser.
+        alphas: The alphas' optimiser.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
+        prior: An architecture that the alphas favour at first; null favours none.
+    """
+
+    order: Annotated[int, Between(1, 2)]
+    reduce: Annotated[str, OneOf(("mean", "sum"))]
+    fused: bool
+    local_steps: opt.Steps
+    batch_size: opt.Count | None
+    evaluate_every: opt.CountOrZero
+    weights: opt.SGD
+    alphas: opt.Adam
+    beta_decay: opt.RateOrZero
+    prior: opt.PriorSettings | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the second order fits."""
+        super().__post_init__()
+        if self.order == 2 and self.local_steps > 1:
+            raise ConfigError(
+                f"order=2 with local_steps={self.local_steps} is not defined: the second-order "
+                "correction is for one step; set one of the two to 1."
+            )
+        if self.order == 2 and self.fused:
+            raise ConfigError(
+                "order=2 with fused=true is not defined: the second order needs the weights after "
+                "the step; set order=1 or fused=false."
+            )
+
+    @property
+    def trains_models(self) -> bool:
+        """They do not: they answer with gradients."""
+        return False
+
+
+def _check_reduce(config: Config) -> None:
+    """Refuse the text's sum where the server sees no client's batch, or not every client."""
+    assert isinstance(config.algorithm, FNASSettings)
+    if config.algorithm.reduce == "mean" or not searches(config):
+        return
+    if config.secure_sum:
+        raise ConfigError(
+            "secure_sum=true with algorithm.reduce=sum: the batch size of each client is needed; "
+            "set algorithm.reduce=mean."
+        )
+    if config.sampling is not None and config.samples:
+        raise ConfigError(
+            f"sampling.per_round={config.sampling.per_round:g} with algorithm.reduce=sum: a sum "
+            "over some clients is no estimate of that over all; set algorithm.reduce=mean."
+        )
+
+
+def _check_vanilla_nas(config: Config) -> None:
+    if config.clients != 1:
+        raise ConfigError(
+            f"algorithm=vanilla_nas with clients={config.clients}: vanilla NAS has one party; "
+            "set clients=1 or algorithm=fnas."
+        )
+    _check_reduce(config)
+
+
+def _check_dp_fnas(config: Config) -> None:
+    assert isinstance(config.algorithm, FNASSettings)
+    if isinstance(config.privacy, NoPrivacy):
+        raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
+    if config.algorithm.order != 1:
+        raise ConfigError(
+            f"algorithm.order={config.algorithm.order} with privacy=dp: the second order mixes "
+            "splits and is no sum over records; set algorithm.order=1."
+        )
+    _check_reduce(config)
+
+
+_entry = partial(
+    Algorithm,
+    FNASSettings,
+    f"{__name__}.strategy:FNAS",
+    unsupported={
+        "aggregate": "it adds up sums of gradients over batches of different sizes; set "
+        "aggregate=mean"
+    },
+    unused=(
+        Rule(
+            "training.momentum",
+            lambda c: not retrains(c),
+            "algorithm={c.algorithm.name} and stages={c.stages}: clients send gradients",
+            "remove it; the server steps with algorithm.weights.momentum",
+        ),
+    ),
+)
+register("algorithm", "vanilla_nas", _entry(check=_check_vanilla_nas))
+register("algorithm", "fnas", _entry(check=_check_reduce))
+register("algorithm", "dp_fnas", _entry(check=_check_dp_fnas, units=(RECORD, PERSON)))

@@ -1,0 +1,133 @@
+"""FNAS and DP-FNAS; vanilla NAS is FNAS with one party (DP-FNAS, arXiv 2110.11025, Alg. 1).
+
+The server holds weights W and architecture variables A. One round is one iteration: exchange 1
+gives the gradients of W, the server steps; exchange 2 gives the gradients of A at the new W, the
+server steps. DP-FNAS is the same schedule with clients that clip and noise what they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from fednas_flwr.algorithms.base import evaluates, mean_metrics
+from fednas_flwr.algorithms.fnas import FNASSettings
+from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.privacy.actions import SUPERNET
+from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
+from fednas_flwr.protocol.requests import TakeGradients
+from fednas_flwr.protocol.states import Packed, pack
+from fednas_flwr.search.optimizer_step import make_adam, make_sgd
+from fednas_flwr.search.regularisation import beta_gradient, rising
+from fednas_flwr.settings.optimizers import SGD
+
+
+class FNAS(GradientStrategy[FNASSettings]):
+    """Federated NAS by exchange of gradients.
+
+    Clients return sums of per-sample gradients over their batches and the batch sizes B_k; the
+    server forms the update. ``reduce="mean"`` is ``sum_k G_k / sum_k B_k``, whose learning rate
+    does not depend on the number of clients; ``reduce="sum"`` is the text's ``sum_k G_k / B_k``.
+    The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
+    ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
+    deviation from Algorithm 1. Local steps are plain gradient descent at the learning rates of
+    ``weights`` and ``alphas``; a client's answer adds up their gradients. The server adds the
+    gradient of ``beta_decay``, which reads no record, to the clients'. With ``private`` this is
+    DP-FNAS, of first order only; then the supernet is not evaluated unless metrics are to be
+    released.
+    """
+
+    def set_up(self) -> None:
+        """Make the server's optimisers."""
+        self._beta_weight = 0.0
+        self.optimizers = {
+            "weights": make_sgd(self.states["weights"].values(), self.settings.weights),
+            "alphas": make_adam(self.states["alphas"].values(), self.settings.alphas),
+        }
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """One iteration: gradients of W, step; gradients of A at the new W, step."""
+        sgd = self.settings.weights.at_round(server_round, num_rounds)
+        request = TakeGradients(
+            step=server_round - 1,
+            local_steps=self.settings.local_steps,
+            local_lrs={"weights": sgd.lr, "alphas": self.settings.alphas.lr},
+            batch_size=None if self.private is not None else self.settings.batch_size,
+            order=self.settings.order,
+            inner_lr=sgd.lr,
+            site=self.site,
+        )
+        self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
+        self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
+        if self.settings.fused:
+            metrics = self._step(("weights", "alphas"), "train.gradients", request, sgd)
+            return metrics | self._evaluate(server_round, num_rounds)
+        before = {"previous_weights": {n: v.clone() for n, v in self.states["weights"].items()}}
+        first_order = replace(request, order=1)
+        metrics = self._step(("weights",), "train.weight_gradient", first_order, sgd)
+        further = before if self.settings.order == 2 else {}
+        metrics |= self._step(("alphas",), "train.alpha_gradient", request, sgd, further=further)
+        return metrics | self._evaluate(server_round, num_rounds)
+
+    def _step(
+        self,
+        states: tuple[str, ...],
+        action: str,
+        request: TakeGradients,
+        sgd: SGD,
+        *,
+        further: Mapping[str, Packed] | None = None,
+    ) -> dict[str, float]:
+        """Ask for the gradients of some states and let their optimisers step.
+
+        Sums are reduced in client order; metrics, and buffers with the weights, are averaged by
+        batch.
+        """
+        names = [*states, "buffers"] if "weights" in states else states
+        layouts = {name: self.layouts[name] for name in names if name in self.layouts}
+        replies = self.ask(
+            action, request, states={**self.states, **(further or {})}, layouts=layouts
+        )
+        added = {"alphas": self._beta_gradient()} if "alphas" in states else {}
+        told = self.descend(
+            replies, states, clip_norm=sgd.clip_norm, reduce=self.settings.reduce, added=added
+        )
+        return mean_metrics(told)
+
+    def _beta_gradient(self) -> Tensor | float:
+        """Return the gradient of the round's regulariser, packed as the alphas are."""
+        if not self._beta_weight:
+            return 0.0
+        weight = self._beta_weight * self.settings.local_steps
+        (gradient,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
+        return gradient
+
+    def _evaluate(self, server_round: int, num_rounds: int) -> dict[str, float]:
+        """Evaluate the supernet on the clients' validation records when it is time to."""
+        if not evaluates(self.settings.evaluate_every, server_round, num_rounds):
+            return {}
+        if self.private is not None and self.private.noise_multiplier("metrics") is None:
+            return {}
+        return self.validation_metrics({"name": SUPERNET})
+
+    @classmethod
+    def releases(cls, settings: FNASSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """The gradients of weights and alphas, and metrics where they are measured.
+
+        With secure sums clients share the noise of a single step: their replies are clipped sums at
+        weights that all were sent. After several steps they are not: a record steers its client's
+        later steps through weights that carry that client's noise alone. Fused sums are not,
+        either: those of the alphas are scaled by each client's batch sizes.
+        """
+        actions = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
+        if settings.fused:
+            actions = dict.fromkeys(actions, "train.gradients")
+        shared = private.secure_sum and settings.local_steps == 1 and not settings.fused
+        planned = private.gradients(actions, steps=settings.local_steps, shared=shared)
+        measured = evaluates(settings.evaluate_every, private.number, private.num_rounds)
+        if private.measures and measured:
+            planned += [metrics_release("search", "validation")]
+        return planned

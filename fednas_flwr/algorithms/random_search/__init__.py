@@ -1,0 +1,79 @@
+"""Random search: candidates of the space, each trained by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.incompatible import searches
+from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
+
+
+@dataclass(frozen=True)
+class RandomSearchSettings(AlgorithmSettings):
+    """Random search: each round trains one random network a little and ranks it.
+
+    Attributes:
+        trial_rounds: Rounds for which every network is trained; 0 with ``rounds=1`` takes one
+            untried.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        weights: The weights' optimiser.
+        ranges: Ranges of hyper-parameters that are drawn with every network; null keeps
+            ``weights``.
+    """
+
+    trial_rounds: opt.CountOrZero
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    weights: opt.SGD
+    ranges: dict[str, opt.Range] | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        if self.ranges is not None:
+            opt.check_ranges(self.ranges)
+
+    @property
+    def trains_models(self) -> bool:
+        """Unless candidates are not tried."""
+        return self.trial_rounds > 0
+
+
+def _draws(config: Config) -> bool:
+    """Whether hyper-parameters are drawn with the candidates."""
+    assert isinstance(config.algorithm, RandomSearchSettings)
+    return config.algorithm.ranges is not None
+
+
+_DRAWN = "algorithm.ranges, from which the search draws it"
+_UNUSED = (
+    Rule(
+        "algorithm.local_epochs algorithm.batch_size algorithm.weights algorithm.ranges",
+        lambda c: not c.algorithm.trains_models,
+        "algorithm.trial_rounds=0, which tries no network",
+    ),
+    Rule(
+        "algorithm.weights.lr algorithm.weights.momentum algorithm.weights.weight_decay",
+        _draws,
+        _DRAWN,
+    ),
+    Rule(
+        "retrain.weights.lr retrain.weights.momentum retrain.weights.weight_decay "
+        "retrain.drop_path_prob",
+        lambda c: _draws(c) and searches(c),
+        _DRAWN,
+    ),
+)
+register(
+    "algorithm",
+    "random_search",
+    Algorithm(
+        RandomSearchSettings,
+        f"{__name__}.strategy:RandomSearch",
+        trains=NETWORKS,
+        unused=_UNUSED,
+    ),
+)

@@ -1,0 +1,120 @@
+"""Random search, the baseline that every architecture search owes (Li and Talwalkar, 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from statistics import median
+
+from fednas_flwr.algorithms.base import RoundStrategy, mean_metrics
+from fednas_flwr.algorithms.random_search import RandomSearchSettings
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.models.networks import candidate_settings, describe_derived, seeded_network
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import Evaluate, LocalTraining, Train
+from fednas_flwr.protocol.states import MOMENTS, Packed
+from fednas_flwr.search.bandit import draw_configurations
+from fednas_flwr.settings.names import FEWEST_VOTES
+from fednas_flwr.settings.optimizers import Configuration
+from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
+
+
+class RandomSearch(RoundStrategy[RandomSearchSettings]):
+    """Each round draws one network, trains it by FedAvg and ranks it on validation records.
+
+    A candidate takes the place of the best so far where the median client, of three or more that
+    have measured both, gains by it, so that no single one decides; else by mean accuracy.
+
+    With ``ranges`` each candidate also draws its hyper-parameters, those of the best one being
+    what it is retrained with.
+
+    The draw of a round comes from (seed, round). The rate is annealed over the trial rounds.
+    """
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Draw, train and rank one candidate; keep it if it is the best so far."""
+        assert self.space is not None  # as of every search
+        generator = make_generator(self.config.seed, "random_search", server_round)
+        genotype = self.space.random_genotype(generator)
+        configuration = None
+        if self.settings.ranges is not None:
+            (configuration,) = draw_configurations(1, self.settings.ranges, generator)
+        metrics, own = self._try(genotype, configuration)
+        accuracy = metrics.get("validation_accuracy", 0.0)
+        if "genotype" not in self.values or self._is_better(accuracy, own):
+            self.values = {
+                "genotype": to_json(genotype),
+                "accuracy": accuracy,
+                "accuracies": own,
+                "configuration": asdict(configuration) if configuration else None,
+            }
+        self.tell_best(self.derive(), server_round)
+        return metrics | ({"lr": configuration.lr} if configuration else {})
+
+    def _is_better(self, accuracy: float, own: Mapping[str, float]) -> bool:
+        """Return whether a candidate is better than the best so far; of a tie, by the mean.
+
+        Args:
+            accuracy: Its mean accuracy.
+            own: By client, as text, its accuracy there.
+        """
+        best = self.values.get("accuracies", {})
+        gains = [value - best[client] for client, value in own.items() if client in best]
+        gain = median(gains) if len(gains) >= FEWEST_VOTES else 0.0
+        return gain > 0 or (gain == 0 and accuracy > self.values["accuracy"])
+
+    def _try(
+        self, genotype: Genotype, configuration: Configuration | None
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return training and validation metrics of one candidate, and its accuracy by client.
+
+        Both are empty without trial rounds.
+        """
+        settings = self.settings
+        assert self.prepared is not None
+        shared = candidate_settings(self.config, self.prepared)
+        description = describe_derived(genotype, **shared)
+        layouts, states = self._initial(seeded_network(self.config, description))
+        sgd = configuration.annealed(settings.weights) if configuration else settings.weights
+        drop_path_prob = configuration.dropout if configuration else 0.0
+        metrics: dict[str, float] = {}
+        own: dict[str, float] = {}
+        velocity: Packed = {}
+        for trial in range(1, settings.trial_rounds + 1):
+            local = LocalTraining(
+                description,
+                "train",
+                self.amount(settings.local_epochs, settings.batch_size),
+                self.client_weights(sgd.at_round(trial, settings.trial_rounds)),
+                0.0,
+                drop_path_prob * (trial - 1) / settings.trial_rounds,
+            )
+            replies = self.ask("train.weights", Train(local=local), states=states, layouts=layouts)
+            average, metrics = self.average(replies)
+            self.push(average["weights"], states["weights"], velocity, sgd.momentum)
+            states = average
+        if settings.trial_rounds:
+            states.pop(MOMENTS, None)
+            replies = self.ask(
+                "evaluate.model", Evaluate(network=description, split="validation"), states=states
+            )
+            held = {str(client): _held(reply) for client, reply in replies}
+            own = {client: reply.metrics["accuracy"] for client, reply in held.items()}
+            validation = mean_metrics(held.values())
+            metrics |= {f"validation_{name}": value for name, value in validation.items()}
+        return metrics, own
+
+    def derive(self) -> Genotype:
+        """Return the candidate with the best validation accuracy."""
+        return from_json(self.values["genotype"])
+
+    def configuration(self) -> Configuration | None:
+        """Return that candidate's hyper-parameters, None if none were drawn."""
+        found = self.values["configuration"]
+        return Configuration(**found) if found else None
+
+
+def _held(reply: Reply) -> Reply:
+    """Return a reply whose accuracy is from 0 to 1: a client has one vote, whatever it claims."""
+    accuracy = min(1.0, max(0.0, reply.metrics.get("accuracy", 0.0)))
+    return replace(reply, metrics={**reply.metrics, "accuracy": accuracy})

@@ -1,0 +1,152 @@
+"""Successive halving: a pool is trained side by side and halved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fednas_flwr.algorithms.zero_cost import check_scores, check_shortlist
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits, NoPrivacy
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.incompatible import retrains
+from fednas_flwr.settings.names import PERSON, RECORD
+from fednas_flwr.settings.parser import Between, Checked, OneOf, check_distinct, check_range
+from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
+
+SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
+
+
+@dataclass(frozen=True)
+class PoolSettings(Checked):
+    """The networks that a search begins with; no record is read for it.
+
+    Attributes:
+        draws: Architectures that are drawn.
+        alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
+        keep: Number of the best drawn networks that are trained; null takes 8, or 16 of those that
+            no score ranks.
+        by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn;
+            null takes those that rank networks of the search space, or none where none does.
+        shortlist: Null goes by the same scores to the end.
+        limits: Limits on the cost of the network that is retrained; in a run that does not, of one
+            of the supernet's size.
+    """
+
+    draws: opt.Count
+    alphas: str | None
+    keep: Annotated[int, Between(2, opt.MOST_CANDIDATES)] | None
+    by: list[str] | None
+    shortlist: opt.ShortlistSettings | None
+    limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        keep = self.keep or 2
+        if self.keep is None:
+            check_range(keep <= self.draws, "draws", self.draws, f"{keep} or more")
+        check_range(keep <= self.draws, "keep", keep, f"2 to draws={self.draws}")
+        check_distinct("by", self.by or [])
+        check_shortlist(self.shortlist, self.draws, least=keep)
+
+    def chosen_scores(self, space: str) -> Sequence[str]:
+        """The scores that choose the pool from a space, by its name; none: the first drawn.
+
+        A score that ranks one space's networks may mislead in another.
+        """
+        from fednas_flwr.search.data_free_scores import trusted_scores  # brings torch
+
+        return trusted_scores(space) if self.by is None else self.by
+
+    def size(self, space: str) -> int:
+        """Number of networks that successive halving begins with in a space."""
+        usual = SCORED if self.chosen_scores(space) else UNSCORED
+        return self.keep or min(usual, self.draws)
+
+
+@dataclass(frozen=True)
+class SuccessiveHalvingSettings(AlgorithmSettings):
+    """Successive halving: a pool, trained by federated rounds and halved by validation accuracy.
+
+    Attributes:
+        pool: Pool of networks that it begins with.
+        eta: A rung keeps one of this many networks.
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        weights: The weights' optimiser.
+        rewarded: Reward by which networks are ranked: the validation accuracy of the clients'
+            average (``averaged``), or how fast each client's own copy trains (``local``), in one
+            exchange a rung.
+    """
+
+    pool: PoolSettings
+    eta: Annotated[int, Between(2)]
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    weights: opt.SGD
+    rewarded: Annotated[str, OneOf(opt.REWARDED)]
+
+    @property
+    def trains_models(self) -> bool:
+        """Unless each client ranks by copies of its own."""
+        return self.rewarded == "averaged"
+
+
+def num_rungs(keep: int, eta: int) -> int:
+    """Number of choices of one in ``eta`` after which a single one of ``keep`` networks is left."""
+    return math.ceil(math.log(keep, eta) - 1e-9)
+
+
+def _check(config: Config) -> None:
+    """Refuse scores that do not exist, and shortlists or local rankings that cannot be."""
+    settings, space = config.algorithm, config.search_space.name
+    assert isinstance(settings, SuccessiveHalvingSettings)
+    pool, keep, key = settings.pool, settings.pool.size(space), "algorithm.pool.shortlist"
+    check_scores("algorithm.pool.by", pool.chosen_scores(space), key, pool.shortlist)
+    if (shortlist := pool.shortlist) is not None:
+        expected = f"{keep}, the pool's size, to draws={pool.draws}"
+        check_range(shortlist.keep >= keep, f"{key}.keep", shortlist.keep, expected)
+    if settings.rewarded == "averaged":
+        return
+    if not isinstance(config.privacy, NoPrivacy):
+        raise ConfigError(
+            f"algorithm.rewarded={settings.rewarded} with privacy=dp: training losses are no "
+            "planned release; set algorithm.rewarded=averaged, or take a search that reads no "
+            "record, as experiment=search/recommended_private does."
+        )
+    rungs = num_rungs(keep, settings.eta)
+    if config.rounds > rungs:
+        raise ConfigError(
+            f"rounds={config.rounds} with algorithm.rewarded=local: at most {rungs} rounds have "
+            f"something to choose with algorithm.pool.keep={keep} and "
+            f"algorithm.eta={settings.eta}; set rounds={rungs} or fewer."
+        )
+
+
+register(
+    "algorithm",
+    "successive_halving",
+    Algorithm(
+        SuccessiveHalvingSettings,
+        f"{__name__}.strategy:SuccessiveHalving",
+        units=(RECORD, PERSON),
+        trains=NETWORKS,
+        asks_rewards=True,
+        check=_check,
+        unused=(
+            Rule(
+                "training.momentum runtime.wire",
+                lambda c: not (c.algorithm.trains_models or retrains(c)),
+                "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
+            ),
+            Rule(
+                "privacy.alphas",
+                lambda c: True,
+                "algorithm={c.algorithm.name}, which has no alphas",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,193 @@
+"""Successive halving: a pool is trained side by side and halved by validation accuracy."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.earlier_runs import found_alphas
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.scored_draws import ScoredSearch, check_draws, make_search, shorten
+from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.models.networks import candidate_settings, describe_pool, seeded_network
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.requests import LocalTraining, RewardCandidates, Train
+from fednas_flwr.protocol.states import pack, unpack
+from fednas_flwr.search.data_free_search import draw_by_alphas
+from fednas_flwr.search.pool import name_before
+from fednas_flwr.settings import Config
+from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
+from fednas_flwr.spaces.space import SearchSpace
+
+
+class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
+    """Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943, Fig. 3), by FedAvg.
+
+    The server chooses a pool without a record. In every round all clients train all networks that
+    are left, in one exchange (``train.weights``), and each network is averaged. After the last
+    round of a rung one more exchange (``evaluate.candidates``) measures them on validation records,
+    and the best ``1 / eta`` of them stay and train on. The one left after the last round is found.
+    Of three or more clients without privacy none decides: see ``exchange.robust.median_rewards``.
+
+    Deviations: rungs have equal numbers of rounds, as nearly as their number allows, so that the
+    first costs most; of the text all rungs cost the same, and survivors train longer. The learning
+    rate is annealed over all rounds, since training is continued.
+
+    With ``rewarded="local"`` no network is averaged: each round is one exchange, in which all
+    clients train all networks that are left from their first weights, and return how fast each
+    trains, see ``clients.actions.trained_rewards``. The averages of a few local epochs are poor
+    models of deep networks, and rank them by chance. Not with privacy.
+
+    With privacy each step is one release of all networks' gradients, see ``NoisedGradients``, and
+    each measurement one of all accuracies.
+
+    The pool takes the place of a network without tensors in the first round. The rate is annealed
+    over the rounds, or over the local epochs of ``local``.
+    """
+
+    def set_up(self) -> None:
+        """Make the search."""
+        assert self.space is not None
+        assert self.prepared is not None
+        self._search = self._make_search(self.config, self.prepared, self.space)
+
+    @staticmethod
+    def _make_search(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredSearch:
+        settings = config.algorithm
+        assert isinstance(settings, SuccessiveHalvingSettings)
+        pool, scores = settings.pool, settings.pool.chosen_scores(space.name)
+        search = make_search(config, prepared, space, scores, pool.limits)
+        if pool.alphas is None:
+            return search
+        return partial(search, draw=partial(draw_by_alphas, space, found_alphas(config, space)))
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Train what is left; at the end of a rung keep the best."""
+        if "pool" not in self.values:
+            self._set_pool(self._choose()[: self._size()])
+            self.layouts, self.states = self._initial(self._network())
+        settings, described = self.settings, self._describe()
+        amount = self.amount(settings.local_epochs, settings.batch_size)
+        local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
+        metrics = {"candidates": float(len(self.pool()))}
+        if settings.rewarded == "local":
+            measured = RewardCandidates(training=local, site=self.site)
+        else:
+            weights = self.client_weights(settings.weights.at_round(server_round, num_rounds))
+            request = Train(local=replace(local, weights=weights), site=self.site)
+            metrics |= self.train("train.weights", request, settings.weights.momentum)
+            measured = RewardCandidates(network=described, site=self.site)
+        left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
+        if left < len(self.pool()):
+            metrics |= self._halve(left, server_round, measured)
+        return metrics
+
+    def pool(self) -> list[Genotype]:
+        """Return the networks that are left, after a measurement the best first."""
+        return [from_json(json.dumps(genotype)) for genotype in self.values["pool"]]
+
+    def derive(self) -> Genotype:
+        """Return the best of the networks that are left.
+
+        Raises:
+            ValueError: The first round is not over.
+        """
+        if "pool" not in self.values:
+            raise ValueError("the pool is chosen in the first round")
+        return self.pool()[0]
+
+    def fit_states(self) -> None:
+        """Give the states the form of the pool that the restored ``values`` hold."""
+        self.layouts, self.states = self._initial(self._network())
+
+    def _set_pool(self, pool: Sequence[Genotype]) -> None:
+        self.values = {"pool": [json.loads(to_json(genotype)) for genotype in pool]}
+
+    def _network(self) -> nn.Module:
+        """Return the pool's networks, newly initialised."""
+        return seeded_network(self.config, self._describe())
+
+    def _describe(self) -> dict[str, Any]:
+        """The description of the pool's networks, from which clients build it."""
+        assert self.prepared is not None
+        return describe_pool(self.pool(), **candidate_settings(self.config, self.prepared))
+
+    def _choose(self) -> list[Genotype]:
+        """The ranking that the pool is the first part of."""
+        pool = self.settings.pool
+        generator = make_generator(self.config.seed, "successive_halving")
+        found = self._search(draws=pool.draws, generator=generator)
+        if pool.shortlist is not None:
+            assert self.space is not None
+            found = shorten(self.config, self.space, pool.shortlist, found)
+        return [one.genotype for one in found]
+
+    def _size(self) -> int:
+        """Size of the pool."""
+        return self.settings.pool.size(self.config.search_space.name)
+
+    def _halve(self, left: int, server_round: int, request: RewardCandidates) -> dict[str, float]:
+        """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
+        pool = self.pool()
+        rewards, noise, metrics = self.reward(request, by_median=True)
+        self.cohort.emit(
+            "rewarded", stage=self.stage, round=server_round, genotypes=self.values["pool"],
+            rewards=rewards, noise=noise,
+        )  # fmt: skip
+        kept = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
+        self._set_pool([pool[index] for index in kept])
+        before, states, velocity = self.layouts, self.states, self._velocity
+        self.layouts, self.states = self._initial(self._network())
+        for state, packed in states.items():
+            tensors = unpack(packed, before[state])
+            names = (name for name, _, _ in self.layouts[state].entries)
+            self.states[state] = pack({name: tensors[name_before(name, kept)] for name in names})
+        if velocity:
+            tensors = unpack(velocity, before["weights"])
+            names = (name for name, _, _ in self.layouts["weights"].entries)
+            self._velocity = pack({name: tensors[name_before(name, kept)] for name in names})
+        mean, best = sum(rewards) / len(rewards), max(rewards)
+        if self.settings.rewarded == "local":
+            return {"train_loss": -math.log(max(mean, 1e-30)), **metrics}
+        return {"validation_accuracy": mean, "validation_best": best, **metrics}
+
+    @classmethod
+    def releases(
+        cls, settings: SuccessiveHalvingSettings, private: PrivateRound
+    ) -> list[PlannedRelease]:
+        """Every step, and rewards where a rung ends."""
+        planned = private.gradients({"weights": "train.weights"})
+        keep = settings.pool.size(private.space)
+        before, after = (
+            num_left(number, private.num_rounds, keep=keep, eta=settings.eta)
+            for number in (private.number - 1, private.number)
+        )
+        if after < before:
+            planned += [private.rewards("evaluate.candidates")]
+        return planned
+
+    @classmethod
+    def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
+        """Refuse limits within which no pool is drawn, and alphas that are none."""
+        generator = make_generator(config.seed, "successive_halving")
+        check_draws(cls._make_search(config, prepared, space), generator)
+
+
+def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
+    """Return how many networks of a pool of ``keep`` are left after a round.
+
+    Example:
+        >>> [num_left(r, 8, keep=12, eta=2) for r in range(9)]
+        [12, 12, 6, 6, 3, 3, 2, 2, 1]
+    """
+    divisor: int = eta ** (num_rungs(keep, eta) * server_round // num_rounds)
+    return -(-keep // divisor)

@@ -1,0 +1,116 @@
+"""Data-free search: the server ranks architectures by scores and asks no client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fednas_flwr.base.errors import unknown_choice
+from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.names import UNITS
+from fednas_flwr.settings.parser import Between, Length, check_distinct, check_range
+from fednas_flwr.settings.registry import Algorithm, Rule, register
+
+
+def check_shortlist(shortlist: opt.ShortlistSettings | None, draws: int, *, least: int = 2) -> None:
+    """Raise ConfigError for a shortlist of more networks than are drawn, or of too few."""
+    if shortlist is not None:
+        keep, expected = shortlist.keep, f"{least} to draws={draws}"
+        check_range(least <= keep <= draws, "shortlist.keep", keep, expected)
+
+
+@dataclass(frozen=True)
+class ZeroCostSettings(AlgorithmSettings):
+    """Data-free search on the server alone.
+
+    Attributes:
+        scores: Names out of ``search.scores.SCORES``; null takes those that rank networks of the
+            search space (``search.scores.trusted_scores``), or synflow where none does.
+        draws: Architectures per round.
+        shortlist: Null ranks all by the same scores.
+        evolution: Regularised evolution, whose population is carried over the rounds; null draws
+            all at random.
+        limits: Limits on the cost of the network that is retrained; in a run that does not, of one
+            of the supernet's size.
+    """
+
+    scores: Annotated[list[str], Length(Between(1))] | None
+    draws: opt.ListLength
+    shortlist: opt.ShortlistSettings | None
+    evolution: opt.EvolutionSettings | None
+    limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that no score counts twice."""
+        super().__post_init__()
+        check_distinct("scores", self.scores or [])
+        check_shortlist(self.shortlist, self.draws)
+
+    @property
+    def trains_models(self) -> bool:
+        """They do not: clients are asked nothing."""
+        return False
+
+    def chosen_scores(self, space: str) -> Sequence[str]:
+        """The scores that rank networks of a space, by its name.
+
+        A score that ranks one space's networks may mislead in another.
+        """
+        from fednas_flwr.search.data_free_scores import SYNFLOW, trusted_scores  # brings torch
+
+        return self.scores or trusted_scores(space) or SYNFLOW
+
+
+def check_scores(
+    key: str, names: Iterable[str], shortlist_key: str, shortlist: opt.ShortlistSettings | None
+) -> None:
+    """Refuse scores that do not exist."""
+    from fednas_flwr.search.data_free_scores import SCORES  # brings torch
+
+    named = [(key, name) for name in names]
+    if shortlist is not None:
+        named += [(f"{shortlist_key}.scores", name) for name in shortlist.scores]
+    for setting, name in named:
+        if name not in SCORES:
+            raise unknown_choice(setting, name, SCORES)
+
+
+def _check(config: Config) -> None:
+    settings = config.algorithm
+    assert isinstance(settings, ZeroCostSettings)
+    scores = settings.chosen_scores(config.search_space.name)
+    check_scores("algorithm.scores", scores, "algorithm.shortlist", settings.shortlist)
+
+
+def _breeds_nothing(config: Config) -> bool:
+    """Whether all that an evolution draws is its first, random population."""
+    settings = config.algorithm
+    assert isinstance(settings, ZeroCostSettings)
+    if settings.evolution is None:
+        return False
+    return settings.evolution.population >= config.rounds * settings.draws
+
+
+register(
+    "algorithm",
+    "zero_cost",
+    Algorithm(
+        ZeroCostSettings,
+        f"{__name__}.strategy:ZeroCost",
+        units=UNITS,
+        trains=None,
+        check=_check,
+        unused=(
+            Rule(
+                "algorithm.evolution",
+                _breeds_nothing,
+                "rounds={c.rounds} of algorithm.draws={c.algorithm.draws}, which draw no more "
+                "networks than algorithm.evolution.population={c.algorithm.evolution.population}, "
+                "so that none is bred",
+                "lower the population, or raise rounds or algorithm.draws",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,1 @@
+"""What every room stands on: errors, files, memory, random numbers, layers."""

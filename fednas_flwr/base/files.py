@@ -1,0 +1,85 @@
+"""Files that a reader finds whole or not at all, whatever happens while they are written.
+
+Content goes to a temporary file in the same folder, which is synced and renamed; then the folder is
+synced, so that the new name survives a power cut as well. Main function: :func:`write_atomically`;
+:func:`replacing` is for writers that want a path. No file of these functions can be written by
+others, whatever the umask is.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+OTHERS_WRITE = 0o022  # bits of a mode
+
+
+def write_atomically(path: Path, content: str | bytes) -> Path:
+    """Write a file whole or not at all, and return its path.
+
+    Args:
+        path: In a folder that exists; an older file is replaced.
+        content: Text is written in UTF-8.
+
+    Raises:
+        OSError: The content could not be written; an older file is as it was.
+    """
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the block a temporary path ``.<name>.<process>.tmp``; its file there becomes path.
+
+    If the block raises, ``path`` stays as it was and the temporary file is removed. Only a process
+    that is killed leaves it behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.chmod(temporary.stat().st_mode & ~OTHERS_WRITE)
+        sync(temporary)
+        temporary.replace(path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Create a file that only its owner can read.
+
+    Raises:
+        FileExistsError: There is such a file.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, on disk; only the owner can enter those that are new."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        sync(folder.parent)
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """Within the block, create files and folders of this process without the modes in ``mask``."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def sync(path: Path) -> None:
+    """Bring a file's content, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

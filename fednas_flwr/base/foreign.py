@@ -1,0 +1,212 @@
+"""Words and files of strangers: of clients, of other people's runs, of a site's settings.
+
+Text goes into a file through the one function of that file's format: :func:`markdown`,
+:func:`terminal`, :func:`csv_cell` (HTML and SVG escape by themselves: jinja's autoescape,
+``html.escape``). YAML and JSON are read by :func:`read_yaml` and :func:`load_json` alone: without
+interpolation, and limited in size, depth, and nodes that aliases multiply.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fednas_flwr.base.errors import ConfigError, show
+
+LARGEST_BYTES = 2**21  # of a YAML file
+MOST_NODES = 50_000  # of a YAML file, each alias counting as what it stands for
+DEEPEST = 50  # levels of YAML and JSON
+_MARKDOWN = re.compile(
+    r"&#\d+;|[\\`*\[\]<>|~$@#&]|(?<![^\W_])_|_(?![^\W_])"
+    r"|:(?=//)|(?<=mailto):|(?<=xmpp):|(?<=www)\.",
+    re.IGNORECASE,
+)
+_FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters, as spreadsheets read them
+
+
+def terminal(text: object) -> str:
+    r"""Return one line in which every character prints itself.
+
+    White space becomes a blank; what would move the cursor, change colours or turn the direction
+    of writing becomes an escape sequence of Python's, such as ``\x1b``.
+    """
+    shown = (c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in str(text))
+    return "".join(shown)
+
+
+def markdown(text: object) -> str:
+    """Return one line that Markdown shows as it is: no markup, HTML, link or end of a table's cell.
+
+    Special characters become numeric entities, which no dialect reads as markup. Applied twice it
+    is the same as once.
+
+    Example:
+        >>> markdown("<b>[a|b](http://c.d)")
+        '&#60;b&#62;&#91;a&#124;b&#93;(http&#58;//c.d)'
+    """
+    return _MARKDOWN.sub(
+        lambda found: found[0] if found[0][1:] else f"&#{ord(found[0])};", terminal(text)
+    )
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a cell of a CSV file: text that a spreadsheet would compute gets an apostrophe.
+
+    Numbers stay as they are, also those written as text. Semicolons divide cells, too, where a
+    comma is the decimal point.
+    """
+    if not isinstance(value, str):
+        return value
+    parts = value.split(";")
+    return ";".join(f"'{p}" if p.startswith(_FORMULA) and not _is_number(p) else p for p in parts)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def mapped(value: Any, escape: Callable[[object], str]) -> Any:
+    """Return lists and mappings with every text in them escaped, keys included."""
+    if isinstance(value, Mapping):
+        return {mapped(key, escape): mapped(item, escape) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(item, escape) for item in value]
+    return escape(value) if isinstance(value, str) else value
+
+
+def load_json(text: str | bytes, **options: Any) -> Any:
+    """Return the value that JSON holds; ``options`` are those of ``json.loads``.
+
+    Raises:
+        ValueError: The text is no JSON, or more than ``DEEPEST`` levels deep.
+    """
+    try:
+        value = json.loads(text, **options)
+    except RecursionError:
+        raise _too_deep() from None
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEEPEST):
+        nested = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [v for v in chain.from_iterable(nested) if isinstance(v, dict | list)]
+    if level:
+        raise _too_deep()
+    return value
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """Return the value that a YAML file holds; ``what`` begins the sentence of an error.
+
+    Raises:
+        ConfigError: The file cannot be read, or :func:`load_yaml` refuses it.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} cannot be read: {error}.") from error
+    return load_yaml(text, what)
+
+
+def load_yaml(text: str, what: str) -> Any:
+    """Return the value that YAML holds: plain values, without interpolation.
+
+    ``1e-5`` is a number, ``${...}`` is text, and a key must not occur twice.
+
+    Raises:
+        ConfigError: The text is no such YAML, or exceeds a limit.
+    """
+    try:
+        if len(text) > LARGEST_BYTES:
+            raise yaml.YAMLError(f"it has more than {LARGEST_BYTES:,} characters")
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from error
+
+
+def dump_yaml(value: Any) -> str:
+    """Return YAML from which :func:`load_yaml` reads the same value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+
+
+def check_resolved(value: Any, key: str = "") -> None:
+    """Refuse a ``${...}`` in somebody's settings: it would read the user's own environment.
+
+    A run writes resolved settings, so that there is none.
+    """
+    if isinstance(value, Mapping):
+        value = value.items()
+    elif isinstance(value, list):
+        value = enumerate(value)
+    elif isinstance(value, str) and "${" in value:
+        raise ConfigError(f"{key or 'it'}={show(value)} is not resolved: write the value itself.")
+    else:
+        return
+    for name, item in value:
+        check_resolved(name)
+        check_resolved(item, f"{key}.{name}".lstrip("."))
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it is more than {DEEPEST} levels deep")
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that puts quotes around the text 1e-5."""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-5 as a number, refuses a key given twice, and has limits."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._open: list[tuple[float, float]] = [
+            (0, 0)
+        ]  # nodes and levels of each node that is being composed
+        self._sizes: dict[int, tuple[float, float]] = {}  # of those that are, by identity
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Return the next node; one alias counts as all that it stands for."""
+        is_alias = self.check_event(yaml.AliasEvent)
+        if len(self._open) > DEEPEST:
+            raise yaml.YAMLError(str(_too_deep()))
+        self._open.append((1, 1))
+        node = super().compose_node(parent, index)
+        size = self._open.pop()
+        if is_alias:  # of a node around itself the size is not known
+            size = self._sizes.get(id(node), (math.inf, math.inf))
+        self._sizes[id(node)] = size
+        nodes, levels = self._open.pop()
+        self._open.append((nodes + size[0], max(levels, 1 + size[1])))
+        if self._open[-1][1] > DEEPEST:
+            raise yaml.YAMLError(str(_too_deep()))
+        if self._open[-1][0] > MOST_NODES:
+            raise yaml.YAMLError(f"its aliases and values make more than {MOST_NODES:,} nodes")
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Return the mapping of a node."""
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        twice = [key for key, count in keys.items() if count > 1]
+        if twice:
+            raise yaml.YAMLError(f"{twice[0]} is given twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
+    )

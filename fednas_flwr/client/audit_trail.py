@@ -1,0 +1,344 @@
+"""A site's own record of who asked for what, what left and what was refused, for its auditors.
+
+JSON lines; each ends with the HMAC of itself and of the line before it, under the key of the site's
+ledger, and a mark beside that key, outside the trail's folder, holds number and HMAC of the last
+one. So whoever can write the trail, but neither read the key nor write the mark, cannot edit,
+remove, move or put in a line, nor cut lines off at the end, unnoticed: :func:`verify_trail` finds
+it, and nothing leaves the site any more. Whoever can restore old copies of both together can.
+
+No line holds a number that depends on records: of a reply stand only the names of what it
+carries, of an error that is no refusal only its kind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from traceback import format_exception
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from fednas_flwr.base.errors import ConfigError, DamagedError, DayFullError
+from fednas_flwr.base.files import make_folder, write_atomically
+from fednas_flwr.privacy.allowance import counter_of, take
+from fednas_flwr.privacy.books.anchor import create_key, equal, read_key, seal
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.protocol.headers import Header
+from fednas_flwr.protocol.sum_requests import Settings
+
+if TYPE_CHECKING:  # these bring torch
+    from fednas_flwr.client.release_guard import ReleaseGuard
+    from fednas_flwr.protocol.messages import Reply, Request
+
+LONGEST_TEXT = 500  # characters kept of what a server sent
+LONGEST_LOG = 4000  # characters of an error in the site's own log
+LONGEST_END = 20_000  # bytes beyond the daily allowance for lines that say it is spent
+# Of a request besides its fields and settings: HMACs and names in the line of its reply, a row in
+# the journal of secure sums, the result of a self-test.
+REQUEST_BYTES = 2000
+_LINE = re.compile(rb'(\{"number": ([1-9][0-9]*), .*), "mac": "([0-9a-f]{64})"\}\n')
+
+
+class Asked(Protocol):
+    """Request without its tensors."""
+
+    @property
+    def action(self) -> str:
+        """Action that is asked."""
+
+    @property
+    def header(self) -> Header:
+        """Exchange that it is part of."""
+
+    @property
+    def settings(self) -> Settings:
+        """Arguments of the action."""
+
+
+class _End(NamedTuple):
+    """A place in a trail.
+
+    Attributes:
+        number: Of the line, from 1; 0 before the first.
+        mac: Its HMAC.
+        previous: That of the line before it.
+    """
+
+    number: int
+    mac: str
+    previous: str
+
+
+class AuditTrail:
+    """The trail of one site; processes of several runs may write to it at once.
+
+    Each line is on disk before the call returns, and the request is not answered if it cannot be.
+    It takes from the site's daily allowance. When that is spent, requests are refused without a
+    line; the last ones say so.
+
+    Args:
+        path: Its file, made when missing; None keeps no trail.
+        key_path: The ledger's key, made with the ledger when missing.
+        ledger: The ledger; None has a key of the trail's own made.
+        superlink: Address of the server that the site's node asks for work; empty if not known.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        key_path: Path = Path(),
+        *,
+        ledger: Path | None = None,
+        superlink: str = "",
+    ) -> None:
+        """See the class."""
+        self._path, self._key_path, self._ledger = path, key_path, ledger
+        self._superlink = superlink
+
+    def asked(self, request: Asked, *, flower_run: int, kept_bytes: int = 0) -> None:
+        """Note a request before anything is done about it.
+
+        Args:
+            request: The request.
+            flower_run: Flower's number of the run.
+            kept_bytes: Of what the site may keep of it besides its settings.
+
+        Raises:
+            DayFullError: The site's daily allowance does not cover it.
+        """
+        settings = json.dumps(asdict(request.settings), sort_keys=True)
+        fields = {
+            **_place(request),
+            "superlink": self._superlink,
+            "flower_run": str(flower_run),
+            "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
+        }
+        self._take(len(settings) + kept_bytes + 2 * len(json.dumps(fields)) + REQUEST_BYTES)
+        self._append("asked", **fields)
+
+    def released(self, request: Request, reply: Reply, *, guard: ReleaseGuard | None) -> None:
+        """Note a reply before it leaves.
+
+        Args:
+            request: What it answers; with a guard, its terms are those of the releases.
+            reply: Named are its states, metrics and properties.
+            guard: Of a private client; what its budget has paid by now, for all runs, is noted.
+        """
+        if self._path is None:
+            return
+        private = {}
+        if guard is not None:
+            noise = guard.noise_multipliers(request.header, request.action)
+            kinds = {*reply.states, *(["metrics"] if reply.metrics else [])} & set(noise)
+            if request.summed is not None:
+                kinds = set(noise)  # the masked reply does not show them
+            noise = {kind: noise[kind] for kind in sorted(kinds)}
+            private = {"noise_multipliers": noise, "epsilon_spent": guard.spent()}
+        names = {"states": sorted(reply.states), "metrics": sorted(reply.metrics)}
+        self._append(
+            "released", **_place(request), **names, properties=sorted(reply.properties), **private
+        )
+
+    def helped(self, request: Asked, properties: Collection[str]) -> None:
+        """Note an answer that carries nothing of records, before it leaves."""
+        self._append(
+            "released", **_place(request), states=[], metrics=[], properties=sorted(properties)
+        )
+
+    def refused(
+        self, action: str, request: Asked | None, reason: str, error: Exception | None = None
+    ) -> None:
+        """Note an error, unless the site's daily allowance is spent.
+
+        Args:
+            action: What was asked.
+            request: The request; None if it could not be read.
+            reason: Only what the server may read.
+            error: What the site's own log says besides. It takes a fixed amount: it may quote
+                records.
+        """
+        place = {"action": action} if request is None else _place(request)
+        fixed = 13 * LONGEST_TEXT + (LONGEST_LOG if error else 0)  # in JSON some characters take 12
+        try:
+            self._take(len(json.dumps(place)) + fixed, beyond=LONGEST_END)
+        except DayFullError:
+            return
+        self._append("refused", **place, reason=reason)
+        if error is not None:
+            print("".join(format_exception(error))[-LONGEST_LOG:], file=sys.stderr)
+
+    def _take(self, num_bytes: int, *, beyond: int = 0) -> None:
+        if self._path is not None:
+            self._key_path.parent.mkdir(parents=True, exist_ok=True)
+            take(counter_of(self._key_path), num_bytes, beyond=beyond)
+
+    def _append(self, event: str, **fields: Any) -> None:
+        if self._path is None:
+            return
+        cut = {k: v[:LONGEST_TEXT] if isinstance(v, str) else v for k, v in fields.items()}
+        with _locked(self._path) as descriptor:
+            key, mark = self._key(), _mark_path(self._path, self._key_path)
+            last = _last(descriptor, self._path, mark, key)
+            time = datetime.now(UTC).isoformat(timespec="seconds")
+            line = {"number": last.number + 1, "time": time, "event": event, **cut}
+            text = json.dumps(line).removesuffix("}")
+            end = _End(last.number + 1, seal(key, "audit line", last.mac, text), last.mac)
+            os.write(descriptor, f'{text}, "mac": "{end.mac}"}}\n'.encode())
+            os.fsync(descriptor)
+            _write_mark(mark, end, key)
+
+    def _key(self) -> bytes:
+        """Return the key; on a new site make it."""
+        if not self._key_path.exists():
+            if self._ledger is None:
+                create_key(self._key_path)
+            else:
+                Ledger(self._ledger, self._key_path).close()
+        return read_key(self._key_path)
+
+
+def trail_of(node: Mapping[str, str]) -> AuditTrail:
+    """Return the trail of a node: its ``audit``, else beside its ledger, else none.
+
+    A node that names only half of ledger and key keeps none: it refuses everything.
+    """
+    if ("audit" not in node and "ledger" not in node) or ("ledger" in node) != (
+        "ledger-key" in node
+    ):
+        return AuditTrail(None)
+    ledger = Path(node["ledger"]) if "ledger" in node else None
+    path = Path(node.get("audit") or Path(node["ledger"]).with_name("audit.jsonl"))
+    key_path = Path(node.get("ledger-key", f"{path}.key"))
+    return AuditTrail(path, key_path, ledger=ledger, superlink=node.get("superlink", ""))
+
+
+def verify_trail(path: Path, key_path: Path) -> int:
+    """Return the number of lines of a trail, after checking every line and the mark.
+
+    Args:
+        path: The trail.
+        key_path: The key of the site's ledger, beside which the mark lies.
+
+    Raises:
+        ConfigError: There is no such file or key.
+        DamagedError: A line is not the one that was written, or lines are missing; the sentence
+            says which.
+    """
+    for name, file in (("audit trail", path), ("key", key_path)):
+        if not file.is_file():
+            raise ConfigError(f"there is no {name} {file}; give the file of a site.")
+    key = read_key(key_path)
+    marked, end = _read_mark(_mark_path(path, key_path), key), _genesis(key)
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        found = _follow(line, end.number, end.mac, key)
+        if found is None:
+            raise DamagedError(
+                f"line {number} of {path} is not the one that was written after line {number - 1}: "
+                "lines were edited, removed or moved from there on, or the key is another trail's."
+            )
+        end = found
+    if marked.mac not in (end.mac, end.previous):  # a crash leaves the mark one behind
+        raise _wrong_end(path, end.number, marked)
+    return end.number
+
+
+def _place(request: Asked) -> dict[str, Any]:
+    place = asdict(request.header)
+    del place["nonce"]
+    return {"action": request.action, **place}
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Yield the open file while no other process writes to it."""
+    make_folder(path.parent)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:
+    """Return the end of an open trail, after cutting off a line that a crash has torn.
+
+    Raises:
+        DamagedError: The trail does not end where the mark says.
+    """
+    size = os.fstat(descriptor).st_size
+    tail = os.pread(descriptor, 2**16, max(0, size - 2**16))
+    whole = tail[: tail.rfind(b"\n") + 1]
+    marked = _read_mark(mark, key)
+    if not whole:
+        if marked.number:
+            raise _wrong_end(path, 0, marked)
+        return marked
+    line = whole.splitlines(keepends=True)[-1]
+    end = _follow(line, marked.number - 1, marked.previous, key)
+    if end is None:  # a crash came before the mark was moved
+        end = _follow(line, marked.number, marked.mac, key)
+    if end is None:
+        matched = _LINE.fullmatch(line)
+        raise _wrong_end(path, int(matched[2]) if matched else marked.number, marked)
+    if len(whole) < len(tail):
+        os.ftruncate(descriptor, size - len(tail) + len(whole))
+    return end
+
+
+def _wrong_end(path: Path, number: int, marked: _End) -> DamagedError:
+    """Return the error for a trail whose last line, of this number, is not the marked one."""
+    if number < marked.number:
+        return DamagedError(
+            f"{path} ends at line {number} although line {marked.number} was written: lines "
+            "were cut off at the end, nothing leaves."
+        )
+    return DamagedError(
+        f"the last line of the audit trail {path} was edited, or its mark was removed or rolled "
+        "back: nothing leaves."
+    )
+
+
+def _follow(line: bytes, number: int, mac: str, key: bytes) -> _End | None:
+    """Return the place of a line, None if it was not written after the one of ``mac``."""
+    matched = _LINE.fullmatch(line)
+    if matched is None or int(matched[2]) != number + 1:
+        return None
+    try:
+        own = seal(key, "audit line", mac, matched[1].decode())
+    except UnicodeDecodeError:
+        return None
+    return _End(number + 1, own, mac) if equal(matched[3].decode(), own) else None
+
+
+def _genesis(key: bytes) -> _End:
+    return _End(0, seal(key, "audit line", "", "fednas audit trail 1"), "")
+
+
+def _mark_path(path: Path, key_path: Path) -> Path:
+    return key_path.with_name(f"{key_path.name}.{path.name}.mark")
+
+
+def _read_mark(mark: Path, key: bytes) -> _End:
+    """Return what a mark says, the place before the first line if there is none."""
+    if not mark.exists():
+        return _genesis(key)
+    try:
+        *place, sealed = json.loads(mark.read_bytes())
+    except (ValueError, TypeError):
+        place, sealed = [], ""
+    if not equal(sealed, seal(key, "audit mark", "", place)):
+        raise DamagedError(f"the mark {mark} was edited, or the key beside it is another one's.")
+    return _End(*place)
+
+
+def _write_mark(mark: Path, end: _End, key: bytes) -> None:
+    write_atomically(mark, json.dumps([*end, seal(key, "audit mark", "", [*end])]))

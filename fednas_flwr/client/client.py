@@ -1,0 +1,213 @@
+"""One data owner: its records, its device, and the networks it has built so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.client.release_guard import ReleaseGuard
+from fednas_flwr.data.loaders import (
+    ClientData,
+    Split,
+    augment,
+    concat_splits,
+    epoch_batches,
+    oversampled,
+    standardised_within,
+)
+from fednas_flwr.data.schema import CATEGORY, Column
+from fednas_flwr.data.statistics import Moments, Statistics
+from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.protocol.states import Packed, load_states
+from fednas_flwr.search.gradient_sums import Batch
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.settings.names import FLOAT32
+from fednas_flwr.spaces.space import SearchSpace
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Settings of :func:`fednas_flwr.data.loaders.augment` for training batches."""
+
+    crop_padding: int
+    flip: bool
+    cutout: int
+
+
+@dataclass(frozen=True)
+class KeptModels:
+    """Place where a site keeps models, and whose it keeps.
+
+    Attributes:
+        folder: Made when the first one comes.
+        signer: File of the public key of the server's operator.
+    """
+
+    folder: Path
+    signer: Path
+
+
+@dataclass(frozen=True)
+class Client:
+    """Client that an action works with.
+
+    Attributes:
+        index: Index of the client, from 0.
+        seed: The run's seed; every draw comes from (seed, round, client, purpose).
+        data: The client's own records, split into train, validation and test.
+        class_names: Names of the classes, the same for all clients.
+        device: Where tensors live during an action.
+        threads: torch's threads during an action; equal in every runtime, so that sums are equal.
+        make_network: Builds a network from its description on the CPU.
+        make_space: Returns the run's search space.
+        augmentation: Applied to training batches.
+        networks: The networks built so far, shared by the clients of one process.
+        tag: What the site calls itself; empty when it does not.
+        schema: Columns of a table, the same for all clients; empty for images.
+        image_shape: Of the images that a transform made features of; else empty.
+        scattering: Scales and angles of that transform; else empty.
+        moments: Of a table's numeric columns over the train part, where no statistics are declared;
+            else None.
+        from_ranges: Whether its table is standardised by declared ranges, within which it may tell
+            noised statistics.
+        objective: Gives losses and hits; its tensors are on the device.
+        oversample: Whether training repeats records of rarer classes.
+        precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
+        guard: What releases must pass; with one the client answers private actions only.
+        wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.protocol.wire`.
+        kept_models: Where the site keeps models that return to it; None keeps none.
+        sums: The client's part of secure sums; with one it answers no other way.
+        cache: Folder of what may be computed anew, results of self-tests among it; None for none.
+        settings_digest: Hash of the run's settings as the server has sent them, on which the sites
+            of a secure sum must agree; empty without.
+        rehearsed: Which computations private actions have tried on made-up records, and the
+            micro-batch size of each that makes records' results independent of one another.
+    """
+
+    index: int
+    seed: int
+    data: ClientData
+    class_names: tuple[str, ...]
+    device: torch.device
+    threads: int
+    make_network: Callable[[Mapping[str, Any]], nn.Module]
+    make_space: Callable[[], SearchSpace]
+    augmentation: Augmentation
+    networks: dict[str, nn.Module] = field(default_factory=dict)
+    tag: str = ""
+    schema: tuple[Column, ...] = ()
+    image_shape: tuple[int, ...] = ()
+    scattering: tuple[int, ...] = ()
+    moments: list[Moments] | None = None
+    from_ranges: bool = False
+    objective: Objective = CLASSIFICATION
+    oversample: bool = False
+    precision: str = FLOAT32
+    guard: ReleaseGuard | None = None
+    wire: str = "float32"
+    kept_models: KeptModels | None = None
+    sums: SumSite | None = None
+    cache: Path | None = None
+    settings_digest: str = ""
+    rehearsed: dict[str, int] = field(default_factory=dict)
+
+    def network(
+        self, description: Mapping[str, Any], states: Mapping[str, Packed] | None = None
+    ) -> nn.Module:
+        """Return the network of ``description`` on the client's device, with ``states`` loaded."""
+        key = json.dumps(description, sort_keys=True)
+        if key not in self.networks:
+            # A supernet is used again every round; of derived networks only the newest one is.
+            for old in [k for k in self.networks if '"supernet"' not in k]:
+                del self.networks[old]
+            with torch.random.fork_rng():  # what an action draws must not depend on who built it
+                self.networks[key] = self.make_network(description).to(self.device)
+        network = self.networks[key]
+        if states is not None:
+            load_states(network, states)
+        return network
+
+    def standardised(self, statistics: Statistics) -> Client:
+        """Return the client with its table standardised by the statistics of all clients.
+
+        Raises:
+            ConfigError: They are of another table or, where a private client has declared ranges,
+                beyond these; or it has declared statistics, by which it stays.
+        """
+        if self.guard is None:
+            return replace(self, data=self.data.standardised(statistics))
+        if not self.from_ranges:
+            raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
+        within = standardised_within(self.data, statistics, num_columns=self.num_columns)
+        return replace(self, data=within)
+
+    @property
+    def data_form(self) -> dict[str, Any]:
+        """Form of the client's records, as declared: the same for all clients of a run."""
+        # what follows from records are moments, of which the server makes one mean
+        declared = self.moments is None
+        return {
+            "input_shape": list(self.data.train.features.shape[1:]),
+            "image_shape": list(self.image_shape),
+            "scattering": list(self.scattering),
+            "schema": [asdict(column) for column in self.schema],
+            "mean": list(self.data.train.mean) if declared else [],
+            "std": list(self.data.train.std) if declared else [],
+            "class_names": list(self.class_names),
+            "multi_label": self.objective.multi_label,
+        }
+
+    @property
+    def num_columns(self) -> int:
+        """Number of leading features of a table that are numbers to standardise."""
+        return sum(column.kind != CATEGORY for column in self.schema)
+
+    def split(self, name: str) -> Split:
+        """Return one split; ``train+validation`` is what retraining uses."""
+        splits = {
+            "train": lambda: self.data.train,
+            "validation": lambda: self.data.validation,
+            "test": lambda: self.data.test,
+            "train+validation": lambda: concat_splits(self.data.train, self.data.validation),
+        }
+        if name not in splits:
+            raise unknown_choice("split", name, splits)
+        return splits[name]()
+
+    def for_training(self, split: Split) -> Split:
+        """Return the split whose rows are trained on."""
+        return oversampled(split) if self.oversample else split
+
+    def generator(self, header: Header, *purpose: int | str) -> torch.Generator:
+        """Return the generator of one purpose in one exchange of this client."""
+        return make_generator(self.seed, header.stage, header.round, self.index, *purpose)
+
+    def epoch(
+        self, split: Split, *, batch_size: int | None, generator: torch.Generator
+    ) -> Iterator[Batch]:
+        """Yield augmented training batches of one shuffled pass over ``split``."""
+        split = self.for_training(split)
+        for indices in epoch_batches(len(split), batch_size=batch_size, generator=generator):
+            x, y = split.batch(indices, self.device)
+            yield self.augmented(x, generator), y
+
+    def augmented(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return the batch ``x`` augmented as the data set's settings say."""
+        if x.dim() != 4:
+            return x
+        return augment(
+            x,
+            generator=generator,
+            crop_padding=self.augmentation.crop_padding,
+            flip=self.augmentation.flip,
+            cutout=self.augmentation.cutout,
+        )

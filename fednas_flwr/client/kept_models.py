@@ -1,0 +1,134 @@
+"""Models that return to a site: checked, kept in a folder of the site's choice, and tested there.
+
+A kept model is a folder, named by the model's hash: ``model.safetensors`` as it was signed,
+``MODEL_CARD.md``, ``signature.json``, and ``test.json``, which says how it does on the site's own
+test records and never leaves. A file from a server is tensors and JSON, and nothing of it is
+executed. Main function: :func:`keep`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.files import make_folder, write_atomically
+from fednas_flwr.client.client import Client
+from fednas_flwr.models.class_scores import detailed
+from fednas_flwr.models.metrics import measured, predicted
+from fednas_flwr.models.prediction import MODEL_FILE, Model, read_model
+from fednas_flwr.protocol.messages import Request
+from fednas_flwr.protocol.requests import LARGEST_MODEL, KeepModel
+from fednas_flwr.protocol.signed_model import is_signed
+
+STATE, DTYPE = "model", "uint8"  # as which the file's bytes travel
+MOST_MODELS = 100  # of a site: a server must not fill its disk
+CARD_FILE, TEST_FILE, SIGNATURE_FILE = "MODEL_CARD.md", "test.json", "signature.json"
+
+
+def folder_name(model: bytes) -> str:
+    """Return the name of a model's folder, 16 hex digits."""
+    return hashlib.sha256(model).hexdigest()[:16]
+
+
+def check(client: Client, request: Request, asked: KeepModel) -> Path:
+    """Return the folder of a new model's files, under a temporary name, after all checks.
+
+    No record is read, so that a reason may be told.
+
+    Raises:
+        ConfigError: The site keeps no models or no more of them; or the model is too large, not
+            signed, not readable, or not one for the site's data.
+    """
+    if client.kept_models is None:
+        raise ConfigError("refused: this site keeps no models.")
+    kept, model = client.kept_models, _bytes(request)
+    if not is_signed(
+        kept.signer, asked.signature, run=request.header.run, model=model, card=asked.card
+    ):
+        raise ConfigError(f"refused: the model is not signed by the owner of {kept.signer.name}.")
+    make_folder(kept.folder)
+    names = {path.name for path in kept.folder.iterdir() if not path.name.startswith(".")}
+    if len(names | {folder_name(model)}) > MOST_MODELS:
+        raise ConfigError(f"refused: this site has {len(names)} models, and keeps no more.")
+    new = kept.folder / f".{folder_name(model)}.{os.getpid()}"
+    shutil.rmtree(new, ignore_errors=True)
+    make_folder(new)
+    try:
+        write_atomically(new / MODEL_FILE, model)
+        write_atomically(new / CARD_FILE, asked.card)
+        signed = {"run": request.header.run, "signature": asked.signature}
+        signed["sha256"] = hashlib.sha256(model).hexdigest()
+        write_atomically(new / SIGNATURE_FILE, json.dumps(signed, indent=2) + "\n")
+        _check_inputs(client, _read(client, new / MODEL_FILE))
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    return new
+
+
+def keep(client: Client, new: Path) -> Path:
+    """Test the model in a checked folder and give the folder its name; return its path."""
+    write_atomically(new / TEST_FILE, json.dumps(_test(client, new), indent=2) + "\n")
+    folder = new.with_name(new.name.split(".")[1])
+    shutil.rmtree(folder, ignore_errors=True)  # the same model, of a run that was resumed
+    return new.replace(folder)
+
+
+def _bytes(request: Request) -> bytes:
+    """Return the model's file in a request."""
+    if set(request.states) != {STATE} or set(request.states[STATE]) != {DTYPE}:
+        raise ConfigError(f"refused: a model travels as one vector of {DTYPE}, and alone.")
+    vector = request.states[STATE][DTYPE]
+    if not 0 < vector.numel() <= LARGEST_MODEL:
+        raise ConfigError(
+            f"refused: a model of {vector.numel():,} bytes; 1 to {LARGEST_MODEL:,} are taken."
+        )
+    return vector.numpy().tobytes()
+
+
+def _read(client: Client, path: Path) -> Model:
+    try:
+        return read_model(path, client.make_network)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a server can put into a file
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConfigError(f"refused: the model cannot be read ({reason}).") from error
+
+
+def _check_inputs(client: Client, model: Model) -> None:
+    """Refuse a model that takes other records, or names other classes, than the site has."""
+    ours: dict[str, object] = {"class_names": client.class_names, "schema": client.schema}
+    ours["shape"] = tuple(client.data.train.features.shape[1:])
+    theirs: dict[str, object] = {"class_names": model.class_names, "schema": model.inputs.schema}
+    theirs["shape"] = model.input_shape
+    ours["multi_label"] = client.objective.multi_label
+    theirs["multi_label"] = model.inputs.multi_label
+    for name, own in ours.items():
+        if theirs[name] != own:
+            raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
+
+
+def _test(client: Client, folder: Path) -> dict[str, Any]:
+    """Return what the model does on the site's test records, JSON values.
+
+    Nothing that goes wrong on records may reach the server, by an error as little as by a number.
+    """
+    try:
+        model = _read(client, folder / MODEL_FILE)
+        network = model.network.to(client.device)
+        mean, std = model.inputs.mean, model.inputs.std
+        test, objective = replace(client.data.test, mean=mean, std=std), client.objective
+        if not len(test):
+            return {"num_examples": 0}
+        logits, labels = predicted(network, test, client.device)
+        metrics = measured(logits, labels, objective=objective, with_scores=True)
+        return metrics.as_json() | detailed(logits, labels, objective=objective, seed=client.seed)
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}

@@ -1,0 +1,239 @@
+"""Local training of supernets and of other networks, on exact or noised gradients.
+
+:func:`prepare_search` and :func:`prepare_training` read no record: they check, rehearse with a
+private client, and return what then trains the network in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import update_bn
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.client import Client
+from fednas_flwr.client.noised_gradients import NoisedGradients
+from fednas_flwr.client.replies import sent_moments
+from fednas_flwr.models.metrics import record_losses
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.messages import Request
+from fednas_flwr.protocol.requests import Amount, LocalSearch, LocalTraining
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.local_search import alternate
+from fednas_flwr.search.optimizer_step import (
+    Descent,
+    Descents,
+    Gradients,
+    make_adam,
+    make_sgd,
+    train,
+    trainable_weights,
+)
+from fednas_flwr.search.path_network import PathNetwork, covering_paths
+from fednas_flwr.search.pool import Pool
+from fednas_flwr.search.proxyless import search_paths
+from fednas_flwr.spaces.space import Supernet
+
+Plan = Mapping[str, PlannedRelease]  # of a private request, by kind; empty without privacy
+Training = Callable[[], tuple[Descents, dict[str, float]]]  # trains; returns also what was seen
+
+
+def prepare(
+    client: Client,
+    request: Request,
+    local: LocalSearch | LocalTraining,
+    network: nn.Module,
+    planned: Plan,
+) -> Training:
+    """Return what trains ``network`` as ``local`` says, by the one of the two that it is for."""
+    if isinstance(local, LocalTraining):
+        return prepare_training(client, request, local, network, planned)
+    assert isinstance(network, Supernet)
+    return prepare_search(client, request, local, network, planned)
+
+
+def prepare_search(
+    client: Client,
+    request: Request,
+    local: LocalSearch,
+    supernet: Supernet,
+    planned: Plan,
+) -> Training:
+    """Return what searches locally: FEATHERS, Alg. 4, of which it is also the private form.
+
+    There the look-ahead of the text's line 2 is left out, whose weights would carry no noise.
+
+    Args:
+        client: Whose records are read.
+        request: What is answered.
+        local: What to do.
+        supernet: Searched in place.
+        planned: The plans of ``weights`` and, but in a warm-up, of ``alphas``.
+    """
+    generator = client.generator(request.header, "search")
+    paths = local.paths
+    warms_up = paths is not None and paths.warm_up
+    validated = None if warms_up else "validation"
+    gradients = _gradients(
+        client, request, local.amount, "train", validated, planned, generator=generator
+    )
+    hardware = None if paths is None or paths.hardware is None else paths.hardware.loss()
+    if isinstance(gradients, NoisedGradients) and paths is not None:
+        for active_E1 in covering_paths(supernet, mode="one"):
+            network = PathNetwork(supernet.train(), active_E1)
+            gradients.rehearse_weights(network, "path", active_E1.tolist())
+        for paths_EK in () if warms_up else covering_paths(supernet, mode=paths.gates):
+            gradients.rehearse_gates(supernet, paths_EK, hardware, asdict(paths), paths_EK.tolist())
+    elif isinstance(gradients, NoisedGradients):
+        if local.alternating is not None and local.alternating.temperature is not None:
+            raise ConfigError(
+                f"refused, temperature={local.alternating.temperature}: single paths have no "
+                "private gradient yet; set algorithm.temperatures=null."
+            )
+        gradients.rehearse_weights(supernet)
+        gradients.rehearse_alphas(supernet)
+
+    sent = sent_moments(request, supernet)
+
+    def search() -> tuple[Descents, dict[str, float]]:
+        nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)
+        weights, alphas = supernet.weights(), supernet.alphas()
+        descents = Descents(
+            Descent(
+                weights,
+                make_sgd(weights.values(), local.weights, nesterov=nesterov),
+                local.weights.clip_norm,
+            ),
+            Descent(alphas, make_adam(alphas.values(), local.alphas, beta=beta)),
+            sent,
+        )
+        if paths is None:
+            assert local.alternating is not None
+            alternate(supernet, gradients, descents, local.alternating, generator=generator)
+        else:
+            search_paths(
+                supernet, gradients, descents, paths, hardware=hardware, generator=generator
+            )
+        return descents, gradients.metrics()
+
+    return search
+
+
+def prepare_training(
+    client: Client,
+    request: Request,
+    local: LocalTraining,
+    network: nn.Module,
+    planned: Plan,
+    *,
+    generator: torch.Generator | None = None,
+) -> Training:
+    """Return what trains the weights of a network.
+
+    In private mode DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) with momentum on the noised
+    gradients: every step is a release of its own, from which the weights follow. ``clip_norm``
+    bounds the noised mean, beside the clipping of each record. Arguments as
+    :func:`prepare_search`; ``generator`` is of exact batches, None makes the request's.
+    """
+    gradients = _gradients(
+        client,
+        request,
+        local.amount,
+        local.split,
+        None,
+        planned,
+        generator=generator or client.generator(request.header, "weights"),
+        auxiliary_weight=local.auxiliary_weight,
+    )
+    network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
+    if isinstance(gradients, NoisedGradients):
+        gradients.rehearse_weights(network, local.network, local.drop_path_prob > 0)
+
+    sent = sent_moments(request, network)
+
+    def train_weights() -> tuple[Descents, dict[str, float]]:
+        network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
+        weights = trainable_weights(network)
+        members = network.members if isinstance(network, Pool) else [network]
+        groups = [{"params": list(trainable_weights(member).values())} for member in members]
+        descent = Descent(weights, make_sgd(groups, local.weights), local.weights.clip_norm)
+        descents = Descents(descent, sent=sent)
+        train(network, gradients, descent, local.proximal)
+        return descents, gradients.metrics()
+
+    return train_weights
+
+
+def _gradients(
+    client: Client,
+    request: Request,
+    amount: Amount,
+    trained: str,
+    validated: str | None,
+    planned: Plan,
+    *,
+    generator: torch.Generator,
+    auxiliary_weight: float = 0.0,
+) -> Gradients:
+    """Return where a local loop's gradients come from; reads no record.
+
+    Args:
+        client: Whose records are read.
+        request: What is answered.
+        amount: How many steps.
+        trained: Split of the weights' gradients.
+        validated: Split of the alphas' gradients; None where there are none.
+        planned: With privacy the plan of each kind.
+        generator: Of exact batches and their augmentation.
+        auxiliary_weight: Of an auxiliary head's loss.
+    """
+    if client.guard is not None:
+        steps = amount.steps or 0
+        return NoisedGradients(
+            client, request, planned, steps=steps, auxiliary_weight=auxiliary_weight
+        )
+    batches = partial(client.epoch, batch_size=amount.batch_size, generator=generator)
+    return ExactGradients(
+        partial(batches, client.split(trained)),
+        None if validated is None else partial(batches, client.split(validated)),
+        epochs=amount.epochs,
+        steps=amount.steps,
+        objective=client.objective,
+        auxiliary_weight=auxiliary_weight,
+        precision=client.precision,
+    )
+
+
+def refresh_statistics(
+    client: Client, request: Request, network: nn.Module, batch_size: int | None
+) -> None:
+    """Estimate batch norm's statistics anew, on one pass over the client's train records.
+
+    Running statistics are far behind the weights after few steps: a loss with them would tell how
+    far, and speak against every configuration that learns fast.
+    """
+    if not isinstance(network, Supernet):
+        network.drop_path_prob = 0.0  # type: ignore[assignment]
+    generator = client.generator(request.header, "statistics")
+    batches = client.epoch(client.data.train, batch_size=batch_size, generator=generator)
+    update_bn(batches, network, client.device)
+
+
+def validation_losses(client: Client, network: nn.Module) -> torch.Tensor:
+    """Return the loss of every validation record, float64 [records] on the CPU.
+
+    Of the same objective as training: rarer classes repeated where the client oversamples.
+    """
+    split = client.for_training(client.data.validation)
+    losses = record_losses(network, split, client.device, objective=client.objective)
+    factors = client.objective.record_factors(split.labels[split.rows])
+    return losses if factors is None else losses * factors.double().cpu()
+
+
+def clipped_decreases(decreases: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return each record's decrease within the bound; one that is not a number counts -bound."""
+    return decreases.nan_to_num(nan=-bound).clamp(-bound, bound)

@@ -1,0 +1,412 @@
+"""Clients with their gates, and the server's way to them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.files import make_folder, write_atomically
+from fednas_flwr.base.foreign import dump_yaml
+from fednas_flwr.client.client import Augmentation, Client, KeptModels
+from fednas_flwr.client.release_guard import ReleaseGuard
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.data.npz import holds_encoded
+from fednas_flwr.data.records import Records, count_labels
+from fednas_flwr.data.splits import assign_splits, assignment_digest
+from fednas_flwr.data.statistics import column_moments
+from fednas_flwr.models.networks import Description, make_device, make_network, supernet_space
+from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.privacy.policy import AUTOMATIC, Policy
+from fednas_flwr.privacy.policy_file import load_policy, parse_policy
+from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
+from fednas_flwr.settings.data_settings import Npz
+from fednas_flwr.settings.incompatible import has_real_sites
+from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, SPLITS, Unit
+
+# What a private site's node names: its data, how to read it and its id; rules, books, secrets.
+PRIVATE_SITE_KEYS = (
+    *("data-path", "dataset", "cache", "data-set"),
+    *("policy", "ledger", "ledger-key", "split-key"),
+)
+POLICY_FILE = "policy.yaml"  # of a simulated site
+NO_ROSTER = "0" * 64  # its guard only reads how many sites are honest
+
+
+def make_client(
+    config: Config,
+    index: int,
+    *,
+    data: tuple[Prepared, list[np.ndarray]],
+    networks: dict[str, nn.Module],
+    site: Mapping[str, str] | None = None,
+    guard: ReleaseGuard | None = None,
+    settings: str | None = None,
+) -> Client:
+    """Return client ``index`` of a run.
+
+    Args:
+        config: The run's configuration.
+        index: From 0 to ``config.clients - 1``.
+        data: What :func:`make_data` returns; shared by the clients of a process.
+        networks: Built networks, shared likewise: clients of a process take turns.
+        site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
+        guard: What :func:`make_site_guard` has made of a ``site`` that names a policy; the gates of
+            simulated clients are made here.
+        settings: The run's, as the server has sent them; None is all of ``config``.
+
+    Raises:
+        ConfigError: A setting does not fit the data, or a private run's real site has no policy.
+        ValueError: ``site`` names a policy, and there is no guard.
+    """
+    site = site or {}
+    if guard is None and "policy" in site:
+        raise ValueError("a site with a policy needs its guard: pass make_site_guard(site)")
+    prepared, parts = data
+    device = make_device(config.runtime.device)
+
+    def build_network(description: Description) -> nn.Module:
+        if description["name"] == "supernet":
+            return supernet_space(config, prepared).supernet()
+        return make_network(description)
+
+    if guard is None:
+        guard = _simulated_guard(config, index, prepared.train, parts[index])
+        if guard is not None and guard.allowed.threads != config.runtime.threads:
+            raise ConfigError(
+                f"runtime.threads={config.runtime.threads}, but the simulated sites' policies, "
+                f"which decide, have runtime.threads={guard.allowed.threads}: set it to that, or "
+                "take another privacy.sites."
+            )
+    fractions: Mapping[str, float] = config.dataset.fractions
+    if guard is not None:
+        check_public(config, prepared)
+        check_unit(guard.allowed.unit, prepared.train)
+        fractions = guard.allowed.fractions
+    key = site.get("split-key", config.dataset.split_key).encode()
+    tags: list[str] = getattr(config.algorithm, "client_tags", [])  # of CFDNAS
+    own = make_client_data(
+        prepared, parts[index], key=key, fractions=fractions, may_be_empty=guard is not None
+    )
+    if guard is not None:
+        records = prepared.train
+        ids, column = records.ids[parts[index]], records.id_column
+        guard.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column), column)
+    sums = _site_sums(config, index, site, guard)
+    sent = "" if sums is None else settings or dump_config(config)
+    return Client(
+        index=index,
+        seed=config.seed,
+        data=own,
+        class_names=prepared.train.class_names,
+        device=device,
+        threads=config.runtime.threads if guard is None else guard.allowed.threads,
+        make_network=build_network,
+        make_space=lambda: supernet_space(config, prepared),
+        augmentation=Augmentation(**config.dataset.augmentation),
+        networks=networks,
+        tag=site.get("tag", tags[index] if tags else ""),
+        schema=prepared.train.schema,
+        image_shape=prepared.train.image_shape,
+        scattering=prepared.scattering,
+        moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
+        from_ranges=prepared.from_ranges,
+        objective=make_objective(config, prepared.train, device),
+        oversample=config.training.oversample
+        and guard is None,  # a private site reads a record once
+        precision=config.training.precision,
+        guard=guard,
+        wire=config.runtime.wire,
+        kept_models=_kept_models(site),
+        sums=sums,
+        cache=Path(config.dataset.cache).expanduser(),
+        settings_digest=hashlib.sha256(sent.encode()).hexdigest(),
+    )
+
+
+def simulated_properties(
+    config: Config, data: tuple[Prepared, list[np.ndarray]]
+) -> dict[int, dict[str, Any]] | None:
+    """Return what the clients of a run say of their records, None if they must be asked.
+
+    The server divides the records itself where it simulates clients without privacy; that it need
+    not ask them all is worth something only where rounds do not ask them all, either.
+
+    Args:
+        config: The run's configuration.
+        data: What :func:`make_data` returns.
+    """
+    if not config.samples or config.runtime.name == "deployment":
+        return None
+    if isinstance(config.privacy, DifferentialPrivacy):
+        return None
+    prepared, parts = data
+    records, settings = prepared.train, config.dataset
+    assigned = assign_splits(
+        records.ids, key=settings.split_key.encode(), fractions=settings.fractions
+    )
+    names = list(records.class_names)
+    properties: dict[int, dict[str, Any]] = {}
+    for index, rows in enumerate(parts):
+        sizes = np.bincount(assigned[rows], minlength=len(SPLITS)).tolist()
+        properties[index] = {
+            "client": index,
+            "class_names": names,
+            "class_counts": count_labels(records.labels[rows], len(names)),
+            "splits": dict(zip(SPLITS, sizes, strict=True)),
+        }
+        if prepared.uses_own_statistics:
+            train = torch.from_numpy(rows[assigned[rows] == SPLITS.index("train")])
+            properties[index]["moments"] = [asdict(of) for of in column_moments(records, train)]
+    return properties
+
+
+def make_objective(config: Config, records: Records, device: torch.device) -> Objective:
+    """Return what networks are trained for and judged by; a class without a factor has 1.
+
+    Args:
+        config: The run's.
+        records: Their classes, or labels, count; there may be none.
+        device: Of the objective's tensors.
+
+    Raises:
+        ConfigError: A factor, or ``evaluation.positive``, is of a class that does not exist; or a
+            setting is for records of one class, but these can have several labels.
+    """
+    given, positive, class_names = config.training.class_factors, None, records.class_names
+    chosen = {
+        f"training.class_factors={show(given)}": given,
+        "training.oversample=true": config.training.oversample,
+    }
+    for setting in [setting for setting, value in chosen.items() if value]:
+        if records.multi_label:
+            raise ConfigError(
+                f"{setting} is for records of one class each, but these can have "
+                "several labels: remove it."
+            )
+    if config.evaluation.positive is not None:
+        if config.evaluation.positive not in class_names:
+            raise unknown_choice("evaluation.positive", config.evaluation.positive, class_names)
+        positive = class_names.index(config.evaluation.positive)
+    for name in given:
+        if name not in class_names:
+            raise unknown_choice("training.class_factors", name, class_names)
+    if not given:
+        return Objective(positive=positive, multi_label=records.multi_label)
+    factors = [given.get(name, 1.0) for name in class_names]
+    return Objective(torch.tensor(factors, device=device), positive)
+
+
+def make_site_guard(site: Mapping[str, str]) -> ReleaseGuard | None:
+    """Return the guard of a node that names a policy, None if it names none; reads no record.
+
+    Raises:
+        ConfigError: The file is wrong, or the node does not name all else that is its own.
+    """
+    if "policy" not in site:
+        return None
+    missing = [key for key in PRIVATE_SITE_KEYS if key not in site]
+    if missing:
+        raise ConfigError(f"the node has a policy but lacks {', '.join(missing)}: give them.")
+    policy = load_policy(Path(site["policy"]))
+    ledger = Ledger(Path(site["ledger"]), Path(site["ledger-key"]))
+    return ReleaseGuard(policy, ledger, SecureGenerator(), data_set=site["data-set"])
+
+
+def _simulated_guard(
+    config: Config, index: int, records: Records, rows: np.ndarray
+) -> ReleaseGuard | None:
+    """Return the guard of a simulated private client, None without privacy."""
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy):
+        return None
+    if has_real_sites(config):
+        raise ConfigError(
+            "privacy=dp on a node without a policy: start it with "
+            f"{', '.join(PRIVATE_SITE_KEYS)} in --node-config."
+        )
+    folder = simulated_site(config, index)
+    if folder is None:
+        raise ConfigError("privacy=dp without a run folder needs privacy.sites=<folder>.")
+    policy = simulated_policy(config, index, records, rows)
+    if not (folder / POLICY_FILE).exists():
+        make_folder(folder)
+        write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
+    test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
+    ledger = Ledger(*simulated_ledger(folder))
+    return ReleaseGuard(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
+
+
+def _kept_models(site: Mapping[str, str]) -> KeptModels | None:
+    """Return where a node keeps models, None if it names no folder.
+
+    Raises:
+        ConfigError: It does not say whose.
+    """
+    if "models" not in site:
+        return None
+    if "signer" not in site:
+        raise ConfigError(
+            "the node keeps models but lacks signer: give the file of the operator's public key, "
+            "signing.pub of `fednas provision`."
+        )
+    return KeptModels(Path(site["models"]), Path(site["signer"]))
+
+
+def _site_sums(
+    config: Config, index: int, site: Mapping[str, str], guard: ReleaseGuard | None
+) -> SumSite | None:
+    """Return a client's part of secure sums: that of its policy, or of a simulated run."""
+    if "policy" not in site and not has_real_sites(config):
+        return make_sum_site(config, index)
+    terms = None if guard is None else guard.allowed.secure_sum
+    if terms is not None:
+        return SumSite.of_node(index, site, terms)
+    if config.secure_sum:
+        raise ConfigError(
+            "secure_sum=true, but this site's policy has no section secure_sum: set it in its "
+            "policy.yaml; docker/README.md."
+        )
+    return None
+
+
+def make_sum_site(config: Config, index: int) -> SumSite | None:
+    """Return a simulated client's part of secure sums, None in a run without them.
+
+    Its keys lie in the run folder, beside those of all others, from which the roster follows.
+    """
+    if not config.secure_sum:
+        return None
+    if config.run_dir is None:
+        raise ConfigError("secure_sum=true needs a run folder: set run_dir=<folder>.")
+    folders = [Path(config.run_dir) / "sites" / f"client-{i}" for i in range(config.clients)]
+    keys = [SiteKeys.at(folder / "sum.keys") for folder in folders]
+    roster = Roster(tuple(own.public(f"client-{i}") for i, own in enumerate(keys)))
+    terms = _simulated_terms(config, roster.fingerprint)
+    return SumSite(index, keys[index], roster, terms, folders[index] / "sums.sqlite")
+
+
+def _simulated_terms(config: Config, fingerprint: str) -> SumTerms:
+    """Return what the policy of a simulated site says of secure sums."""
+    terms = config.secure_sum
+    assert terms is not None
+    return SumTerms(fingerprint, terms.least(config.clients), terms.colluding)
+
+
+def simulated_site(config: Config, index: int) -> Path | None:
+    """Return the folder of a simulated site's policy, ledger and key, None without a run folder."""
+    assert isinstance(config.privacy, DifferentialPrivacy)
+    sites = config.privacy.sites
+    if sites is not None:
+        return expanded("privacy.sites", sites) / f"client-{index}"
+    return None if config.run_dir is None else Path(config.run_dir) / "sites" / f"client-{index}"
+
+
+def simulated_ledger(folder: Path) -> tuple[Path, Path]:
+    """Return where a simulated site keeps its ledger and its key."""
+    return folder / "ledger" / "ledger.sqlite", folder / "key"
+
+
+def simulated_policy(config: Config, index: int, records: Records, rows: np.ndarray) -> Policy:
+    """Return the policy in a simulated site's file; without one, what lets the run pass.
+
+    Its terms of secure sums are the run's.
+    """
+    folder = simulated_site(config, index)
+    if folder is not None and (folder / POLICY_FILE).exists():
+        policy = load_policy(folder / POLICY_FILE)
+    else:
+        policy = parse_policy(_policy_text(config, records, rows), origin="privacy")
+    if not config.secure_sum:
+        return policy
+    terms = _simulated_terms(config, NO_ROSTER)
+    return Policy({n: replace(own, secure_sum=terms) for n, own in policy.data_sets.items()})
+
+
+def num_units(records: Records, rows: np.ndarray) -> int:
+    """Return the number of persons in some rows of records, or else of records."""
+    return len(np.unique(records.ids[rows])) if records.by_person else len(rows)
+
+
+def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
+    """Return the policy of a simulated site that lets a run's configuration pass, as YAML."""
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
+    unit = PERSON if records.by_person and privacy.unit == RECORD else privacy.unit
+    section = {
+        "epsilon": privacy.epsilon,
+        "delta": privacy.delta,
+        "least_noise_multiplier": LEAST_CALIBRATED,
+        "largest_noise_multiplier": 1e6,  # whatever the run's settings ask for
+        "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
+        "largest_steps": 1_000_000,
+        "actions": list(PRIVATE_ACTIONS),
+        "unit": unit,
+        "records": 1 if unit == CLIENT else num_units(records, rows),
+        "fractions": config.dataset.fractions,
+        "threads": config.runtime.threads,
+        "micro_batch_size": privacy.micro_batch_size,
+        "secure_noise": privacy.test_seed is None,
+        "test_seed": privacy.test_seed is not None,
+        "approve": AUTOMATIC,
+    }
+    return dump_yaml({"data_sets": {privacy.data_set: section}})
+
+
+def check_public(config: Config, prepared: Prepared) -> None:
+    """Raise ConfigError for what a private client would tell or use of its own records."""
+    if prepared.uses_own_statistics:
+        raise ConfigError(
+            "privacy=dp with a table that each client standardises by its own statistics, which no "
+            "budget covers: declare public ranges, dataset.ranges={column: [low, high], ...}, or "
+            "dataset.statistics={column: [mean, std], ...}."
+        )
+    if not has_real_sites(config):
+        noise = getattr(config.privacy, "statistics_noise_multiplier", None)
+        if noise is not None and not prepared.from_ranges:
+            raise ConfigError(
+                f"privacy.statistics_noise_multiplier={noise:g} without dataset.ranges of every "
+                "column of numbers: noised statistics are told within ranges; declare "
+                "dataset.ranges={column: [low, high], ...} in place of dataset.statistics, or "
+                "remove it."
+            )
+        return
+    settings = config.dataset
+    declared = settings.declared
+    if isinstance(settings, Npz) and not (settings.place and holds_encoded(settings.place)):
+        declared = {"class_names": declared["class_names"]}  # the form of plain arrays is theirs
+    missing = [f"dataset.{name}" for name, is_given in declared.items() if not is_given]
+    if missing:
+        raise ConfigError(
+            f"privacy=dp on real sites: the node's dataset file must give {', '.join(missing)}, "
+            "since names that were found in the records would be a release."
+        )
+
+
+def check_unit(unit: Unit, records: Records) -> None:
+    """Raise ConfigError unless records say whose they are where, and only where, policies ask."""
+    if unit == PERSON and not records.by_person:
+        raise ConfigError(
+            "the policy has unit: person, but the data does not say whose each record is: set "
+            "id_column in the node's dataset file, or unit: record."
+        )
+    if unit == RECORD and records.by_person:
+        raise ConfigError(
+            "the policy has unit: record, but dataset.id_column says whose each record is: set "
+            "unit: person, and records to the number of persons."
+        )

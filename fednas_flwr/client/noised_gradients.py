@@ -1,0 +1,307 @@
+"""Gradients of private clients: noised releases of clipped sums over Poisson batches.
+
+Guarantee: every gradient is one release, as booked. A path or a candidate is drawn from the run's
+seed and what was released before, so given it a step is DP-SGD on one network. What lies beside it
+has no gradient whatever the records are: noise is on the path's own weights, by which a record's
+gradient is clipped, and no other moves.
+
+Tensor suffixes: B records, E blocks, O ops, K ops that are computed in a block.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import repeat
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.admission import guard_of, rehearse
+from fednas_flwr.client.client import Client
+from fednas_flwr.client.release_guard import Contributions
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.privacy.mechanism.clipping import (
+    Relaxation,
+    clipped_alpha_gradient_sum,
+    clipped_gradient_sum,
+)
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, by_person, sum_of_parts
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.self_test import Watch
+from fednas_flwr.protocol.messages import Request
+from fednas_flwr.protocol.secure_sum.grid import Cells
+from fednas_flwr.protocol.states import Tensors
+from fednas_flwr.search.gates import active_gates, alpha_gradient
+from fednas_flwr.search.gradient_sums import Batch
+from fednas_flwr.search.gumbel import Relaxed
+from fednas_flwr.search.objective import Output
+from fednas_flwr.search.optimizer_step import Descent, Gradient, trainable_weights
+from fednas_flwr.search.path_network import PathNetwork, cost_gradient, offered_ops
+from fednas_flwr.search.pool import PREFIX, Pool
+from fednas_flwr.spaces.costs import HardwareLoss
+from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.space import Supernet
+
+# Of features [N, ...] and labels [N], watched, in micro-batches of one size; None is one of all.
+TakeSum = Callable[..., ClippedSum]  # of features [B, ...] and labels [B]; takes How by name
+
+
+class How(TypedDict, total=False):
+    """Computation of a clipped sum; see ``clipping.clipped_gradient_sum``."""
+
+    micro_batch_size: int
+    persons: Tensor | None
+    watch: Watch
+
+
+class NoisedGradients:
+    """A ``search.descent.Gradients`` of which every gradient is a release.
+
+    Each is first tried on made-up records, by the ``rehearse`` methods; they, and the constructor,
+    read no record.
+
+    Args:
+        client: With a guard.
+        request: What is answered.
+        planned: The plan of each kind of release, of ``weights`` and ``alphas``.
+        steps: Steps of the loop.
+        auxiliary_weight: Of an auxiliary head's loss.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        request: Request,
+        planned: Mapping[str, PlannedRelease],
+        *,
+        steps: int = 1,
+        auxiliary_weight: float = 0.0,
+    ) -> None:
+        """See the class."""
+        self._client, self._header, self._planned = client, request.header, planned
+        self._steps, self._auxiliary_weight = steps, auxiliary_weight
+        self._grids = request.grids
+        self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
+
+    def rehearse_weights(self, network: nn.Module, *chosen: Any) -> None:
+        """Try the weights' gradient; ``chosen`` is all that the server has chosen besides."""
+        computation = partial(self._weight_sum, network.train())
+        self._rehearse("weights", computation, network, "weights", *chosen)
+
+    def rehearse_alphas(self, supernet: Supernet) -> None:
+        """Try the alphas' gradient."""
+        self._rehearse("alphas", partial(self._alpha_sum, supernet.train()), supernet, "alphas")
+
+    def rehearse_gates(
+        self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None, *chosen: Any
+    ) -> None:
+        """Try the gradient by the gates of some paths, which no drawn ones exceed."""
+        supernet.train()
+        if hardware is not None:
+            if hardware.costs.per_op_EO.shape != supernet.alphas()[CELL].shape:
+                raise ConfigError("refused, the costs of hardware are not of this supernet's ops.")
+            self._cost_gradient(supernet, paths_EK, hardware)
+        computation = partial(self._gate_sum, supernet, paths_EK, hardware)
+        kind = "gates" if hardware is None else f"gates, {hardware.form}"
+        self._rehearse("alphas", computation, PathNetwork(supernet, paths_EK), kind, *chosen)
+
+    def _rehearse(
+        self, state: str, take: TakeSum, network: nn.Module, kind: str, *chosen: Any
+    ) -> None:
+        """Try a sum; the micro-batches of a state are the smallest that one of its sums needs."""
+
+        def computation(x: Tensor, y: Tensor, watch: Watch) -> object:
+            return take(x, y, watch=watch)
+
+        size = rehearse(self._client, computation, network, kind, *chosen)
+        self._sizes[state] = min(size, self._sizes.get(state, size))
+
+    def steps(self) -> Iterator[None]:
+        """Yield as often as was agreed on; each release draws its own records."""
+        yield from repeat(None, self._steps)
+
+    def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
+        """Return a noised sum of gradients, and the expected batch size that it is divided by."""
+        released = self._release(state, partial(self._sum_of(state), network))
+        return released, guard_of(self._client).expected_batch(self._planned[state])
+
+    def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
+        """Return :meth:`sums` where clients share the noise."""
+        split, total = self._contributions(state, partial(self._sum_of(state), network))
+        guard, planned, grid = guard_of(self._client), self._planned[state], self._grids.get(state)
+        cells = guard.share(planned, self._header, split.num_units, total, grid=grid)
+        return cells, guard.expected_batch(planned)
+
+    def _sum_of(self, state: str) -> TakeSum:
+        return {"weights": self._weight_sum, "alphas": self._alpha_sum}[state]
+
+    def weights(self, network: nn.Module) -> Gradient:
+        """Return the noised mean gradient of the weights that a network computes with.
+
+        Of a pool of M networks it is one release, too: every member's gradient is clipped to R by
+        itself, so that a record's gradients of all have a joint norm of at most ``sqrt(M) R``, by
+        which noise is scaled. To clip all jointly to ``sqrt(M) R`` would cost the same, and let a
+        member with large gradients take from the others' steps; M releases of their own would need
+        the same noise.
+        """
+        return self._mean("weights", partial(self._weight_sum, network))
+
+    def alphas(
+        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
+    ) -> Gradient:
+        """Return the noised mean gradient of the alphas, of first order (``admission``)."""
+        assert isinstance(supernet, Supernet)  # as ``local_training`` has it
+        return self._mean("alphas", partial(self._alpha_sum, supernet))
+
+    def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
+        """Return the noised gradient [E, O] of the alphas of drawn paths.
+
+        A record's gradient by the gates of the computed ops becomes one by the alphas, is clipped
+        over all blocks and noised. Noise on other ops' alphas is set to zero: post-processing. The
+        gradient of an additive loss's part knows no record and is added after the noise; the
+        multiplicative form is a factor of every record's loss and so is clipped with it.
+        """
+        alphas_EO = supernet.alphas()[CELL]
+        means = self._mean("alphas", partial(self._gate_sum, supernet, paths_EK, hardware))
+        noised_EO = means[CELL].to(alphas_EO)
+        computed_EO = torch.zeros(alphas_EO.shape, dtype=torch.bool).scatter(-1, paths_EK, True)
+        moved_EO = (computed_EO & offered_ops(supernet)).to(alphas_EO.device)
+        return noised_EO.where(moved_EO, 0.0) + self._cost_gradient(supernet, paths_EK, hardware)
+
+    def metrics(self) -> dict[str, float]:
+        """Return nothing: what was seen is not told."""
+        return {}
+
+    def _mean(self, state: str, take: TakeSum) -> Tensors:
+        """Return the noised sum over a Poisson batch, over the batch's expected size."""
+        size = guard_of(self._client).expected_batch(self._planned[state])
+        return {name: total / size for name, total in self._release(state, take).items()}
+
+    def _release(self, state: str, take: TakeSum) -> Tensors:
+        """Return one release, on the client's device: the noised sum over a Poisson batch."""
+        split, total = self._contributions(state, take)
+        guard, planned = guard_of(self._client), self._planned[state]
+        sums = guard.release(planned, self._header, split.num_units, total)
+        return {name: value.to(self._client.device) for name, value in sums.items()}
+
+    def _contributions(self, state: str, take: TakeSum) -> tuple[Split, Contributions]:
+        """Return what a release reads, and the clipped sum over some of its units.
+
+        One micro-batch is in memory at a time.
+        """
+        planned, size = self._planned[state], self._sizes[state]
+        split = self._client.split("+".join(planned.splits))
+
+        def total(units: Tensor) -> ClippedSum:
+            parts = (
+                take(*self._batch(split, rows), micro_batch_size=size, persons=persons)
+                for rows, persons in _micro_batches(split, units, size)
+            )
+            return sum_of_parts(parts, bound=planned.max_grad_norm)
+
+        return split, total
+
+    def _batch(self, split: Split, rows: Tensor) -> Batch:
+        """Return the augmented batch of some rows; nobody can foresee the draws.
+
+        They are independent and alike at every position, and augmenting moves whole numbers of a
+        record: so what a record becomes does not depend on its neighbours.
+        """
+        x, y = split.batch(rows, self._client.device)
+        generator = torch.Generator().manual_seed(secrets.randbits(63))
+        return (self._client.augmented(x, generator) if len(rows) else x), y
+
+    def _weight_sum(
+        self, network: nn.Module, x: Tensor, y: Tensor, **how: Unpack[How]
+    ) -> ClippedSum:
+        """Return the clipped sum of gradients by the weights that a network computes with.
+
+        The members of a :class:`Pool` are clipped one by one.
+        """
+        if isinstance(network, Pool):
+            sums = (self._weight_sum(member, x, y, **how) for member in network.members)
+            named = {f"{PREFIX}.{index}": total for index, total in enumerate(sums)}
+            return ClippedSum.side_by_side(named)
+        objective, weight = self._client.objective, self._auxiliary_weight
+        return clipped_gradient_sum(
+            network,
+            x,
+            y,
+            loss=partial(objective.plain_losses, auxiliary_weight=weight),
+            parameters=trainable_weights(network),
+            max_norm=self._planned["weights"].max_grad_norm,
+            class_factors=objective.class_factors,
+            **how,
+        )
+
+    def _alpha_sum(
+        self, supernet: Supernet, x: Tensor, y: Tensor, **how: Unpack[How]
+    ) -> ClippedSum:
+        """Return the clipped sum of gradients by the alphas."""
+        return clipped_alpha_gradient_sum(
+            supernet,
+            x,
+            y,
+            loss=self._client.objective.plain_losses,
+            alphas=supernet.alphas(),
+            max_norm=self._planned["alphas"].max_grad_norm,
+            class_factors=self._client.objective.class_factors,
+            **how,
+        )
+
+    def _gate_sum(
+        self,
+        supernet: Supernet,
+        paths_EK: Tensor,
+        hardware: HardwareLoss | None,
+        x: Tensor,
+        y: Tensor,
+        **how: Unpack[How],
+    ) -> ClippedSum:
+        """Return the clipped sum of gradients by the alphas, through the paths' gates."""
+        alphas, objective = supernet.alphas(), self._client.objective
+        factor = hardware if hardware is not None and hardware.form == "multiplicative" else None
+        gates_EK = active_gates(paths_EK, like=alphas[CELL])
+
+        def losses(output: Output, labels: Tensor) -> Tensor:
+            if isinstance(output, Tensor):
+                return objective.plain_losses(output, labels)
+            assert factor is not None  # whose costs the network returns
+            logits, cost_B = output
+            return factor(objective.plain_losses(logits, labels), cost_B)
+
+        return clipped_alpha_gradient_sum(
+            PathNetwork(supernet, paths_EK, None if factor is None else factor.costs),
+            x,
+            y,
+            loss=losses,
+            alphas=alphas,
+            relaxation=Relaxation(
+                {CELL: gates_EK}, lambda kind, g: alpha_gradient(g, alphas[kind].double(), paths_EK)
+            ),
+            max_norm=self._planned["alphas"].max_grad_norm,
+            class_factors=objective.class_factors,
+            **how,
+        )
+
+    def _cost_gradient(
+        self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None
+    ) -> Tensor:
+        """Return the gradient [E, O] of an additive loss's cost, zeros without one."""
+        if hardware is None or hardware.form != "additive":
+            return torch.zeros_like(supernet.alphas()[CELL])
+        return cost_gradient(hardware, supernet, paths_EK)
+
+
+def _micro_batches(
+    split: Split, units: Tensor, size: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the rows of up to ``size`` records of some units, and whose they are; at least once."""
+    if split.persons is not None:
+        yield from by_person(split.records_of(units), size)
+    else:
+        yield from ((rows, None) for rows in (torch.split(units, size) if len(units) else (units,)))

@@ -1,0 +1,132 @@
+"""Release of a client that is itself the unit of privacy: its whole update, as one contribution.
+
+The client answers as without privacy, by as many local steps as it is asked for, and what that
+moves is clipped and noised as one vector (McMahan et al. 2018, arXiv 1710.06963, Alg. 1, with noise
+by the clients and without sampling of clients).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.base.foreign import terminal
+from fednas_flwr.client.admission import admit, before_reading, description_of, guard_of
+from fednas_flwr.client.client import Client
+from fednas_flwr.client.replies import network_states_of
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.policy import refused
+from fednas_flwr.protocol.messages import Reply, Request
+from fednas_flwr.protocol.requests import Probe
+from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states
+
+MOST_CELLS = 2.0**52  # of a weight that is sent, on the grid of the sum of its updates
+
+
+def noised_update(client: Client, request: Request, exact: Callable[[Client], Reply]) -> Reply:
+    """Return the reply of a client to a request for a trained model or for rewards.
+
+    Of each state that is trained, what was sent plus the noised difference; a reward is noised by
+    itself. An answer that fails, or is not finite, counts as one that moves nothing, so that
+    no record decides whether there is an answer.
+
+    Args:
+        client: With a guard, whose policy has the unit ``client``.
+        request: What is answered.
+        exact: Given the client without its guard, returns the answer without noise.
+
+    Raises:
+        ConfigError: The policy refuses the request, or it does not fit the network; nothing was
+            read.
+        BudgetExceededError: The budget does not cover it; nothing was read.
+    """
+    guard, header, settings = guard_of(client), request.header, request.settings
+    with before_reading(request):
+        network = client.network(description_of(request), network_states_of(request))
+        planned = admit(guard, request, network)
+        if MOMENTS in request.states:
+            limit = "none: they would tell of the records without noise"
+            raise refused("unit", "moments", "sent", limit)
+        base, digests, grids = *_sent(request, network, planned), request.grids
+        _check_sent(base, grids)
+
+    @cache
+    def update() -> Mapping[str, Packed]:
+        try:
+            return exact(replace(client, guard=None)).states
+        except Exception as error:  # whatever it is, the server must not learn of it
+            reason = terminal(f"{type(error).__name__}: {error}")
+            said = f"{request.action} has failed, an update of zeros is sent: {reason}"
+            print(said, file=sys.stderr)
+            return {}
+
+    def moved(kind: str, norm: float, _rows: Tensor) -> ClippedSum:
+        before = base[kind]
+        after = update().get(kind, before)
+        difference = {d: after[d].double() - sent.double() for d, sent in before.items()}
+        return clipped(difference, max_norm=norm)
+
+    def reward(trial: int, bound: float, _rows: Tensor) -> ClippedSum:
+        rewards = update().get("rewards")
+        value = torch.zeros(()) if rewards is None else rewards["float32"][trial]
+        return clipped({"float32": value}, max_norm=bound)
+
+    states: dict[str, Packed] = {}
+    shares: dict[str, Cells] = {}
+    for kind, plan in planned.items():
+        contribution = partial(moved, kind, plan.max_grad_norm)
+        if isinstance(settings, Probe):
+            each = [
+                guard.release(plan, header, 1, partial(reward, trial, settings.loss_bound))
+                for trial in range(len(settings.trials))
+            ]
+            states[kind] = {"float32": torch.stack([noised["float32"] for noised in each])}
+        elif plan.shared:
+            shares[kind] = guard.share(plan, header, 1, contribution, grid=grids.get(kind))
+        else:
+            noised = guard.release(plan, header, 1, contribution)
+            states[kind] = {d: base[kind][d] + noise for d, noise in noised.items()}
+    return Reply(1.0, {}, states, digests, shares=shares)
+
+
+def clipped(update: Mapping[str, Tensor], *, max_norm: float) -> ClippedSum:
+    """Return an update scaled down to a joint norm of at most ``max_norm``, float64.
+
+    One that is not finite becomes zeros.
+    """
+    double = {name: vector.double() for name, vector in update.items()}
+    norm = math.hypot(*(float(torch.linalg.vector_norm(v)) for v in double.values()))
+    if not math.isfinite(norm):
+        double = {name: torch.zeros_like(vector) for name, vector in double.items()}
+    # a little less, so that rounding takes nothing beyond
+    factor = max_norm / norm * (1 - 1e-12) if max_norm < norm < math.inf else 1.0
+    return ClippedSum({n: vector * factor for n, vector in double.items()}, norm=max_norm)
+
+
+def _check_sent(base: Mapping[str, Packed], grids: Mapping[str, Grid]) -> None:
+    """Refuse weights so large that float64 could not hold a cell of a secure sum beside them."""
+    for kind, grid in grids.items():
+        most = MOST_CELLS * grid.cell
+        largest = max((float(v.abs().max()) for v in base[kind].values() if len(v)), default=0.0)
+        if not largest <= most:  # NaN is not
+            raise refused("secure_sum", f"largest of {kind}", largest, f"at most {most:g}")
+
+
+def _sent(
+    request: Request, network: nn.Module, planned: Mapping[str, PlannedRelease]
+) -> tuple[dict[str, Packed], dict[str, str]]:
+    """Return the states to which updates are differences, and all layouts' digests."""
+    if isinstance(request.settings, Probe):
+        rewards = torch.zeros(len(request.settings.trials))
+        return {}, {"rewards": Layout.of({"rewards": rewards}).digest}
+    states = network_states(network)
+    digests = {kind: Layout.of(states[kind]).digest for kind in planned}
+    return {kind: request.states[kind] for kind in planned}, digests

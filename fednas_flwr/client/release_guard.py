@@ -1,0 +1,430 @@
+"""The release guard of private mode: the only way in which anything of a client's data leaves it.
+
+A private action asks :meth:`ReleaseGuard.admit` for every kind of release before it reads a record,
+and gets each noised sum from :meth:`ReleaseGuard.release`, which books it first. Requests are not
+trusted: the terms of a release are those that its run has committed to, and what is public (batch
+sizes, rates, weights) comes from the numbers that the policy declares, never from the data. Nor is
+a caller's word for a norm: noise is scaled by the one that comes with the sum, whose type only
+functions that clip return.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.books.ledger import Entry, Ledger
+from fednas_flwr.privacy.books.renyi_filter import Reading, covered_steps
+from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_noise, add_shared_noise
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.plan import PlannedRelease, release_key
+from fednas_flwr.privacy.policy import Policy, check_action, check_planned, refused
+from fednas_flwr.privacy.units import booked_unit, counted
+from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.states import Tensors
+from fednas_flwr.settings.names import RECORD, SPLITS
+from fednas_flwr.settings.parser import parse
+
+# Given int64 rows of units, maybe none: the sum of one clipped contribution of each.
+Contributions = Callable[[Tensor], ClippedSum]
+
+
+@dataclass(frozen=True)
+class Commitment:
+    """Commitment of a run, and of a site to it.
+
+    Attributes:
+        releases: Everything that may be released, at most.
+        assignment: Which records were in which split, see :meth:`ReleaseGuard.hold`.
+        by_split: Whether a release is charged to the splits that it reads, and not to every one.
+        data_set: The policy's id of the data.
+        sizes: Most values of a release of the search, by kind; of others nothing is said.
+        unit: Unit of privacy, as the ledger books it.
+    """
+
+    releases: tuple[PlannedRelease, ...]
+    assignment: str
+    by_split: bool
+    data_set: str
+    sizes: dict[str, int]
+    unit: str = RECORD
+
+    @property
+    def plan(self) -> dict[str, PlannedRelease]:
+        """Releases that are allowed, by key."""
+        return {planned.key: planned for planned in self.releases}
+
+
+def read_commitment(text: str) -> Commitment:
+    """Return what a ledger has kept."""
+    values = json.loads(text)
+    older = {"shared": False, "of_client": False}  # of commitments that were made without
+    releases = [older | release for release in values["releases"]]
+    commitment: Commitment = parse(Commitment, values | {"releases": releases}, key="commitment")
+    return commitment
+
+
+def schedule_hash(run: str, text: str) -> str:
+    """Return the 32 hex digits by which a person approves what a run has committed to."""
+    return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
+
+
+class ReleaseGuard:
+    """A site's policy, ledger and secret randomness, for one data set.
+
+    Args:
+        policy: What the site allows.
+        ledger: Where releases are booked.
+        generator: Of masks and noise.
+        data_set: The policy's id of the data that this client holds.
+
+    Raises:
+        ConfigError: The policy does not know the id.
+    """
+
+    def __init__(  # noqa: D107
+        self, policy: Policy, ledger: Ledger, generator: SecureGenerator, *, data_set: str
+    ) -> None:
+        if data_set not in policy.data_sets:
+            known = ", ".join(sorted(policy.data_sets))
+            raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {known}.")
+        self._ledger, self._generator = ledger, generator
+        self.data_set, self.allowed = data_set, policy.data_sets[data_set]
+        self._assignment, self.unit = "", booked_unit(self.allowed.unit, "")
+        self._commitments: dict[str, Commitment] = {}
+
+    def hold(self, assignment: str, id_column: str = "") -> None:
+        """Take note of which records are in which split, before anything is committed to.
+
+        Args:
+            assignment: Of :func:`~fednas_flwr.data.splits.assignment_digest`.
+            id_column: Of the records, which says whose each is; empty where nothing does.
+        """
+        self.unit = booked_unit(self.allowed.unit, id_column)
+        self._assignment = self._ledger.fingerprint(self.data_set, assignment)
+
+    @property
+    def is_secure(self) -> bool:
+        """True if nobody can repeat masks and noise; False with a test seed."""
+        return self._generator.is_secure
+
+    def num_records(self, splits: Sequence[str]) -> int:
+        """Return the declared number of records of some splits."""
+        return sum(self.allowed.records[split] for split in splits)
+
+    def expected_batch(self, planned: PlannedRelease) -> float:
+        """Return the expected size of a Poisson batch, by which sums are divided: public."""
+        return planned.expected_batch(self.allowed.records)
+
+    def check_action(self, action: str, data_set: str) -> None:
+        """Refuse an action unless the policy allows it, and another data set.
+
+        Raises:
+            ConfigError: A rule is broken; the sentence names it.
+        """
+        own = Policy({self.data_set: self.allowed})  # the node's other data is not loaded
+        secure = self.is_secure
+        check_action(own, data_set, action, secure_noise=secure, test_seed=not secure)
+
+    def check_plan(self, plan: Sequence[PlannedRelease]) -> None:
+        """Refuse a plan of which the policy refuses a term, or with two of one kind.
+
+        Raises:
+            ConfigError: A rule is broken; the sentence names it.
+        """
+        for planned in plan:
+            check_planned(self.allowed, planned)
+        if len({planned.key for planned in plan}) < len(plan):
+            raise ConfigError("refused: the plan holds a kind of release twice.")
+
+    def commit(
+        self, run: str, plan: Sequence[PlannedRelease], *, sizes: Mapping[str, int] | None = None
+    ) -> None:
+        """Keep a run's plan for good; all that it asks for later must be in it.
+
+        Args:
+            run: Name of the run.
+            plan: All that it may release.
+            sizes: See :class:`Commitment`.
+
+        Raises:
+            ConfigError: The policy refuses a term, or the run has committed to another plan.
+        """
+        self.check_plan(plan)
+        if not self._assignment:
+            raise ValueError("a guard commits to nothing before it holds records: call hold first")
+        releases = tuple(sorted(plan, key=lambda planned: planned.key))
+        by_split, sizes = self._pays_by_split(), dict(sizes or {})
+        commitment = Commitment(
+            releases, self._assignment, by_split, self.data_set, sizes, self.unit
+        )
+        self._ledger.commit(run, json.dumps(asdict(commitment), sort_keys=True))
+
+    def awaited_approval(self, run: str) -> str | None:
+        """Return the hash that a person must approve before a run gets anything, else None."""
+        if not self.allowed.needs_approval or self._ledger.is_approved(run):
+            return None
+        text = self._ledger.committed(run)
+        return None if text is None else schedule_hash(run, text)
+
+    def epsilons(self, run: str) -> dict[str, dict[str, float | None]]:
+        """Return the epsilon of each split at the policy's delta, by accountant; None is infinite.
+
+        Composed are all that other runs have booked on the same budget, and the whole plan that
+        this run has committed to.
+        """
+        commitment = self._commitment(run)
+        releases: list[tuple[Release | None, tuple[str, ...]]] = [
+            (counted(row.entry.release, row.entry.unit, self.unit), row.entry.splits)
+            for row in self._ledger.entries(self.allowed.account)
+            if row.entry.run != run
+        ]
+        if commitment is not None:
+            by_split = commitment.by_split
+            releases += [self._reading(planned, by_split) for planned in commitment.releases]
+        return {
+            name: {
+                split: epsilon if math.isfinite(epsilon) else None
+                for split, epsilon in epsilon_per_split(
+                    releases, self.allowed.delta, accountant
+                ).items()
+            }
+            for name, accountant in ACCOUNTANTS.items()
+        }
+
+    def covered_steps(self, plan: Sequence[PlannedRelease]) -> dict[str, int]:
+        """Return how many steps of each stage of a plan what is left of the budget covers.
+
+        By the filter that enforces it, from ledger, policy and plan alone.
+        """
+        allowed, by_split = self.allowed, self._pays_by_split()
+        stages: dict[str, list[Reading]] = {}
+        for planned in plan:
+            stages.setdefault(planned.stage, []).append(self._reading(planned, by_split))
+        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
+        return covered_steps(self._ledger.filters(allowed.account, self.unit, **terms), stages)
+
+    def spent(self) -> float | None:
+        """Return how much of the budget's epsilon is used, as enforcement counts it.
+
+        None is infinite: the budget has paid for another unit of privacy.
+        """
+        allowed = self.allowed
+        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
+        spent = self._ledger.spent(allowed.account, self.unit, **terms)
+        return spent if math.isfinite(spent) else None
+
+    def uncounted(self) -> dict[str, list[str]]:
+        """Return as a fact the units of releases under this site's other budgets, if any.
+
+        They may be of the same records, and this budget does not count them.
+        """
+        units = self._ledger.units_of_others(self.allowed.account)
+        return {"uncounted": units} if units else {}
+
+    def admit(
+        self,
+        header: Header,
+        action: str,
+        kind: str,
+        *,
+        splits: tuple[str, ...],
+        steps: int = 1,
+        num_values: int = 1,
+    ) -> PlannedRelease:
+        """Return the plan of a kind of release; reads no record and books nothing.
+
+        Args:
+            header: Of the request; names run and stage.
+            action: What is asked.
+            kind: ``weights``, ``alphas``, ``rewards`` or ``metrics``.
+            splits: What the release reads.
+            steps: Number of releases that the request asks for.
+            num_values: Number of values of each release.
+
+        Raises:
+            ConfigError: The run has not committed to it, or a rule is broken; the sentence names
+                it.
+        """
+        self.check_action(action, self.data_set)
+        key = release_key(header.stage, action, kind, splits)
+        commitment = self._commitment(header.run)
+        planned = None if commitment is None else commitment.plan.get(key)
+        if commitment is None or planned is None:
+            raise refused("committed values", "release", key, "one in the run's first message")
+        if planned.shared and steps != 1:
+            raise refused("secure_sum", "steps of shared noise", steps, "1 per request")
+        if not 1 <= steps <= planned.steps:
+            limit = f"1 to at most the committed {planned.steps}"
+            raise refused("committed values", "steps", steps, limit)
+        if (awaited := self.awaited_approval(header.run)) is not None:
+            raise refused("approve", "schedule", awaited, "approved by a person at the site yet")
+        most = commitment.sizes.get(kind, num_values) if header.stage == "search" else num_values
+        if num_values > most:
+            raise refused("committed values", f"number of {kind}", num_values, f"at most {most}")
+        check_planned(self.allowed, planned, num_values=num_values)
+        return planned
+
+    def release(
+        self,
+        planned: PlannedRelease,
+        header: Header,
+        num_units: int,
+        clipped_sum: Contributions,
+    ) -> Tensors:
+        """Book one step, draw its Poisson batch and return the noised sum over it.
+
+        Args:
+            planned: From :meth:`admit`; its noise is not shared.
+            header: Of the request.
+            num_units: How many records, or persons, there are; the draw alone depends on it.
+            clipped_sum: Given int64 rows of the drawn units (maybe none), returns their sum.
+
+        Returns:
+            float32 tensors on the CPU, by name: the sum plus noise of std ``sigma`` times its norm.
+
+        Raises:
+            BudgetExceededError: The budget does not cover the step; nothing was read.
+            ConfigError: The run has booked all steps that it committed to.
+        """
+        if planned.shared:
+            raise ValueError("noise that is shared is no client's whole noise: call share")
+        sums, total = self._booked_sum(planned, header, num_units, clipped_sum)
+        noised = add_noise(
+            total,
+            self._generator,
+            noise_multiplier=planned.release(self.allowed.records).noise_multiplier,
+            max_grad_norm=sums.norm,
+        ).float()
+        parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
+        return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
+
+    def share(
+        self,
+        planned: PlannedRelease,
+        header: Header,
+        num_units: int,
+        clipped_sum: Contributions,
+        *,
+        grid: Grid | None,
+    ) -> Cells:
+        """Book one step and return this client's sum with its share of a secure sum's noise.
+
+        Args:
+            planned: From :meth:`admit`; its noise is shared.
+            header: As the next two of :meth:`release`.
+            num_units: See there.
+            clipped_sum: See there; of contributions of a norm of at most ``max_grad_norm``.
+            grid: Of the secure sum; its range has room for what all clients' noise makes of it.
+
+        Raises:
+            BudgetExceededError: The budget does not cover the step; nothing was read.
+            ConfigError: The run has booked all steps that it committed to, or the sum has no room.
+        """
+        terms, needed = self.allowed.secure_sum, planned.sum_range(self.allowed.records)
+        if not planned.shared or terms is None or grid is None or grid.range < needed:
+            found = 0.0 if grid is None else grid.range
+            raise refused("secure_sum", f"range of {planned.kind}", found, f"{needed:g} or more")
+        sums, total = self._booked_sum(planned, header, num_units, clipped_sum)
+        if sums.norm > planned.max_grad_norm:
+            limit = f"at most the {planned.max_grad_norm:g} that all sites have committed to"
+            raise refused("secure_sum", f"norm of {planned.kind}", sums.norm, limit)
+        most = planned.clipped_range(self.allowed.records)
+        noised = add_shared_noise(
+            total.clamp(-most, most),  # before the noise: no two totals come to lie further apart
+            self._generator,
+            noise_multiplier=planned.release(self.allowed.records).noise_multiplier,
+            max_grad_norm=planned.max_grad_norm,
+            cell=grid.cell,
+            honest=terms.honest,
+        )
+        return Cells(noised.numpy())
+
+    def _booked_sum(
+        self,
+        planned: PlannedRelease,
+        header: Header,
+        num_units: int,
+        clipped_sum: Contributions,
+    ) -> tuple[ClippedSum, Tensor]:
+        """Book one step, draw its batch; return the sum over it, and its values, float64 [d]."""
+        allowed, commitment = self.allowed, self._commitment(header.run)
+        assert commitment is not None  # planned is of it
+        mechanism, splits = self._reading(replace(planned, steps=1), commitment.by_split)
+        entry = Entry(
+            account=allowed.account,
+            data_set=self.data_set,
+            run=header.run,
+            stage=header.stage,
+            round=header.round,
+            action=f"{planned.action}:{planned.kind}{self._sharing(planned)}",
+            splits=splits,
+            release=mechanism,
+            committed_steps=planned.steps,
+            unit=self.unit,
+        )
+        self._ledger.reserve(
+            entry, epsilon=allowed.epsilon, delta=allowed.delta, assignment=self._assignment
+        )
+        mask = self._generator.poisson_mask(num_units, probability=mechanism.sample_rate)
+        sums = clipped_sum(mask.nonzero().flatten())
+        if not isinstance(sums, ClippedSum):
+            raise TypeError(f"{type(sums).__name__} says no norm that its noise could be scaled by")
+        parts = [tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()]
+        return sums, torch.cat(parts)
+
+    def _sharing(self, planned: PlannedRelease) -> str:
+        """Return what the ledger notes beside a release whose noise is shared.
+
+        The row's noise is that of the sum. Whoever breaks the sum gets a release with this site's
+        share alone: ``1 / sqrt(h)`` of it.
+        """
+        if not planned.shared or self.allowed.secure_sum is None:
+            return ""
+        return f" (noise of {self.allowed.secure_sum.honest} sites)"
+
+    def noise_multipliers(self, header: Header, action: str) -> dict[str, float | None]:
+        """Return the noise multipliers that a run has committed to for an action, by kind."""
+        commitment = self._commitment(header.run)
+        return {
+            planned.kind: planned.noise_multiplier
+            for planned in (commitment.releases if commitment else ())
+            if (planned.stage, planned.action) == (header.stage, action)
+        }
+
+    def _pays_by_split(self) -> bool:
+        """Return whether releases are charged to the splits that they read alone."""
+        return self._ledger.is_first(self.allowed.account, self._assignment)
+
+    def _reading(self, planned: PlannedRelease, by_split: bool) -> tuple[Release, tuple[str, ...]]:
+        """Return what all steps of a plan release, and which splits they are charged to."""
+        return planned.release(self.allowed.records), planned.splits if by_split else SPLITS
+
+    def _commitment(self, run: str) -> Commitment | None:
+        """Return what a run has committed to.
+
+        Raises:
+            ConfigError: The client then held other records, or had them in other splits.
+        """
+        if run not in self._commitments:
+            text = self._ledger.committed(run)
+            if text is None:
+                return None
+            self._commitments[run] = read_commitment(text)
+        commitment = self._commitments[run]
+        if self._assignment not in ("", commitment.assignment):
+            raise ConfigError(
+                f"refused: since run {run} committed to its schedule, the records of this site or "
+                "their splits have changed: start a new run."
+            )
+        return commitment

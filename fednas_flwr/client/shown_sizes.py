@@ -1,0 +1,108 @@
+"""The micro-batch sizes that self-tests have shown to be safe, kept by this process and on disk.
+
+A result holds for one machine, its libraries and threads, and one structure of a network: all of
+these are its key. On disk it is a small file in the site's cache. Main function:
+:func:`shown_size`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.base.files import make_folder, write_atomically
+from fednas_flwr.spaces.latency_tables import machine_name
+
+FOLDER = "self-tests"
+# Beginnings of the names of settings by which kernels are chosen.
+KERNEL_SETTINGS = ("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_")
+MOST_FILES = 1000  # a server that thinks of ever new networks fills no disk
+PASSING = ("drop_path_prob", "training")  # attributes that change between messages
+
+_shown: dict[str, int] = {}  # by the hash of the key
+
+
+def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> int:
+    """Return what ``test`` has returned for this key, here or in an earlier process; else test.
+
+    Args:
+        key: JSON values: all that the result depends on.
+        cache: The site's cache, whose folder ``self-tests`` holds one file for each key; None keeps
+            results in memory alone.
+        test: Returns the size.
+    """
+    text = json.dumps(key)
+    name = hashlib.sha256(text.encode()).hexdigest()
+    if name not in _shown:
+        path = None if cache is None else cache / FOLDER / f"{name}.json"
+        known = None if path is None else _read(path, text)
+        if known is None:
+            known = test()
+            if path is not None:
+                make_folder(path.parent)
+                if len(list(path.parent.iterdir())) >= MOST_FILES:
+                    path = None
+            if path is not None:
+                write_atomically(path, json.dumps({"key": text, "size": known}))
+        _shown[name] = known
+    return _shown[name]
+
+
+def machine(device: torch.device, threads: int) -> list[Any]:
+    """Return what decides, beside a network, by which kernels torch computes."""
+    chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(KERNEL_SETTINGS)}
+    return [
+        *(machine_name(device), threads, chosen),
+        *(version("fednas_flwr"), torch.__version__, torch.backends.cpu.get_cpu_capability()),
+        *(torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+    ]
+
+
+def structure(network: nn.Module) -> str:
+    """Return a hash of a network's modules, their settings and the shapes of their parameters."""
+    modules = [
+        [
+            *(name, type(module).__module__, type(module).__qualname__),
+            sorted((key, repr(value)) for key, value in _settings(module)),
+            [
+                (key, list(p.shape), str(p.dtype))
+                for key, p in module.named_parameters(recurse=False)
+            ],
+        ]
+        for name, module in network.named_modules()
+    ]
+    return hashlib.sha256(json.dumps(modules).encode()).hexdigest()
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield the attributes of a module that are numbers, texts, or lists of them or tensors."""
+    for name, value in vars(module).items():
+        if name.startswith("_") or name in PASSING:
+            continue
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            yield name, value.tolist()
+        elif _is_plain(value):
+            yield name, value
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _read(path: Path, text: str) -> int | None:
+    """Return the size in a file for the key; None if there is none that can be read."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return int(document["size"]) if document["key"] == text else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

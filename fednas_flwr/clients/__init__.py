@@ -1,1 +1,0 @@
-"""The client side: the verbs a server can ask for, one function each."""

@@ -1,0 +1,243 @@
+"""The data sets there are: the settings of each, where its files lie, and how it is read.
+
+A kind of data set is a class of settings, a reader and an entry of :data:`DATA_SETS`, with a file
+of ``conf/dataset``. Readers are imported when they are called, since torch takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.foreign import check_resolved, read_yaml
+from fednas_flwr.settings.data_settings import (
+    CSV,
+    Arrays,
+    Dataset,
+    ImageFolder,
+    Images,
+    LabelledImages,
+    Npz,
+    Numbers,
+    Stored,
+    Torchvision,
+)
+from fednas_flwr.settings.loading import choose_kind, conf_folder
+from fednas_flwr.settings.names import TABLE_SUFFIXES, TORCHVISION_SETS
+from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.registry import TABLES, register
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fednas_flwr.data.records import RecordsPair
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Entry behind the ``name`` in a file of ``conf/dataset``.
+
+    Attributes:
+        settings: Class of its settings.
+        read: Called with the settings and the file or folder to read, which is the settings' own or
+            a site's; returns the train part and the official test part, None where there is none.
+        roots: Kinds of places that ``dataset.root`` may be, ``file`` and ``folder``; empty if it
+            needs none.
+        sites: Patterns of the sites in a folder, one of which ``read`` then gets; empty if the set
+            cannot be divided by sites.
+        folder: Folder of its files below the root.
+        by_content: Whether the records decide if a cached copy is the same, and not the files.
+    """
+
+    settings: type[Dataset]
+    read: Callable[[Any, Path], RecordsPair]
+    roots: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    folder: str = ""
+    by_content: bool = False
+
+
+def _digits(settings: Images, path: Path) -> RecordsPair:
+    from fednas_flwr.data.images import read_digits
+
+    return read_digits()
+
+
+def _torchvision(settings: Torchvision, path: Path) -> RecordsPair:
+    from fednas_flwr.data.images import read_torchvision
+
+    return read_torchvision(settings.name, root=path, download=False)
+
+
+def _image_folder(settings: ImageFolder, path: Path) -> RecordsPair:
+    from fednas_flwr.data.images import read_image_folder
+
+    return read_image_folder(settings, path)
+
+
+def _labelled_images(settings: LabelledImages, path: Path) -> RecordsPair:
+    from fednas_flwr.data.labelled_images import read_labelled_images
+
+    return read_labelled_images(settings, path)
+
+
+def _npz(settings: Npz, path: Path) -> RecordsPair:
+    from fednas_flwr.data.npz import read_npz
+
+    return read_npz(settings, path)
+
+
+def _csv(settings: CSV, path: Path) -> RecordsPair:
+    from fednas_flwr.data.tables import read_table
+
+    return read_table(settings, path)
+
+
+_BUILT_IN = {
+    "digits": DataSet(Images, _digits),
+    **{
+        name: DataSet(Torchvision, _torchvision, roots=("folder",), folder=folder)
+        for name, (_, folder) in TORCHVISION_SETS.items()
+    },
+    "image_folder": DataSet(ImageFolder, _image_folder, roots=("folder",), sites=("*/",)),
+    "labelled_images": DataSet(LabelledImages, _labelled_images, roots=("folder",), sites=("*/",)),
+    "npz": DataSet(Npz, _npz, roots=("file",), sites=("*.npz",)),
+    "csv": DataSet(
+        CSV,
+        _csv,
+        roots=("file", "folder"),
+        sites=tuple(f"*{suffix}" for suffix in TABLE_SUFFIXES),
+    ),
+}
+
+
+for _name, _entry in _BUILT_IN.items():
+    register("dataset", _name, _entry)
+DATA_SETS: dict[str, DataSet] = TABLES["dataset"]
+
+
+def check_sites(name: str) -> None:
+    """Raise ConfigError unless a data set can be divided by sites."""
+    if not DATA_SETS[name].sites:
+        *others, last = (name for name, entry in DATA_SETS.items() if entry.sites)
+        raise ConfigError(
+            f"partition=sites does not fit dataset.name={name}: use {', '.join(others)} or {last}."
+        )
+
+
+def data_settings(name: str, given: Mapping[str, Any]) -> Dataset:
+    """Settings of a data set, checked; what is not given is neutral (:func:`_neutral`)."""
+    values = {**_neutral(name), "name": name, **given}
+    settings: Dataset = parse(DATA_SETS[name].settings, values, key="dataset")
+    return settings
+
+
+def _neutral(name: str) -> dict[str, Any]:
+    """Settings in a file of ``conf/dataset`` without what it recommends in place of its bases'."""
+    path = conf_folder() / "dataset" / f"{name}.yaml"
+    tree: dict[str, Any] = read_yaml(path, "the defaults of data sets")
+    for base in tree.pop("defaults", ()):
+        tree |= _neutral(base)
+    return tree
+
+
+def site_dataset(path: Path, *, cache: str) -> Dataset:
+    """How a private site reads its own data: whatever the run says, the site's file counts.
+
+    A setting that the server could choose would be a question to the records: whether they can be
+    read, augmented or cached with it. One that is found in the records would let each of them
+    change all others: a table is UTF-8 with decimal points unless its file says otherwise. A record
+    that cannot be read is left out by itself (``corrupt: skip``).
+
+    Args:
+        path: A YAML file of ``dataset`` settings; what it leaves out is as in the files
+            ``conf/dataset/_*.yaml``, but for ``corrupt``, and ``encoding`` and ``decimal`` of a
+            table.
+        cache: Where prepared records go.
+
+    Raises:
+        ConfigError: The file cannot be read, a setting is wrong, or that of a table does not say
+            which column gives ids.
+    """
+    given = read_yaml(path, f"the site's dataset settings {path}")
+    check_resolved(given, str(path))
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
+    choose_kind({"dataset": given}, "dataset", {n: e.settings for n, e in DATA_SETS.items()})
+    name = given["name"]
+    check_sites(name)
+    if name == "csv" and "id_column" not in given:
+        raise ConfigError(
+            f"{path} lacks id_column: name the column (of patients, cards, ...) whose value is the "
+            "same in every export, which alone keeps records in their parts; null if there is "
+            "none: then a new export charges its releases to the budgets of all parts."
+        )
+    fixed = {"cache": cache, "corrupt": "skip"}
+    if name == "csv":
+        fixed |= {"encoding": "utf-8", "decimal": "point"}
+    dataset = data_settings(name, {**fixed, **given})
+    if dataset.limit_train is not None:
+        raise ConfigError(
+            f"dataset.limit_train={dataset.limit_train} in {path}: leave it out, since one record "
+            "more would put another one out, and two would count."
+        )
+    if given.get("corrupt", "skip") != "skip":
+        raise ConfigError(
+            f"dataset.corrupt={given['corrupt']} in {path}: leave it out, since one record that "
+            "cannot be read would end every run, and so tell that it is there."
+        )
+    return dataset
+
+
+@dataclass(frozen=True)
+class OwnSettings(Images, Numbers, Stored):
+    """Settings of a data set that is read by a function from outside the package."""
+
+
+def own_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[DataSet, dict[str, Any]]:
+    """Entry and defaults of a data set of arrays as an npz file has them."""
+
+    def read(settings: Arrays, path: Path) -> RecordsPair:
+        from fednas_flwr.data.npz import records_from_npz
+
+        return records_from_npz(settings, arrays, origin=f"dataset={name}")
+
+    defaults = {"defaults": ["_encoded"], "statistics": {}, "ranges": {}}
+    return DataSet(Arrays, read, by_content=True), defaults
+
+
+def own_reader(
+    reader: Callable[..., RecordsPair], names: Iterable[str]
+) -> tuple[DataSet, dict[str, Any]]:
+    """Entry and defaults of a data set that a function reads.
+
+    Args:
+        reader: Called with the path ``dataset.root`` and the named settings as keyword arguments.
+        names: Settings of other data sets that it takes.
+
+    Raises:
+        ConfigError: There is no such setting.
+    """
+    hints: dict[str, Any] = {}
+    neutral: dict[str, Any] = {}
+    for kind in ("npz", "labelled_images", "csv"):
+        hints |= get_type_hints(DATA_SETS[kind].settings, include_extras=True)
+        neutral |= _neutral(kind)
+    taken = list(names)
+    for setting in taken:
+        if setting not in hints:
+            raise unknown_choice("setting", setting, list(hints))
+
+    def read(settings: Dataset, path: Path) -> RecordsPair:
+        return reader(path, **{setting: getattr(settings, setting) for setting in taken})
+
+    shared = get_type_hints(OwnSettings)
+    more = [setting for setting in taken if setting not in shared]
+    settings = make_dataclass(
+        "ReaderSettings", [(s, hints[s]) for s in more], bases=(OwnSettings,), frozen=True
+    )
+    defaults = {"root": None, "statistics": {}, "ranges": {}, **{s: neutral[s] for s in more}}
+    return DataSet(settings, read, by_content=True), {"defaults": ["_images"], **defaults}

@@ -1,0 +1,110 @@
+"""The Flower app bundle of a run: what the launcher sends, and the check that a site makes of it.
+
+The bundle is what ``flwr build`` makes of the project's root: it only names the two apps of the
+installed package, so no code of ours travels; a site that runs ``client_process`` executes nothing
+of a bundle and refuses any other. Main functions: :func:`write_bundle`, :func:`check_bundle`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tomllib
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import fednas_flwr
+from fednas_flwr.base.errors import ConfigError
+
+CONFIG_KEY = "config-json"  # of Flower's run configuration, as the next two
+RESUMED_KEY = "resumed"
+OVERRIDES_KEY = "overrides"
+PROJECT_FILE = "pyproject.toml"
+BUNDLE_FILES = (PROJECT_FILE, "LICENSE", "hatch_build.py")
+_NOT_READABLE = (
+    *(zipfile.BadZipFile, zlib.error, EOFError, ValueError),
+    *(NotImplementedError, RuntimeError),  # an unknown compression, a password
+)
+_MOST_FILES, _LARGEST_FILE = 20, 100_000  # ours are few and small; an archive may claim terabytes
+
+
+def checkout() -> Path | None:
+    """Return the project's root if the package stands in it, None if a wheel was installed."""
+    folder = Path(fednas_flwr.__file__).parents[1]
+    return folder if (folder / PROJECT_FILE).is_file() else None
+
+
+def write_bundle(folder: Path) -> Path:
+    """Write the Flower app that names the installed package's apps, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in bundle_files().items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def check_bundle(fab: bytes) -> None:
+    """Refuse a bundle that is not the one of the installed package.
+
+    Compressors differ between machines, so the files are compared, not the archives; and of the
+    project file, which Flower writes anew, the values.
+
+    Args:
+        fab: Flower's bundle as it came, which may be anything.
+
+    Raises:
+        ConfigError: A name or byte of a file differs, e.g. because the versions do, or two files
+            have one name.
+    """
+    own = _digest(bundle_files())
+    if (found := _digest(_read_bundle(fab))) != own:
+        raise ConfigError(
+            f"the run's app code {found[:12]} is refused: this site runs the fednas_flwr "
+            f"{fednas_flwr.__version__} that is installed here, whose bundle is {own[:12]}, and no "
+            "code of a run; start it by `fednas run` or `flwr run` of that version."
+        )
+
+
+def bundle_files() -> dict[str, bytes]:
+    """Return the bundle's files by their names."""
+    folder = checkout() or Path(fednas_flwr.__file__).parent / "app"
+    return {name: (folder / name).read_bytes() for name in BUNDLE_FILES}
+
+
+def _read_bundle(fab: bytes) -> dict[str, bytes]:
+    """Return the files of a bundle without Flower's list of them; other bytes as they are."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(fab)) as archive:
+            items = archive.infolist()
+            names = {item.filename for item in items}
+            if (
+                len(items) > _MOST_FILES
+                or len(names) < len(items)  # which of two files counts depends on who unpacks
+                or any(item.file_size > _LARGEST_FILE for item in items)
+            ):
+                return {"": fab}
+            files = {item.filename: archive.read(item) for item in items}
+    except _NOT_READABLE:
+        return {"": fab}
+    files.pop(".info/CONTENT", None)
+    return files
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    """Return the SHA-256 of files, names included, in hex."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        content = _values(files[name]) if name == PROJECT_FILE else files[name]
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def _values(toml: bytes) -> bytes:
+    """Return a TOML file in one form of writing; other text as it is."""
+    try:
+        values = tomllib.loads(toml.decode())
+        return json.dumps(values, sort_keys=True).encode()
+    except (ValueError, TypeError, RecursionError):  # a date is no JSON, and none of ours
+        return toml

@@ -1,0 +1,207 @@
+"""The Flower ClientApp: decodes a message, lets the action answer, encodes the reply.
+
+A real site with a policy refuses what the policy does not allow before it opens its records; only
+whether noise suits the size of a network is checked once that is built.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+from torch import nn
+
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError, DayFullError
+from fednas_flwr.base.memory import described, keep_freed_memory
+from fednas_flwr.client.admission import admit
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.audit_trail import trail_of
+from fednas_flwr.client.client import Client
+from fednas_flwr.client.making import make_client, make_site_guard
+from fednas_flwr.client.release_guard import ReleaseGuard
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.prepared import make_data, make_site_data
+from fednas_flwr.data.readers import site_dataset
+from fednas_flwr.deploy.bundle import CONFIG_KEY
+from fednas_flwr.deploy.flower_patches import CLIENT_RAISED, take_along
+from fednas_flwr.privacy.actions import ACTIONS
+from fednas_flwr.protocol.messages import BUDGET_SPENT, decode_request, encode_reply, payload_bytes
+from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS
+from fednas_flwr.settings import Config, dump_config, with_runtime
+from fednas_flwr.settings.configuration import load_config
+from fednas_flwr.settings.incompatible import has_real_sites
+from fednas_flwr.settings.registry import registered, restore
+
+DATA_PATH = "data-path"
+MOST_ALIVE = 128  # clients of a process that are kept from one message to the next
+# What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
+SITE_KEYS = {
+    *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
+    *("policy", "data-set", "ledger", "ledger-key", "audit", "superlink", *NODE_KEYS),
+    *("models", "signer"),
+}
+
+
+def make_client_app(config_json: str | None = None, *, mods: Sequence[Mod] = ()) -> ClientApp:
+    """Return the app that answers all actions.
+
+    Args:
+        config_json: The run's configuration, for runtimes in which Flower's run configuration is
+            empty; None reads it from there, or where that has none, from each message.
+        mods: Flower's, or your own, around every answer; the first is the outermost.
+    """
+    app, entries = ClientApp(mods=list(mods)), registered()
+    for action in ACTIONS:
+        category, action = action.split(".")
+        register = {"train": app.train, "evaluate": app.evaluate, "query": app.query}[category]
+        register(action)(_handler(config_json, entries))
+    return app
+
+
+def _handler(
+    config_json: str | None, entries: Mapping[str, Mapping[str, Any]]
+) -> Callable[[Message, Context], Message]:
+    def handle(message: Message, context: Context) -> Message:
+        restore(entries)
+        keep_freed_memory()
+        # Errors whose text the server may read; of a private client's, refusals.
+        private = "policy" in context.node_config
+        safe: tuple[type[Exception], ...] = (ConfigError,) if private else (Exception,)
+        keys = sorted(SITE_KEYS & context.node_config.keys())
+        site = tuple((key, str(context.node_config[key])) for key in keys)
+        trail, action = trail_of(dict(site)), message.metadata.message_type
+        along = take_along(message)
+        request = None
+        try:
+            request = decode_request(action, message.content)
+            safe = (DayFullError,) if private else safe
+            kept = payload_bytes(message.content) if action == "query.keep_model" else 0
+            kept += len(str(request.summed))
+            trail.asked(request, flower_run=message.metadata.run_id, kept_bytes=kept)
+            safe = () if private else safe  # what follows may tell of the site's own files
+            text = config_json or str(context.run_config[CONFIG_KEY] or along[CONFIG_KEY])
+            if "partition-id" not in context.node_config:
+                raise ConfigError("the node's configuration lacks partition-id=<0, 1, ...>.")
+            index = int(context.node_config["partition-id"])
+            policy = _policy_text(site)
+            guard = _guard(text, site, policy)
+            if guard is not None:
+                safe = (ConfigError,)
+                admit(guard, request, supernet_norm=_supernet_norm(text))
+                safe = ()
+            client = _client(text, index, site, policy)
+            if client.guard is not None:
+                safe = (ConfigError,)
+            reply = answer(client, request)
+            trail.released(request, reply, guard=client.guard)
+            if "awaits" in reply.properties:
+                awaited = f"fednas approve {reply.properties['awaits']}"
+                print(f"{awaited}: run {request.header.run!r} waits for it", file=sys.stderr)
+            return Message(encode_reply(request.header, reply), reply_to=message)
+        except BudgetExceededError as error:
+            trail.refused(action, request, str(error))
+            return Message(Error(BUDGET_SPENT, described(error)), reply_to=message)
+        except Exception as error:  # the server must learn why; it drops this client
+            told = isinstance(error, safe)
+            refusal = told and private  # any other text may quote a record
+            reason = str(error) if refusal else type(error).__name__
+            trail.refused(action, request, reason, None if told else error)
+            reason = described(error) if told else "an error at the site, whose own log says which"
+            return Message(Error(CLIENT_RAISED, reason), reply_to=message)
+
+    return handle
+
+
+@lru_cache(maxsize=16)
+def _supernet_norm(config_json: str) -> str:
+    """Return how a run's supernets normalise."""
+    return load_config(config_json).search_space.norm
+
+
+def site_config(config: Config, site: Mapping[str, str]) -> Config:
+    """Return the run's configuration with what the site sets for itself.
+
+    Args:
+        config: As the server sent it.
+        site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
+            ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
+            file that says how the data is read, which needs a ``cache``. The other keys are for
+            ``builders.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
+            sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; ``roster``, ``sum-key``
+            and ``sums`` for secure sums; ``models``, where the site keeps models that return to it,
+            and ``signer``, whose. ``audit`` and ``superlink`` are for the audit trail.
+
+    Raises:
+        ConfigError: The site has data of its own and the run pools data, or the other way round;
+            the site's dataset settings are wrong.
+    """
+    if has_real_sites(config) != (DATA_PATH in site):
+        raise ConfigError(
+            f"partition={config.partition.name} in runtime={config.runtime.name} does not go with "
+            f"{DATA_PATH}={site.get(DATA_PATH)} in the configuration of this node: a node with "
+            "data of its own needs runtime=deployment partition=sites, and these need such nodes."
+        )
+    dataset = config.dataset
+    if "dataset" in site and "cache" in site:
+        dataset = site_dataset(Path(site["dataset"]), cache=site["cache"])
+    if DATA_PATH in site:
+        dataset = dataset.at(site[DATA_PATH])
+    dataset = replace(dataset, cache=site.get("cache", dataset.cache))
+    device = site.get("device", config.runtime.device)
+    return with_runtime(replace(config, dataset=dataset), device=device)
+
+
+@lru_cache(maxsize=1)
+def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str, nn.Module]]:
+    """Return what the clients of one process share: records, partition, built networks."""
+    config = load_config(config_json)
+    at_site = has_real_sites(config)
+    data = make_site_data(config) if at_site else make_data(config)
+    for note in data[0].train.notes if at_site else ():
+        print(f"{config.dataset.place}: {note}", file=sys.stderr)
+    return data, {}
+
+
+Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
+
+
+def _policy_text(site: Site) -> str | None:
+    """Return what a real site's policy file says now; a running node keeps to what it says now."""
+    try:
+        return Path(dict(site)["policy"]).read_text(encoding="utf-8")
+    except (KeyError, OSError, UnicodeDecodeError):  # of which making the guard tells
+        return None
+
+
+@lru_cache(maxsize=MOST_ALIVE)
+def _guard(config_json: str, site: Site, policy: str | None) -> ReleaseGuard | None:
+    """Return the guard of a real site with a policy, anew for every run and `policy` text."""
+    return make_site_guard(dict(site))
+
+
+@lru_cache(maxsize=16)
+def _own_config(config_json: str, site: Site) -> tuple[Config, str]:
+    """Return the configuration of :func:`site_config`, and its JSON."""
+    config = site_config(load_config(config_json), dict(site))
+    return config, dump_config(config)
+
+
+@lru_cache(maxsize=MOST_ALIVE)
+def _client(config_json: str, index: int, site: Site, policy: str | None) -> Client:
+    own, guard = dict(site), _guard(config_json, site, policy)
+    config, text = _own_config(config_json, site)
+    data, networks = _data(text)
+    return make_client(
+        config, index, data=data, networks=networks, site=own, guard=guard, settings=config_json
+    )
+
+
+app = make_client_app()

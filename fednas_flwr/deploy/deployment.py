@@ -1,0 +1,218 @@
+"""``runtime=deployment``: hand a run to a SuperLink through Flower's own commands.
+
+The server app prints its events as lines of the run's log, where :func:`deploy` reads them, so that
+a person sees what an inline run shows. Main function: :func:`deploy`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.deploy.bundle import CONFIG_KEY, RESUMED_KEY, write_bundle
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.runs.events import Event, EventLog, Listener, read_events
+from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.runs.run_folder import occupied
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings.runtimes import Deployment
+
+BUNDLE = "bundle"  # folder of the Flower app in the run folder; Flower allows no underscore
+RUN_CONFIG_FILE = "run-config.toml"
+EVENT_MARK = "fednas-event "  # begins the log lines that are events
+SUPERLINK_BACK_S = 600.0  # for a SuperLink that is started again; its runs go on meanwhile
+RETRY_S = 2.0
+_LOG_LINES_KEPT = 200
+
+
+class EventPrinter:
+    """A listener that writes each event as one marked line of the server app's log."""
+
+    def __call__(self, event: Event) -> None:
+        """Write one event."""
+        sys.stdout.write(f"{EVENT_MARK}{json.dumps(event)}\n")  # one call: lines stay whole
+        sys.stdout.flush()
+
+
+def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
+    """Run ``config`` on the SuperLink that ``runtime.superlink`` names, to its end.
+
+    Args:
+        config: With ``run_dir`` set to an existing folder; on the SuperLink's machine the run
+            folder has the same path.
+        listeners: Called with the events that the server app prints.
+        resumed: Whether the folder held a run that is continued.
+
+    Raises:
+        ConfigError: The server app found that a setting does not fit.
+        QuorumError: Too few clients answered.
+        RuntimeError: A Flower command failed, e.g. because the SuperLink is unknown, or was not
+            reached for ten minutes; or the run did: the message is then the server's error, the
+            cause its log.
+    """
+    folder = Path(str(config.run_dir))
+    bundle = write_bundle(folder / BUNDLE)
+    run_config = write_run_config(folder / RUN_CONFIG_FILE, config, resumed=resumed)
+    assert isinstance(config.runtime, Deployment)
+    superlink = str(config.runtime.superlink)
+    run_id = str(_flwr_json("run", str(bundle), superlink, "-c", str(run_config))["run-id"])
+    listeners = list(listeners)
+    events: list[Event] = []
+    log: deque[str] = deque(maxlen=_LOG_LINES_KEPT)
+    try:
+        with closing(_follow(run_id, superlink)) as lines:
+            for line in lines:
+                event = read_event(line)
+                if event is None:
+                    log.append(line)
+                    continue
+                events.append(event)
+                for listener in listeners:
+                    listener(event)
+    except BaseException:  # Ctrl-C as well: without its launcher nobody would stop the run
+        with suppress(RuntimeError):
+            _flwr_json("stop", run_id, superlink)
+        raise
+    _keep_events(folder, events)
+    status, details = _status(run_id, superlink)
+    if status != "finished:completed":
+        otherwise = f"{details} ({status})"
+        _tell_end(folder, otherwise, listeners)
+        raise _failure(events, otherwise) from RuntimeError(
+            "the server app's log:\n" + "\n".join(log)
+        )
+
+
+def write_run_config(path: Path, config: Config, *, resumed: bool) -> Path:
+    """Write Flower's run configuration, flat scalars in TOML, and return its path.
+
+    The text of JSON in JSON is ASCII with only quotes and backslashes escaped, which is also a
+    TOML string.
+    """
+    values = {CONFIG_KEY: dump_config(config), RESUMED_KEY: resumed}
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+    return path
+
+
+def read_event(line: str) -> Event | None:
+    """Return the event in a line of the log, None for a line of Flower's own."""
+    if not line.startswith(EVENT_MARK):
+        return None
+    try:
+        event: Event = json.loads(line.removeprefix(EVENT_MARK))
+    except ValueError:
+        return None
+    return event
+
+
+def read_status(listing: dict[str, Any]) -> tuple[str, str]:
+    """Return status, such as ``finished:completed``, and details of ``flwr ls --run-id``."""
+    (run,) = listing["runs"]
+    details = str(run["status-details"])
+    return str(run["status"]), "" if details == "N/A" else details
+
+
+def _failure(events: list[Event], otherwise: str) -> Exception:
+    """Return the server's error as an inline run would raise it; ``otherwise`` if it told none."""
+    reasons = [event["reason"] for event in events if event["event"] == "run_finished"]
+    reason = str(reasons[-1]) if reasons and reasons[-1] else otherwise
+    kind, _, text = reason.partition(": ")
+    known: dict[str, type[Exception]] = {"ConfigError": ConfigError, "QuorumError": QuorumError}
+    return known[kind](text) if kind in known else RuntimeError(reason)
+
+
+def _keep_events(folder: Path, events: list[Event]) -> None:
+    """Write events and report here too when the SuperLink, and its run folder, is elsewhere."""
+    file = folder / EVENTS_FILE
+    if events and not (file.exists() and events[-1] in read_events(file)):
+        with file.open("a") as stream:
+            stream.writelines(json.dumps(event) + "\n" for event in events)
+        write_report(folder)
+
+
+def _tell_end(folder: Path, reason: str, listeners: list[Listener]) -> None:
+    """Write why the run has ended, where its server was killed before it could write it."""
+    file = folder / EVENTS_FILE
+    with suppress(ConfigError), occupied(folder):  # by somebody who has continued the run
+        events = read_events(file) if file.exists() else []
+        ends = [event for event in events if event["event"] in ("run_started", "run_finished")]
+        if ends and ends[-1]["event"] == "run_started":
+            seconds = events[-1]["elapsed"] - ends[-1]["elapsed"]
+            with EventLog(file, listeners) as log:
+                log.emit("run_finished", status="failed", reason=reason, seconds=seconds)
+            write_report(folder)
+
+
+def _follow(run_id: str, superlink: str) -> Generator[str]:
+    """Yield the lines of a run's log until the run has finished.
+
+    ``flwr log`` begins anew when the connection broke; lines that were seen are passed over.
+    """
+    seen, finished = 0, False
+    while not finished:
+        command = [*_FLWR, "log", run_id, superlink, "--stream"]
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        ) as process:
+            assert process.stdout is not None
+            try:
+                for number, line in enumerate(process.stdout):
+                    if number >= seen:
+                        seen += 1
+                        yield line.rstrip("\n")
+            finally:
+                process.terminate()
+        finished = _status(run_id, superlink)[0].startswith("finished")
+
+
+def _status(run_id: str, superlink: str) -> tuple[str, str]:
+    """Return status and details of a run; a SuperLink that is away is waited for, and that said."""
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            return read_status(_flwr_json("ls", superlink, "--run-id", run_id))
+        except RuntimeError as error:
+            if time.monotonic() > began + SUPERLINK_BACK_S:
+                raise
+            if not told:
+                print(f"{error} Waiting {SUPERLINK_BACK_S / 60:.0f} minutes.", file=sys.stderr)
+                told = True
+            time.sleep(RETRY_S)
+
+
+def _flwr_json(*arguments: str) -> dict[str, Any]:
+    """Run a ``flwr`` command and parse the JSON that it prints.
+
+    Raises:
+        RuntimeError: The command failed; the message is Flower's.
+    """
+    done = subprocess.run(
+        [*_FLWR, *arguments, "--format", "json"], capture_output=True, text=True, encoding="utf-8"
+    )
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        answer = {"success": False, "error-message": done.stdout + done.stderr}
+    if done.returncode or not answer.get("success"):
+        message = " ".join(str(answer.get("error-message", "no reason was given")).split())
+        raise RuntimeError(f"flwr {arguments[0]} failed: {message}")
+    return answer
+
+
+_FLWR = (sys.executable, "-m", "flwr.cli.app")

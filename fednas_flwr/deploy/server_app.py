@@ -1,0 +1,202 @@
+"""The Flower ServerApp: finds the configuration and runs the stages on the grid it is given.
+
+``fednas run runtime=deployment`` sends the configuration. ``flwr run`` sends overrides at most:
+with them it is composed here, for the nodes that the federation has.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.deploy.bundle import CONFIG_KEY, OVERRIDES_KEY, RESUMED_KEY, checkout
+from fednas_flwr.deploy.deployment import EventPrinter
+from fednas_flwr.deploy.flower_patches import send_along, told_reconnections
+from fednas_flwr.pipeline.feasible import check_run
+from fednas_flwr.pipeline.stages import run_stages
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.report.trackers import check_trackers, make_tracker
+from fednas_flwr.runs.events import EventLog, Listener
+from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, is_whole
+from fednas_flwr.runs.run_folder import (
+    RUNS,
+    check_whole,
+    create_run_folder,
+    occupied,
+    open_run_folder,
+)
+from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings.configuration import load_config, parse_config
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+
+AWAY_S = 5.0  # of the SuperLink, before it is worth a word
+APPEAR_S, SETTLE_S, POLL_S = 60.0, 3.0, 0.1  # of a federation's nodes
+SITES = "partition=sites"
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run what came with ``flwr run``; the run folder lies on this machine."""
+    if context.run_config[CONFIG_KEY]:
+        _run_launched(grid, context)
+    else:
+        _run_overrides(grid, str(context.run_config[OVERRIDES_KEY]))
+
+
+def _run_launched(grid: Grid, context: Context) -> None:
+    """Run the configuration that ``fednas run runtime=deployment`` has sent, and print events."""
+    config = load_config(str(context.run_config[CONFIG_KEY]))
+    if config.run_dir is None:
+        raise ValueError("the launcher names the run folder")
+    resumed = bool(context.run_config[RESUMED_KEY])
+    folder = Path(config.run_dir)
+    if not resumed and (folder / EVENTS_FILE).exists():
+        raise ConfigError(
+            f"run_dir={folder} already holds a run on the SuperLink's machine: choose another."
+        )
+    if not (folder / CONFIG_FILE).exists():  # else the launcher, on this machine, has made it
+        config = create_run_folder(config)
+    serve(config, grid, listeners=[EventPrinter()], resumed=resumed)
+
+
+def _run_overrides(grid: Grid, text: str) -> None:
+    """Run ``conf/`` with overrides, a client for each node, and print what a person wants to see.
+
+    Raises:
+        ConfigError: An override is wrong, or the federation has another number of nodes.
+    """
+    from fednas_flwr.report.terminal import ProgressDisplay, print_summary
+
+    config, resumed = configure(text, num_nodes=count_nodes(grid))
+    folder = Path(str(config.run_dir))
+    send_along(grid, {CONFIG_KEY: dump_config(config)})
+    print(f"run folder: {folder}", flush=True)
+    if not (resumed and is_whole(folder)):
+        with ProgressDisplay() as display:
+            serve(config, grid, listeners=[display], resumed=resumed)
+    print_summary(folder)
+
+
+def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
+    """Return the configuration of a run that ``flwr run`` has started, and whether it is resumed.
+
+    Its folder exists: below ``runs`` of the project, or of the SuperLink's working directory where
+    the package is installed without a checkout.
+
+    Args:
+        text: Overrides of ``fednas run``, apart by spaces and quoted as in a shell; or
+            ``resume=<run folder>`` alone.
+        num_nodes: How many clients the federation has.
+
+    Raises:
+        ConfigError: An override is wrong, ``clients`` is another number, a runtime other than that
+            of Flower is chosen, or data, device or folder do not allow the run.
+    """
+    try:
+        overrides = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"overrides={show(text)} cannot be read: {error}.") from error
+    resumed = [override for override in overrides if override.startswith("resume=")]
+    if resumed:
+        if len(overrides) > 1:
+            raise ConfigError(f"{resumed[0]} takes no other override: the run has its own.")
+        config = open_run_folder(resumed[0].removeprefix("resume="))
+        check_whole(config)
+    else:
+        config = _composed(overrides, num_nodes)
+    if config.clients != num_nodes:
+        raise ConfigError(
+            f"clients={config.clients}, but the federation has {num_nodes} nodes: leave clients "
+            f"out, or set the nodes by `flwr run . --federation-config "
+            f"num-supernodes={config.clients}`."
+        )
+    if config.runtime.name != "deployment":
+        check_run(config)
+    if resumed:
+        return config, True
+    root = checkout()
+    return create_run_folder(config, runs=RUNS if root is None else root / RUNS), False
+
+
+def _composed(overrides: list[str], num_nodes: int) -> Config:
+    """Return the checked configuration; nodes that hold the data are sites of a deployment."""
+    typed = given_settings(overrides).typed
+    if "runtime" in typed:
+        raise ConfigError(
+            "runtime is chosen by Flower's federation, on which the run already is: leave it out."
+        )
+    if "clients" not in typed:
+        overrides = [*overrides, f"clients={num_nodes}"]
+    if SITES in overrides:
+        overrides = [*overrides, "runtime=deployment", "runtime.superlink=flwr"]
+    return parse_config(compose_tree(overrides), given=given_settings(overrides))
+
+
+def count_nodes(grid: Grid) -> int:
+    """Return how many nodes a federation has, once their number stays the same for 3 s.
+
+    Raises:
+        ConfigError: None has appeared within a minute.
+    """
+    count, since, deadline = 0, time.monotonic(), time.monotonic() + APPEAR_S
+    while time.monotonic() < (since + SETTLE_S if count else deadline):
+        if (found := len(list(grid.get_node_ids()))) != count:
+            count, since = found, time.monotonic()
+        time.sleep(POLL_S)
+    if not count:
+        raise ConfigError(
+            f"no node of the federation has appeared within {APPEAR_S:g} s: start the sites first."
+        )
+    return count
+
+
+def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed: bool) -> None:
+    """Run all stages, then write report and model card, also of a run that failed.
+
+    Args:
+        config: With ``run_dir`` set to an existing folder.
+        grid: Flower's way to the clients.
+        listeners: Called with every event, e.g. a progress display.
+        resumed: Whether the folder held a run that is continued.
+
+    Raises:
+        ConfigError: Another process runs in the folder.
+    """
+    folder = Path(str(config.run_dir))
+    with ExitStack() as stack:
+        stack.enter_context(occupied(folder))
+        listeners = list(listeners)
+        check_trackers(config.trackers)
+        listeners += [stack.enter_context(make_tracker(n, folder)) for n in config.trackers]
+        log = stack.enter_context(EventLog(folder / EVENTS_FILE, listeners))
+        stack.enter_context(telling_reconnections(log))
+        try:
+            run_stages(config, grid, log, resumed=resumed)
+        except BaseException:
+            with suppress(Exception):  # what ended the run is what must be told
+                write_report(folder)
+            raise
+    write_report(folder)
+    write_model_card(folder)
+
+
+@contextmanager
+def telling_reconnections(log: EventLog) -> Iterator[None]:
+    """Write a warning when the SuperLink is reached again, which Flower does not tell otherwise."""
+
+    def tell(away_s: float) -> None:
+        if away_s >= AWAY_S:
+            log.emit("warning", message=f"the SuperLink was away for {away_s:.0f} s")
+
+    with told_reconnections(tell):
+        yield

@@ -1,0 +1,83 @@
+"""Replacement at a site for Flower's ``flwr-clientapp``: its own package, never a bundle's code.
+
+Flower's process unpacks the bundle that came with a run, imports it and runs it, with the site's
+data at hand. This one refuses a bundle that is not the installed package's, and answers with the
+installed package in any case: nothing that came over the wire is unpacked to disk or executed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from logging import INFO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flwr.common.logger import log
+from flwr.supercore.tls import validate_and_resolve_root_certificates
+from flwr.supernode.runtime import run_clientapp
+
+from fednas_flwr.deploy import flower_patches
+from fednas_flwr.deploy.bundle import check_bundle
+
+if TYPE_CHECKING:
+    from flwr.app import Context, Message
+    from flwr.supercore.superexec.executor.types import ExecutionSpec
+
+NAME = "fednas-message"  # that ``ps -o comm`` shows
+
+
+def answer(spec: ExecutionSpec) -> None:
+    """Answer one message, in a process that does nothing else.
+
+    Args:
+        spec: Where the SuperNode is, and by which token it hands out the message.
+
+    Raises:
+        AttributeError: This Flower has no such function to be replaced: better no answer than an
+            answer by the bundle's code.
+    """
+    Path("/proc/self/comm").write_text(NAME, encoding="ascii")
+    flower_patches.answer_with(_load_own_app, check_bundle)
+    flower_patches.finish_only_with_a_reply()
+    root, insecure = spec.root_certificates_path, spec.insecure
+    run_clientapp.run_clientapp(
+        runtime_api_address=spec.runtime_api_address,
+        token=spec.token,
+        insecure=insecure,
+        certificates=validate_and_resolve_root_certificates(root, insecure),
+        parent_pid=spec.parent_pid,
+        runtime_dependency_install=False,
+    )
+
+
+def _load_own_app(fab_id: str, fab_version: str, fab_hash: str) -> Callable[..., Message]:
+    """Return the installed app, whatever Flower was told to load."""
+    return _answer
+
+
+def _answer(message: Message, context: Context) -> Message:
+    """Return the reply; the site's log says what the process took to come so far, and then.
+
+    Without the ClientApp, which imports torch, where nothing is computed.
+    """
+    from fednas_flwr.deploy import sum_app
+
+    action, begun = message.metadata.message_type, time.monotonic()
+    log(INFO, "%s: begun %.2f s after the start of its process", action, _age_s())
+    if sum_app.answers(message, context):
+        reply = sum_app.answer_sum_message(message, context)
+    else:
+        from fednas_flwr.deploy.client_app import app
+
+        reply = app(message, context)
+    seconds, cpu = time.monotonic() - begun, time.process_time()
+    log(INFO, "%s: answered within %.2f s, after %.2f s of CPU in all", action, seconds, cpu)
+    return reply
+
+
+def _age_s() -> float:
+    """Return the seconds since Linux has started this process."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")

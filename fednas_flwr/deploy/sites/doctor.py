@@ -1,0 +1,304 @@
+"""``fednas doctor``: faults of a machine of a deployment, and their remedies.
+
+Works on a folder that ``provision`` wrote, of the server or of a site, and changes nothing. A check
+returns what it found, or raises :class:`Trouble` with what to do. Main function: :func:`examine`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import fednas_flwr
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.deploy import flower_patches
+from fednas_flwr.deploy.sites import links
+from fednas_flwr.deploy.sites.links import Trouble
+from fednas_flwr.deploy.sites.provision import SERVER_FILE, SITE_FILE
+
+LEAST_FREE_GB, SCARCE_FREE_GB = 0.5, 5.0
+_ANY_RUN = ("runtime=deployment", "runtime.superlink=server", "partition=sites", "clients=1")
+NODE_KEY = Path("state") / "node.key"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check.
+
+    Args:
+        name: Of the check.
+        text: What was found; if something is broken, with what to do.
+        broken: Whether the machine cannot do its work so.
+    """
+
+    name: str
+    text: str
+    broken: bool
+
+
+def examine(folder: Path) -> list[Finding]:
+    """Return the findings on a machine's folder.
+
+    Raises:
+        ConfigError: ``provision`` did not write this folder.
+    """
+    if (folder / SITE_FILE).is_file():
+        settings = read_settings(folder / SITE_FILE)
+        checks = _SITE
+    elif (folder / SERVER_FILE).is_file():
+        settings = read_settings(folder / SERVER_FILE)
+        checks = _SERVER
+    else:
+        raise ConfigError(
+            f"{folder} has no {SITE_FILE} or {SERVER_FILE}: give a folder of `fednas provision`."
+        )
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            findings.append(Finding(name, check(folder, settings), broken=False))
+        except KeyError as error:
+            findings.append(Finding(name, f"{error.args[0]} is not set in the settings", True))
+        except (Trouble, ConfigError, OSError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            same = [finding.name for finding in findings if finding.text == text]
+            findings.append(Finding(name, f"see {same[0]}" if same else text, broken=True))
+    return findings
+
+
+def read_settings(path: Path) -> dict[str, str]:
+    """Return the settings of a file of ``KEY=value`` lines, as the shell reads it.
+
+    Raises:
+        ConfigError: A line is not of that form.
+    """
+    settings = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            words = ["", ""]
+        if words:
+            key, is_setting, value = words[0].partition("=")
+            if len(words) > 1 or not is_setting:
+                raise ConfigError(f"{path}, line {number} is not KEY=value: {line!r}.")
+            settings[key] = value
+    return settings
+
+
+Settings = Mapping[str, str]
+
+
+def _versions(folder: Path, settings: Settings) -> str:
+    """Return the versions that must agree between server and sites."""
+    flwr = importlib.metadata.version("flwr")
+    if flwr.rpartition(".")[0] not in flower_patches.VERSIONS:
+        raise Trouble(
+            f"flwr {flwr} is installed: install fednas_flwr anew, which needs "
+            f"{' or '.join(f'{version}.x' for version in flower_patches.VERSIONS)}."
+        )
+    torch = importlib.metadata.version("torch")
+    return (
+        f"fednas_flwr {fednas_flwr.__version__}, flwr {flwr}, torch {torch}, Python "
+        f"{platform.python_version()}"
+    )
+
+
+def _disk(folder: Path, settings: Settings) -> str:
+    """Return how much room there is for the state; all else may be read-only."""
+    state = (folder / "state").resolve()
+    free_gb = shutil.disk_usage(state).free / 1e9
+    if free_gb < LEAST_FREE_GB:
+        raise Trouble(f"{free_gb:.1f} GB free on {state}: make room.")
+    if not os.access(state, os.W_OK):
+        raise Trouble(f"{state} cannot be written: give it to the user that runs this.")
+    scarce = "; soon too little" if free_gb < SCARCE_FREE_GB else ""
+    return f"{free_gb:.0f} GB free{scarce}"
+
+
+def _secrets(folder: Path, settings: Settings) -> str:
+    """Return that no secret can be read by other users."""
+    secrets = [folder / "server.key", folder / "signing.key", *(folder / "state").glob("*.key")]
+    secrets += [folder / NODE_KEY, *(folder / "state").glob("*.secret")]
+    found = [path for path in secrets if path.is_file()]
+    for path in found:
+        if path.stat().st_mode & 0o077:
+            raise Trouble(f"{path} can be read by other users: chmod 600 {path}.")
+    return f"{len(set(found))} files, readable by this user only"
+
+
+def _server_certificate(folder: Path, settings: Settings) -> str:
+    """Return for how long the certificate is good."""
+    return links.describe_certificate(folder)
+
+
+def _server_port(folder: Path, settings: Settings) -> str:
+    """Return whether a SuperLink answers, or the port is free for one."""
+    port = _port(settings)
+    if not links.is_open("127.0.0.1", port):
+        return f"{port} is free; the server is not running"
+    links.ask_date("127.0.0.1", port, folder / "ca.crt")
+    return f"a SuperLink answers on {port}"
+
+
+def _site_server(folder: Path, settings: Settings) -> str:
+    """Return that the server is reached and is the one that the authority names."""
+    host, port = _superlink(settings)
+    links.shake_hands(host, port, folder / "ca.crt")
+    return f"{host}:{port} is reached, and its certificate is good"
+
+
+def _site_clock(folder: Path, settings: Settings) -> str:
+    """Return that Flower will accept this machine's signatures: it refuses clocks that are off."""
+    skew_s = links.clock_skew_s(*_superlink(settings), folder / "ca.crt")
+    if not -links.LARGEST_LAG_S < skew_s < links.LARGEST_LEAD_S:
+        side = "ahead of" if skew_s > 0 else "behind"
+        raise Trouble(
+            f"this clock is {abs(skew_s):.0f} s {side} the server's, which refuses it therefore: "
+            "synchronise both by NTP."
+        )
+    return "agrees with the server's" if abs(skew_s) < 2 else f"{skew_s:+.0f} s off the server's"
+
+
+def _site_key(folder: Path, settings: Settings) -> str:
+    """Return that the server knows the node's key."""
+    key = folder / NODE_KEY
+    if not key.is_file():
+        raise Trouble(f"there is no {key}: make it by `fednas key {key}`.")
+    host, port = _superlink(settings)
+    if not links.is_registered(host, port, folder / "ca.crt", key):
+        raise Trouble(
+            f"the server does not know the key {key}.pub, or has revoked it: send that file to "
+            "the server's operator, who registers it."
+        )
+    return "registered at the server"
+
+
+def _site_data(folder: Path, settings: Settings) -> str:
+    """Return that policy and data settings are right and the data can be read."""
+    from fednas_flwr.data.readers import site_dataset
+    from fednas_flwr.privacy.policy_file import load_policy
+
+    site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
+    policy = load_policy(folder / "policy.yaml")
+    if settings["DATA_SET"] not in policy.data_sets:
+        raise Trouble(
+            f"DATA_SET={settings['DATA_SET']} is not in policy.yaml, which has "
+            f"{', '.join(policy.data_sets)}: set it to one of these."
+        )
+    if not settings["DATA_PATH"]:
+        raise Trouble(f"DATA_PATH is empty: set it in {folder / SITE_FILE}.")
+    data = Path(settings["DATA_PATH"])
+    if not data.is_absolute() or not data.exists() or not os.access(data, os.R_OK):
+        raise Trouble(f"DATA_PATH={data} is not an absolute path that this user can read.")
+    return f"{data} is readable, policy and settings are in order"
+
+
+def _site_records(folder: Path, settings: Settings) -> str:
+    """Describe the records and the share left out; refuse data that no run can use."""
+    from fednas_flwr.client.making import check_public, check_unit
+    from fednas_flwr.data.loaders import make_client_data
+    from fednas_flwr.data.prepared import make_site_data
+    from fednas_flwr.data.readers import site_dataset
+    from fednas_flwr.data.summary import found
+    from fednas_flwr.pipeline.buildable import check_features
+    from fednas_flwr.privacy.policy_file import load_policy
+    from fednas_flwr.server.limits import MORE_RECORDS
+    from fednas_flwr.settings.configuration import parse_config
+    from fednas_flwr.settings.hydra_config import compose_tree
+    from fednas_flwr.settings.names import CLIENT, SPLITS
+
+    _site_data(folder, settings)
+    allowed = load_policy(folder / "policy.yaml").data_sets[settings["DATA_SET"]]
+    dataset = site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
+    config = parse_config(compose_tree([*_ANY_RUN, f"search_space={_space(dataset.name)}"]))
+    config = replace(config, dataset=dataset.at(settings["DATA_PATH"]))
+    prepared, (rows,) = make_site_data(config)
+    check_public(config, prepared)
+    check_unit(allowed.unit, prepared.train)
+    if not len(prepared.train):
+        raise Trouble("; ".join(["there is no record that can be read", *prepared.train.notes]))
+    key = folder / "state" / "split.key"
+    text = key.read_text() if key.exists() else "none yet"  # the first start makes it
+    parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
+    told = found(prepared)
+    try:
+        check_features(prepared, [parts])
+    except ConfigError as error:
+        if not prepared.train.schema:  # of images the settings decide, of a table single records
+            raise
+        told = [*told, f"{error}"]
+    if allowed.unit == CLIENT:
+        return "; ".join(["the site is protected as a whole", *told])
+    held = {split: getattr(parts, split).num_units for split in SPLITS}
+    number, declared = sum(held.values()), sum(allowed.records.values())
+    words = f"{number:,} {allowed.unit}s, {held['train']:,} of them to train on"
+    if number > MORE_RECORDS * declared:
+        raise Trouble(
+            f"{words}, but policy.yaml declares {declared:,}, and answers of more than "
+            f"{MORE_RECORDS:g} times as many may be refused: set records there to a round number "
+            "near them, and keep it."
+        )
+    few = [f"policy.yaml declares {declared:,}: more noise than need be"]
+    return "; ".join([words, *few * (number < declared / MORE_RECORDS), *told])
+
+
+def _space(data_set: str) -> str:
+    """Return a search space that takes a data set; which one a run has is its own affair."""
+    return "mlp_small" if data_set == "csv" else "darts_small"
+
+
+def _site_ledger(folder: Path, settings: Settings) -> str:
+    """Return how many rows the ledger has; looking at it never creates one."""
+    from fednas_flwr.privacy.books.ledger import Ledger
+
+    path, key = folder / "state" / "ledger" / "ledger.sqlite", folder / "state" / "ledger.key"
+    if not path.exists() and not key.exists():
+        return "none yet; the first run makes it"
+    with Ledger(path, key) as ledger:
+        return f"{ledger.verify()} rows, all intact"
+
+
+def _site_device(folder: Path, settings: Settings) -> str:
+    """Describe the device that training runs on."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    if settings["DEVICE"] == "cuda":
+        raise Trouble("DEVICE=cuda, but torch finds no GPU: see `nvidia-smi`, or set DEVICE=cpu.")
+    return f"no GPU, {os.cpu_count()} cores"
+
+
+_COMMON: dict[str, Callable[[Path, Settings], str]] = {
+    "versions": _versions,
+    "disk": _disk,
+    "secrets": _secrets,
+}
+_SERVER = _COMMON | {"certificate": _server_certificate, "port": _server_port}
+_SITE = _COMMON | {
+    "server": _site_server,
+    "clock": _site_clock,
+    "key": _site_key,
+    "data": _site_data,
+    "records": _site_records,
+    "ledger": _site_ledger,
+    "device": _site_device,
+}
+
+
+def _port(settings: Settings) -> int:
+    port = settings["PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise Trouble(f"PORT={port} is not a number from 1 to 65535: correct the settings.")
+    return int(port)
+
+
+def _superlink(settings: Settings) -> tuple[str, int]:
+    host, _, port = settings["SUPERLINK"].rpartition(":")
+    return host.strip("[]"), _port({"PORT": port})

@@ -1,0 +1,207 @@
+"""Checks that a machine of a deployment reaches another: TLS, clocks, registered keys, and why not.
+
+Flower's own messages name the symptom; these name the cause and what to do. Used by ``doctor``.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPSConnection
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
+
+TIMEOUT_S = 10.0
+LARGEST_LEAD_S, LARGEST_LAG_S = 4.0, 300.0  # of a node's clock; Flower's limits are 5 s and 305 s
+SOON_DAYS = 30
+# Numbers of OpenSSL's verification errors.
+_EXPIRED, _NOT_YET = 10, 9
+_WRONG_NAME = (62, 64)  # host name, IP address
+
+
+class Trouble(Exception):
+    """Something is broken; the message says what, and what to do."""
+
+
+def shake_hands(host: str, port: int, authority: Path) -> None:
+    """Make a TLS connection and close it.
+
+    Raises:
+        Trouble: Nothing listens there, or the handshake failed; the message names the cause.
+    """
+    context = _context(authority)
+    try:
+        with (
+            socket.create_connection((host, port), timeout=TIMEOUT_S) as connection,
+            context.wrap_socket(connection, server_hostname=host),
+        ):
+            pass
+    except ssl.SSLCertVerificationError as error:
+        raise Trouble(_certificate_trouble(error, host, port)) from error
+    except ssl.SSLError as error:
+        raise Trouble(
+            f"{host}:{port} does not speak TLS ({error.reason}): the server runs with --insecure, "
+            "or something else listens there; its operator must start the provisioned one."
+        ) from error
+    except OSError as error:
+        raise Trouble(
+            f"{host}:{port} cannot be reached ({error}): is the server running, is the address in "
+            "the settings right, do firewalls let this port through?"
+        ) from error
+
+
+def clock_skew_s(host: str, port: int, authority: Path) -> float:
+    """Return by how many seconds this clock is ahead of the server's, which tells whole seconds.
+
+    Raises:
+        Trouble: The server does not answer.
+    """
+    before = time.time()
+    date = ask_date(host, port, authority)
+    now = (before + time.time()) / 2
+    told = parsedate_to_datetime(date).timestamp()
+    return min(0.0, now - told) or max(0.0, now - told - 1)
+
+
+def ask_date(host: str, port: int, authority: Path) -> str:
+    """Return the Date header of the SuperLink's answer to a question for its health.
+
+    Raises:
+        Trouble: No SuperLink answers.
+    """
+    shake_hands(host, port, authority)  # whose errors are the plainer ones
+    connection = HTTPSConnection(host, port, timeout=TIMEOUT_S, context=_context(authority))
+    try:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        date = answer.getheader("Date")
+    except OSError as error:
+        raise Trouble(f"{host}:{port} does not answer ({error}): restart the server.") from error
+    finally:
+        connection.close()
+    if answer.status != 200 or date is None:
+        raise Trouble(f"what answers on {host}:{port} is no SuperLink: correct address or port.")
+    return date
+
+
+def is_registered(host: str, port: int, authority: Path, key: Path) -> bool:
+    """Return whether the SuperLink knows a node's key.
+
+    Asks to activate the node with a heartbeat that is never valid, which the SuperLink refuses
+    only after it has looked up the key: nothing changes, also for a node that is running.
+
+    Raises:
+        Trouble: The server cannot be asked, or the file holds no key.
+    """
+    import httpx
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+    from flwr.supercore.error import ApiErrorCode, FlowerError
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    try:
+        private = load_ssh_private_key(key.read_bytes(), password=None)
+    except ValueError as error:
+        raise Trouble(f"{key} holds no key ({error}): make a new one and register it.") from error
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        raise Trouble(f"{key} is not of a NIST curve: make a new one by `fednas key`.")
+    public = private.public_key()
+    shake_hands(host, port, authority)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with FleetHttpClient.from_server_address(
+        address,
+        False,
+        authority.read_bytes(),
+        interceptors=[NodeAuthHttpInterceptor(private, public)],
+    ) as client:
+        request = ActivateNodeRequest(
+            public_key=public_key_to_bytes(public), heartbeat_interval=-1.0
+        )
+        try:
+            client.ActivateNode(request)
+        except httpx.HTTPStatusError as error:
+            told = FlowerError.from_json(error.response.text)
+            if told is None:
+                raise Trouble(
+                    f"the server refuses the key {key} with status {error.response.status_code}: "
+                    "is this clock right?"
+                ) from error
+            return bool(told.code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL)
+        except httpx.TransportError as error:
+            raise Trouble(f"{address} does not answer ({error}): restart the server.") from error
+    return True
+
+
+def is_open(host: str, port: int) -> bool:
+    """Return whether anything listens on a port."""
+    try:
+        socket.create_connection((host, port), timeout=TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def describe_certificate(folder: Path) -> str:
+    """Return whom the certificate in a server's folder names, and for how long.
+
+    Raises:
+        Trouble: It is not valid now, or does not go with ``server.key`` or ``ca.crt``.
+    """
+    renew = "make a new one by `fednas provision`"
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
+        issuer = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+        key = load_pem_private_key((folder / "server.key").read_bytes(), password=None)
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise Trouble(f"server.crt is not of the authority ca.crt ({error}): {renew}.") from error
+    if key.public_key() != certificate.public_key():
+        raise Trouble(f"server.key does not belong to server.crt: {renew}.")
+    now = datetime.now(UTC)
+    if now < certificate.not_valid_before_utc:
+        raise Trouble(
+            f"server.crt is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M}: is this "
+            "clock right?"
+        )
+    days = (certificate.not_valid_after_utc - now).total_seconds() / 86400
+    if days < 0:
+        raise Trouble(f"server.crt expired {-days:.0f} days ago: {renew}.")
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    shown = ", ".join(str(name.value) for name in names)
+    soon = f"; {renew} soon" if days < SOON_DAYS else ""
+    return f"for {shown}, valid {days:.0f} more days{soon}"
+
+
+def _context(authority: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(authority))
+    except (OSError, ssl.SSLError) as error:
+        raise Trouble(
+            f"{authority} is no certificate ({error}): take it from the operator."
+        ) from error
+
+
+def _certificate_trouble(error: ssl.SSLCertVerificationError, host: str, port: int) -> str:
+    """Explain a failed verification."""
+    where = f"the certificate of {host}:{port}"
+    if error.verify_code == _EXPIRED:
+        return f"{where} has expired: its operator makes a new one by `fednas provision`."
+    if error.verify_code == _NOT_YET:
+        return f"{where} is not valid yet: is this machine's clock right?"
+    if error.verify_code in _WRONG_NAME:
+        return (
+            f"{where} does not name {host}: use an address that it names, or its operator adds "
+            "this one to server.addresses of sites.yaml and provisions again."
+        )
+    return (
+        f"{where} is not from the authority in ca.crt: this is another server, or ca.crt is not "
+        "the one that its operator sent."
+    )

@@ -1,0 +1,129 @@
+"""Flower's SuperLink, except that only its own machine can command it.
+
+``python -m fednas_flwr.deploy.sites.superlink`` takes the arguments of ``flower-superlink``. Flower
+1.41 serves three interfaces on one port. Fleet is for nodes, which prove who they are by registered
+keys. Runtime is for executors, which prove it by ``--superexec-auth-secret-file``, if it is given.
+Control asks nobody: whoever reaches the port could register a key or start a run. Here it answers
+loopback alone, as does Runtime without a secret. Whoever is refused, also by a TLS handshake that
+fails, is one line of the log. A node that has been away is let in again only after
+server apps had time to miss it, so that what it had taken and lost is not waited for.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+from collections.abc import Callable
+from logging import WARNING
+from typing import Any
+
+import uvicorn
+from flwr.common.logger import log
+from flwr.server.superlink.linkstate import InMemoryLinkState, SqlLinkState
+from flwr.superlink.cli import flower_superlink
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fednas_flwr.deploy import flower_patches
+
+FLEET, RUNTIME, HEALTH = "/v1/fleet/", "/v1/runtime/", "/health"
+AWAY_S = 5.0  # server apps ask for replies many times within this
+REFUSAL = "only the server's own machine may ask this\n"
+_ALERT, _HEADER = 21, 256  # kinds of TLS record that OpenSSL tells of
+_REASONS = {
+    42: "our certificate does not name the address that it used",
+    45: "our certificate has expired",
+    48: "it trusts another authority's ca.crt",
+}
+
+
+class Guard:
+    """ASGI middleware that refuses what other machines must not ask, and logs who is refused.
+
+    Args:
+        app: The SuperLink.
+        for_all: Beginnings of the paths that other machines may ask.
+    """
+
+    def __init__(self, app: ASGIApp, for_all: tuple[str, ...]) -> None:  # noqa: D107
+        self.app, self.for_all = app, for_all
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        path, peer = str(scope["path"]), str((scope.get("client") or ("unknown", 0))[0])
+
+        async def send_and_log(message: Message) -> None:
+            if message["type"] == "http.response.start" and path.startswith(FLEET):
+                _log_refusal(path, peer, message["status"])
+            await send(message)
+
+        if path.startswith(self.for_all) or is_loopback(peer):
+            await self.app(scope, receive, send_and_log)
+        else:
+            log(WARNING, "refused %s: %s is for the server's own machine.", peer, path)
+            refusal = PlainTextResponse(REFUSAL, 403)
+            await refusal(scope, receive, send)
+
+
+def paths_for_all(app: Starlette) -> tuple[str, ...]:
+    """Return the beginnings of those paths of a SuperLink that ask callers who they are."""
+    has_secret = getattr(app.state, "superexec_auth_secret", None) is not None
+    return (FLEET, HEALTH, RUNTIME) if has_secret else (FLEET, HEALTH)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is this machine's own, as ``127.0.0.1`` or ``::1`` are."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
+
+
+def _log_refusal(path: str, peer: str, status: int) -> None:
+    """Explain an error in an answer to the node."""
+    if status == 401:
+        reason = "its key was revoked, or its clock is more than 5 s ahead or 5 min behind"
+    elif path.endswith("/activate-node") and status >= 400:
+        reason = "its key is not registered, or another node uses it now"
+    else:
+        return
+    log(WARNING, "refused the node at %s: %s.", peer, reason)
+
+
+def _context(config: uvicorn.Config, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    """Return uvicorn's TLS context, which alone knows why a handshake fails, made to log it."""
+    context = default()
+    context._msg_callback = _log_handshake  # type: ignore[attr-defined]
+    return context
+
+
+def _log_handshake(
+    connection: object, direction: str, version: object, content: int, message: int, data: bytes
+) -> None:
+    """Log why a node broke off; a record's header that no TLS begins with is plain HTTP."""
+    if direction == "read" and content == _ALERT and int(message) in _REASONS:
+        log(WARNING, "a node broke off the TLS handshake: %s.", _REASONS[int(message)])
+    elif direction == "read" and content == _HEADER and data[:5].isascii() and data[:4].isalpha():
+        log(WARNING, "refused a connection without TLS: it was started with --insecure.")
+
+
+def main() -> None:
+    """Run ``flower-superlink`` behind the guard; whoever comes back is missed first."""
+
+    def serve(run: Callable[..., None], *, app: Starlette, **settings: Any) -> None:
+        run(Guard(app, paths_for_all(app)), ssl_context_factory=_context, **settings)
+
+    flower_patches.guard_superlink(serve)
+    for state in (SqlLinkState, InMemoryLinkState):
+        flower_patches.let_be_missed(state, AWAY_S)
+    flower_superlink()
+
+
+if __name__ == "__main__":
+    main()

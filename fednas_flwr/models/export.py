@@ -1,0 +1,220 @@
+"""A trained model as files that need nothing else: safetensors, and ONNX checked by use.
+
+Both take raw records. The safetensors file holds the network's tensors and, as JSON metadata, what
+it is built from and what its inputs are; the ONNX file holds normalisation, categories, classes and
+softmax as operators.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fednas_flwr.base.files import replacing
+from fednas_flwr.data.schema import CATEGORY, Column, Inputs, feature_names
+from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, THRESHOLD, Model
+
+ONNX_FILE = "model.onnx"
+INPUTS_KEY = "fednas_inputs"
+TOLERANCE = 1e-4  # of probabilities, absolute; float32 kernels differ by their order of sums
+OPSETS = {"": 17, "ai.onnx.ml": 3}
+
+
+def export_safetensors(model: Model, folder: Path) -> Path:
+    """Write all tensors of the network and, as metadata, its description and its inputs."""
+    path = folder / MODEL_FILE
+    state = model.network.state_dict()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    # One entry: safetensors writes several in an order that changes from process to process.
+    about = {"network": model.description, "inputs": json.loads(model.inputs.to_json())}
+    metadata = {METADATA_KEY: json.dumps(about)}
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata=metadata)
+    return path
+
+
+def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
+    """Write the model as ONNX with a free batch size, and run it.
+
+    Images are one input ``images``, uint8 ``[N, C, H, W]``. A table has one input ``[N, 1]`` per
+    column, of its name: numbers as float32, NaN where missing, dates as float32 days since 1970,
+    categories as text, empty where missing. Outputs are ``label``, a text ``[N]``, and
+    ``probabilities``, float32 ``[N, classes]``. Where a record can have several labels, ``labels``,
+    int64 ``[N, L]`` of 0 and 1 in the order of the metadata's ``class_names``, is in the place of
+    ``label``.
+
+    torch's older exporter is used on purpose: it takes a second where the newer takes half a
+    minute on a small network, and these networks have no control flow.
+
+    Returns:
+        The file, and the largest difference of onnxruntime's probabilities from torch's over 4
+        random records.
+
+    Raises:
+        RuntimeError: The probabilities differ by more than rounding.
+    """
+    import onnxruntime
+
+    path = folder / ONNX_FILE
+    model = model.cpu().eval()
+    inputs, example = model.inputs, _examples(model.inputs)
+    with replacing(path) as temporary:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter announces its age and constant shapes
+            torch.onnx.export(
+                model,
+                (example[:2],),
+                str(temporary),
+                dynamo=False,
+                opset_version=OPSETS[""],
+                input_names=["features" if inputs.is_table else "images"],
+                output_names=["probabilities"],
+                dynamic_axes={
+                    "features" if inputs.is_table else "images": {0: "batch"},
+                    "probabilities": {0: "batch"},
+                },
+            )
+        graph = onnx.load(str(temporary))
+        _add_columns(graph, inputs)
+        _add_label(graph, inputs)
+        graph.opset_import.append(helper.make_opsetid("ai.onnx.ml", OPSETS["ai.onnx.ml"]))
+        metadata = {INPUTS_KEY: inputs.to_json(), "class_names": json.dumps(inputs.class_names)}
+        helper.set_model_props(graph, metadata)
+        onnx.checker.check_model(graph)
+        onnx.save(graph, str(temporary))
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        session = onnxruntime.InferenceSession(str(temporary), options)
+        (answer,) = session.run(["probabilities"], onnx_inputs(example, inputs))
+        with torch.no_grad():
+            expected = model(example)
+        difference = float((torch.from_numpy(answer) - expected).abs().max())
+        if not difference <= TOLERANCE:
+            raise RuntimeError(f"ONNX differs from torch by {difference}; not exported.")
+    return path, difference
+
+
+def onnx_inputs(x: Tensor, inputs: Inputs) -> dict[str, np.ndarray]:
+    """The inputs of the ONNX file for raw records as :meth:`Model.forward` takes them."""
+    if not inputs.is_table:
+        return {"images": x.numpy()}
+    values = dict(zip(feature_names(inputs.schema), x.numpy().T, strict=True))
+    return {column.name: _onnx_column(values, column)[:, None] for column in inputs.schema}
+
+
+def _onnx_column(features: dict[str, np.ndarray], column: Column) -> np.ndarray:
+    if column.kind != CATEGORY:
+        return np.asarray(features[column.name], dtype=np.float32)
+    number = len(next(iter(features.values())))
+    texts = np.array([""] * number, dtype=object)
+    for value in column.categories:
+        texts[features[f"{column.name}={value}"] == 1] = value
+    return texts
+
+
+def _examples(inputs: Inputs) -> Tensor:
+    """Return 4 random raw records; of a table some numbers and categories are missing."""
+    generator = torch.Generator().manual_seed(0)
+    if not inputs.is_table:
+        return torch.randint(0, 256, (4, *inputs.shape), generator=generator, dtype=torch.uint8)
+    values: dict[str, Tensor] = {}
+    positions = iter(zip(inputs.mean, inputs.std, strict=True))
+    for column in (c for c in inputs.schema if c.kind != CATEGORY):
+        mean, std = next(positions)
+        values[column.name] = mean + std * torch.randn(4, generator=generator)
+        values[column.name][3] = torch.nan
+    for column in (c for c in inputs.schema if c.indicator):
+        values[f"{column.name} is missing"] = values[column.name].isnan().float()
+    for column in (c for c in inputs.schema if c.kind == CATEGORY):
+        chosen = torch.randint(0, len(column.categories) + 1, (4,), generator=generator)
+        for i, value in enumerate(column.categories):
+            values[f"{column.name}={value}"] = (chosen == i).float()
+    return torch.stack(list(values.values()), dim=1)
+
+
+def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
+    """Put one input per column in the place of a table's features."""
+    if not inputs.is_table:
+        return
+    graph = model.graph
+    numbers, indicators, categories = [], [], []
+    nodes, columns, constants = [], [], []
+    for i, column in enumerate(inputs.schema):
+        is_text = column.kind == CATEGORY
+        kind = TensorProto.STRING if is_text else TensorProto.FLOAT
+        columns.append(helper.make_tensor_value_info(column.name, kind, ["batch", 1]))
+        if not is_text:
+            numbers.append(column.name)
+        elif column.categories:
+            # an unknown or missing text has zeros everywhere
+            nodes.append(
+                helper.make_node(
+                    "OneHotEncoder",
+                    [column.name],
+                    [f"encoded_{i}"],
+                    domain="ai.onnx.ml",
+                    cats_strings=list(column.categories),
+                    zeros=1,
+                )
+            )
+            shape = numpy_helper.from_array(
+                np.array([-1, len(column.categories)], dtype=np.int64), f"shape_{i}"
+            )
+            constants.append(shape)
+            nodes.append(
+                helper.make_node("Reshape", [f"encoded_{i}", f"shape_{i}"], [f"one_hot_{i}"])
+            )
+            categories.append(f"one_hot_{i}")
+        if column.indicator:
+            nodes.append(helper.make_node("IsNaN", [column.name], [f"is_nan_{i}"]))
+            nodes.append(
+                helper.make_node("Cast", [f"is_nan_{i}"], [f"indicator_{i}"], to=TensorProto.FLOAT)
+            )
+            indicators.append(f"indicator_{i}")
+    parts = [*numbers, *indicators, *categories]
+    nodes.append(helper.make_node("Concat", parts, ["features"], axis=1))
+    old = list(graph.node)
+    del graph.node[:], graph.input[:]
+    graph.input.extend(columns)
+    graph.initializer.extend(constants)
+    graph.node.extend([*nodes, *old])
+
+
+def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
+    """Add the name of the most probable class, or which labels there are, as the first output."""
+    graph = model.graph
+    names = list(inputs.class_names)
+    if inputs.multi_label:
+        threshold = numpy_helper.from_array(np.array(THRESHOLD, dtype=np.float32), "threshold")
+        graph.initializer.append(threshold)
+        graph.node.extend(
+            [
+                helper.make_node("GreaterOrEqual", ["probabilities", "threshold"], ["reached"]),
+                helper.make_node("Cast", ["reached"], ["labels"], to=TensorProto.INT64),
+            ]
+        )
+        labels = helper.make_tensor_value_info("labels", TensorProto.INT64, ["batch", len(names)])
+        graph.output.insert(0, labels)
+        return
+    graph.node.append(
+        helper.make_node("ArgMax", ["probabilities"], ["class_index"], axis=1, keepdims=0)
+    )
+    graph.node.append(
+        helper.make_node(
+            "LabelEncoder",
+            ["class_index"],
+            ["label"],
+            domain="ai.onnx.ml",
+            keys_int64s=list(range(len(names))),
+            values_strings=names,
+        )
+    )
+    graph.output.insert(0, helper.make_tensor_value_info("label", TensorProto.STRING, ["batch"]))

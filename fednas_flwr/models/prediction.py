@@ -1,0 +1,224 @@
+"""A trained model that takes what the user has: normalisation, classes and softmax are inside.
+
+:class:`Model` is what a run exports. ``predict`` takes arrays, DataFrames and files;
+``forward`` tensors, for those who build on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.foreign import load_json
+from fednas_flwr.data.raw import Label, names_of, read_raw
+from fednas_flwr.data.scattering import Scattering
+from fednas_flwr.data.schema import Inputs, normalised
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
+
+MODEL_FILE = "model.safetensors"
+METADATA_KEY = "fednas_model"  # in that file, what it is built from and what its inputs are
+BATCH_SIZE = 256
+THRESHOLD = 0.5  # probability from which a record has a label, of several
+
+Progress = Callable[[int, int], None]  # told how many records are done, and of how many
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions of a model for records.
+
+    Attributes:
+        class_names: One name per column of ``probabilities``.
+        names: One per record: a file's path, or the row's number from 0.
+        probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels.
+        truth: The class that the data names for each record, or its labels; None where it does not.
+        multi_label: Whether a record can have several labels; then a class is a label.
+    """
+
+    class_names: tuple[str, ...]
+    names: tuple[str, ...]
+    probabilities: np.ndarray
+    truth: tuple[Label, ...] | None = None
+    multi_label: bool = False
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.names)
+
+    @property
+    def labels(self) -> Sequence[Label]:
+        """The most probable class of each record; of several labels those from 1/2 on."""
+        if self.multi_label:
+            return names_of(self.probabilities >= THRESHOLD, self.class_names)
+        chosen = CLASSIFICATION.predictions(torch.from_numpy(self.probabilities))
+        return [self.class_names[i] for i in chosen.tolist()]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of records whose label is that of the data, in [0, 1]; None where it has none.
+
+        Of several labels the mean share of labels that are told right.
+        """
+        if self.truth is None or not self.truth:
+            return None
+        if self.multi_label:
+            wrong = sum(len(set(a) ^ set(b)) for a, b in zip(self.labels, self.truth, strict=True))
+            return 1 - wrong / self.probabilities.size
+        pairs = zip(self.labels, self.truth, strict=True)
+        return sum(label == true for label, true in pairs) / len(self)
+
+    def table(self) -> Any:
+        """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.
+
+        With a column ``truth`` where the data names the class of each record. Several labels are
+        ``labels``, with semicolons between them.
+        """
+        import pandas as pd
+
+        told = "labels" if self.multi_label else "label"
+        columns: dict[str, Any] = {"record": self.names, told: self.labels}
+        if self.truth is not None:
+            columns["truth"] = self.truth
+        for name in [name for name in (told, "truth") if self.multi_label and name in columns]:
+            columns[name] = [";".join(own) for own in columns[name]]
+        shares = {
+            f"probability of {n}": p
+            for n, p in zip(self.class_names, self.probabilities.T, strict=True)
+        }
+        return pd.DataFrame({**columns, **shares})
+
+
+class Model(nn.Module):
+    """A trained network and all that it needs to know of raw records.
+
+    Args:
+        network: Takes normalised records, returns logits; put into evaluation mode.
+        inputs: What raw records are.
+        description: What the network is built from.
+
+    Attributes:
+        network: As the argument.
+        inputs: As the argument.
+        description: As the argument.
+        transform: Turns images into the network's features; None where it takes the images.
+    """
+
+    def __init__(
+        self, network: nn.Module, inputs: Inputs, description: Mapping[str, Any] | None = None
+    ) -> None:
+        """Put the network into evaluation mode."""
+        super().__init__()
+        self.network = network
+        self.inputs = inputs
+        self.description = dict(description or {})
+        self.transform: Scattering | None = None
+        if inputs.scattering:
+            scales, angles = inputs.scattering
+            self.transform = Scattering(inputs.shape, scales=scales, angles=angles)
+        self.eval()
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """One name per class or label, in the order of the probabilities."""
+        return self.inputs.class_names
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one record as the network takes it."""
+        return self.inputs.shape if self.transform is None else self.transform.output_shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return probabilities ``[N, classes]``: softmax, or sigmoid of each of several labels.
+
+        Args:
+            x: uint8 ``[N, C, H, W]`` from 0 to 255 or float from 0 to 1; of a table float32
+                ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.schema.feature_names`.
+        """
+        return Objective(multi_label=self.inputs.multi_label).probabilities(self.logits(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
+        if self.transform is not None:
+            x = self.transform(x if x.is_floating_point() else x.float() / 255)
+        logits: Tensor = self.network(normalised(x, self.inputs.mean, self.inputs.std))
+        return logits
+
+    @torch.no_grad()
+    def predict(
+        self, data: Any, *, batch_size: int = BATCH_SIZE, progress: Progress | None = None
+    ) -> Predictions:
+        """Return the labels and probabilities of raw data.
+
+        Args:
+            data: Images or a table, in memory or as a path: see
+                :func:`~fednas_flwr.data.raw.read_raw`.
+            batch_size: Records that are computed together, at least 1.
+            progress: Told after each batch how many records are done, and of how many.
+
+        Raises:
+            ConfigError: The data is not what the model takes.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1.")
+        raw = read_raw(data, self.inputs)
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        self.eval()
+        found: list[Tensor] = [torch.zeros(0, len(self.class_names))]
+        done = 0
+        for x in raw.batches(batch_size):
+            found.append(self(x.to(device)).float().cpu())
+            done += len(x)
+            if progress is not None:
+                progress(done, len(raw))
+        probabilities = torch.cat(found).numpy()
+        truth = None if raw.labels is None else tuple(raw.labels)
+        names, several = tuple(raw.names), self.inputs.multi_label
+        return Predictions(self.class_names, names, probabilities, truth, several)
+
+
+def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module]) -> Model:
+    """Return the model in a file, on the CPU; the file is tensors and JSON, nothing is executed.
+
+    Args:
+        path: What :func:`~fednas_flwr.models.export.export_safetensors` wrote.
+        make_network: Builds the network of a description.
+
+    Raises:
+        ConfigError: There is no such file, or its metadata do not say what it holds.
+    """
+    description, inputs = read_metadata(path)
+    network = make_network(description)
+    network.load_state_dict(load_file(path))
+    return Model(network, inputs, description)
+
+
+def read_metadata(path: Path) -> tuple[dict[str, Any], Inputs]:
+    """Read the description of the network in a file, and of its inputs.
+
+    Raises:
+        ConfigError: As :func:`read_model`.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: the run has not reached its export.")
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    if METADATA_KEY not in metadata:
+        raise ConfigError(
+            f"{path} lacks {METADATA_KEY} in its metadata: it is of another version; export it "
+            "anew, by fednas run resume=<run folder>."
+        )
+    try:
+        about = load_json(metadata[METADATA_KEY])
+        return about["network"], Inputs.from_json(json.dumps(about["inputs"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"the metadata of {path} cannot be read: {error}.") from error

@@ -1,0 +1,188 @@
+"""``evaluation.baselines=2``: what a search was worth, by other networks that are trained alike.
+
+Each is a run in ``baselines/<name>/`` of the run's folder, with the same clients, records,
+retraining and privacy. Simulated sites have a ledger of their own in each: all of the epsilon goes
+into training, as real sites could not give it once more. These pay for them by
+``privacy.baseline_share``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fednas_flwr.base.foreign import read_yaml
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.models.networks import described_space, load_description
+from fednas_flwr.pipeline.buildable import pools_records
+from fednas_flwr.pipeline.schedule import paying
+from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, read_run
+from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
+from fednas_flwr.search.data_free_scores import trusted_scores
+from fednas_flwr.settings import (
+    AlgorithmSettings,
+    Config,
+    DifferentialPrivacy,
+    conf_folder,
+    with_runtime,
+)
+from fednas_flwr.settings.incompatible import has_real_sites
+from fednas_flwr.settings.names import BATCH, LINEAR
+from fednas_flwr.settings.network_settings import CellSpace, Retrain
+from fednas_flwr.settings.optimizers import RESNETS, Configuration
+from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.registry import algorithm_of, algorithms
+from fednas_flwr.spaces.flops import count_multiply_adds
+from fednas_flwr.spaces.genotype import save_genotype
+
+AFFORDED = 2  # random networks, where nobody says how many
+FURTHER = 3  # baselines beside the random ones, at most
+ADDED = 0.5  # share of a run's time that baselines may add by default
+WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
+STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
+DATA_FREE = "experiment/search/data_free.yaml"  # settings of the data-free choice, in conf/
+
+
+def prepare_baselines(config: Config) -> list[Path]:
+    """Return a run folder for every baseline, made where it is missing.
+
+    They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, the
+    choice of ``experiment=search/data_free``, unless the run's algorithm is ``zero_cost``;
+    ``linear``, a linear model, unless the run fits one to pooled records; and for images
+    ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that the
+    search has found are taken over.
+
+    Args:
+        config: Of a finished run that has exported a searched network.
+    """
+    folders = []
+    chosen = list(_baselines(config))
+    for name, baseline in chosen:
+        folder = Path(str(config.run_dir)) / BASELINES_FOLDER / name
+        if not (folder / CONFIG_FILE).is_file():
+            own = _of_share(baseline, len(chosen))
+            create_run_folder(replace(own, run_dir=str(folder)))
+        folders.append(folder)
+    return folders
+
+
+def num_random(config: Config) -> int:
+    """Return with how many random networks a finished run is compared; 0 without baselines."""
+    if config.evaluation.baselines is not None:
+        return config.evaluation.baselines
+    return 0 if has_real_sites(config) else affordable(Path(str(config.run_dir)))
+
+
+def affordable(folder: Path) -> int:
+    """Return how many random networks a finished run is compared with unless it says so itself.
+
+    Two where all baselines add less than half to its time, which must be over a minute; each takes
+    about as long as all of the run but its search, to which the data-free choice adds its scores. A
+    run that has begun with baselines goes on with them.
+    """
+    if (folder / BASELINES_FOLDER).is_dir():
+        return AFFORDED
+    seconds = read_run(folder).stage_seconds()
+    whole, each = sum(seconds.values()), sum(seconds.get(stage, 0.0) for stage in STAGES)
+    cheap = (AFFORDED + FURTHER) * each < ADDED * whole
+    return AFFORDED if cheap and whole > WORTH_S else 0
+
+
+def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield names and configurations; genotypes lie in the folders to be."""
+    folder, number = Path(str(config.run_dir)), num_random(config)
+    if not number:
+        return
+    description = load_description(folder)
+    derived = read_run(folder).last("derived") or {}
+    found = _with_found(config, derived)
+    privacy = config.privacy
+    if isinstance(privacy, DifferentialPrivacy):  # the run's own ledgers pay for no baseline
+        privacy = replace(privacy, sites=None)
+    evaluation = replace(config.evaluation, baselines=0)
+    config = replace(config, evaluation=evaluation, retrain=found, privacy=privacy)
+    config = with_runtime(config, time_limit=None)
+    space, _ = described_space(description)
+    for index in range(1, number + 1):
+        name = f"random_{index}"
+        file = folder / BASELINES_FOLDER / name / GENOTYPE_FILE
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            generator = make_generator(config.seed, "baselines", index)
+            save_genotype(file, space.random_genotype(generator))
+        yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
+    if algorithm_of(config).trains is not None:
+        yield "data_free", _data_free(config)
+    if not pools_records(config):  # which gives a linear model, too
+        yield LINEAR, replace(config, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
+    shape = tuple(description["input_shape"])
+    if len(shape) == 3:
+        name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])
+        yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
+
+
+def _data_free(config: Config) -> Config:
+    """Return the configuration of the data-free choice.
+
+    As ``experiment=search/data_free``, also by its small networks, in spaces of cells that the
+    scores rank; in others by ``zero_cost`` alone.
+    """
+    settings, space = _shipped_settings(DATA_FREE), config.search_space
+    scored, changed = {"draws": settings["algorithm"]["draws"]}, {}
+    if isinstance(space, CellSpace) and trusted_scores(space.name):
+        scored, changed = settings["algorithm"], settings["search_space"]
+    return replace(
+        config,
+        algorithm=_shipped("zero_cost", **scored),
+        search_space=replace(space, **changed),
+        rounds=settings["rounds"],
+    )
+
+
+def _of_share(config: Config, number: int) -> Config:
+    """Return a baseline's configuration, with its share of epsilon where sites pay."""
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy) or privacy.baseline_share is None:
+        return config
+    part = privacy.epsilon * privacy.baseline_share / number
+    return replace(config, privacy=paying(config, part))
+
+
+def _with_found(config: Config, derived: Event) -> Retrain:
+    """Return retraining's settings with the hyper-parameters that the search has found."""
+    if not derived.get("configuration"):
+        return config.retrain
+    found = parse(Configuration, derived["configuration"], key="configuration")
+    weights = found.annealed(config.retrain.weights)
+    return replace(config.retrain, weights=weights, drop_path_prob=found.dropout)
+
+
+def _shipped(name: str, **changed: object) -> AlgorithmSettings:
+    """Return the settings that ``algorithm=<name>`` has by default, some of them changed."""
+    settings = {**_shipped_settings(f"algorithm/{name}.yaml"), **changed}
+    parsed: AlgorithmSettings = parse(algorithms()[name].settings, settings, key="algorithm")
+    return parsed
+
+
+def _shipped_settings(file: str) -> dict[str, Any]:
+    """Return the settings of one file of ``conf/``."""
+    settings: dict[str, Any] = read_yaml(conf_folder() / file, file)
+    return settings
+
+
+def _nearest_resnet(shape: tuple[int, ...], num_classes: int, wanted: int) -> str:
+    """Return the name of the ResNet-8 whose multiply-adds are nearest, by their ratio."""
+
+    def distance(name: str) -> float:
+        with torch.device("meta"):
+            other = FIXED_NETWORKS[name](shape, num_classes, norm=BATCH)
+        return abs(math.log(count_multiply_adds(other, shape) / max(wanted, 1)))
+
+    return min(RESNETS, key=distance)

@@ -1,0 +1,228 @@
+"""Facts about a run before it begins, from its configuration and the prepared data.
+
+:func:`check_run` is asked before the first message, and before there is a run folder. What only
+the clients know, such as the budgets of real sites, is found out by their answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fednas_flwr.algorithms.sampled_rounds import make_sampling
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.client.making import (
+    check_unit,
+    simulated_ledger,
+    simulated_policy,
+    simulated_site,
+)
+from fednas_flwr.pipeline.buildable import Made, check_buildable
+from fednas_flwr.pipeline.commitment import covered_rounds
+from fednas_flwr.pipeline.schedule import make_schedules, turns_of, whole_turns
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.books.renyi_filter import Reading, RenyiFilter, covered_steps
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.privacy.policy import Policy, check_action, check_planned
+from fednas_flwr.privacy.units import booked_unit
+from fednas_flwr.protocol.states import network_states
+from fednas_flwr.report.lookup import CellTable, read_table
+from fednas_flwr.runs.checkpoints import KEEP
+from fednas_flwr.runs.run_folder import check_room, check_writable
+from fednas_flwr.settings import Config, DifferentialPrivacy, expanded
+from fednas_flwr.settings.incompatible import searches
+from fednas_flwr.settings.names import SPLITS
+
+
+def check_run(config: Config) -> None:
+    """Raise ConfigError for what will not run: device, data, networks or simulated sites.
+
+    Leaves nothing but the cache of prepared data.
+    """
+    given_table(config)
+    made = check_buildable(config)
+    check_room(config, written_bytes(config, made.networks), "lower the sizes of the networks")
+    if isinstance(config.privacy, DifferentialPrivacy):
+        check_sites(config, config.privacy, made)
+
+
+def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
+    """Return a lower bound of the bytes that checkpoints and exported models take on disk.
+
+    Left out are the moments of optimisers, the ONNX file, and networks that the search is to find.
+
+    Args:
+        config: The run's.
+        networks: The network that each stage trains.
+    """
+    copies = {"search": min(KEEP, config.rounds)}
+    if "search" not in networks and not searches(config):
+        copies["retrain"] = min(KEEP, config.retrain.rounds) + ("export" in config.stages)
+    return sum(
+        copies.get(stage, 0) * tensor.numel() * tensor.element_size()
+        for stage, network in networks.items()
+        for state in network_states(network).values()
+        for tensor in state.values()
+    )
+
+
+def given_table(config: Config) -> CellTable | None:
+    """Return the published accuracies in ``dataset.table``; None without one.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no such table.
+    """
+    if (table := config.dataset.table) is None:
+        return None
+    try:
+        return read_table(expanded("dataset.table.file", table.file), table.columns)
+    except ConfigError as error:
+        raise ConfigError(f"dataset.table.file={show(table.file)}: {error}") from error
+
+
+def check_sites(
+    config: Config,
+    privacy: DifferentialPrivacy,
+    made: Made,
+) -> None:
+    """Refuse a schedule that the policies or budgets of too many simulated sites refuse.
+
+    Args:
+        config: The run's.
+        privacy: Its privacy.
+        made: Its records and networks.
+    """
+    for index in range(config.clients) if privacy.sites is not None else ():
+        if (folder := simulated_site(config, index)) is not None:
+            check_writable("privacy.sites", folder)
+    policies = [
+        simulated_policy(config, index, made.records, rows) for index, rows in enumerate(made.parts)
+    ]
+    for index, policy in enumerate(policies):
+        if privacy.data_set not in policy.data_sets:
+            raise ConfigError(
+                f"privacy.data_set={privacy.data_set}: client {index}'s policy has only "
+                f"{', '.join(policy.data_sets)}."
+            )
+        check_unit(policy.data_sets[privacy.data_set].unit, made.records)
+    declared = [policy.data_sets[privacy.data_set].records for policy in policies]
+    sampling = make_sampling(config, declared)
+    least = [p.data_sets[privacy.data_set].least_noise_multiplier for p in policies]
+    schedules = make_schedules(config, declared, done={}, sampling=sampling, least_noise=least)
+    turns = [whole_turns(config)] if sampling is None else turns_of(config, sampling)
+    if sampling is None:
+        schedules, turns = schedules * config.clients, turns * config.clients
+    sizes = {
+        (stage, kind): sum(tensor.numel() for tensor in state.values())
+        for stage, network in made.networks.items()
+        for kind, state in network_states(network).items()
+    }
+    covers: dict[str, dict[int, dict[str, Any]]] = {}
+    for index, policy in enumerate(policies):
+        for planned in schedules[index]:
+            num_values = sizes.get((planned.stage, planned.kind), 1)
+            _check_release(privacy, policy, planned, client=index, num_values=num_values)
+        to_do = {stage: len(rounds) for stage, rounds in turns[index].items()}
+        for cover in _covers(config, privacy, policy, schedules[index], to_do, client=index):
+            covers.setdefault(cover["stage"], {})[index] = cover
+    for of_stage in covers.values():
+        quorum = max(1, math.ceil(config.runtime.quorum * len(of_stage) - 1e-9))
+        short = {
+            c: cover["rounds"] for c, cover in of_stage.items() if cover["rounds"] < cover["of"]
+        }
+        if len(of_stage) - len(short) < quorum:
+            longest = max(of_stage.values(), key=lambda cover: cover["of"])
+            raise _uncovered(privacy, longest, short, quorum=quorum)
+
+
+def _check_release(
+    privacy: DifferentialPrivacy,
+    policy: Policy,
+    planned: PlannedRelease,
+    *,
+    client: int,
+    num_values: int,
+) -> None:
+    """Refuse what a site's policy refuses, by the names of the settings."""
+    secure = privacy.test_seed is None
+    try:
+        allowed = check_action(
+            policy, privacy.data_set, planned.action, secure_noise=secure, test_seed=not secure
+        )
+        check_planned(allowed, planned, num_values=num_values)
+    except ConfigError as error:
+        raise ConfigError(f"{_settings(privacy, planned)}: client {client}: {error}") from error
+
+
+def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
+    """Return the settings that the terms of a release follow from, with their values."""
+    name, norm = planned.noise_name, f"max_grad_norm={planned.max_grad_norm:g}"
+    if name in ("metrics", STATISTICS):
+        return _given_noise(privacy, name)
+    noise = getattr(privacy, name)
+    if noise.noise_multiplier is not None:
+        return f"privacy.{name}.noise_multiplier={noise.noise_multiplier:g} with {norm}"
+    if noise.epsilon is not None:
+        return f"privacy.{name}.epsilon={noise.epsilon:g} with {norm}"
+    return f"privacy.epsilon={privacy.epsilon:g} with privacy.{name}.{norm}"
+
+
+def _given_noise(privacy: DifferentialPrivacy, name: str) -> str:
+    """Return the setting of noise that is never calibrated, with its value."""
+    setting = f"{name}_noise_multiplier"
+    return f"privacy.{setting}={getattr(privacy, setting):g}"
+
+
+def _covers(
+    config: Config,
+    privacy: DifferentialPrivacy,
+    policy: Policy,
+    schedule: Sequence[PlannedRelease],
+    to_do: Mapping[str, int],
+    *,
+    client: int,
+) -> list[dict[str, Any]]:
+    """Return how many rounds of each stage a simulated site's budget covers, at most.
+
+    Releases may be charged to more splits than they read, which the site finds out by its records.
+    """
+    allowed = policy.data_sets[privacy.data_set]
+    folder = simulated_site(config, client)
+    ledger, key = simulated_ledger(folder) if folder is not None else (None, None)
+    if ledger is not None and key is not None and ledger.exists():
+        with Ledger(ledger, key) as books:
+            unit = booked_unit(allowed.unit, config.dataset.person_column)
+            terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
+            left = books.filters(allowed.account, unit, **terms)
+    else:
+        fresh = RenyiFilter(epsilon=allowed.epsilon, delta=allowed.delta)
+        left = dict.fromkeys(SPLITS, fresh)
+    stages: dict[str, list[Reading]] = {}
+    for planned in schedule:
+        reading = (planned.release(allowed.records), planned.splits)
+        stages.setdefault(planned.stage, []).append(reading)
+    return covered_rounds(schedule, covered_steps(left, stages), to_do)
+
+
+def _uncovered(
+    privacy: DifferentialPrivacy,
+    cover: Mapping[str, Any],
+    short: Mapping[int, int],
+    *,
+    quorum: int,
+) -> ConfigError:
+    """Return the error for a stage that too few budgets cover."""
+    covered = ", ".join(f"client {client}: {number}" for client, number in short.items())
+    rounds = "1 round" if cover["of"] == 1 else f"{cover['of']} rounds"
+    cure = "take fewer rounds or more noise"
+    if cover["stage"] in ("evaluate", STATISTICS):
+        name = "metrics" if cover["stage"] == "evaluate" else STATISTICS
+        cure = f"raise {_given_noise(privacy, name)} or set it to null"
+    return ConfigError(
+        f"privacy.epsilon={privacy.epsilon:g}: {cover['stage']} takes {rounds}, more than what is "
+        f"left of budgets covers ({covered}), and {quorum} clients must stay: {cure}, or lower "
+        "runtime.quorum."
+    )

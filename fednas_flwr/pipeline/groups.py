@@ -1,0 +1,239 @@
+"""CFDNAS' groups of clients: each goes through the stages of a run in a folder of its own.
+
+``groups/<name>/`` is a run folder like any other, with configuration, events, report and model, so
+that all that reads a run reads a group. What the run itself keeps is who is in which group
+(``groups.json``) and how each ended (``group_finished`` events).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import Any
+
+from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware
+from fednas_flwr.algorithms.fdnas.client_clusters import group_by_alphas, group_by_fact, group_name
+from fednas_flwr.algorithms.fdnas.strategy import FDNAS
+from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.base.foreign import dump_yaml, load_json
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
+from fednas_flwr.protocol.states import Packed
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import Event, EventLog, read_events
+from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
+from fednas_flwr.runs.run_folder import GROUPS_FILE
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config
+from fednas_flwr.spaces.hardware_terms import check_hardware
+
+Groups = dict[str, list[int]]
+
+
+def run_groups(
+    run: Run,
+    *,
+    search: Callable[..., RoundStrategy[Any]],
+    run_group: Callable[[Run], None],
+) -> None:
+    """Search with all clients, divide them, and take each group through its own stages.
+
+    Zhang et al. (2020), FDNAS, Alg. 2. Groups run side by side, except inline, where all clients
+    share this process anyway; the server works for one of them while the others wait for replies,
+    since torch's global generator is the process's. One whose clients are too few in the end, or
+    whose target no network reaches on the hardware that they have measured, fails alone.
+
+    Args:
+        run: Of CFDNAS.
+        search: Runs a search stage, see ``pipeline.start_search``.
+        run_group: Runs what follows, of a run whose algorithm is FDNAS.
+
+    Raises:
+        ConfigError: Too few clients name a group, or a hardware loss is of a group that does not
+            exist or has a target that no network reaches.
+        QuorumError: Every group has failed.
+    """
+    algorithm, strategy = _algorithm(run.config), None
+    groups: Groups | None = None
+    if algorithm.group_by != "alphas":
+        groups = group_by_fact(_with_names(run, algorithm.group_by), algorithm.group_by)
+        for name in algorithm.group_hardware:
+            if name not in groups:
+                raise unknown_choice("algorithm.group_hardware", name, groups)
+    check_hardware(all_hardware(algorithm), supernet_space(run.config, run.prepared))
+    if algorithm.inherit:
+        of_all = replace(run, config=replace(run.config, algorithm=algorithm.search))
+        strategy = search(of_all, prepare=_keep_updates if groups is None else lambda _: None)
+    if groups is None:
+        groups = _by_alphas(run, strategy)
+    write_atomically(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
+    run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
+    states = None if strategy is None else strategy.states
+    run_one = partial(_run_one, run, states=states, run_group=run_group, turn=Lock())
+    with run.stage("groups"):
+        if run.config.runtime.name == "inline":  # in this thread, which Ctrl-C stops
+            reasons = list(map(run_one, groups, groups.values()))
+        else:
+            with ThreadPoolExecutor(len(groups)) as pool:
+                reasons = list(pool.map(run_one, groups, groups.values()))
+    if all(reasons):
+        raise QuorumError(f"every group has failed: {'; '.join(r for r in reasons if r)}")
+
+
+def _algorithm(config: Config) -> CFDNASSettings:
+    assert isinstance(config.algorithm, CFDNASSettings)
+    return config.algorithm
+
+
+def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
+    """Return the properties of the clients that name a group; those that do not are left out.
+
+    Raises:
+        ConfigError: The run's own ``algorithm.client_tags`` name none, or too few are left.
+    """
+    cohort, found = run.cohort, {}
+    tags = _algorithm(run.config).client_tags or [""] * run.config.clients
+    for client in cohort.clients:
+        try:
+            group_name(cohort.properties[client], client, name)
+        except ConfigError as error:
+            simulated = run.config.runtime.name != "deployment"
+            if simulated and cohort.properties[client].get("tag", "") == tags[client]:
+                raise
+            cohort.dismiss(client, str(error))
+            place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
+            cohort.emit("client_left", **place, reason=str(error))
+        else:
+            found[client] = cohort.properties[client]
+    if len(found) < cohort.quorum:
+        raise ConfigError(
+            f"algorithm.group_by={name}: {len(found)} of {cohort.num_clients} clients name a "
+            f"group, {cohort.quorum} are needed: give each node a tag in its --node-config."
+        )
+    return found
+
+
+def _keep_updates(strategy: RoundStrategy[Any]) -> None:
+    assert isinstance(strategy, FDNAS)  # as CFDNAS' first search is
+    strategy.keeps_updates = True
+
+
+def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
+    """Return the groups by similar updates, those of before where the run is resumed."""
+    algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
+    if path.exists():
+        found: Groups = load_json(path.read_text())
+        return found
+    assert isinstance(strategy, FDNAS)  # as the configuration has it
+    assert algorithm.num_groups is not None
+    present = set(run.cohort.clients)
+    updates = {client: moved for client, moved in strategy.updates().items() if client in present}
+    return group_by_alphas(updates, num_groups=algorithm.num_groups)
+
+
+def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None) -> Run:
+    """Return a group's own run, the folder made."""
+    algorithm, folder = _algorithm(run.config), run.folder / "groups" / name
+    search = replace(algorithm.search, hardware=algorithm.group_hardware.get(name))
+    if algorithm.inherit:
+        search = replace(search, warm_up_rounds=0)
+    config = replace(
+        run.config, algorithm=search, rounds=algorithm.group_rounds, run_dir=str(folder)
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG_FILE).exists():
+        write_atomically(folder / CONFIG_FILE, dump_yaml(json.loads(dump_config(config))))
+    log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
+    # private clients have committed to all that the run asks of them, under its name
+    private = isinstance(run.config.privacy, DifferentialPrivacy)
+    called = run.cohort.run if private else f"{run.cohort.run}.{name}"
+    return replace(
+        run,
+        config=config,
+        folder=folder,
+        log=log,
+        cohort=run.cohort.part(clients, run=called, emit=log.emit),
+        checkpoints=CheckpointFolder(
+            folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
+        ),
+        inherited=states,
+    )
+
+
+def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
+    """Tell in a group's own record what its clients were promised, of the whole run."""
+    events = read_events(run.folder / EVENTS_FILE)
+    promised = [event for event in events if event["event"] == "privacy"]
+    if promised:
+        fields = {k: v for k, v in promised[-1].items() if k not in ("event", "time", "elapsed")}
+        own = [told for told in fields["clients"] if told["client"] in clients]
+        part.log.emit("privacy", **{**fields, "clients": own})
+
+
+def _tell(log: EventLog, name: str, event: Event) -> None:
+    """Repeat in the run's own record what somebody who watches it must know of a group."""
+    if event["event"] in ("client_failed", "client_left", "client_back"):
+        fields = {"stage", "round", "action", "client", "reason", "expelled"} & set(event)
+        log.emit(event["event"], group=name, **{field: event[field] for field in sorted(fields)})
+    elif event["event"] == "warning":
+        log.emit("warning", message=f"group {name}: {event['message']}")
+    elif event["event"] == "out_of_time":
+        place = {field: event[field] for field in ("stage", "round", "rounds")}
+        log.emit("out_of_time", group=name, **place)
+    elif event["event"] == "stage_finished":
+        log.emit("group_stage", group=name, stage=event["stage"], seconds=event["seconds"])
+
+
+def _run_one(
+    run: Run,
+    name: str,
+    clients: list[int],
+    *,
+    states: Mapping[str, Packed] | None,
+    run_group: Callable[[Run], None],
+    turn: Lock,
+) -> str | None:
+    """Run a group in its turns and return why it failed, None if it did not."""
+    part, started, reason = _group_run(run, name, clients, states), time.monotonic(), None
+
+    def wait(seconds: float) -> None:
+        turn.release()
+        try:
+            time.sleep(seconds)
+        finally:
+            turn.acquire()
+
+    part.cohort.wait = wait
+    with turn, part.log as log:
+        resumed = part.checkpoints.latest("search") is not None
+        try:
+            with log.attempt(resumed=resumed, circumstances=run.circumstances):
+                _repeat_promise(run, part, clients)
+                with suppress(OutOfTimeError):
+                    run_group(part)
+        except (ConfigError, QuorumError) as error:
+            reason = str(error)
+    write_report(part.folder)
+    if reason is None:
+        write_model_card(part.folder)
+    run.log.emit(
+        "group_finished",
+        group=name,
+        clients=sorted(part.cohort.properties),
+        status="completed" if reason is None else "failed",
+        reason=reason,
+        seconds=time.monotonic() - started,
+        folder=str(part.folder.relative_to(run.folder)),
+        results=read_run(part.folder).numbers(),
+    )
+    return reason

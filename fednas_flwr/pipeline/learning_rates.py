@@ -1,0 +1,118 @@
+"""Values that follow from records, budget and noise in a private run, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from fednas_flwr.pipeline.run_stages import Run
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.privacy.recipe import LAST_RATE, learning_rate, noise_per_step
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings.incompatible import chooses_rates, follows_noise
+from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.optimizers import LARGEST_STEP
+
+
+def with_learning_rate(run: Run) -> Config:
+    """Return the run's configuration with the learning rate of retraining that is to be taken.
+
+    A resumed run keeps the one that it began with, whoever is connected now.
+    """
+    config, privacy = run.config, run.config.privacy
+    if not isinstance(privacy, DifferentialPrivacy) or not follows_noise(config):
+        return config
+    events = read_events(run.folder / EVENTS_FILE)
+    known = [event for event in events if event["event"] == "learning_rate"]
+    weights, walk = config.retrain.weights, privacy.retrain.noise_walk
+    if known:
+        lr = known[-1]["lr"]
+    else:
+        (release,) = (planned for planned in run.schedule if planned.noise_name == "retrain")
+        noise = _noise_of_mean(run, release)
+        steps = config.retrain.rounds * privacy.retrain.local_steps
+        assert walk is not None
+        lr = learning_rate(walk, noise, steps=steps, momentum=weights.momentum)
+        lr = min(lr, LARGEST_STEP)
+        rates = {"lr": lr, "min_lr": LAST_RATE * lr}
+        run.log.emit("learning_rate", **rates, noise=noise, steps=steps, walk=walk)
+    weights = replace(weights, lr=lr, min_lr=LAST_RATE * lr)
+    return replace(config, retrain=replace(config.retrain, weights=weights))
+
+
+def explained(run: Run) -> Iterator[str]:
+    """Yield what each kind of release of a private run is made of, and what that follows from."""
+    config, privacy = run.config, run.config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    properties = run.cohort.properties.values()
+    for split in SPLITS:
+        numbers = [known["splits"].get(split, 0) for known in properties]
+        yield f"{split}: {sum(numbers)} records of {len(numbers)} clients, {_span(numbers)} each"
+    for release in run.schedule:
+        where = f"{release.stage}, {release.kind} on {' + '.join(release.splits)}"
+        batches = [release.expected_batch(known["splits"]) for known in properties]
+        yield (
+            f"{where}: {release.steps} steps of {_span(batches)} records expected at each client, "
+            f"{_batch_cause(config, release)}"
+        )
+        shared = ", of the sum" if release.shared else ""
+        yield (
+            f"{where}: noise multiplier {release.noise_multiplier:.4g}{shared}, "
+            f"{_noise_cause(privacy, release.noise_name)}; clipping norm "
+            f"{release.max_grad_norm:g}, so that the mean gradient of "
+            f"{min(config.asked, len(batches))} clients has noise of "
+            f"{_noise_of_mean(run, release):.3g} on each value"
+        )
+    if "retrain" in config.stages:
+        rated = with_learning_rate(run).retrain.weights
+        cause = "retrain.weights"
+        if follows_noise(config):
+            cause = (
+                f"at which all of that noise moves a weight by {privacy.retrain.noise_walk:g} "
+                "(privacy.retrain.noise_walk), as if the rate did not fall"
+            )
+        if not chooses_rates(config):
+            yield f"retrain: learning rate from {rated.lr:.4g} to {rated.min_lr:.4g}, {cause}"
+
+
+def _noise_of_mean(run: Run, release: PlannedRelease) -> float:
+    """Return the noise in each value of a step's mean over the clients."""
+    batches = [release.expected_batch(known["splits"]) for known in run.cohort.properties.values()]
+    return noise_per_step(release, batches, asked=min(run.config.asked, len(batches)))
+
+
+def _span(numbers: Sequence[float]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+
+
+def _batch_cause(config: Config, release: PlannedRelease) -> str:
+    """Name the settings that the expected batch of a release follows from."""
+    if release.batch_size is None:
+        return "all that there are"
+    stage = "retrain" if release.stage == "retrain" else "algorithm"
+    setting = "privacy.retrain.rate" if stage == "retrain" else "privacy.rate"
+    if release.batch_size < 1:
+        return f"a share of {release.batch_size:g} of its records ({setting})"
+    return f"{stage}.batch_size, since {setting} is null"
+
+
+def _noise_cause(privacy: DifferentialPrivacy, name: str) -> str:
+    """Name the settings that the noise of a kind follows from."""
+    if name in ("metrics", STATISTICS):
+        return f"privacy.{name}_noise_multiplier"
+    own = getattr(privacy, name)
+    if own.noise_multiplier is not None:
+        return f"privacy.{name}.noise_multiplier"
+    if own.epsilon is not None:
+        return f"the least for privacy.{name}.epsilon={own.epsilon:g}"
+    shares = {"rewards": "rewards_share", "weights": "search_share", "alphas": "search_share"}
+    if name == "retrain":
+        return f"the least that keeps the run within privacy.epsilon={privacy.epsilon:g}"
+    share = getattr(privacy, shares[name])
+    return (
+        f"the least for privacy.{shares[name]}={share:g} of privacy.epsilon={privacy.epsilon:g} "
+        "where retraining reads the same records, else for all of it"
+    )

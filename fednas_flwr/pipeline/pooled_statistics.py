@@ -1,0 +1,161 @@
+"""By what all clients standardise a table that no one has declared statistics of.
+
+Without privacy they tell the moments of their columns with what else they say of themselves
+(:func:`found_statistics`). Private clients release noised means within the ranges that are declared
+(:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same,
+as do baselines that sites pay for (:func:`inherited_statistics`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.schema import feature_names
+from fednas_flwr.data.statistics import (
+    REACH,
+    Moments,
+    Statistics,
+    bounded,
+    largest_norm,
+    pooled,
+    refined,
+)
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.protocol.requests import Site, TellStatistics
+from fednas_flwr.protocol.states import Layout, unpack
+from fednas_flwr.runs.events import Event, EventLog, read_events
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
+from fednas_flwr.server.cohort import Cohort, QuorumError
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.settings.parser import parse
+
+
+def known_statistics(earlier: Sequence[Event]) -> Statistics | None:
+    """Return the statistics of the run that goes on, None if it has none.
+
+    Args:
+        earlier: Its events; empty of a new run.
+    """
+    known = [event for event in earlier if event["event"] == "statistics"]
+    return Statistics(tuple(known[-1]["mean"]), tuple(known[-1]["std"])) if known else None
+
+
+def inherited_statistics(folder: Path, log: EventLog) -> Statistics | None:
+    """Return, of a baseline, the noised statistics of its run, which are public by then.
+
+    Args:
+        folder: Of a run; one that is no baseline inherits none.
+        log: Receives the event ``statistics``, by which the baseline goes on.
+    """
+    file = folder.parents[1] / EVENTS_FILE
+    if folder.parent.name != BASELINES_FOLDER or not file.exists():
+        return None
+    statistics = known_statistics(read_events(file))
+    if statistics is not None:
+        log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
+    return statistics
+
+
+def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> Statistics:
+    """Return the pooled moments of the clients' train parts.
+
+    A client whose moments cannot be right is asked no more. Of three or more, one whose moments are
+    far from the others' is named in a warning, and moves the statistics only as far as
+    :func:`~fednas_flwr.data.statistics.bounded` lets it.
+
+    Raises:
+        QuorumError: Too few clients are left.
+    """
+    parties: dict[int, list[Moments]] = {}
+    for client in cohort.clients:
+        properties = cohort.properties[client]
+        moments = [parse(Moments, of, key="moments") for of in properties.get("moments", ())]
+        most = properties.get("splits", {}).get("train", 0)
+        if len(moments) != prepared.train.num_numeric or any(of.count > most for of in moments):
+            reason = (
+                f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
+            )
+            cohort.expel(client, reason)
+            place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
+            log.emit("client_left", **place, reason=reason, expelled=True)
+        else:
+            parties[client] = moments
+    if len(parties) < cohort.quorum:
+        raise QuorumError(
+            f"{len(parties)} of {cohort.num_clients} clients tell means and deviations of their "
+            f"columns, {cohort.quorum} are needed."
+        )
+    (num_features,) = prepared.input_shape
+    held, far = bounded(parties)
+    for client, column in far.items():
+        told, name = parties[client][column], feature_names(prepared.train.schema)[column]
+        message = (
+            f"client {client} says that {name} has mean {told.mean:.4g} and deviation "
+            f"{told.std:.4g}, far from what most say: it is held to {REACH:g} times the median "
+            "client's reach. If it is right, declare dataset.statistics={column: [mean, std], ...}"
+        )
+        log.emit("warning", message=message)
+    statistics = pooled(list(held.values()), num_features=num_features)
+    log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
+    return statistics
+
+
+def noised_statistics(
+    prepared: Prepared,
+    cohort: Cohort,
+    schedule: Sequence[PlannedRelease],
+    log: EventLog,
+    *,
+    data_set: str,
+) -> Statistics:
+    """Return the statistics that the clients' noised releases tell, one of each client.
+
+    Args:
+        prepared: Standardised by the ranges that are declared.
+        cohort: To clients that have committed to the schedule.
+        schedule: The run's.
+        log: Receives the event ``statistics``, and the sentence of the report.
+        data_set: The id that the sites' policies give the data.
+
+    Raises:
+        QuorumError: Too few clients answer; the message says why.
+    """
+    (planned,) = [release for release in schedule if release.kind == STATISTICS]
+    num_columns, sampling = prepared.train.num_numeric, cohort.sampling
+    layout = Layout.of({STATISTICS: torch.zeros(3 * num_columns)})
+    total, weights, variance = torch.zeros(3 * num_columns, dtype=torch.float64), 0.0, 0.0
+    for client, reply in cohort.ask(
+        Exchange(
+            planned.action,
+            stage=STATISTICS,
+            server_round=1,
+            settings=TellStatistics(site=Site(data_set)),
+            layouts={STATISTICS: layout},
+            releases=schedule,
+            participants=None if sampling is None else sampling.participants(STATISTICS, 1),
+        )
+    ):
+        weight = reply.num_examples
+        told = unpack(reply.states[STATISTICS], layout)[STATISTICS]
+        batch = planned.expected_batch(cohort.properties[client]["splits"])
+        noise = (planned.noise_multiplier or 0.0) * largest_norm(num_columns) / batch
+        total += weight * told.double()
+        weights, variance = weights + weight, variance + (weight * noise) ** 2
+    noise = math.sqrt(variance) / weights
+    ranges = Statistics(prepared.mean, prepared.std)
+    statistics = refined(total / weights, ranges, noise=noise)
+    values = {"mean": list(statistics.mean), "std": list(statistics.std)}
+    log.emit("statistics", **values, noise=noise)
+    log.emit(
+        "data",
+        found=[
+            f"means and deviations of {num_columns} columns are noised ones, of one release of "
+            f"each client within the declared ranges (noise of {noise:.2g} of half a range)"
+        ],
+    )
+    return statistics

@@ -1,0 +1,104 @@
+"""All actions: what a client can be asked, and what of its records a reply may carry.
+
+This table is the whole surface on which data can leave a client. In private mode a reply carries
+nothing beside its header, layout digests and number of examples, which are public, but ``releases``
+and ``properties``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SUPERNET = "supernet"  # name of the network that the run's search space gives
+SPLIT_OF = {"alphas": "validation", "weights": "train"}  # what each state's gradient reads
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action.
+
+    Attributes:
+        releases: States and metrics that depend on records: with privacy noised and booked, or
+            computed from what was.
+        metrics: The only metrics that a reply may carry.
+        properties: Facts that a private reply may carry: they do not depend on records.
+        gradients_of: States whose gradients are returned.
+        of_supernet: Whether it is about the supernet whatever its request says.
+        trains: Whether it returns the model that it was sent, trained.
+        never_private: Whether no noise is defined for what it returns.
+    """
+
+    releases: frozenset[str] = frozenset()
+    metrics: frozenset[str] = frozenset()
+    properties: frozenset[str] = frozenset()
+    gradients_of: tuple[str, ...] = ()
+    of_supernet: bool = False
+    trains: bool = False
+    never_private: bool = False
+
+    @property
+    def is_public(self) -> bool:
+        """True if a private reply releases nothing of the records."""
+        return not self.releases
+
+
+_MODEL = frozenset({"weights", "alphas", "moments"})
+_IDENTITY = {
+    *(
+        "client",
+        "tag",
+        "hardware",
+        "versions",
+        "input_shape",
+        "image_shape",
+        "scattering",
+        "schema",
+        "mean",
+        "std",
+        "class_names",
+        "multi_label",
+    ),
+    *("splits", "data_set", "budget", "secure_noise", "unit", "spent"),
+    *("honest_sites", "keeps_model", "least_noise_multiplier"),
+}
+_TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})
+_MEASURED = frozenset({"loss", "accuracy"})
+METRICS = _TRAIN | _VALIDATION | _MEASURED
+ACTIONS = {
+    "query.describe": Action(properties=frozenset(_IDENTITY)),
+    "query.commit": Action(
+        properties=frozenset({"epsilon", "covered_steps", "awaits", "uncounted"})
+    ),
+    "query.latency": Action(properties=frozenset({"latency"})),  # of layers on made-up inputs
+    # of a table's columns, in the ranges that the site declares
+    "query.statistics": Action(frozenset({"statistics"})),
+    # the site gets the model; what it measures with it stays there
+    "query.keep_model": Action(properties=frozenset({"kept"})),
+    # of a secure sum: what masks hide is noised, if at all, before it is masked
+    "query.sign_survivors": Action(properties=frozenset({"signature"})),
+    "query.open_masks": Action(properties=frozenset({"parts", "pairs"})),
+    "train.weight_gradient": Action(
+        frozenset({"weights"}), _TRAIN, gradients_of=("weights",), of_supernet=True
+    ),
+    "train.alpha_gradient": Action(
+        frozenset({"alphas"}), _VALIDATION, gradients_of=("alphas",), of_supernet=True
+    ),
+    "train.gradients": Action(
+        frozenset({"weights", "alphas"}),
+        _TRAIN | _VALIDATION,
+        gradients_of=("weights", "alphas"),
+        of_supernet=True,
+    ),
+    "train.network_gradient": Action(frozenset({"weights"}), _TRAIN, gradients_of=("weights",)),
+    # which tensors have changed follows from the released states
+    "train.search": Action(
+        _MODEL, _TRAIN | _VALIDATION, frozenset({"changed"}), of_supernet=True, trains=True
+    ),
+    "train.candidate": Action(_MODEL - {"alphas"}, _TRAIN, of_supernet=True, trains=True),
+    "train.probe": Action(frozenset({"rewards"})),
+    "train.weights": Action(_MODEL - {"alphas"}, _TRAIN | _VALIDATION, trains=True),
+    "evaluate.candidates": Action(frozenset({"rewards"}), _VALIDATION),
+    "evaluate.model": Action(_MEASURED, _MEASURED),
+    "evaluate.personalised": Action(_MEASURED, _MEASURED, never_private=True),
+}
+PRIVATE_ACTIONS = tuple(name for name, action in ACTIONS.items() if not action.never_private)

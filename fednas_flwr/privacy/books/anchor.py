@@ -1,0 +1,212 @@
+"""A ledger's secret key and its high-water mark: what lies outside the ledger's folder.
+
+The mark says which row of the ledger was the last one, under the key's seal, so that a ledger that
+was rolled back, truncated or deleted is noticed. It is a sqlite file, because its write lock is
+also the lock of the ledger: it frees itself when a process is killed. ``ledger`` uses all of this,
+and whatever else is sealed with its key the functions of keys and seals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fednas_flwr.base.errors import ConfigError, DamagedError
+from fednas_flwr.base.files import make_folder, replacing
+
+_KEY_BYTES = 32
+_SCHEMA = "CREATE TABLE IF NOT EXISTS mark (sequence INTEGER, mac TEXT, seal TEXT)"
+# What a full or failing disk, missing rights or another process cause; all else is damage.
+_NOT_DAMAGE = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+)
+
+
+class Mark:
+    """The mark beside a key, ``<key>.mark``; both are created if neither exists.
+
+    The mark is created before the key, so that a key without mark is never the work of a crash.
+
+    Args:
+        key_path: The key: a file of 64 hex digits, readable by its owner only.
+        wait_s: How long to wait for other processes.
+
+    Raises:
+        RuntimeError: There is a key but no mark.
+    """
+
+    def __init__(self, key_path: Path, *, wait_s: float) -> None:  # noqa: D107
+        self.key_path, self.path = key_path, key_path.with_name(key_path.name + ".mark")
+        new = not key_path.exists()
+        if not new and not self.path.exists():
+            raise damaged(f"the mark {self.path} is missing")
+        self._key = b""
+        self._connection = connect(self.path, wait_s=wait_s)
+        if new:
+            try:
+                self._connection.execute(_SCHEMA)
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def lock(self) -> None:
+        """Wait for the only write lock; held until :meth:`commit` or :meth:`rollback`."""
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def is_empty(self) -> bool:
+        """Return whether no row of the ledger was ever marked."""
+        return self._connection.execute("SELECT 1 FROM mark WHERE sequence > 0").fetchone() is None
+
+    def load_key(self) -> None:
+        """Read the key; on a new site, which no mark was set on, create it. Needs the lock."""
+        new = self._connection.execute("SELECT 1 FROM mark").fetchone() is None
+        if new and not self.key_path.exists():
+            create_key(self.key_path)
+        self._key = read_key(self.key_path)
+        if new:
+            self.move(0, self.genesis())
+
+    def position(self) -> tuple[int, str]:
+        """Return number and HMAC of the last row of the ledger.
+
+        Raises:
+            RuntimeError: The mark is not what was written with this key.
+        """
+        row = self._connection.execute("SELECT sequence, mac, seal FROM mark").fetchone()
+        if row is None or not equal(row[2], self.hmac("mark", row[1], row[0])):
+            raise damaged(f"the mark {self.path} was edited, or {self.key_path} is not its key")
+        return row[0], row[1]
+
+    def move(self, sequence: int, mac: str) -> None:
+        """Set the mark; it counts once committed."""
+        self._connection.execute("DELETE FROM mark")
+        self._connection.execute(
+            "INSERT INTO mark VALUES (?, ?, ?)", (sequence, mac, self.hmac("mark", mac, sequence))
+        )
+
+    def commit(self) -> None:
+        """Bring the mark to disk and give the lock back."""
+        self._connection.execute("COMMIT")
+
+    def rollback(self) -> None:
+        """Give the lock back, if it is held, and leave the mark where it is on disk."""
+        self._connection.rollback()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def hmac(self, purpose: str, previous: object, content: object) -> str:
+        """Return the HMAC-SHA256 of some content after ``previous`` in a chain, as hex digits."""
+        return seal(self._key, purpose, previous, content)
+
+    def genesis(self) -> str:
+        """Return the stand-in for the HMAC of row 0."""
+        return self.hmac("genesis", "", "fednas ledger 1")
+
+
+def seal(key: bytes, purpose: str, previous: object, content: object) -> str:
+    """Return the HMAC-SHA256 of some content after ``previous`` in a chain, as hex digits."""
+    text = json.dumps([purpose, previous, content], default=lambda blob: [blob.hex()])
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def equal(found: object, expected: str) -> bool:
+    """Compare two HMACs in constant time."""
+    if not isinstance(found, str):
+        return False
+    return hmac.compare_digest(found.encode(errors="surrogatepass"), expected.encode())
+
+
+def connect(path: Path, *, wait_s: float) -> sqlite3.Connection:
+    """Return a connection, in autocommit, whose every commit is on disk when it returns."""
+    make_folder(path.parent)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    connection = sqlite3.connect(
+        path, timeout=wait_s, isolation_level=None, check_same_thread=False
+    )
+    deadline = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                # The write-ahead log needs one sync per commit; sqlite does not wait here itself.
+                connection.execute("PRAGMA journal_mode = WAL")
+                break
+            except sqlite3.OperationalError as error:
+                if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        connection.execute("PRAGMA synchronous = EXTRA")  # FULL, and the folder of any journal
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def damaged(what: str) -> DamagedError:
+    """Return the error for files that cannot be trusted any more."""
+    return DamagedError(
+        f"{what}: the ledger is damaged and nothing is released; restore its newest files or "
+        "count its budgets as spent."
+    )
+
+
+@contextmanager
+def plain_errors(path: Path) -> Iterator[None]:
+    """Turn errors of sqlite and of the system into one sentence about the ledger at ``path``."""
+    try:
+        yield
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # also of a planted file's names
+        if _code(error) not in _NOT_DAMAGE:
+            raise damaged(f"{path} or its mark cannot be read ({error})") from error
+        raise _unusable(path, error) from error
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: Exception) -> OSError:
+    """Return the error for files that cannot be used at the moment."""
+    return OSError(f"the ledger {path} or its mark cannot be used, nothing is released: {error}.")
+
+
+def _code(error: Exception) -> int:
+    """Return sqlite's primary code of an error."""
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
+
+
+def create_key(path: Path) -> None:
+    """Write a new key, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.touch(mode=0o600)
+        temporary.write_text(secrets.token_hex(_KEY_BYTES), encoding="ascii")
+
+
+def read_key(path: Path) -> bytes:
+    """Return the key in a file that only its owner can read."""
+    if not path.exists():
+        raise damaged(f"the key {path} is missing")
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ConfigError(
+            f"the key {path} has mode {mode:o}: others may know it; `chmod 600` it if nobody does."
+        )
+    try:
+        key = bytes.fromhex(path.read_text(encoding="ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != _KEY_BYTES:
+        raise ConfigError(f"{path} is no key: expected {2 * _KEY_BYTES} hexadecimal digits.")
+    return key

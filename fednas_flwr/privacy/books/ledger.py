@@ -1,0 +1,625 @@
+"""Ledger of a site's spent privacy budgets: a durable, chained record in one sqlite file.
+
+:meth:`Ledger.reserve` books a release before its noise is drawn; nothing is ever refunded. Not for
+deciding what may be asked (``policy``) or what a release costs (``renyi_filter``).
+
+Every row carries an HMAC over itself and the row before. Running totals per budget and split, under
+an HMAC that ties them to the last row, make a reservation cost the same after a million rows. The
+mark (``mark``), beside the key and outside the ledger's folder, knows the last row. Reserving
+
+1. takes the mark's lock and checks that the ledger ends at the mark,
+2. checks the budget against the running totals, inserts row and totals,
+3. commits the ledger,
+4. moves the mark to the new row and commits it,
+
+and returns only then; both commits are synced to disk. A crash before 3 leaves nothing behind. One
+between 3 and 4 leaves the ledger one row *ahead* of its mark: the row counts although nothing was
+released, and the next use moves the mark. A ledger *behind* its mark, or two rows ahead, is no
+crash's work: it was rolled back, truncated, edited or deleted, and nothing is released any more.
+
+An account keeps in mind which assignments it was used with: a data set, and which record is in
+which split. Releases on the first one are charged to the splits that they read, those on any other
+to every split. So everything that was released of a record is charged to the split that it has
+in the first assignment, however the same records were exported, divided or named later: no split's
+budget can be passed by records that have changed sides.
+
+A row keeps the unit that its release protects, and every budget is counted for the unit that its
+next release protects (``units``). Rows of older versions, which kept none, count as of records.
+
+Guarantee:
+    Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
+    a site spend more than its budget. Whoever can restore old copies of both together can.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError, unknown_choice
+from fednas_flwr.privacy.allowance import counter_of, take
+from fednas_flwr.privacy.books.anchor import Mark, connect, damaged, equal, plain_errors
+from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.mechanism.renyi import Release, renyi_divergence
+from fednas_flwr.privacy.units import counted, kind_of, protects
+from fednas_flwr.settings.names import RECORD, SPLITS
+
+_ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
+_COLUMNS = (
+    "sequence, time, account, data_set, run, stage, round, verb, splits, noise_multiplier, "
+    "sample_rate, steps, run_steps, committed_steps, unit"
+)
+_SCHEMA = """
+    CREATE TABLE IF NOT EXISTS entries (
+        sequence INTEGER PRIMARY KEY, time INTEGER, account TEXT, data_set TEXT, run TEXT,
+        stage TEXT, round INTEGER, verb TEXT, splits TEXT, noise_multiplier REAL,
+        sample_rate REAL, steps INTEGER, run_steps INTEGER, committed_steps INTEGER, mac TEXT,
+        unit TEXT);
+    CREATE TABLE IF NOT EXISTS totals (state TEXT, mac TEXT);
+    CREATE TABLE IF NOT EXISTS commitments (run TEXT PRIMARY KEY, terms TEXT, mac TEXT);
+"""
+_LATER_SCHEMA = """
+    CREATE TABLE IF NOT EXISTS approvals (run TEXT PRIMARY KEY, mac TEXT);
+"""  # which ledgers of older versions lack
+# {account: {"orders": [...], "totals": _Totals, "assignments": [[data set, HMAC], ...]}}
+_State = dict[str, Any]
+# {unit: {split: what the unit's rows cost at each order, then what they cost for a finer unit}}
+_Totals = dict[str, dict[str, list[float]]]
+_UNKNOWN = ["", ""]  # the first assignment of an account that an older version has used
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One release, as it is booked.
+
+    Attributes:
+        account: Whose budget pays: the ``account`` of the data set's policy.
+        data_set: Id of the data set.
+        run: Name of the run.
+        stage: ``search`` or ``retrain``.
+        round: Round within the stage.
+        action: What the client was asked.
+        splits: Splits that pay: those that are read.
+        release: What is released.
+        committed_steps: Steps of this kind (run, stage, action, splits) that the run committed to.
+            Rows of one kind share it, the noise multiplier and the sample rate.
+        unit: What it protects one of, from ``units.booked_unit``.
+    """
+
+    account: str
+    data_set: str
+    run: str
+    stage: str
+    round: int
+    action: str
+    splits: tuple[str, ...]
+    release: Release
+    committed_steps: int
+    unit: str = RECORD
+
+    def __post_init__(self) -> None:
+        """Refuse types that sqlite would convert, and a split that would be a budget of its own."""
+        for name in ("account", "data_set", "run", "stage", "action", "unit"):
+            if type(getattr(self, name)) is not str:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected text.")
+        for name in ("round", "committed_steps"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer.")
+        if not self.splits or len(set(self.splits)) != len(self.splits):
+            raise ValueError(f"splits={self.splits}: expected different splits, at least one.")
+        for split in self.splits:
+            if split not in SPLITS:
+                raise unknown_choice("split", split, SPLITS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a ledger.
+
+    Attributes:
+        sequence: From 1, without gaps; the order of booking.
+        time: Seconds since 1970 by the site's clock; nothing depends on it.
+        entry: What was booked.
+        run_steps: Steps of this kind that the run has booked up to here.
+    """
+
+    sequence: int
+    time: int
+    entry: Entry
+    run_steps: int
+
+
+class Ledger(AbstractContextManager["Ledger"]):
+    """A site's ledger; any number of processes and threads may have it open at once.
+
+    Args:
+        path: The ledger's file, created if missing.
+        key_path: Its secret key, one for each ledger, created if missing; outside ``path``'s
+            folder and readable by its owner only. The mark lies beside it.
+        wait_s: How long to wait for other processes.
+        clock: Seconds since 1970.
+        checkpoint: For tests: called with the name of every step of a reservation.
+
+    Raises:
+        ConfigError: The key is in the ledger's folder, readable by others, or no key.
+        RuntimeError: The ledger is damaged; one sentence says how.
+        OSError: A file cannot be opened or written, or stayed locked.
+    """
+
+    def __init__(  # noqa: D107
+        self,
+        path: Path,
+        key_path: Path,
+        *,
+        wait_s: float = 60.0,
+        clock: Callable[[], float] = time.time,
+        checkpoint: Callable[[str], None] = lambda step: None,
+    ) -> None:
+        self.path, key_path = path.resolve(), key_path.resolve()
+        if key_path.is_relative_to(self.path.parent):
+            raise ConfigError(
+                f"the key {key_path} lies in the folder of the ledger {self.path}: whoever can "
+                "write the one could replace the other; put it elsewhere."
+            )
+        self._clock, self._checkpoint = clock, checkpoint
+        self._counter = counter_of(key_path)
+        self._pid, self._mutex = os.getpid(), threading.Lock()
+        with plain_errors(self.path):
+            self._mark = Mark(key_path, wait_s=wait_s)
+            try:
+                self._open(wait_s)
+            except BaseException:
+                self._mark.close()
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        """Close the files."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; what was reserved is on disk already."""
+        self._rows.close()
+        self._mark.close()
+
+    def reserve(self, entry: Entry, *, epsilon: float, delta: float, assignment: str) -> None:
+        """Book ``entry``, or raise; what is booked may then be released, once.
+
+        For every split, all that any run ever booked on it is composed by a ``RenyiFilter``, whose
+        orders are fixed at the account's first booking.
+
+        Args:
+            entry: The release.
+            epsilon: The account's budget.
+            delta: The budget's delta.
+            assignment: The :meth:`fingerprint` of the records and their splits.
+
+        Raises:
+            BudgetExceededError: A split's budget does not afford this, or holds releases that
+                promise nothing for the entry's unit.
+            ConfigError: The run leaves the terms it committed to, or books more steps; the entry is
+                not charged to every split, and the account was first used with another assignment.
+            DayFullError: The site's daily allowance does not cover the row.
+            RuntimeError: The ledger is damaged, or was opened before a fork.
+            OSError: A file cannot be written, or stayed locked.
+        """
+        with self._exclusive() as (last, last_mac):
+            state = self._state(last, last_mac)
+            self._assign(state, entry, assignment)
+            self._spend(state, entry, epsilon=epsilon, delta=delta)
+            values = self._values(last + 1, entry)
+            self._take(values[1], *values)
+            mac = self._mark.hmac("row", last_mac, values)
+            places = ", ".join("?" for _ in (*values, mac))
+            self._rows.execute(
+                f"INSERT INTO entries ({_COLUMNS}, mac) VALUES ({places})", (*values, mac)
+            )
+            if self._hmac_of(last + 1, last_mac) != mac:
+                raise damaged(f"{self.path} changes what is written to it")
+            text = json.dumps(state)
+            self._rows.execute("DELETE FROM totals")
+            self._rows.execute(
+                "INSERT INTO totals VALUES (?, ?)", (text, self._mark.hmac("totals", mac, text))
+            )
+            self._checkpoint("inserted")
+            self._rows.execute("COMMIT")
+            self._checkpoint("committed")
+            self._mark.move(last + 1, mac)
+            self._checkpoint("moved")
+            self._mark.commit()
+        self._checkpoint("reserved")
+
+    def commit(self, run: str, terms: str) -> None:
+        """Keep what a run commits to; it does so once, before its first release.
+
+        Args:
+            run: Name of the run.
+            terms: All terms as text, which :meth:`committed` returns.
+
+        Raises:
+            ConfigError: The run has committed to other terms.
+            DayFullError: The site's daily allowance does not cover it.
+            RuntimeError: The ledger is damaged, or was opened before a fork.
+            OSError: A file cannot be written, or stayed locked.
+        """
+        with self._exclusive():
+            known = self._commitment(run)
+            if known is not None and known != terms:
+                raise ConfigError(f"run {run} has committed to other terms: start a new run.")
+            if known is None:
+                self._take(self._clock(), run, run, terms)  # its index repeats the run
+                mac = self._mark.hmac("commitment", run, terms)
+                self._rows.execute("INSERT INTO commitments VALUES (?, ?, ?)", (run, terms, mac))
+                self._rows.execute("COMMIT")
+
+    def committed(self, run: str) -> str | None:
+        """Return the terms that a run has committed to, None if it has not."""
+        with self._exclusive():
+            return self._commitment(run)
+
+    def commitments(self) -> dict[str, str]:
+        """Return the terms of every run, in the order in which they committed to them."""
+        with self._exclusive():
+            runs = self._rows.execute("SELECT run FROM commitments ORDER BY rowid").fetchall()
+            return {run: self._commitment(run) or "" for (run,) in runs}
+
+    def approve(self, run: str) -> None:
+        """Note that a person has approved what a run has committed to.
+
+        Raises:
+            ConfigError: The run has committed to nothing.
+        """
+        with self._exclusive():
+            terms = self._commitment(run)
+            if terms is None:
+                raise ConfigError(f"run {run} has committed to nothing that could be approved.")
+            mac = self._mark.hmac("approval", run, terms)
+            self._rows.execute("INSERT OR REPLACE INTO approvals VALUES (?, ?)", (run, mac))
+            self._rows.execute("COMMIT")
+
+    def is_approved(self, run: str) -> bool:
+        """Return whether a person has approved what a run has committed to."""
+        with self._exclusive():
+            query = "SELECT mac FROM approvals WHERE run = ?"
+            row = self._rows.execute(query, (run,)).fetchone()
+            terms = self._commitment(run)
+            return row is not None and equal(row[0], self._mark.hmac("approval", run, terms))
+
+    def fingerprint(self, data_set: str, assignment: str) -> str:
+        """Return the HMAC of the settings that assign a data set's records to splits."""
+        return self._mark.hmac("assignment", data_set, assignment)
+
+    def is_first(self, account: str, assignment: str) -> bool:
+        """Return whether releases may be charged to the splits that they read alone.
+
+        Args:
+            account: Whose budget pays.
+            assignment: What :meth:`fingerprint` returns for the records that are held now.
+        """
+        with self._exclusive() as (last, last_mac):
+            known = _known_assignments(self._state(last, last_mac).get(account, {"totals": {}}))
+        return not known or known[0][1] == assignment
+
+    def spent(self, account: str, unit: str, *, epsilon: float, delta: float) -> float:
+        """Return how much of a budget is used: ``RenyiFilter.spent``, the maximum over splits."""
+        filters = self.filters(account, unit, epsilon=epsilon, delta=delta)
+        return max(budget.spent() for budget in filters.values())
+
+    def filters(
+        self, account: str, unit: str, *, epsilon: float, delta: float
+    ) -> dict[str, RenyiFilter]:
+        """Return every split's filter after all booked spending, counted for a unit."""
+        with self._exclusive() as (last, last_mac):
+            booked = self._state(last, last_mac).get(account, {"totals": {}})
+            return {
+                split: _booked_filter(booked, split, unit, epsilon=epsilon, delta=delta)
+                for split in SPLITS
+            }
+
+    def units_of_others(self, account: str) -> list[str]:
+        """Return the units of privacy booked on all other accounts, sorted."""
+        with self._exclusive() as (last, last_mac):
+            others = [b for name, b in self._state(last, last_mac).items() if name != account]
+        return sorted({kind_of(unit) for booked in others for unit in _totals(booked)})
+
+    def entries(self, account: str | None = None) -> list[Row]:
+        """Return all rows, or those of one account, in the order of booking, checked."""
+        with self._exclusive():
+            rows = list(self._checked_rows())
+        return [row for row in rows if account in (None, row.entry.account)]
+
+    def verify(self) -> int:
+        """Return the number of rows, after checking every row, the totals and the mark.
+
+        Raises:
+            RuntimeError: One sentence says what is damaged.
+        """
+        sums: dict[str, _Totals] = {}
+        with self._exclusive() as (last, last_mac):
+            state = self._state(last, last_mac)
+            for row in self._checked_rows():
+                orders = state[row.entry.account]["orders"]
+                _add(sums.setdefault(row.entry.account, {}), row.entry, orders)
+        for account, added in sums.items():
+            kept = _totals(state[account])
+            places = [(unit, split) for unit, by_split in added.items() for split in by_split]
+            if not all(np.allclose(kept[u][s], added[u][s], rtol=1e-9, atol=0) for u, s in places):
+                raise damaged(f"the totals of {account} in {self.path} are not the sum of its rows")
+        return last
+
+    def _open(self, wait_s: float) -> None:
+        """Open the ledger; create what a new site lacks."""
+        self._mark.lock()
+        if not self._mark.is_empty() and not self.path.exists():
+            raise damaged(f"{self.path} was deleted, or the key is another ledger's")
+        self._rows = connect(self.path, wait_s=wait_s)
+        try:
+            if self._mark.is_empty():
+                self._rows.executescript(_SCHEMA)
+            self._rows.executescript(_LATER_SCHEMA)
+            if "unit" not in [c[1] for c in self._rows.execute("PRAGMA table_info(entries)")]:
+                self._rows.execute("ALTER TABLE entries ADD COLUMN unit TEXT")
+            if self._last_row() is not None and not self._mark.key_path.exists():
+                raise damaged(f"the key {self._mark.key_path} is missing")
+            self._mark.load_key()
+            self._mark.commit()
+            self._inodes = self._current_inodes()
+            with self._exclusive():
+                pass
+        except BaseException:
+            self._rows.close()
+            raise
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[tuple[int, str]]:
+        """Hold both locks; give number and HMAC of the last row, which the mark confirms."""
+        if os.getpid() != self._pid:  # sqlite's locks do not come over a fork
+            raise RuntimeError(f"the ledger {self.path} was opened before a fork: open it again.")
+        with self._mutex, plain_errors(self.path):
+            try:
+                yield self._lock()
+            finally:
+                self._rows.rollback()
+                self._mark.rollback()
+
+    def _lock(self) -> tuple[int, str]:
+        """Take both locks and check the end; a mark that a crash left behind is moved first."""
+        while True:
+            self._mark.lock()
+            self._rows.execute("BEGIN IMMEDIATE")
+            self._checkpoint("locked")
+            last, last_mac = self._last_row() or (0, self._mark.genesis())
+            if self._is_marked(last, last_mac):
+                return last, last_mac
+            self._rows.execute("ROLLBACK")
+            self._mark.move(last, last_mac)
+            self._mark.commit()
+            self._checkpoint("followed")
+
+    def _is_marked(self, last: int, last_mac: str) -> bool:
+        """Return whether the mark is at the last row, False if it is one behind; else raise."""
+        if self._current_inodes() != self._inodes:
+            raise damaged(f"{self.path} or its mark was deleted or replaced while it was open")
+        marked, marked_mac = self._mark.position()
+        if last < marked:
+            raise damaged(
+                f"{self.path} ends at row {last} although row {marked} was booked, it was rolled "
+                "back, truncated or replaced"
+            )
+        if last > marked + 1:
+            raise damaged(f"{self._mark.path} ends at row {marked} of {last}, it was rolled back")
+        if last == marked:
+            if not equal(last_mac, marked_mac):
+                raise damaged(f"row {last} of {self.path} is not the one that was booked")
+            return True
+        if not equal(last_mac, self._hmac_of(last, marked_mac)):
+            raise damaged(f"row {last} of {self.path} was edited")
+        return False
+
+    def _take(self, now: float, *values: object) -> None:
+        """Count what a row of these values takes of the site's daily allowance."""
+        take(self._counter, len(str(values).encode()) + _ROW_BYTES, now=now)
+
+    def _commitment(self, run: str) -> str | None:
+        """Return the terms of a run."""
+        query = "SELECT terms, mac FROM commitments WHERE run = ?"
+        row = self._rows.execute(query, (run,)).fetchone()
+        if row is None:
+            return None
+        if not equal(row[1], self._mark.hmac("commitment", run, row[0])):
+            raise damaged(f"the commitment of run {run} in {self.path} was edited")
+        terms: str = row[0]
+        return terms
+
+    def _last_row(self) -> tuple[int, str] | None:
+        """Return number and HMAC of the last row."""
+        query = "SELECT sequence, mac FROM entries ORDER BY sequence DESC LIMIT 1"
+        row: tuple[int, str] | None = self._rows.execute(query).fetchone()
+        if row is not None and not isinstance(row[0], int):
+            raise damaged(f"{self.path} has another form")
+        return row
+
+    def _hmac_of(self, sequence: int, previous_mac: object) -> str:
+        """Return the HMAC that the row in the file has after another row."""
+        query = f"SELECT {_COLUMNS} FROM entries WHERE sequence = ?"
+        values = self._rows.execute(query, (sequence,)).fetchone()
+        return self._mark.hmac("row", previous_mac, _sealed(values))
+
+    def _current_inodes(self) -> list[int | None]:
+        """Return which files now lie where ledger and mark were opened."""
+        files = (self.path, self._mark.path)
+        return [file.stat().st_ino if file.exists() else None for file in files]
+
+    def _checked_rows(self) -> Iterator[Row]:
+        """Give every row, in order, after checking that it follows the one before."""
+        mac, sequence = self._mark.genesis(), 0
+        query = f"SELECT {_COLUMNS}, mac FROM entries ORDER BY sequence"
+        for *values, found in self._rows.execute(query):
+            sequence, mac = sequence + 1, self._mark.hmac("row", mac, _sealed(values))
+            if values[0] != sequence or not equal(found, mac):
+                raise damaged(f"row {sequence} of {self.path} was edited, removed or moved")
+            yield _row(values)
+
+    def _state(self, last: int, last_mac: str) -> _State:
+        """Return orders and totals of every account; their HMAC ties them to the last row."""
+        if last == 0:
+            return {}
+        row = self._rows.execute("SELECT state, mac FROM totals").fetchone()
+        if row is None or not equal(row[1], self._mark.hmac("totals", last_mac, row[0])):
+            raise damaged(f"the totals of {self.path} were edited or removed")
+        state: _State = json.loads(row[0])
+        return state
+
+    def _assign(self, state: _State, entry: Entry, assignment: str) -> None:
+        """Note the entry's assignment in ``state``; refuse one that must pay on every split."""
+        booked = state.setdefault(entry.account, {"totals": {}})
+        known, this = _known_assignments(booked), [entry.data_set, assignment]
+        if known and known[0][1] != assignment and set(entry.splits) != set(SPLITS):
+            raise ConfigError(
+                f"refused: since run {entry.run} committed to its schedule, the budget "
+                f"{entry.account} was used with other records or splits: start a new run."
+            )
+        booked["assignments"] = known if this in known else [*known, this]
+
+    def _spend(self, state: _State, entry: Entry, *, epsilon: float, delta: float) -> None:
+        """Add the entry to the totals in ``state``, or raise where it does not fit."""
+        booked = state.setdefault(entry.account, {"totals": {}})
+        totals = _totals(booked)
+        if others := {kind_of(unit) for unit in totals if not protects(unit, entry.unit)}:
+            raise BudgetExceededError(
+                f"data set {entry.data_set}, budget {entry.account}: it has paid for releases per "
+                f"{' and '.join(sorted(others))}, which promise nothing for a "
+                f"{kind_of(entry.unit)} as the site tells them apart now: name another account in "
+                "the policy."
+            )
+        for split in entry.splits:
+            budget = _booked_filter(booked, split, entry.unit, epsilon=epsilon, delta=delta)
+            try:
+                budget.spend(entry.release)
+            except BudgetExceededError as error:
+                where = f"data set {entry.data_set}, budget {entry.account}, split {split}"
+                raise BudgetExceededError(f"{where}: {error}") from None
+            if not all(map(math.isfinite, budget.totals)):
+                raise ValueError(f"the cost of {entry.release} cannot be computed.")
+            booked["orders"] = budget.orders
+        _add(totals, entry, booked["orders"])
+        booked["totals"] = totals
+
+    def _values(self, sequence: int, entry: Entry) -> tuple[Any, ...]:
+        """Return the columns of a new row; refuse other terms than the run's, and more steps."""
+        splits, release = ",".join(entry.splits), entry.release
+        noise_multiplier, rate = float(release.noise_multiplier), float(release.sample_rate)
+        last = self._last_of_kind((entry.run, entry.account, entry.stage, entry.action, splits))
+        terms = (noise_multiplier, rate, entry.committed_steps)
+        *committed, booked = last or (*terms, 0)
+        if tuple(committed) != terms:
+            raise ConfigError(
+                f"run {entry.run} committed to (noise_multiplier, sample_rate, steps)="
+                f"{tuple(committed)} for {entry.action} and now asks for {terms}."
+            )
+        if booked + release.steps > entry.committed_steps:
+            raise ConfigError(
+                f"run {entry.run} committed to {entry.committed_steps} steps of "
+                f"{entry.action}, has "
+                f"booked {booked} and now asks for {release.steps} more."
+            )
+        return (
+            *(sequence, int(self._clock()), entry.account, entry.data_set, entry.run),
+            *(entry.stage, entry.round, entry.action, splits, noise_multiplier, rate),
+            *(release.steps, booked + release.steps, entry.committed_steps, entry.unit),
+        )
+
+    def _last_of_kind(self, kind: tuple[str, ...]) -> tuple[float, float, int, int] | None:
+        """Return noise multiplier, rate, committed and booked steps of a kind's last row."""
+        row = self._rows.execute(
+            "SELECT sequence, mac, noise_multiplier, sample_rate, committed_steps, run_steps FROM "
+            "entries WHERE run = ? AND account = ? AND stage = ? AND verb = ? AND splits = ? "
+            "ORDER BY sequence DESC LIMIT 1",
+            kind,
+        ).fetchone()
+        if row is None:
+            return None
+        sequence, mac, *terms = row
+        query = "SELECT mac FROM entries WHERE sequence = ?"
+        before = self._rows.execute(query, (sequence - 1,)).fetchone() or (self._mark.genesis(),)
+        if not equal(mac, self._hmac_of(sequence, before[0])):
+            raise damaged(f"row {sequence} of {self.path} was edited")
+        return (terms[0], terms[1], terms[2], terms[3])
+
+
+def _known_assignments(booked: _State) -> list[list[str]]:
+    """Return the assignments of an account in the order of their first use."""
+    known: list[list[str]] | None = booked.get("assignments")
+    return known or ([_UNKNOWN] if booked["totals"] else [])
+
+
+def _totals(booked: _State) -> _Totals:
+    """Return the totals of an account; those of older versions are of records."""
+    totals: dict[str, Any] = booked["totals"]
+    if totals and totals.keys() <= set(SPLITS):
+        return {RECORD: {split: [*total, *total] for split, total in totals.items()}}
+    return totals
+
+
+def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
+    """Add what an entry costs, for its own unit and for finer ones, to the totals of its splits."""
+    releases = (entry.release, counted(entry.release, entry.unit, RECORD))
+    costs = [math.inf if of is None else _cost(of, order) for of in releases for order in orders]
+    by_split = totals.setdefault(entry.unit, {})
+    for split in entry.splits:
+        by_split[split] = list(map(add, by_split.get(split, [0.0] * len(costs)), costs))
+
+
+def _cost(release: Release, order: float) -> float:
+    """Return the divergence of all steps of a release."""
+    sigma, rate = release.noise_multiplier, release.sample_rate
+    return release.steps * renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
+
+
+def _booked_filter(
+    booked: _State, split: str, unit: str, *, epsilon: float, delta: float
+) -> RenyiFilter:
+    """Return the filter of one split, as an account's state has it, counted for a unit."""
+    orders: list[float] | None = booked.get("orders")
+    totals = [0.0] * len(orders or ())
+    for paid, by_split in _totals(booked).items():
+        costs = by_split.get(split, [0.0] * 2 * len(totals))
+        costs = costs[: len(totals)] if paid == unit else costs[len(totals) :]
+        totals = [
+            t + c if protects(paid, unit) else math.inf for t, c in zip(totals, costs, strict=True)
+        ]
+    return RenyiFilter(epsilon=epsilon, delta=delta, orders=orders, totals=totals or None)
+
+
+def _sealed(values: Sequence[object] | None) -> Sequence[object] | None:
+    """Return the columns of a row that its HMAC covers: rows of older versions have no unit."""
+    return values[:-1] if values is not None and values[-1] is None else values
+
+
+def _row(values: list[Any]) -> Row:
+    """Return the row with these values of its columns."""
+    sequence, when, account, data_set, run, stage, server_round, action, splits = values[:9]
+    noise_multiplier, sample_rate, steps, run_steps, committed_steps, unit = values[9:]
+    entry = Entry(
+        account=account,
+        data_set=data_set,
+        run=run,
+        stage=stage,
+        round=server_round,
+        action=action,
+        splits=tuple(splits.split(",")),
+        release=Release(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps),
+        committed_steps=committed_steps,
+        unit=RECORD if unit is None else unit,
+    )
+    return Row(sequence, when, entry, run_steps)

@@ -1,0 +1,1 @@
+"""Clip, sample, add noise, and account for it."""

@@ -1,0 +1,421 @@
+"""Sums over a batch of per-sample gradients, each clipped to a norm: what the noise is added to.
+
+``S = sum_i f_i min(1, R / ||g_i||) g_i`` (DP-SGD: Abadi et al. 2016, arXiv 1607.00133, Alg. 1;
+DP-FNAS: arXiv 2110.11025, Eq. 3 and 4 before noise and averaging), where g_i is the gradient of the
+loss of record i with respect to all named parameters together. :func:`clipped_gradient_sum` takes
+it for the weights of a module, :func:`clipped_alpha_gradient_sum` for the alphas of a supernet. No
+noise, no sampling and no accounting here; the
+sums are private only once noise of std ``sigma * R`` is on them.
+
+Guarantee:
+    Adding or removing one record changes S by a vector of L2 norm at most R. This needs
+
+    * a module and a loss that treat every record apart from the others: batch normalisation is
+      refused, but statistics over the batch computed by hand, a contrastive loss, or a loss that
+      was divided by the batch size cannot be seen from here and break it;
+    * record i at index i of the first dimension wherever a layer with parameters reads it, and row
+      i of a stack's leaf used for record i alone: a module that moves another dimension of the
+      same size to the front breaks it, unseen as well;
+    * class factors and R that are public: never from the client's own counts or gradients;
+    * the sum itself: dividing it by the number of records drawn breaks it, dividing it by a
+      public number does not.
+
+    Rounding: norms and factors are float64 whatever the module computes in, so that a record
+    contributes at most ``R (1 + 1e-14)``. Contributions are cut to multiples of a unit of 2^-40 R
+    or little more, whose sums are exact (``micro_batches``): S is the same in any order and in any
+    micro-batches. Of a large linear layer, whose contributions are outer products, each of the two
+    factors is cut instead, in steps of 2^-20 of its largest possible norm.
+    That a kernel rounds the gradient of a record alike whatever else is in the batch is not
+    promised by torch. With weights that cancel, a last bit reverses gradients, so it is needed:
+    give a ``micro_batch_size`` that the self-test allows (``self_test``), or 1. Without one S may
+    move by more than R.
+
+Edge cases:
+    =========================================  ============================================
+    no records                                 zeros
+    ||g_i|| = 0                                contributes zero
+    ||g_i|| not finite: an inf or NaN in g_i,  contributes zero, as if record i were absent;
+    or a norm above 1e154                      the others are not touched
+    parameter that the loss does not reach     zeros
+    =========================================  ============================================
+
+Tensor suffixes: B records of a micro-batch, E edges, O ops, K op weights of an edge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.base.layers import own_linear_layers
+from fednas_flwr.privacy.mechanism.micro_batches import (
+    ClippedSum,
+    from_units,
+    in_units,
+    micro_batches,
+    person_means,
+    sum_in_units,
+)
+from fednas_flwr.privacy.mechanism.record_gradients import (
+    record_gradients,
+    refuse_batch_norm,
+)
+from fednas_flwr.privacy.mechanism.record_losses import (
+    Group,
+    Loss,
+    OuterProducts,
+    differentiate,
+    losses_of,
+)
+from fednas_flwr.privacy.self_test import Watch, unwatched
+
+COLUMNS = 2048  # of gradients that are turned into float64 at a time
+SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
+
+
+class Relaxation(NamedTuple):
+    """Way that alphas enter a supernet.
+
+    Attributes:
+        op_weights: What the supernet is called with, [E, K] by kind of cell: the weights of all K =
+            O ops, or the gates of those that are computed.
+        by_alphas: Given a kind and the gradients by its op weights, float64 [B, E, K], returns
+            those by its alphas, [B, E, O]: record by record.
+    """
+
+    op_weights: Mapping[str, Tensor]
+    by_alphas: Callable[[str, Tensor], Tensor]
+
+
+def clipped_gradient_sum(
+    module: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    loss: Loss,
+    parameters: Mapping[str, nn.Parameter],
+    max_norm: float,
+    micro_batch_size: int | None = None,
+    class_factors: Tensor | None = None,
+    persons: Tensor | None = None,
+    watch: Watch = unwatched,
+) -> ClippedSum:
+    """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
+
+    g_i is the gradient of one record's loss with respect to all of ``parameters``, with one
+    joint norm is taken. Every record gets a copy of the weights, in a leaf [B, ...] of stride 0, so
+    that one ordinary backward returns all g_i (``fednas_flwr.base.layers``). This needs
+    convolutions, linear layers and group norms, or a module that ``takes_stack`` (a supernet with
+    the fast
+    engine); of any other module Opacus' hooks return the g_i. The module, the parameters'
+    ``requires_grad`` and their ``.grad`` are left as they were.
+
+    Args:
+        module: Network in training mode; called with x alone.
+        x: Features [B, ...].
+        y: Labels int64 [B].
+        loss: Called with the module's output and labels; returns one loss per record, not a mean.
+        parameters: The module's parameters to differentiate by, under the names of the result; all
+            others (frozen alphas) are held fixed.
+        max_norm: R, at least 1e-100 and finite.
+        micro_batch_size: How many records are computed at a time, made-up ones included, which fill
+            the last micro-batch and contribute nothing; None means all. Changes memory and
+            rounding, not the sum.
+        class_factors: Public factors f in (0, 1], one per class; multiply after clipping, since
+            clipping would cancel what is multiplied before. None means 1.
+        persons: Whose each record is, int64 [B], ascending from 0: g_i and f_i are then the means
+            over the records of a person i, whose presence changes the sum by at most R. All records
+            must be in one micro-batch. None: every record counts for itself.
+        watch: Is shown all that the sum is made of, record by record, for the self-test.
+
+    Returns:
+        float64 tensors shaped like the parameters, on their device.
+
+    Raises:
+        ValueError: The module contains batch normalisation or another layer without per-sample
+            gradients, or is not in training mode; a parameter is not the module's; R, the factors
+            or the micro-batch size are out of range; the loss is not one number per record.
+        RuntimeError: A use of a parameter was missed, e.g. a layer's weight that is used without
+            calling the layer.
+
+    Guarantee: sensitivity R under adding or removing one record; see the head of this module.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> x, y = torch.tensor([[3.0], [0.5]]), torch.tensor([0, 0])
+        >>> sums = clipped_gradient_sum(
+        ...     layer, x, y, loss=lambda out, y: out[:, 0],
+        ...     parameters={"weight": layer.weight}, max_norm=1.0,
+        ... )  # gradients 3 and .5
+        >>> sums["weight"]
+        tensor([[1.5000]], dtype=torch.float64)
+    """
+    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
+    sums: dict[str, Tensor] = {}
+    with (
+        _only_trainable(module, parameters),
+        record_gradients(module, parameters, _watched(loss, watch)) as gradients,
+    ):
+        for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
+            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
+            _add(sums, _clipped_sum(gradients(x_B, y_B), parameters, scale, watch))
+    return _with_zeros(sums, parameters, max_norm)
+
+
+def clipped_alpha_gradient_sum(
+    supernet: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    loss: Loss,
+    alphas: Mapping[str, Tensor],
+    max_norm: float,
+    relaxation: Relaxation | None = None,
+    micro_batch_size: int | None = None,
+    class_factors: Tensor | None = None,
+    persons: Tensor | None = None,
+    watch: Watch = unwatched,
+) -> ClippedSum:
+    """Return ``sum_i f_i min(1, R / ||h_i||) h_i`` over a batch, by kind of cell.
+
+    h_i is the first-order gradient of one record's loss with respect to the alphas of all kinds,
+    of which one joint norm is taken; the weights are held fixed. Every record gets op weights
+    ``w_i = softmax(alphas)`` of its own, in a leaf [B, E, O] that all cells of a kind read. So one
+    backward returns ``v_i = dL_i / dw_i``, summed over cells, and the softmax's Jacobian gives
+    ``h_i = w (v_i - sum_o w v_i)``. This costs what the plain gradient of the alphas costs. Another
+    ``relaxation`` has another w_i and another Jacobian.
+
+    Args:
+        supernet: Called with x and op weights [B, E, K] by kind of cell; returns logits.
+        x: Features [B, ...].
+        y: Labels int64 [B].
+        loss: As for :func:`clipped_gradient_sum`.
+        alphas: Architecture parameters [E, O] by kind of cell.
+        max_norm: R, at least 1e-100 and finite.
+        relaxation: Chosen without looking at records; None is the softmax over all ops.
+        micro_batch_size: As for :func:`clipped_gradient_sum`.
+        class_factors: As for :func:`clipped_gradient_sum`.
+        persons: As for :func:`clipped_gradient_sum`.
+        watch: As for :func:`clipped_gradient_sum`.
+
+    Returns:
+        float64 tensors shaped like the alphas, on their device. Nothing else has changed.
+
+    Raises:
+        ValueError: As for :func:`clipped_gradient_sum`, but any mode will do.
+
+    Guarantee: sensitivity R under adding or removing one record; see the head of this module.
+    """
+    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
+    refuse_batch_norm(supernet)
+    sums: dict[str, Tensor] = {}
+    op_weights, by_alphas = relaxation or _softmax(alphas)
+    loss = _watched(loss, watch)
+    with _only_trainable(supernet, {}), own_linear_layers(supernet), torch.enable_grad():
+        for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
+            leaves = {
+                kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
+                for kind, w_EK in op_weights.items()
+            }
+            gradients: list[Group] = [
+                ([kind], by_alphas(kind, gradient_BEK.double()))
+                for kind, gradient_BEK in differentiate(
+                    losses_of(supernet(x_B, leaves), y_B, loss), leaves
+                ).items()
+            ]
+            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
+            _add(sums, _clipped_sum(gradients, alphas, scale, watch))
+    return _with_zeros(sums, alphas, max_norm)
+
+
+class _Scale(NamedTuple):
+    """Scaling of a micro-batch: R, public factors [B], how many rows are records, and whose."""
+
+    max_norm: float
+    factors_B: Tensor | None
+    num_records: int
+    persons: Tensor | None = None
+
+
+def _clipped_sum(
+    gradients: Sequence[Group], parameters: Mapping[str, Tensor], scale: _Scale, watch: Watch
+) -> dict[str, Tensor]:
+    """Return the clipped sum of the gradients of B rows, in units, by name.
+
+    Columns of [B, P] are turned into float64 by parts, in cache; small gradients are joined first.
+    """
+    if not gradients:
+        return {}
+    outer, whole = _separated(gradients, keep_factors=scale.persons is None)
+    whole = sorted(whole, key=lambda group: group[1].shape[1:].numel())
+    names = [name for group, _ in whole for name in group]
+    flat = [gradient.flatten(1) for _, gradient in whole]
+    small = [matrix for matrix in flat if matrix.shape[1] < COLUMNS]
+    if small:
+        flat = [torch.cat(small, dim=1), *flat[len(small) :]]
+    parts = [part for matrix in flat for part in torch.split(matrix, COLUMNS, dim=1)]
+    for shown in (*parts, *(factor for pair in outer.values() for factor in pair)):
+        watch(shown)
+    if scale.persons is not None:
+        parts = [person_means(part, scale.persons) for part in parts]
+    norms = [_norms(part) for part in parts]
+    norms += [_norms(left_BO) * _norms(right_BI) for left_BO, right_BI in outer.values()]
+    factors_B = _scaled(norms, scale)
+    by_name, sums, contributes = {}, [], []
+
+    def show(contribution: Tensor) -> None:
+        if watch is not unwatched:
+            watch(contribution)
+            contributes.append(contribution.flatten(1).any(1, keepdim=True))
+
+    for name, (left_BO, right_BI) in outer.items():
+        by_name[name], *cut = sum_in_units(
+            left_BO, right_BI, bound=scale.max_norm, factors_B=factors_B
+        )
+        for factor in cut:
+            show(factor)
+    for part in parts:
+        units = in_units(part, bound=scale.max_norm, factors_B=factors_B)
+        show(units)
+        sums.append(units.sum(0))
+    if contributes:
+        watch(torch.stack(contributes).any(0))
+    pieces = (
+        torch.split(torch.cat(sums), [parameters[name].numel() for name in names]) if sums else ()
+    )
+    by_name |= dict(zip(names, pieces, strict=True))
+    return {name: piece.view(parameters[name].shape) for name, piece in by_name.items()}
+
+
+def _separated(
+    gradients: Sequence[Group], *, keep_factors: bool
+) -> tuple[dict[str, OuterProducts], list[tuple[list[str], Tensor]]]:
+    """Return the gradients that are kept as factors, by name, and the groups of all others."""
+    outer: dict[str, OuterProducts] = {}
+    whole: list[tuple[list[str], Tensor]] = []
+    for names, gradient in gradients:
+        if isinstance(gradient, Tensor):
+            whole.append((names, gradient))
+        elif keep_factors:
+            outer[names[0]] = gradient
+        else:
+            whole.append((names, gradient.products()))
+    return outer, whole
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the norms of rows [B, ...], float64 [B]."""
+    norms_B: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms_B
+
+
+def _scaled(norms: list[Tensor], scale: _Scale) -> Tensor:
+    """Return the factors of rows with these norms of parts, float64 [B]; 0 leaves one out.
+
+    Left out are rows that are no records, and records whose gradient is not finite; of persons, the
+    same.
+    """
+    count, factors_B = scale.num_records, scale.factors_B
+    if scale.persons is not None:
+        count = int(scale.persons.max()) + 1 if count else 0
+        if factors_B is not None:
+            factors_B = person_means(factors_B[:, None], scale.persons)[:, 0]
+    norms_B = torch.linalg.vector_norm(torch.stack(norms, dim=1), dim=1)
+    scale_B: Tensor = (scale.max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
+    if factors_B is not None:
+        scale_B = scale_B * factors_B.to(scale_B)
+    scale_B = scale_B.where(norms_B.isfinite(), 0.0)
+    scale_B[count:] = 0.0
+    return scale_B
+
+
+def _watched(loss: Loss, watch: Watch) -> Loss:
+    """Return the loss; outputs and losses are watched."""
+    if watch is unwatched:
+        return loss
+
+    def watched(output: Any, y_B: Tensor) -> Tensor:
+        losses_B: Tensor = loss(output, y_B)
+        for tensor in (*(output if isinstance(output, tuple) else (output,)), losses_B):
+            watch(tensor)
+        return losses_B
+
+    return watched
+
+
+def _add(sums: dict[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    """Add to ``sums`` by name."""
+    for name, other in others.items():
+        sums[name] = sums[name] + other if name in sums else other
+
+
+def _with_zeros(
+    sums: dict[str, Tensor], parameters: Mapping[str, Tensor], max_norm: float
+) -> ClippedSum:
+    """Return sums in units as float64, in the parameters' order, zeros where there is none."""
+    tensors = {
+        name: from_units(sums[name], bound=max_norm)
+        if name in sums
+        else torch.zeros_like(parameter, dtype=torch.float64)
+        for name, parameter in parameters.items()
+    }
+    return ClippedSum(tensors, norm=max_norm)
+
+
+def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
+    """Return the relaxation of DARTS: all ops, weighted by ``softmax(alphas)``."""
+    weights = {kind: a_EO.detach().double().softmax(dim=-1) for kind, a_EO in alphas.items()}
+
+    def by_alphas(kind: str, gradients_BEO: Tensor) -> Tensor:
+        w_EO = weights[kind]
+        return w_EO * (gradients_BEO - (w_EO * gradients_BEO).sum(-1, keepdim=True))
+
+    return Relaxation(weights, by_alphas)
+
+
+def _factors(class_factors: Tensor | None, y_B: Tensor) -> Tensor | None:
+    return None if class_factors is None else class_factors.to(y_B.device)[y_B]
+
+
+@contextmanager
+def _only_trainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Let exactly these parameters require gradients inside the block."""
+    chosen = {id(parameter) for parameter in parameters.values()}
+    own = list(module.parameters())
+    if not chosen <= {id(parameter) for parameter in own}:
+        raise ValueError("a parameter to differentiate by does not belong to the module")
+    if len(chosen) < len(parameters):
+        raise ValueError("a parameter to differentiate by is given under two names")
+    changed = [p for p in own if p.requires_grad != (id(p) in chosen)]
+    try:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _check_arguments(
+    x: Tensor,
+    y: Tensor,
+    max_norm: float,
+    micro_batch_size: int | None,
+    class_factors: Tensor | None,
+    persons: Tensor | None,
+) -> None:
+    if len(x) != len(y):
+        raise ValueError(f"expected one label per record, got {len(x)} records, {len(y)} labels")
+    if not SMALLEST_MAX_NORM <= max_norm < math.inf:
+        raise ValueError(f"max_norm must be at least 1e-100 and finite, got {max_norm}")
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
+    if class_factors is not None and not bool(((class_factors > 0) & (class_factors <= 1)).all()):
+        raise ValueError(f"class_factors must be in (0, 1], got {class_factors.tolist()}")
+    if persons is not None and len(x) > (len(x) if micro_batch_size is None else micro_batch_size):
+        raise ValueError(f"{len(x)} records of persons must be in one micro-batch")

@@ -1,0 +1,238 @@
+"""A client's own secret randomness: Gaussian noise and Poisson masks that nobody can foresee.
+
+Whoever knows the bits behind a mask knows who was sampled, and whoever knows the noise can subtract
+it; so none of it comes from the run's seed or from torch's Mersenne twister. Every draw is
+the keystream of a cipher (AES-256 in counter mode) under a key fresh from the operating system. Not
+for anything that must be repeatable. Main class: :class:`SecureGenerator`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+from typing import NoReturn
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from fednas_flwr.privacy.mechanism.discrete_gaussian import sample_discrete_gaussian
+from fednas_flwr.privacy.mechanism.noise_grid import noise_grid
+from fednas_flwr.privacy.mechanism.shared_noise import share_sigma
+
+
+class SecureGenerator:
+    """Draws Gaussian noise and Poisson masks from a keystream that is never used twice.
+
+    Each call takes a new 256-bit key from ``os.urandom``, so nothing is left to be repeated by a
+    fork, a thread, a retry or a resumed run, and no call tells anything about another.
+
+    **What is protected.** Low bits of a floating-point sum give the unnoised value away (Mironov
+    2012, "On significance of the least significant bits"), and so does noise that can only take
+    some values: the radius of Box and Muller (1958), made of a 64-bit word, is a discrete set in
+    the tail, and another one beside another sum. Here noise is an exact discrete Gaussian on a grid
+    of 2^-25 to 2^-24 of its standard deviation, and :func:`add_noise` puts the sum on the same
+    grid: every multiple of the grid is possible for every sum, with the probability that the
+    guarantee is computed from. **What is not:** noise is drawn by rejection, and the time that
+    this takes tells a little about thousands of draws together
+    (:func:`~fednas_flwr.privacy.mechanism.discrete_gaussian.sample_discrete_gaussian`), nothing
+    about the sum; memory is not wiped.
+
+    Args:
+        test_seed: For tests only, and only where the site's policy allows it: the draws follow from
+            these bytes and from how many draws came before.
+
+    Example:
+        >>> SecureGenerator().is_secure
+        True
+        >>> SecureGenerator(test_seed=b"1").discrete_gaussian((2,), sigma=1000).dtype
+        torch.int64
+    """
+
+    def __init__(self, test_seed: bytes | None = None) -> None:
+        """Keep the test seed, if there is one."""
+        self._test_seed = test_seed
+        self._draws = 0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    @property
+    def is_secure(self) -> bool:
+        """True if nobody can repeat the draws; False with a test seed."""
+        return self._test_seed is None
+
+    def discrete_gaussian(self, shape: tuple[int, ...], *, sigma: int) -> torch.Tensor:
+        """Return independent samples of the discrete Gaussian of mean 0.
+
+        Args:
+            shape: Shape of the result; may be empty.
+            sigma: From 2 to 2^26; very nearly the standard deviation.
+
+        Returns:
+            An int64 tensor on the CPU.
+
+        Raises:
+            ValueError: ``sigma`` is out of range: no noise is never what a caller should get.
+        """
+        stream = _Keystream(self._next_key())
+        samples = sample_discrete_gaussian(stream.words, math.prod(shape), sigma=sigma)
+        return torch.from_numpy(samples).reshape(shape)
+
+    def poisson_mask(self, num_records: int, *, probability: float) -> torch.Tensor:
+        """Return which records a Poisson sample holds: each independently with ``probability``.
+
+        A 64-bit word below ``floor(probability * 2^64)`` is a hit, so the rate is never above the
+        one that is booked, and less than 2^-64 below it.
+
+        Args:
+            num_records: Number of records that are there, at least 0.
+            probability: Above 0, at most 1.
+
+        Returns:
+            A bool tensor of length ``num_records`` on the CPU.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        if num_records < 0 or not 0 < probability <= 1:
+            raise ValueError(
+                f"a mask needs num_records >= 0 and a probability above 0 and at most 1, got "
+                f"num_records={num_records!r} and probability={probability!r}."
+            )
+        if probability == 1:
+            return torch.ones(num_records, dtype=torch.bool)
+        words = _Keystream(self._next_key()).words(num_records)
+        return torch.from_numpy(words < np.uint64(int(probability * 2.0**64)))
+
+    def _next_key(self) -> bytes:
+        """Return a key that no other draw has."""
+        if self._test_seed is None:
+            return os.urandom(32)
+        if os.getpid() != self._pid:
+            raise RuntimeError("a test seed would repeat its draws in a forked process.")
+        with self._lock:
+            self._draws += 1
+            draw = self._draws
+        seed = hashlib.sha256(self._test_seed).digest()
+        return hashlib.sha256(seed + draw.to_bytes(8, "big")).digest()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse pickle and copy: a copy with a test seed would repeat its draws."""
+        raise TypeError("a SecureGenerator cannot be copied or pickled: make one per process.")
+
+
+def add_noise(
+    total: torch.Tensor,
+    generator: SecureGenerator,
+    *,
+    noise_multiplier: float,
+    max_grad_norm: float,
+) -> torch.Tensor:
+    """Return ``total`` plus Gaussian noise of std ``noise_multiplier * max_grad_norm``, on a grid.
+
+    Both are whole numbers of cells of one grid, so that what leaves is a function of (rounded total
+    + discrete Gaussian). Rounding moves two neighbouring totals apart by up to 1 cell in each of d
+    values; so ``sigma >= noise_multiplier * (max_grad_norm / grid + sqrt(d)) + 1`` cells: noise is
+    enlarged by ``noise_multiplier * sqrt(d)`` cells for rounding (by 6e-5 at most for a million
+    values at multiplier 1) and by 1 for being discrete, see
+    :func:`~fednas_flwr.privacy.mechanism.discrete_gaussian.continuous_divergence` (``(a + 1)^2`` is
+    above ``a^2 + 4^2`` from a = 8 on).
+
+    **Guarantee.** One step of a :class:`~fednas_flwr.privacy.mechanism.renyi.Release` with this
+    multiplier, if adding or removing a record changes ``total`` by an L2 norm of at most
+    ``max_grad_norm`` and
+    the release was spent before. That is proved of continuous noise and holds of the discrete one
+    up to an epsilon of 6e-137 per value. With all records in the batch it holds without that: the
+    Renyi divergence of order a is at most ``a / (2 noise_multiplier^2)`` (Canonne, Kamath and
+    Steinke 2020, arXiv 2004.00010, Theorem 4).
+
+    Args:
+        total: The sum of clipped vectors: all d values of one release, in one tensor.
+        generator: The client's own.
+        noise_multiplier: Above 0.
+        max_grad_norm: Above 0.
+
+    Returns:
+        A float64 tensor on the CPU, of the shape of ``total``.
+
+    Raises:
+        ValueError: There would be no noise; ``total`` is not finite, in which case clipping has
+            failed and no noise can hide it; or it is too large for the grid.
+    """
+    grid, root = noise_grid(noise_multiplier * max_grad_norm), math.sqrt(total.numel())
+    if not (max_grad_norm > 0 and 2 * root * grid < max_grad_norm):  # sigma fits: 2^25 + 2^24
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r} must be above 0, and noise_multiplier="
+            f"{noise_multiplier!r} far below 2^24 / sqrt({total.numel()})."
+        )
+    # Down and 2 up: 1 up at least, whatever the floating-point product rounds to.
+    sigma = math.floor(noise_multiplier * (max_grad_norm / grid + root)) + 2
+    noise = generator.discrete_gaussian(tuple(total.shape), sigma=sigma)
+    cells = total.detach().to("cpu", torch.float64) / grid
+    if not bool((cells.abs() < 2.0**51).all()):
+        raise ValueError(f"total must be finite and below {2.0**51 * grid:.3g} everywhere.")
+    return (cells.round().to(torch.int64) + noise).double().mul_(grid)
+
+
+def add_shared_noise(
+    total: torch.Tensor,
+    generator: SecureGenerator,
+    *,
+    noise_multiplier: float,
+    max_grad_norm: float,
+    cell: float,
+    honest: int,
+) -> torch.Tensor:
+    """Return ``total`` plus one client's share of a secure sum's noise, in whole cells of its grid.
+
+    The sum over ``honest`` clients or more carries what :func:`add_noise` adds to one: sigma cells
+    of ``noise_multiplier * (max_grad_norm / cell + sqrt(d))``, each a share of
+    ``sigma / sqrt(honest) + 1`` or more.
+
+    **Guarantee.** Who sees such a sum, and knows all other clients' totals and the noise of those
+    beyond ``honest``, sees one step of a :class:`~fednas_flwr.privacy.mechanism.renyi.Release` with
+    this multiplier, as of :func:`add_noise`: the shares add up to at least ``sqrt(sigma^2 + 4^2)``,
+    and
+    to a discrete Gaussian up to
+    :func:`~fednas_flwr.privacy.mechanism.shared_noise.sum_divergence`. Who sees this client's value
+    alone sees one of ``noise_multiplier / sqrt(honest)``.
+
+    Args:
+        total: The sum of clipped vectors: all d values of one release, in one tensor.
+        generator: The client's own.
+        noise_multiplier: Of the sum, above 0.
+        max_grad_norm: Above 0.
+        cell: Of the sum's grid, a power of two.
+        honest: Clients that are sure to add their shares, at least 2.
+
+    Returns:
+        Whole cells, an int64 tensor on the CPU, of the shape of ``total``.
+
+    Raises:
+        ValueError: A value is out of range, or ``total`` is not finite or too large for the grid.
+    """
+    needed = noise_multiplier * (max_grad_norm / cell + math.sqrt(total.numel()))
+    if not (0 < needed < 1.1 * 2.0**26 and max_grad_norm > 0 and honest >= 2):
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier!r} over max_grad_norm={max_grad_norm!r} on cells "
+            f"of {cell!r}, shared by {honest!r} clients, is out of range."
+        )
+    noise = generator.discrete_gaussian(tuple(total.shape), sigma=share_sigma(needed, honest))
+    cells = total.detach().to("cpu", torch.float64) / cell
+    if not bool((cells.abs() < 2.0**51).all()):
+        raise ValueError(f"total must be finite and below {2.0**51 * cell:.3g} everywhere.")
+    return cells.round().to(torch.int64) + noise
+
+
+class _Keystream:
+    """AES-256 in counter mode from block 0: unpredictable 64-bit words without the key."""
+
+    def __init__(self, key: bytes) -> None:
+        """Start the stream of a key that is used for nothing else."""
+        self._encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+
+    def words(self, count: int) -> np.ndarray:
+        """Return the next ``count`` words of the stream."""
+        return np.frombuffer(self._encryptor.update(bytes(8 * count)), dtype="<u8")

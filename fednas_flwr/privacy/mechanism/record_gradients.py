@@ -1,0 +1,264 @@
+"""The gradient of the loss of every record of a batch: what is clipped before it is added up.
+
+A record's gradient is taken by giving every record a copy of the weights, in a leaf [B, ...] of
+stride 0: one ordinary backward then returns one gradient per record (``fednas_flwr.base.layers``).
+For modules with layers that cannot do this, Opacus' hooks do (``hooked_gradients``). A large linear
+layer's gradients are kept as the factors of one outer product per record.
+
+Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.base.layers import conv2d, group_norm, linear
+from fednas_flwr.privacy.mechanism.record_losses import (
+    Group,
+    Loss,
+    OuterProducts,
+    RecordGradients,
+    differentiate,
+    losses_of,
+)
+
+LARGE = 2048  # numbers of a linear layer's weight from which its gradients are kept as factors
+
+
+class RecordWeights:
+    """Joins parameters like ``torch.cat``, with a copy of the result for each of B records.
+
+    Attributes:
+        leaves: By the ids of the joined parameters: these, and the leaf [B, ...].
+        factors: By the id of a large linear layer's weight: the weight, and of every call a leaf
+            [B, O] whose gradient is that by the output, and the input [B, I].
+    """
+
+    def __init__(self, num_records: int) -> None:
+        """Join nothing yet."""
+        self.num_records = num_records
+        self.leaves: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
+        self.factors: dict[int, tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
+
+    def __call__(self, parameters: list[Tensor]) -> Tensor:
+        """Return a leaf of stride 0, which takes no memory before its gradient is there.
+
+        Parameters that do not require gradients are joined without copies.
+
+        Raises:
+            ValueError: Some of them require gradients and others do not.
+        """
+        trained = {parameter.requires_grad for parameter in parameters}
+        if trained == {False}:
+            return torch.cat(parameters)
+        if len(trained) > 1:
+            raise ValueError(
+                "parameters that are computed together (engine=fast) must be differentiated by "
+                "together, or none of them: give all of them, or use engine=reference."
+            )
+        key = tuple(map(id, parameters))
+        if key not in self.leaves:
+            joined = torch.cat([parameter.detach() for parameter in parameters])
+            leaf = joined.expand(self.num_records, *joined.shape).requires_grad_()
+            self.leaves[key] = (list(parameters), leaf)
+        return self.leaves[key][1]
+
+    def linear(self, x_BI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output [B, O] of a layer whose gradients are to be kept as factors."""
+        out_BO = linear(x_BI, weight.detach(), bias)
+        leaf_BO = torch.zeros_like(out_BO[:1, :1]).expand_as(out_BO).requires_grad_()
+        self.factors.setdefault(id(weight), (weight, []))[1].append((leaf_BO, x_BI.detach()))
+        return out_BO + leaf_BO
+
+
+def record_gradients(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
+) -> AbstractContextManager[RecordGradients]:
+    """Return a context that gives a function from a batch to the gradients of its records.
+
+    Parameters that the loss does not reach are left out. Afterwards the module is as it was.
+
+    Args:
+        module: In training mode; called with features alone. A module with ``takes_stack`` (a
+            supernet with the fast engine) also takes a :class:`RecordWeights` as ``stack``.
+        parameters: The module's parameters to differentiate by, which all require gradients; no
+            other parameter does.
+        loss: Called with the module's output and labels; one loss per record.
+
+    Raises:
+        ValueError: There are no per-sample gradients of this module.
+        RuntimeError: (by the function) A use of a parameter was missed.
+    """
+    refuse_batch_norm(module)
+    if not module.training:
+        raise ValueError("the module must be in training mode: call train() first")
+    if _takes_stack(module):
+        return _from_leaves(module, parameters, loss)
+    layers = _layers(module, parameters)
+    if any("forward" in vars(layer) for layer in layers):
+        raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
+    if all(map(_is_covered, layers)):
+        return _from_leaves(module, parameters, loss)
+    # It brings Opacus, whose 3 s who needs no hooks should not pay.
+    from fednas_flwr.privacy.mechanism.hooked_gradients import from_hooks
+
+    return from_hooks(module, parameters, loss)
+
+
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Raise ValueError for layers that keep or use statistics of the batch, trainable or not.
+
+    Opacus' validator looks at trainable layers alone, and a supernet's norms have no weights. The
+    check is of the structure: an error that depended on the records would be a release.
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, nn.modules.batchnorm._BatchNorm) or (
+            isinstance(submodule, nn.modules.batchnorm._NormBase) and submodule.track_running_stats
+        ):
+            name = next(name for name, other in module.named_modules() if other is submodule)
+            raise ValueError(
+                f"{name or 'the module'} is batch normalisation or keeps running statistics, which "
+                "mixes the records of a batch: a private run needs group normalisation "
+                "(search_space.norm=group)."
+            )
+
+
+@contextmanager
+def _from_leaves(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
+) -> Iterator[RecordGradients]:
+    """Yield a function from a batch to the gradients of its records, by one plain backward."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+
+    def gradients(x_B: Tensor, y_B: Tensor) -> list[Group]:
+        stack = RecordWeights(len(x_B))
+        with torch.enable_grad():
+            if _takes_stack(module):
+                output = module(x_B, stack=stack)
+            else:
+                with _computed_with(stack, module, parameters):
+                    output = module(x_B)
+            joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
+            calls = {
+                f"output {i}.{j}": (names[id(weight)], *call)
+                for i, (weight, both) in enumerate(stack.factors.values())
+                for j, call in enumerate(both)
+            }
+            by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
+            by |= {key: leaf for key, (_, leaf, _) in calls.items()}
+            reached = differentiate(losses_of(output, y_B, loss), {**by, **parameters})
+        groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
+        uses = Counter(name for group in groups.values() for name in group)
+        uses.update({names[id(weight)]: 1 for weight, _ in stack.factors.values()})
+        missed = [n for n in parameters if n in reached or uses[n] > 1]
+        if missed:
+            raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
+        found: list[Group] = [(groups[key], reached[key]) for key in joined if key in reached]
+        products: dict[str, list[OuterProducts]] = {}
+        for key, (name, _, x_BI) in calls.items():
+            if key in reached:
+                products.setdefault(name, []).append(OuterProducts(reached[key], x_BI))
+        for name, (one, *others) in products.items():
+            several = sum((other.products() for other in others), one.products()) if others else one
+            found.append(([name], several))
+        return found
+
+    yield gradients
+
+
+def _is_covered(layer: nn.Module) -> bool:
+    """Return whether ``fednas_flwr.base.layers`` computes what this layer does."""
+    if not set(layer._parameters) <= {"weight", "bias"}:
+        return False
+    if type(layer) is nn.Conv2d:
+        return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return type(layer) in (nn.Linear, nn.GroupNorm)
+
+
+def _takes_stack(module: nn.Module) -> bool:
+    return getattr(module, "takes_stack", False) is True
+
+
+def _layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+    """Return the modules that hold the parameters themselves."""
+    chosen = {id(parameter) for parameter in parameters.values()}
+    return [
+        submodule
+        for submodule in module.modules()
+        if any(id(parameter) in chosen for parameter in submodule._parameters.values())
+    ]
+
+
+@contextmanager
+def _computed_with(
+    stack: RecordWeights, module: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[None]:
+    """Let layers compute with their weights as ``stack`` returns them, inside the block."""
+    pools = [
+        submodule
+        for submodule in module.modules()
+        if type(submodule) in (nn.MaxPool2d, nn.AvgPool2d) and "forward" not in vars(submodule)
+    ]
+    layers = [*_layers(module, parameters), *pools]
+    for layer in layers:
+        layer.forward = partial(_pool if layer in pools else _forward, layer, stack)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
+    """Return the same as ever, computed with channels of all records innermost: faster on CPU."""
+    if x.dim() != 4 or getattr(layer, "return_indices", False):
+        out: Tensor = type(layer).forward(layer, x)
+        return out
+    B, C, H, W = x.shape
+    x_SP = _Transposed.apply(x.reshape(B * C, H * W))
+    x_1PHW = x_SP.view(1, H, W, B * C).permute(0, 3, 1, 2)
+    out_1Phw = type(layer).forward(layer, x_1PHW)
+    h, w = out_1Phw.shape[2:]
+    out_PS: Tensor = _Transposed.apply(out_1Phw.permute(0, 2, 3, 1).reshape(h * w, B * C))
+    return out_PS.view(B, C, h, w)
+
+
+class _Transposed(torch.autograd.Function):
+    """A matrix, transposed by a copy: of matrices torch makes it in blocks, which saves half."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        return matrix.t().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        return grad.contiguous().t().contiguous()
+
+
+def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
+    if isinstance(layer, nn.Linear) and _is_large(layer) and x.dim() == 2:
+        return stack.linear(x, layer.weight, _own(layer.bias, stack))
+    weight, bias = _own(layer.weight, stack), _own(layer.bias, stack)
+    if isinstance(layer, nn.Conv2d):
+        sizes = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
+        return conv2d(x, weight, bias, **sizes)
+    if isinstance(layer, nn.GroupNorm):
+        return group_norm(x, layer.num_groups, weight, bias, eps=layer.eps)
+    return linear(x, weight, bias)
+
+
+def _own(parameter: Any, stack: RecordWeights) -> Any:
+    """Return a copy for each record of a parameter that is differentiated by; others themselves."""
+    return stack([parameter]) if parameter is not None and parameter.requires_grad else parameter
+
+
+def _is_large(layer: nn.Linear) -> bool:
+    return layer.weight.requires_grad and layer.weight.numel() >= LARGE

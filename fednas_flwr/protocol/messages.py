@@ -1,0 +1,270 @@
+"""Requests and replies as Flower records; every record key is spelt here or in ``headers``.
+
+A message carries one ConfigRecord (a JSON header), one ArrayRecord per state with one vector per
+dtype, and, in a reply, one MetricRecord. Nothing is pickled: vectors travel in the npy format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fednas_flwr.base.errors import ConfigError, ReplyError
+from fednas_flwr.data.statistics import Statistics
+from fednas_flwr.protocol.headers import HEADER as HEADER
+from fednas_flwr.protocol.headers import JSON as JSON
+from fednas_flwr.protocol.headers import LONGEST_NAME as LONGEST_NAME
+from fednas_flwr.protocol.headers import METRICS as METRICS
+from fednas_flwr.protocol.headers import NUM_EXAMPLES as NUM_EXAMPLES
+from fednas_flwr.protocol.headers import Header as Header
+from fednas_flwr.protocol.headers import Json, encode_values, read_json, record
+from fednas_flwr.protocol.requests import Settings, decode, encode
+from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.states import Packed
+from fednas_flwr.protocol.sum_requests import Summed
+from fednas_flwr.settings.parser import parse
+
+STATE_PREFIX = "state."
+MAYBE = {"statistics", "summed"}  # in a request, beside its header and settings
+LONGEST_HEADER = 2**22  # characters of JSON in a reply; parsed it takes ten times as much
+MOST_METRICS = 64  # in a reply, and characters of each name
+BUDGET_SPENT = 1001  # error code of a client that leaves the run: Flower's own are below 1000
+
+with warnings.catch_warnings():  # torch warns once per process: messages can only be read
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request to a client.
+
+    Attributes:
+        action: One of ``actions.ACTIONS``, e.g. ``train.search``.
+        header: See :class:`Header`.
+        settings: Arguments of the action.
+        states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``, ``moments``.
+        statistics: By which all clients standardise a table whose own are not declared.
+        summed: How the reply is masked; None asks for a reply that the server reads.
+    """
+
+    action: str
+    header: Header
+    settings: Settings
+    states: Mapping[str, Packed] = field(default_factory=dict)
+    statistics: Statistics | None = None
+    summed: Summed | None = None
+
+    @property
+    def grids(self) -> dict[str, Grid]:
+        """The grids of states whose noise clients share.
+
+        Raises:
+            ValueError: A range is none.
+        """
+        return {} if self.summed is None else self.summed.grids
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits that differ when action, settings, tensors, ranges or statistics differ."""
+        ranges = {} if self.summed is None else self.summed.ranges
+        statistics = {} if self.statistics is None else vars(self.statistics)
+        asked = [self.action, encode(self.settings), ranges, statistics]
+        text = json.dumps(asked, sort_keys=True)
+        found = hashlib.sha256(text.encode())
+        for name in sorted(self.states):
+            for dtype, vector in sorted(self.states[name].items()):
+                found.update(json.dumps([name, dtype, vector.numel()]).encode())
+                found.update(vector.numpy().data)
+        return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Reply of a client.
+
+    Attributes:
+        num_examples: Number of examples the reply stands for, its weight in averages.
+        metrics: Numbers by name, never averaged into a state. A loss may be NaN or infinite.
+        states: Packed tensors by state.
+        digests: The layout digest of every state, see ``Layout.digest``.
+        properties: What ``query.describe`` tells about the client, JSON values only.
+        shares: By state, what takes the place of its packed tensors where clients share the noise;
+            it leaves under masks only.
+        sites: Number of clients that it stands for: more than 1 of the total of a secure sum. It
+            does not travel.
+    """
+
+    num_examples: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    states: Mapping[str, Packed] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    properties: Mapping[str, Json] = field(default_factory=dict)
+    shares: Mapping[str, Cells] = field(default_factory=dict)
+    sites: int = 1
+
+    def weighing(self, scale: float, *, summed: Sequence[str]) -> Reply:
+        """Return the reply with its weight scaled, and so its ``summed`` states."""
+        scaled = {
+            name: {dtype: vector * scale for dtype, vector in self.states[name].items()}
+            for name in summed
+        }
+        return replace(
+            self, num_examples=self.num_examples * scale, states={**self.states, **scaled}
+        )
+
+
+def encode_states(states: Mapping[str, Packed]) -> dict[str, ArrayRecord]:
+    """Return one record per state; made once per exchange and shared by all its messages."""
+    return {
+        STATE_PREFIX + name: ArrayRecord(
+            {dtype: Array(vector.numpy()) for dtype, vector in packed.items()}
+        )
+        for name, packed in states.items()
+    }
+
+
+def encode_request(
+    header: Header,
+    settings: Settings,
+    states: Mapping[str, ArrayRecord],
+    statistics: Statistics | None = None,
+    summed: Summed | None = None,
+) -> RecordDict:
+    """Return the content of a request; ``states`` comes from :func:`encode_states`."""
+    values: dict[str, Json] = {"header": vars(header), "settings": encode(settings)}
+    if statistics is not None:
+        values["statistics"] = vars(statistics)
+    if summed is not None:
+        values["summed"] = vars(summed)
+    return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(values)}), **states})
+
+
+def decode_request(action: str, content: RecordDict) -> Request:
+    """Return the request in a message's content.
+
+    Raises:
+        ConfigError: It is not one, see :func:`~fednas_flwr.protocol.requests.decode`, or not of the
+            form that :func:`encode_request` writes.
+    """
+    try:
+        text = read_json(content)
+        json.dumps(text, ensure_ascii=False).encode()  # else no sentence about it could be sent
+        states = _decode_states(content)
+    except Exception as error:  # whatever a server can send, as in decode_reply
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConfigError(f"refused, a malformed request: {reason}.") from error
+    if not isinstance(text, dict) or set(text) - MAYBE != {"header", "settings"}:
+        raise ConfigError(
+            "refused: a request has a header, settings and maybe statistics or terms of a sum, and "
+            "nothing else."
+        )
+    header: Header = parse(Header, text["header"], key="header")
+    statistics: Statistics | None = None
+    if "statistics" in text:
+        statistics = parse(Statistics, text["statistics"], key="statistics")
+    summed = parse(Summed, text["summed"], key="summed") if "summed" in text else None
+    return Request(action, header, decode(action, text["settings"]), states, statistics, summed)
+
+
+def encode_reply(header: Header, reply: Reply) -> RecordDict:
+    """Return the content of a reply to the request with ``header``.
+
+    Raises:
+        ValueError: It holds shares that no mask has taken.
+    """
+    if reply.shares:
+        raise ValueError(f"shares of {sorted(reply.shares)} may not leave without masks")
+    metrics = {name: float(value) for name, value in reply.metrics.items()}
+    values = encode_values(
+        header,
+        reply.properties,
+        digests=reply.digests,
+        metrics={NUM_EXAMPLES: float(reply.num_examples), **metrics},
+    )
+    return RecordDict({**values, **encode_states(reply.states)})
+
+
+def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
+    """Return header and reply of a message's content.
+
+    Raises:
+        ReplyError: A record is missing or is not of the form that :func:`encode_reply` writes.
+    """
+    try:
+        text = read_json(content, longest=LONGEST_HEADER)
+        json.dumps(text, ensure_ascii=False).encode()  # as in decode_request
+        header: Header = parse(Header, text["header"], key="header")
+        metrics = {
+            name: float(cast(float, value))
+            for name, value in record(content, METRICS, MetricRecord).items()
+        }
+        if len(metrics) > MOST_METRICS or any(len(name) > MOST_METRICS for name in metrics):
+            raise ValueError(f"at most {MOST_METRICS} metrics, with names no longer, are taken")
+        reply = Reply(
+            num_examples=metrics.pop(NUM_EXAMPLES),
+            metrics=metrics,
+            states=_decode_states(content),
+            digests=dict(text["digests"]),
+            properties=dict(text["properties"]),
+        )
+    except Exception as error:  # whatever a client can send: deep JSON even ends the recursion
+        raise ReplyError(f"malformed reply: {type(error).__name__}: {error}") from error
+    return header, reply
+
+
+def payload_bytes(content: RecordDict) -> int:
+    """Return the number of bytes of all arrays in a message's content."""
+    return sum(
+        len(array.data) for _, record in _array_records(content) for array in record.values()
+    )
+
+
+def _array_records(content: RecordDict) -> list[tuple[str, ArrayRecord]]:
+    return [(name, r) for name, r in content.items() if isinstance(r, ArrayRecord)]
+
+
+def _decode_states(content: RecordDict) -> dict[str, Packed]:
+    return {
+        name.removeprefix(STATE_PREFIX): {
+            dtype: _vector(dtype, array) for dtype, array in record.items()
+        }
+        for name, record in _array_records(content)
+    }
+
+
+def _vector(dtype: str, array: Array) -> torch.Tensor:
+    """Return the vector of an npy array without copying it; it must only be read.
+
+    ``dtype`` is that of its elements, after a colon if what it holds is told before.
+    """
+    offset = 10 + int.from_bytes(array.data[8:10], "little")  # magic, version, length, header
+    shape, numpy_dtype, name = _npy_header(array.data[:offset])
+    if len(shape) != 1 or numpy_dtype.hasobject or name != dtype.rpartition(":")[2]:
+        raise ValueError(f"a vector of {dtype} was expected, got {name} of shape {shape}")
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"arrays travel as numpy.ndarray, got {array.stype!r}")
+    values = np.frombuffer(array.data, dtype=numpy_dtype, offset=offset)
+    if values.shape != shape:
+        raise ValueError(f"a vector of {shape[0]} elements holds {values.size}")
+    return torch.from_numpy(values)
+
+
+@lru_cache(maxsize=64)  # all replies of a run have the same few headers
+def _npy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], str]:
+    """Return shape, dtype and its name, which numpy works out anew at every look."""
+    stream = io.BytesIO(header)
+    version = np.lib.format.read_magic(stream)
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0}[version]
+    shape, _, numpy_dtype = read_header(stream)
+    return shape, numpy_dtype, numpy_dtype.name

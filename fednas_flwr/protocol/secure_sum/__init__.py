@@ -1,0 +1,48 @@
+"""Secure sums: the server learns the total of the sites' replies and no single one of them.
+
+After Bonawitz et al. (2017, "Practical secure aggregation for privacy-preserving machine
+learning"), made shorter for few and mostly reliable sites: their keys are known beforehand, so that
+no message exchanges keys. Nothing here imports torch or Flower.
+
+**Who knows what.** Every site has an X25519 key, from which it shares a secret with each other
+site, and an Ed25519 key to sign with; both stay at the site. All hold the *roster*, the list of
+public keys, whose fingerprint stands in each site's policy. The server knows the roster and sees
+every message; it is trusted with nothing. Up to ``colluding`` sites may help it.
+
+**Context.** Everything is tied to one exchange: roster, run, attempt, stage, round, phase, the
+participants, and all by which the sites compute their replies and that they must share, such as the
+request and the release that each has committed to (:class:`~.roster.Context`,
+``clients.summed.agreed``). Sites that were asked different things, have committed to different
+noise, or were told different participants have different contexts: their masks do not cancel, and
+their signatures do not count for one another.
+
+**Messages** of an exchange among participants P, of which U survive:
+
+1. The request as without secure sums, and P. Site i answers with ``x_i + own_i + sum_j +-pair_ij``
+   modulo 2^64 or 2^32 (:mod:`~.grid`, :mod:`~.masks`). ``pair_ij`` comes from the secret of i and
+   j, ``own_i`` from a seed that it splits over P (:mod:`~.shamir`), any ``colluding + 1`` of whom
+   can rebuild it; every part is encrypted for its site.
+2. The list U. A site signs it if it has at least ``least_sites`` members, itself among them.
+3. All signatures of U, and the parts that its members have made for this site. It checks each
+   signature and gives its parts of ``own_j`` for j in U, and its own ``pair_id`` for every d in P
+   but not in U. The server subtracts them from the sum over U (:mod:`~.server`).
+
+**Recorded before anything is sent** (:mod:`~.site`), on disk: that a context is answered, before
+the action reads a record; the one list that is signed for it; and that it was opened. A repeated
+request gets an error, also after a crash.
+
+**Why it holds.** An honest site signs one list per context and opens only one that all its members
+have signed. So two lists that are opened have no honest member in common. For honest i and j in U,
+``pair_ij`` is opened by nobody: of U's honest members the server learns the sum alone, and they are
+at least ``least_sites - colluding``, two or more. The value of an honest site outside of U keeps
+its own mask, of which only ``colluding`` parts can be got. A server that lies about who dropped out
+gets sums of fewer sites, within that bound, or nothing.
+
+**Dropouts.** Before a site's first answer: the total is that of the others. Between its first
+answer and its signature: the exchange fails. After it: ``colluding + 1`` sites suffice, unless
+another one has dropped out before, whose masks each survivor must open. Never a wrong total: a mask
+that does not cancel makes values uniform, of which half lie outside of sites x range.
+
+**Not hidden:** who takes part, how long each site computes, and the total. Sums of the same records
+over different rounds can be compared; against that only noise helps.
+"""

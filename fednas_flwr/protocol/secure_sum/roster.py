@@ -1,0 +1,195 @@
+"""The sites' keys: the secret pair of one site, the roster of all public ones, and signatures.
+
+A site is known by its index, its place in the roster. Main classes: :class:`SiteKeys`,
+:class:`Roster` and :class:`Context`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.files import make_folder, write_atomically
+from fednas_flwr.base.foreign import load_json
+
+KEY_BYTES = 32
+MOST_SITES = 1000
+
+
+@dataclass(frozen=True)
+class PublicKeys:
+    """A site's public keys, as hex digits: X25519 for masks, Ed25519 for signatures."""
+
+    site: str
+    mask: str
+    signature: str
+
+
+class SiteKeys:
+    """A site's own keys, in a file that only its owner can read.
+
+    Args:
+        seed: 64 random bytes: the secret keys of X25519 and of Ed25519.
+    """
+
+    def __init__(self, seed: bytes) -> None:
+        """See the class."""
+        if len(seed) != 2 * KEY_BYTES:
+            raise ValueError(f"keys are made of {2 * KEY_BYTES} bytes, got {len(seed)}.")
+        self._mask = X25519PrivateKey.from_private_bytes(seed[:KEY_BYTES])
+        self._signature = Ed25519PrivateKey.from_private_bytes(seed[KEY_BYTES:])
+
+    @classmethod
+    def at(cls, path: Path) -> SiteKeys:
+        """Return the keys in a file; make the file with new ones if there is none.
+
+        Raises:
+            ConfigError: Others can read the file, or it holds no keys.
+        """
+        if not path.exists():
+            make_folder(path.parent)
+            _create(path, os.urandom(2 * KEY_BYTES).hex())
+        mode = path.stat().st_mode & 0o777
+        if mode & 0o077:
+            raise ConfigError(
+                f"the keys {path} have mode {mode:o}: others may know them; make new ones, and "
+                "have all sites take them into their roster."
+            )
+        try:
+            return cls(bytes.fromhex(path.read_text(encoding="ascii").strip()))
+        except ValueError as error:
+            raise ConfigError(f"{path} holds no keys of a secure sum: {error}") from error
+
+    def public(self, site: str) -> PublicKeys:
+        """Return the public keys under the name of the site."""
+        mask = self._mask.public_key().public_bytes_raw()
+        return PublicKeys(site, mask.hex(), self._signature.public_key().public_bytes_raw().hex())
+
+    def shared_secret(self, other: PublicKeys) -> bytes:
+        """Return the 32 bytes that this site and another one share, and nobody else."""
+        return self._mask.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other.mask)))
+
+    def sign(self, message: bytes) -> bytes:
+        """Return the signature of a message, 64 bytes."""
+        return self._signature.sign(message)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The public keys of all sites, in the order of their indices."""
+
+    sites: tuple[PublicKeys, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """64 hex digits that people compare over another channel than the server's."""
+        return hashlib.sha256(_canonical([asdict(site) for site in self.sites])).hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Write the roster as JSON."""
+        write_atomically(path, json.dumps([asdict(site) for site in self.sites], indent=2) + "\n")
+
+    @classmethod
+    def of(cls, sites: Sequence[PublicKeys]) -> Roster:
+        """Return the roster of these sites.
+
+        Raises:
+            ConfigError: A key is none, or a name or key stands twice.
+        """
+        try:
+            keys = [bytes.fromhex(key) for site in sites for key in (site.mask, site.signature)]
+            if any(len(key) != KEY_BYTES for key in keys) or len(set(keys)) < len(keys):
+                raise ValueError("a key is not of 32 bytes, or stands twice")
+            named = {str(site.site) for site in sites}
+            if not 2 <= len(named) == len(sites) <= MOST_SITES:
+                raise ValueError(f"{len(named)} names for {len(sites)} sites")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the roster of secure sums cannot be used: {error}.") from error
+        return cls(tuple(sites))
+
+    @classmethod
+    def read(cls, path: Path) -> Roster:
+        """Return the roster in a file.
+
+        Raises:
+            ConfigError: It cannot be read, or :meth:`of` refuses it.
+        """
+        try:
+            sites = [PublicKeys(**entry) for entry in load_json(path.read_text("utf-8"))]
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(f"the roster {path} cannot be used: {error}.") from error
+        return cls.of(sites)
+
+    def has_signed(self, index: int, signature: bytes, message: bytes) -> bool:
+        """Return whether a site has signed a message."""
+        try:
+            key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.sites[index].signature))
+            key.verify(signature, message)
+        except (IndexError, InvalidSignature):
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Context:
+    """Which exchange a mask belongs to; see the package.
+
+    Attributes:
+        roster: Its fingerprint.
+        run: Name of the run.
+        attempt: Random text of the server, new for every exchange that it begins.
+        stage: ``search``, ``retrain`` or ``evaluate``.
+        round: Of the stage.
+        phase: Of the round.
+        participants: Indices of the sites that are asked, ascending.
+        agreed: JSON values of all else that the sites must agree on (``clients.summed.agreed``).
+    """
+
+    roster: str
+    run: str
+    attempt: str
+    stage: str
+    round: int
+    phase: int
+    participants: tuple[int, ...]
+    agreed: Mapping[str, Any]
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that differ when anything differs."""
+        return hashlib.sha256(_canonical(asdict(self))).digest()
+
+
+def survivors_message(context: bytes, survivors: tuple[int, ...]) -> bytes:
+    """Return what a site signs: the list of survivors of one context."""
+    return _canonical(["survivors", context.hex(), list(survivors)])
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _create(path: Path, text: str) -> None:
+    """Write a secret file whole or not at all; of two processes that make one, the first counts."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    try:
+        os.link(temporary, path)  # fails where the file exists by now
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()

@@ -1,0 +1,304 @@
+"""A site's part of a secure sum: it answers, signs and opens a context once each, and keeps books.
+
+Before anything is sent, what is sent is recorded in an sqlite file whose every commit is on disk.
+Main class: :class:`SumSite`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.books.anchor import connect
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.protocol.secure_sum.masks import add_mask, derive, seal, unseal
+from fednas_flwr.protocol.secure_sum.roster import Context, Roster, SiteKeys, survivors_message
+from fednas_flwr.protocol.secure_sum.shamir import SECRET_BYTES, split
+
+NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
+_SCHEMA = """
+    CREATE TABLE IF NOT EXISTS answers (
+        context TEXT PRIMARY KEY, run TEXT, participants TEXT, part BLOB, survivors TEXT,
+        opened INTEGER)
+"""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Shares by which the server takes masks off a sum.
+
+    Attributes:
+        parts: By survivor, this site's part of the seed of that one's own mask.
+        pairs: By site that has dropped out, the seed of the mask that it shares with this one.
+    """
+
+    parts: Mapping[int, bytes]
+    pairs: Mapping[int, bytes]
+
+
+class SumSite:
+    """One site, in any number of processes.
+
+    Args:
+        index: Its place in the roster.
+        keys: Its own.
+        roster: That it holds.
+        terms: What its policy says.
+        journal: The file of what was answered, signed and opened, created if missing.
+
+    Raises:
+        ConfigError: The roster is not the policy's, or has other keys for this site.
+    """
+
+    def __init__(
+        self, index: int, keys: SiteKeys, roster: Roster, terms: SumTerms, journal: Path
+    ) -> None:
+        """See the class."""
+        if roster.fingerprint != terms.roster:
+            raise ConfigError(
+                f"refused by the policy, rule secure_sum.roster: the roster has the fingerprint "
+                f"{roster.fingerprint}, not {terms.roster}; compare it with the other sites' over "
+                "another channel than the server's, then correct the policy."
+            )
+        if index >= len(roster.sites) or keys.public(roster.sites[index].site) not in roster.sites:
+            raise ConfigError(
+                f"the roster does not hold this site's keys at place {index}: collect the public "
+                "keys of all sites anew."
+            )
+        if terms.least_sites > len(roster.sites):
+            raise ConfigError(
+                f"secure_sum.least_sites={terms.least_sites} with {len(roster.sites)} sites in the "
+                "roster: no sum could ever be opened; lower it."
+            )
+        self.index, self.roster, self.terms = index, roster, terms
+        self._keys, self._journal = keys, journal
+
+    @classmethod
+    def of_node(cls, index: int, node: Mapping[str, str], terms: SumTerms) -> SumSite:
+        """Return the site of a node that names its files.
+
+        Args:
+            index: The node's place in the roster.
+            node: With the paths ``roster``, ``sum-key`` and ``sums``, the journal.
+            terms: Of the node's policy.
+
+        Raises:
+            ConfigError: One is missing, or a file is not as it should be.
+        """
+        missing = [key for key in NODE_KEYS if key not in node]
+        if missing:
+            raise ConfigError(
+                f"the policy has secure_sum but the node lacks {', '.join(missing)}: give them."
+            )
+        if not Path(node["roster"]).exists():
+            raise ConfigError(f"there is no roster {node['roster']}: see `fednas provision`.")
+        paths = [Path(node[key]) for key in NODE_KEYS]
+        return cls(index, SiteKeys.at(paths[1]), Roster.read(paths[0]), terms, paths[2])
+
+    def begin(
+        self,
+        *,
+        run: str,
+        attempt: str,
+        stage: str,
+        round: int,
+        phase: int,
+        participants: Sequence[int],
+        agreed: Mapping[str, Any],
+    ) -> Answer:
+        """Record that a context is answered, before the action reads a record.
+
+        Args:
+            run: As the others an attribute of :class:`Context`.
+            attempt: See there.
+            stage: See there.
+            round: See there.
+            phase: See there.
+            participants: See there.
+            agreed: See there.
+
+        Raises:
+            ConfigError: The participants are too few, not in order, not of the roster or without
+                this site; or the context was answered before.
+        """
+        asked, others = tuple(participants), len(self.roster.sites)
+        if list(asked) != sorted(set(asked)) or not all(0 <= i < others for i in asked):
+            raise _refused("participants", list(asked), f"indices of the {others} sites, ascending")
+        self._check_members("participants", asked)
+        place = (run, attempt, stage, round, phase)
+        context = Context(self.terms.roster, *place, asked, agreed).digest
+        seed = secrets.token_bytes(SECRET_BYTES)
+        threshold = self.terms.colluding + 1
+        parts = split(seed, [i + 1 for i in asked], threshold=threshold)
+        values = (context.hex(), run, json.dumps(asked), parts[self.index + 1])
+        with self._books() as books:
+            known = "SELECT 1 FROM answers WHERE context = ?"
+            if books.execute(known, (context.hex(),)).fetchone() is not None:
+                raise ConfigError(
+                    "refused: this request was answered before; a secure sum has one answer."
+                )
+            books.execute("INSERT INTO answers VALUES (?, ?, ?, ?, NULL, 0)", values)
+        return Answer(self, context, asked, seed, parts)
+
+    def sign(self, context: bytes, survivors: Sequence[int]) -> bytes:
+        """Return the signature of the one list of survivors that is signed for a context.
+
+        Raises:
+            ConfigError: The context was not answered, a list was signed for it, or this one is
+                outside of what the policy allows.
+        """
+        listed = tuple(survivors)
+        with self._books() as books:
+            row = self._row(books, context)
+            asked = json.loads(row["participants"])
+            if list(listed) != sorted(set(listed)) or not set(listed) <= set(asked):
+                raise _refused("survivors", list(listed), f"some of {asked}, ascending")
+            self._check_members("survivors", listed)
+            if row["survivors"] is not None:
+                raise ConfigError(
+                    "refused: a list of survivors was signed for this request before; a site signs "
+                    "one."
+                )
+            books.execute(
+                "UPDATE answers SET survivors = ? WHERE context = ?",
+                (json.dumps(listed), context.hex()),
+            )
+        return self._keys.sign(survivors_message(context, listed))
+
+    def open(
+        self,
+        context: bytes,
+        survivors: Sequence[int],
+        signatures: Mapping[int, bytes],
+        boxes: Mapping[int, bytes],
+    ) -> Opening:
+        """Return what the server needs to take the masks off the sum over the survivors.
+
+        Args:
+            context: Digest of the exchange.
+            survivors: The list that this site has signed.
+            signatures: Of every one of them.
+            boxes: By survivor, the sealed part that it has made for this site.
+
+        Raises:
+            ConfigError: Another list was signed, a signature is missing or forged, a part is not
+                as its site has sealed it, or the context was opened before.
+        """
+        listed = tuple(survivors)
+        with self._books() as books:
+            row = self._row(books, context)
+            if row["survivors"] is None or tuple(json.loads(row["survivors"])) != listed:
+                raise _refused("survivors", list(listed), "the list that this site has signed")
+            message = survivors_message(context, listed)
+            for i in listed:
+                if not self.roster.has_signed(i, signatures.get(i, b""), message):
+                    raise ConfigError(
+                        f"refused: site {i} has not signed these survivors; all of them must."
+                    )
+            if row["opened"]:
+                raise ConfigError("refused: this sum was opened before.")
+            parts = {self.index: bytes(row["part"])}
+            for i in listed:
+                if i != self.index:
+                    parts[i] = self._unsealed(context, i, boxes)
+            books.execute("UPDATE answers SET opened = 1 WHERE context = ?", (context.hex(),))
+        dropped = [i for i in json.loads(row["participants"]) if i not in listed]
+        return Opening(parts, {i: self.pair_seed(context, i) for i in dropped})
+
+    def pair_seed(self, context: bytes, other: int) -> bytes:
+        """Return the seed of the mask that this site shares with another one."""
+        return derive(self._secret(other), context, "mask of a pair")
+
+    def part_key(self, context: bytes, sender: int, receiver: int) -> bytes:
+        """Return the key of a part's box; this site is its sender or its receiver."""
+        other = receiver if sender == self.index else sender
+        return derive(self._secret(other), context, f"part of {sender} for {receiver}")
+
+    def _unsealed(self, context: bytes, sender: int, boxes: Mapping[int, bytes]) -> bytes:
+        """Return the part that another site has made for this one."""
+        try:
+            return unseal(self.part_key(context, sender, self.index), boxes[sender])
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"refused, the part of site {sender} is not usable: {error}."
+            ) from error
+
+    def _secret(self, other: int) -> bytes:
+        return self._keys.shared_secret(self.roster.sites[other])
+
+    def _check_members(self, what: str, members: tuple[int, ...]) -> None:
+        """Refuse a list without this site, or with fewer than the policy's ``least_sites``."""
+        least = self.terms.least_sites
+        if self.index not in members or len(members) < least:
+            limit = f"{least} or more, with this site, {self.index}, among them"
+            raise _refused(what, list(members), limit)
+
+    def _row(self, books: sqlite3.Connection, context: bytes) -> sqlite3.Row:
+        query = "SELECT * FROM answers WHERE context = ?"
+        row: sqlite3.Row | None = books.execute(query, (context.hex(),)).fetchone()
+        if row is None:
+            raise ConfigError("refused: this site has answered no such request.")
+        return row
+
+    @contextmanager
+    def _books(self) -> Iterator[sqlite3.Connection]:
+        """Hold the journal's only lock; what is written is on disk at the end, or nothing is."""
+        try:
+            books = connect(self._journal, wait_s=60.0)
+            books.row_factory = sqlite3.Row
+            try:
+                books.execute("BEGIN IMMEDIATE")
+                books.execute(_SCHEMA)
+                yield books
+                books.execute("COMMIT")
+            finally:
+                books.rollback()
+                books.close()
+        except sqlite3.Error as error:
+            raise OSError(
+                f"the journal {self._journal} of secure sums cannot be used, nothing is sent: "
+                f"{error}."
+            ) from error
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The one answer to a context, on its way.
+
+    Attributes:
+        site: That answers.
+        context: Digest of the exchange.
+        participants: The sites that were asked.
+    """
+
+    site: SumSite
+    context: bytes
+    participants: tuple[int, ...]
+    _seed: bytes
+    _parts: Mapping[int, bytes]
+
+    def mask(self, vectors: Sequence[np.ndarray]) -> dict[int, bytes]:
+        """Mask the site's integers, in place, and return the sealed part of every other site."""
+        own, boxes = self.site.index, {}
+        add_mask(self._seed, vectors, sign=1)
+        for i in self.participants:
+            if i != own:
+                seed = self.site.pair_seed(self.context, i)
+                add_mask(seed, vectors, sign=1 if own < i else -1)
+                key = self.site.part_key(self.context, own, i)
+                boxes[i] = seal(key, self._parts[i + 1])
+        return boxes
+
+
+def _refused(name: str, value: Any, limit: str) -> ConfigError:
+    text = str(value)[:80]
+    return ConfigError(f"refused by the policy, rule secure_sum: {name}={text}, not {limit}.")

@@ -1,0 +1,165 @@
+"""Summands of a reply, as integer vectors on fixed grids, and a reply made of their total.
+
+A reply's number of examples n is summed, n times each metric, gradient sums as they are, and all
+other states times n; of a trained model n times its difference to the model that was sent. Shares
+of noise are integers already. The reply of the total is the one that a single client with all
+records would have given: its average over one reply is the average over all. Main class:
+:class:`Summands`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.privacy.actions import ACTIONS
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.states import Layout, Packed
+from fednas_flwr.protocol.sum_requests import Summed
+
+MASKED = "masked"  # the only state of a masked reply
+NOT_TOLD = 1.0  # what a masked reply has as its number of examples
+
+# Of each state by name, then of each dtype, the number of values.
+Sizes = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Summands:
+    """The plan of one exchange's vectors, which server and clients compute alike.
+
+    Attributes:
+        action: That is asked.
+        sizes: Of the reply's states.
+        summed: What the request says.
+        base: The states of the request, to which trained ones are differences.
+    """
+
+    action: str
+    sizes: Sizes
+    summed: Summed
+    base: Mapping[str, Packed]
+
+    @cached_property
+    def wide(self) -> Grid:
+        """The grid of all that has no known range."""
+        return Grid.wide(sites=len(self.summed.participants))
+
+    def grid(self, state: str) -> Grid:
+        """Return the grid of a state."""
+        return self.summed.grids.get(state, self.wide)
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """The metrics that the action may give."""
+        return sorted(ACTIONS[self.action].metrics)
+
+    @cached_property
+    def lengths(self) -> dict[str, int]:
+        """Length of each vector by its dtype; a vector without values does not travel."""
+        lengths = {"int64": 1 + 2 * len(self.metrics), "int32": 0}
+        for state, _, size in self._parts():
+            lengths["int32" if state in self.summed.ranges else "int64"] += size
+        return {dtype: length for dtype, length in lengths.items() if length}
+
+    def encode(self, reply: Reply) -> dict[str, np.ndarray]:
+        """Return a reply as integers, by dtype.
+
+        Args:
+            reply: With states of these sizes; those with a range are shares.
+
+        Raises:
+            ValueError: A value of a state without a range is not finite, or too large.
+        """
+        n, told = reply.num_examples, reply.metrics
+        head = [n]
+        for name in self.metrics:
+            head += [n, n * told[name]] if name in told else [0.0, 0.0]
+        vectors: dict[str, list[np.ndarray]] = {"int64": [self.wide.encode(head)], "int32": []}
+        for state, dtype, _ in self._parts():
+            if state in self.summed.ranges:
+                vectors["int32"].append(self.grid(state).wrap(reply.shares[state]))
+                continue
+            vector = reply.states[state][dtype].double()
+            if (sent := self._sent(state, dtype)) is not None:
+                vector = vector - sent.double()
+            vectors["int64"].append(self.wide.encode(vector.numpy() * self._weight(state, n)))
+        return {dtype: np.concatenate(vectors[dtype]) for dtype in self.lengths}
+
+    def decode(self, vectors: Mapping[str, np.ndarray], *, sites: int) -> Reply:
+        """Return the reply of a total.
+
+        Args:
+            vectors: By dtype, unmasked.
+            sites: Number of clients in it.
+
+        Raises:
+            ValueError: The total is beyond what they can have sent.
+        """
+        head = 1 + 2 * len(self.metrics)
+        n, *pairs = self.wide.decode(vectors["int64"][:head], sites=sites).tolist()
+        if not n > 0:
+            raise ValueError(f"the total stands for {n} examples: expected more than 0.")
+        weights, sums = pairs[::2], pairs[1::2]
+        metrics = {
+            name: total / weight
+            for name, weight, total in zip(self.metrics, weights, sums, strict=True)
+            if weight > 0
+        }
+        states: dict[str, Packed] = {}
+        places = {"int64": head, "int32": 0}
+        for state, dtype, size in self._parts():
+            kind = "int32" if state in self.summed.ranges else "int64"
+            part = vectors[kind][places[kind] : places[kind] + size]
+            places[kind] += size
+            values = self.grid(state).decode(part, sites=sites) / self._weight(state, n)
+            vector, target = torch.from_numpy(values), getattr(torch, dtype)
+            if (sent := self._sent(state, dtype)) is not None:
+                vector = vector + sent.double()
+            rounded = vector if target.is_floating_point else vector.round()
+            states.setdefault(state, {})[dtype] = rounded.to(target)
+        return Reply(num_examples=n, metrics=metrics, states=states, sites=sites)
+
+    def _parts(self) -> Iterator[tuple[str, str, int]]:
+        """Yield state, dtype and size of every vector, in the one order of all clients."""
+        for state in sorted(self.sizes):
+            yield from ((state, dtype, n) for dtype, n in sorted(self.sizes[state].items()))
+
+    def _weight(self, state: str, n: float) -> float:
+        """Return what a state is multiplied by: gradients are sums already."""
+        return 1.0 if state in ACTIONS[self.action].gradients_of else n
+
+    def _sent(self, state: str, dtype: str) -> Tensor | None:
+        """Return the vector that a trained one is a difference to."""
+        return self.base.get(state, {}).get(dtype) if ACTIONS[self.action].trains else None
+
+
+def sizes_of(states: Mapping[str, Packed], shares: Mapping[str, Cells] | None = None) -> Sizes:
+    """Return the sizes of a reply's states, and of its shares."""
+    cells = {name: {"float32": len(share)} for name, share in (shares or {}).items()}
+    packed = states.items()
+    return cells | {name: {d: v.numel() for d, v in state.items()} for name, state in packed}
+
+
+def check_masked(reply: Reply, summands: Summands, layouts: Mapping[str, Layout]) -> None:
+    """Refuse a masked reply of another form, or of other tensors than asked for.
+
+    Raises:
+        ReplyError: The sentence says which.
+    """
+    vectors = reply.states.get(MASKED, {})
+    found = {dtype: vector.numel() for dtype, vector in vectors.items()}
+    if set(reply.states) != {MASKED} or found != summands.lengths:
+        raise ReplyError(f"masked vectors of {summands.lengths} were expected, got {found}")
+    for name, layout in layouts.items():
+        if reply.digests.get(name) != layout.digest:
+            raise ReplyError(f"the tensors of {name} have other names, shapes or dtypes than ours")
+    if reply.metrics or reply.num_examples != NOT_TOLD:
+        raise ReplyError("a masked reply tells no metric and no number of examples")

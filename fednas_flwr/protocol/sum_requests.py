@@ -1,0 +1,217 @@
+"""Requests of a secure sum to a site besides the action that it sums; imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.policy import refused
+from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.settings.parser import Between, Checked, Length
+
+Digest = Annotated[str, Length(Between(64, 64))]  # hex digits
+Indices = Annotated[tuple[int, ...], Length(Between(0, MOST_SITES))]
+BySite = Annotated[dict[str, str], Length(Between(0, MOST_SITES))]  # hex digits by index
+
+
+Kinds = dict[str, tuple[tuple[str, ...], int]]  # kind -> splits that are read, number of releases
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a local training can change at most.
+
+    Attributes:
+        weights: SGD of the weights.
+        steps: Number of steps.
+        proximal: mu of a proximal term.
+        alphas_lr: Learning rate of the alphas; None where they are not trained.
+        members: Networks that are trained side by side, each clipped by itself.
+    """
+
+    weights: SGD
+    steps: int
+    proximal: float = 0.0
+    alphas_lr: float | None = None
+    members: int = 1
+
+
+@dataclass(frozen=True)
+class Settings(Checked):
+    """Arguments of an action, and what they ask for; an action overrides what it does.
+
+    Attributes:
+        of_any_site: Whether it reads no data set, so that it need not name one.
+    """
+
+    of_any_site = False
+
+    @property
+    def described(self) -> Mapping[str, Any] | None:
+        """Description of the network that it is about; None is the supernet, or no network."""
+        return None
+
+    def released(self, action: str) -> Kinds:
+        """What it releases of a private client whose records, or persons, are protected.
+
+        Raises:
+            ConfigError: It asks for what such a client does not do.
+        """
+        raise NotImplementedError(f"{action} releases nothing")
+
+    def client_releases(self, action: str) -> Kinds:
+        """What it releases of a client that is protected as a whole.
+
+        Raises:
+            ConfigError: It asks for what such a client does not answer.
+        """
+        limit = "train.search, train.weights or train.probe: this site is protected as a whole"
+        raise refused("unit", "action", action, limit)
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps of local training, at least 1, of a client with these records by split."""
+        return 1
+
+    def with_steps(self, steps: int) -> Settings:
+        """The same request for so many steps of local training, if it asks for any."""
+        return self
+
+    def trained_by(self, rows: float) -> Training | None:
+        """The local training whose result is returned, over so many rows; None without."""
+        return None
+
+
+REQUESTS: dict[str, type[Settings]] = {}  # by action
+Kind = TypeVar("Kind", bound=Settings)
+
+
+def asks(*actions: str) -> Callable[[type[Kind]], type[Kind]]:
+    """Make a class the request of actions."""
+
+    def register(kind: type[Kind]) -> type[Kind]:
+        REQUESTS.update(dict.fromkeys(actions, kind))
+        return kind
+
+    return register
+
+
+@dataclass(frozen=True)
+class Summed(Checked):
+    """Masking of the reply to a request.
+
+    Attributes:
+        attempt: Random text, new for every exchange.
+        participants: Indices of all clients that are asked the same, ascending.
+        ranges: Largest magnitude of one client's values, of the states whose sums travel in 32
+            bits; others take 64.
+    """
+
+    attempt: Annotated[str, Length(Between(1, 64))]
+    participants: Indices
+    ranges: Annotated[dict[str, float], Length(Between(0, 16))]
+
+    @property
+    def grids(self) -> dict[str, Grid]:
+        """The grids of the states that have a range.
+
+        Raises:
+            ValueError: A range is none.
+        """
+        sites = len(self.participants)
+        return {state: Grid.of_range(most, sites=sites) for state, most in self.ranges.items()}
+
+
+@asks("query.sign_survivors")
+@dataclass(frozen=True, kw_only=True)
+class SignSurvivors(Settings):
+    """``query.sign_survivors``: the list of the clients whose replies are in a sum.
+
+    Attributes:
+        context: Digest of the exchange, as the clients have told it.
+        survivors: Indices, ascending.
+    """
+
+    of_any_site = True
+
+    context: Digest
+    survivors: Indices
+
+    def __post_init__(self) -> None:
+        """Check the sizes, and that the digest is one."""
+        super().__post_init__()
+        check_digest(self.context)
+
+
+@asks("query.open_masks")
+@dataclass(frozen=True, kw_only=True)
+class OpenMasks(Settings):
+    """``query.open_masks``: what the server needs to take the masks off a sum.
+
+    Attributes:
+        context: Digest of the exchange.
+        survivors: The list that was signed.
+        signatures: Of all survivors, by index.
+        boxes: Sealed parts for this client, by the index of their senders.
+    """
+
+    of_any_site = True
+
+    context: Digest
+    survivors: Indices
+    signatures: BySite
+    boxes: BySite
+
+    def __post_init__(self) -> None:
+        """Check the sizes, and that the digest is one."""
+        super().__post_init__()
+        check_digest(self.context)
+
+
+def check_digest(context: str) -> None:
+    """Raise ConfigError for a context of anything but hex digits."""
+    if not re.fullmatch("[0-9a-f]{64}", context):
+        raise ConfigError(f"context={context!r} is not usable: expected 64 hex digits.")
+
+
+def answer_sum(sums: SumSite, asked: Settings) -> dict[str, Any]:
+    """Return the properties by which a site answers one of these requests.
+
+    Raises:
+        ConfigError: The site refuses it.
+    """
+    if isinstance(asked, SignSurvivors):
+        return {"signature": sums.sign(bytes.fromhex(asked.context), asked.survivors).hex()}
+    assert isinstance(asked, OpenMasks)
+    opening = sums.open(
+        bytes.fromhex(asked.context),
+        asked.survivors,
+        by_index(asked.signatures),
+        by_index(asked.boxes),
+    )
+    return {"parts": by_text(opening.parts), "pairs": by_text(opening.pairs)}
+
+
+def by_text(values: Mapping[int, bytes]) -> dict[str, str]:
+    """Return bytes by index as JSON holds them."""
+    return {str(index): value.hex() for index, value in values.items()}
+
+
+def by_index(values: Mapping[str, str]) -> dict[int, bytes]:
+    """Return what :func:`by_text` has written.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    try:
+        return {int(index): bytes.fromhex(text) for index, text in values.items()}
+    except ValueError as error:
+        raise ConfigError(f"refused, no hex digits by index: {error}.") from error
+
+
+SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # answered without torch

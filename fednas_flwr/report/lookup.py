@@ -1,0 +1,237 @@
+"""Found cells of NAS-Bench-201 in a published table of the accuracies of all of them.
+
+Dong and Yang (2020), arXiv 2001.00326, trained every cell; such a table says what a search has
+found without the luck and the cost of another training. :func:`read_table` reads one,
+:func:`found_cell` takes the cell from a run, :func:`percentiles_by_round` those that stood
+best while it searched, :func:`print_lookup` shows several runs.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.foreign import terminal
+from fednas_flwr.report.terminal import table_console
+from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.numbers import Run
+
+Cell = tuple[str, ...]  # the ops of the edges by target, then source
+
+SPACE = "nasbench201"
+FORM = "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|"
+PATTERN = re.compile(
+    r"\+".join(r"\|" + "".join(rf"([^|~]+)~{s}\|" for s in range(node)) for node in range(1, 4))
+)
+PAIRS = [(source, target) for target in range(1, 4) for source in range(target)]
+SPELLINGS = {  # in small letters, without marks and without a leading "nor"
+    **dict.fromkeys(("none", "zero", "zeroize"), "none"),
+    **dict.fromkeys(("skipconnect", "skip", "identity"), "skip_connect"),
+    "conv1x1": "nor_conv_1x1",
+    "conv3x3": "nor_conv_3x3",
+    **dict.fromkeys(("avgpool3x3", "avgpool"), "avg_pool_3x3"),
+}
+
+
+@dataclass(frozen=True)
+class CellTable:
+    """Accuracies of cells.
+
+    Attributes:
+        columns: Names of the accuracies, as the file has them.
+        accuracies: For each cell its accuracies in the order of the columns, in the file's unit.
+        percentiles: For each cell the share of cells in percent, in (0, 100], that the mean of its
+            ranks over all columns is at least as good as; of equals the mean.
+    """
+
+    columns: tuple[str, ...]
+    accuracies: Mapping[Cell, tuple[float, ...]]
+    percentiles: Mapping[Cell, float]
+
+
+def read_table(path: Path, columns: Sequence[str] = ()) -> CellTable:
+    """Return the table that a file holds.
+
+    The column of cells is found by its content. Rows of one cell, such as several seeds, are
+    averaged. Ties share a rank, and so do equal means of ranks.
+
+    Args:
+        path: Text with commas, semicolons or tabs, also compressed, or ``.parquet``.
+        columns: Names of columns of accuracies, whose highest value ranks best; may be left out
+            where the table has one column of numbers.
+
+    Raises:
+        ConfigError: The file cannot be read, or lacks cells or columns, or columns must be named.
+    """
+    import pandas as pd
+
+    frame = _read(path)
+    column = next((name for name in frame if _holds_cells(frame[name])), None)
+    if column is None:
+        raise ConfigError(
+            f"{path} is no table of NAS-Bench-201 cells: no column holds cells as {FORM}."
+        )
+    numeric = frame.select_dtypes("number")
+    ranked = list(columns) or list(numeric)
+    if len(ranked) != max(1, len(columns)) or not set(ranked) <= set(numeric):
+        named = f"{', '.join(columns)} among " if columns else ""
+        listed = ", ".join(map(str, numeric)) or "-"
+        raise ConfigError(
+            f"{path}: expected {named}the columns of numbers {listed}: "
+            "name one or more of accuracies, `fednas lookup --column` or the columns of "
+            "dataset.table."
+        )
+    cells = pd.Series([read_cell(text) for text in frame[column]], index=frame.index)
+    means = numeric[ranked].groupby(cells).mean().dropna(how="all")
+    percentiles = 100 * means.rank().mean(axis=1).rank(pct=True)
+    rows = means.itertuples(index=False, name=None)
+    return CellTable(
+        columns=tuple(map(str, ranked)),
+        accuracies=dict(zip(means.index, rows, strict=True)),
+        percentiles=dict(zip(means.index, percentiles.tolist(), strict=True)),
+    )
+
+
+def read_cell(text: str) -> Cell:
+    """Return the ops of a cell in the benchmark's notation, spelt as this package spells them.
+
+    Raises:
+        ValueError: The text is not of that form, or names an op that the benchmark does not have.
+
+    Example:
+        >>> read_cell("|zero~0|+|skip~0|conv_1x1~1|+|none~0|nor_conv_3x3~1|avg_pool_3x3~2|")[:3]
+        ('none', 'skip_connect', 'nor_conv_1x1')
+    """
+    match = PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not of the form {FORM}")
+    ops = []
+    for name in match.groups():
+        plain = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nor")
+        if plain not in SPELLINGS:
+            raise ValueError(f"{text!r} has the unknown op {name!r}")
+        ops.append(SPELLINGS[plain])
+    return tuple(ops)
+
+
+def found_cell(run: Run) -> Cell:
+    """Return the cell that a run has derived.
+
+    Raises:
+        ConfigError: It has derived none, or one of another search space.
+    """
+    genotype = (run.last("derived") or {}).get("genotype")
+    if genotype is None:
+        raise ConfigError(f"{run.folder} has no genotype to look up: its search has not ended.")
+    if genotype["space"] != SPACE:
+        raise ConfigError(
+            f"{run.folder} has searched search_space={genotype['space']}, but a table holds cells "
+            f"of search_space={SPACE}."
+        )
+    return _ops(genotype["cells"])
+
+
+def percentiles_by_round(table: CellTable, snapshots: Iterable[Event]) -> dict[int, float]:
+    """Return the percentile of the cell that each round would have derived.
+
+    Args:
+        table: The accuracies.
+        snapshots: ``alphas`` events (``Run.alphas()``), ``rewarded`` ones of ``genotypes``, of
+            which the best counts, and ``best`` ones of a ``genotype``. Those without cells, which
+            old runs have written, or whose cell the table lacks are left out; so are those of other
+            spaces.
+    """
+    found = {}
+    for event in snapshots:
+        cells = event.get("cells") or (event.get("genotype") or {}).get("cells", {})
+        if event.get("genotypes"):
+            rewards = event["rewards"]
+            best = max(range(len(rewards)), key=rewards.__getitem__)
+            cells = event["genotypes"][best]["cells"]
+        if [(edge["source"], edge["target"]) for edge in cells.get("cell", [])] == PAIRS:
+            percentile = table.percentiles.get(_ops(cells))
+            if percentile is not None:
+                found[int(event["round"])] = percentile
+    return found
+
+
+def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None = None) -> None:
+    """Print accuracies and percentile of each run's cell, with mean and worst of several.
+
+    Raises:
+        ConfigError: A run has no cell that the table holds.
+    """
+    cells = [_listed(table, run) for run in runs]
+    rows = [(*table.accuracies[cell], table.percentiles[cell]) for cell in cells]
+    names = [str(run.folder) for run in runs]
+    if len(rows) > 1:
+        columns = list(zip(*rows, strict=True))
+        rows += [tuple(map(fmean, columns)), tuple(map(min, columns))]
+        names += ["mean", "worst"]
+    decimals = 2 if max(max(values) for values in table.accuracies.values()) > 1 else 4
+    shown = Table(title=f"accuracy by a table of {len(table.percentiles):,} cells")
+    shown.add_column("run", overflow="fold")
+    for title in (*table.columns, "percentile"):
+        shown.add_column(Text(terminal(title)), justify="right", overflow="fold")
+    for index, (name, values) in enumerate(zip(names, rows, strict=True)):
+        texts = [f"{value:.{decimals}f}" for value in values[:-1]]
+        run, percentile = Text(terminal(name)), f"{values[-1]:.1f}"
+        shown.add_row(run, *texts, percentile, end_section=index == len(runs) - 1)
+    (console or table_console()).print(shown)
+
+
+def _listed(table: CellTable, run: Run) -> Cell:
+    """Return the run's cell, which the table must hold."""
+    cell = found_cell(run)
+    if cell not in table.percentiles:
+        raise ConfigError(
+            f"{run.folder} has found {_text(cell)}, which is none of the table's "
+            f"{len(table.percentiles):,} cells."
+        )
+    return cell
+
+
+def _ops(cells: Mapping[str, Any]) -> Cell:
+    return tuple(edge["op"] for edge in cells["cell"])
+
+
+def _text(cell: Cell) -> str:
+    """Return a cell in the benchmark's notation."""
+    edges = list(zip(cell, PAIRS, strict=True))
+    return "+".join(
+        "|" + "".join(f"{op}~{source}|" for op, (source, target) in edges if target == node)
+        for node in range(1, 4)
+    )
+
+
+def _read(path: Path) -> Any:
+    """Return the file as a data frame of at least one row."""
+    import pandas as pd
+
+    try:
+        if path.suffix == ".parquet":
+            frame = pd.read_parquet(path).reset_index()
+        else:
+            heads = {mark: pd.read_csv(path, sep=mark, nrows=0) for mark in ",;\t"}
+            frame = pd.read_csv(path, sep=max(heads, key=lambda mark: heads[mark].shape[1]))
+    except OSError as error:
+        raise ConfigError(f"the table {path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, EOFError, ImportError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"{path} is not a table that pandas reads: {reason}.") from error
+    return frame
+
+
+def _holds_cells(column: Any) -> bool:
+    """Return whether all values of a column are cells, and there are some."""
+    try:
+        return len(column) > 0 and all(bool(read_cell(value)) for value in column)
+    except (ValueError, AttributeError):
+        return False

@@ -1,0 +1,314 @@
+"""The report's figures in the terms of plotly.js: plain dictionaries from a run, drawn by the page.
+
+Each function returns a figure ``{"data": [...], "layout": {...}}``, or None when the run holds
+nothing to show. The report's script adds what depends on the reader's screen: fonts, colours of the
+light or dark page, and the numbers inside the partition's picture where there is room for them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from fednas_flwr.report.quantities import quantiles
+from fednas_flwr.runs.events import Event, clients_of
+from fednas_flwr.runs.numbers import Run
+from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
+
+Figure = dict[str, Any]
+
+BLUE, ORANGE, GREEN = "#3b82f6", "#e8842c", "#2ea36b"
+MOST_MARKERS = 60
+MOST_SLIDER_STEPS = 60
+LONGEST_NAME = 18
+
+
+def curves(
+    rounds: Sequence[Event],
+    series: Mapping[str, str],
+    *,
+    title: str,
+    percent: bool = False,
+    log: bool = False,
+) -> Figure | None:
+    """Return metrics over rounds; a round without the metric is a gap.
+
+    Args:
+        rounds: ``round`` events by ascending round.
+        series: Legend entry of each metric to draw; metrics that never occur are left out.
+        title: Title of the vertical axis.
+        percent: Whether the metrics are shares of 1.
+        log: Whether the vertical axis is logarithmic.
+    """
+    numbers = [event["round"] for event in rounds]
+    traces = []
+    for (metric, label), colour in zip(series.items(), (BLUE, ORANGE), strict=False):
+        values = [event["metrics"].get(metric) for event in rounds]
+        if any(value is not None for value in values):
+            traces.append(_line(numbers, values, label, colour))
+    if not traces:
+        return None
+    layout = axes(x="round", y=title)
+    if percent:
+        layout["yaxis"] |= {"tickformat": ".0%", "rangemode": "tozero"}
+    if log:
+        layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
+    layout["showlegend"] = len(series) > 1
+    return {"data": traces, "layout": layout}
+
+
+def percentiles(run: Run, stage: str) -> Figure | None:
+    """Return the percentile of the cell that stood best in each round of the search, by a table."""
+    event = run.last("looked_up") if stage == "search" else None
+    if event is None or not event["percentiles"]:
+        return None
+    rounds, values = zip(*event["percentiles"], strict=True)
+    layout = axes(x="round", y=f"percentile of {event['cells']:,} cells")
+    layout["yaxis"]["range"] = [0, 102]
+    layout["showlegend"] = False
+    return {"data": [_line(list(rounds), list(values), "percentile", BLUE)], "layout": layout}
+
+
+def traffic(rounds: Sequence[Event]) -> Figure | None:
+    """Return the megabytes that the server sent and received in each round."""
+    numbers = [event["round"] for event in rounds]
+    traces = []
+    for key, label, colour in (
+        ("bytes_sent", "sent by the server", BLUE),
+        ("bytes_received", "received", ORANGE),
+    ):
+        values = [None if e.get(key) is None else e[key] / 1e6 for e in rounds]
+        if any(values):
+            traces.append(_line(numbers, values, label, colour))
+            if label == "received":  # both directions are often equal: keep the line below visible
+                traces[-1]["line"]["dash"] = "dash"
+    if not traces:
+        return None
+    layout = axes(x="round", y="MB per round")
+    layout["yaxis"]["rangemode"] = "tozero"
+    return {"data": traces, "layout": layout}
+
+
+def partition(event: Event) -> Figure | None:
+    """Return the number of records per class and client as a heat map."""
+    counts, names = event.get("counts"), event.get("class_names")
+    if not counts or not names:
+        return None
+    by_class = [list(column) for column in zip(*counts, strict=True)]
+    clients = [str(client) for client in clients_of(event)]
+    hover = "client %{x}<br>%{y}: %{z:,} records<extra></extra>"
+    trace = heat(clients, _distinct([_short(name) for name in names]), by_class, hover) | {
+        "text": [[f"{value:,}" if value else "" for value in row] for row in by_class],
+        "xgap": 1 if len(clients) <= 40 else 0,
+        "ygap": 1 if len(names) <= 40 else 0,
+    }
+    layout = axes(x="client", y="")
+    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
+    layout["height"] = min(max(90 + 26 * len(names), 220), 760)
+    layout["coloraxis"] = colours(0, max(map(max, counts)) or 1, title="records")
+    return {"data": [trace], "layout": layout}
+
+
+def client_accuracy(event: Event) -> Figure | None:
+    """Return the test accuracy of every client as bars, with the mean and the server's as lines.
+
+    Of more than ``MOST_SHOWN`` clients the bars are quantiles, from the worst to the best.
+    The axis runs from 0 to 1, and further where noise has carried an accuracy out of that range; it
+    begins at a tenth above 0 where all accuracies are above that, so that they can be told apart.
+    """
+    clients = [c for c in event.get("clients") or [] if c.get("accuracy") is not None]
+    if not clients:
+        return None
+    names = [str(client["client"]) for client in clients]
+    values = [client["accuracy"] for client in clients]
+    sizes = [client.get("num_examples") for client in clients]
+    mean, who = fmean(values), "client"
+    if len(values) > MOST_SHOWN:
+        values, sizes = quantiles(values), [None] * len(QUANTILES)
+        names, who = [f"{share:.0%}" for share in QUANTILES], "quantile"
+    data: list[Figure] = [
+        {
+            "type": "bar",
+            "name": who,
+            "x": names,
+            "y": values,
+            "customdata": ["" if n is None else f"<br>{n:,} test records" for n in sizes],
+            "hovertemplate": f"{who} %{{x}}: %{{y:.1%}}%{{customdata}}<extra></extra>",
+            "marker": {"color": BLUE, "opacity": 0.7},
+        },
+        _level(names, mean, "mean of the clients", ORANGE, "dash"),
+    ]
+    central = (event.get("central") or {}).get("accuracy")
+    if central is not None:
+        data.append(_level(names, central, "server's test set", GREEN, "dot"))
+    layout = axes(x=who, y="test accuracy")
+    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    lowest = min([*values, *([] if central is None else [central])])
+    start = max(0, math.floor(10 * lowest - 1) / 10) if lowest >= 0 else lowest
+    layout["yaxis"] |= {"tickformat": ".0%", "range": [start, max(1, *values)]}
+    return {"data": data, "layout": layout}
+
+
+def alphas(events: Sequence[Event], genotype: Mapping[str, Any] | None) -> Figure:
+    """Return the heat maps of the softmaxed alphas with all their slider's steps.
+
+    Args:
+        events: ``alphas`` events by ascending round.
+        genotype: The derived genotype, whose edges are marked; None when there is none.
+
+    Returns:
+        ``{"rounds": [..], "kinds": {kind: {"figure": .., "steps": [z of each round]}}}``: at most
+        60 rounds, evenly chosen, with the first and the last; the figure shows the last. ``kinds``
+        is empty when there are no alphas.
+    """
+    if not events:
+        return {"rounds": [], "kinds": {}}
+    last = len(events) - 1
+    steps = sorted({round(i * last / (MOST_SLIDER_STEPS - 1)) for i in range(MOST_SLIDER_STEPS)})
+    chosen = [events[step] for step in steps]
+    newest = chosen[-1]
+    kinds = {}
+    for kind in newest["alphas"]:
+        shares = [[_softmax(row) for row in event["alphas"][kind]] for event in chosen]
+        labels = edge_labels(len(shares[-1]))
+        most = max(value for step in shares for row in step for value in row)
+        kept = (genotype or {}).get("cells", {}).get(kind, [])
+        figure = _alpha_figure(labels, newest["ops"], shares[-1], most, kept)
+        kinds[kind] = {"figure": figure, "steps": shares}
+    return {"rounds": [event["round"] for event in chosen], "kinds": kinds}
+
+
+def edge_labels(num_edges: int) -> list[str]:
+    """Return the names of a cell's edges, which are ordered by target, then by source.
+
+    The number tells the kind of cell: every node reads all before it, and 2 + 3 + 4 + ... edges
+    mean two inputs (DARTS), 1 + 2 + 3 + ... one input (NAS-Bench-201).
+
+    Example:
+        >>> edge_labels(3)
+        ['input → 1', 'input → output', '1 → output']
+    """
+    for inputs in (2, 1):
+        pairs: list[tuple[int, int]] = []
+        target = inputs
+        while len(pairs) < num_edges:
+            pairs += [(source, target) for source in range(target)]
+            target += 1
+        if len(pairs) == num_edges:
+            last = target - 1
+            return [
+                f"{node_name(a, inputs, last)} → {node_name(b, inputs, last)}" for a, b in pairs
+            ]
+    return [f"edge {edge}" for edge in range(num_edges)]
+
+
+def node_name(index: int, inputs: int, last: int) -> str:
+    """Return a node's name as the picture of the cell has it."""
+    if inputs == 1:
+        return {0: "input", last: "output"}.get(index, str(index))
+    return ("c(k−2)", "c(k−1)")[index] if index < 2 else str(index - 2)
+
+
+def _alpha_figure(
+    labels: list[str],
+    ops: list[str],
+    shares: list[list[float]],
+    most: float,
+    kept: Sequence[Mapping[str, Any]],
+) -> Figure:
+    cells = heat(ops, labels, shares, "%{y}<br>%{x}: %{z:.3f}<extra></extra>")
+    cells |= {"xgap": 1, "ygap": 1}
+    inputs = 2 if labels[0].startswith("c(") else 1
+    last = max((e["target"] for e in kept), default=0)
+    marks = [
+        (
+            e["op"],
+            f"{node_name(e['source'], inputs, last)} → {node_name(e['target'], inputs, last)}",
+        )
+        for e in kept
+    ]
+    marks = [mark for mark in marks if mark[0] in ops and mark[1] in labels]
+    chosen = rings([op for op, _ in marks], [label for _, label in marks])
+    layout = axes(x="", y="")
+    layout["xaxis"] |= {"type": "category", "showgrid": False, "tickangle": -40}
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
+    layout["height"] = 130 + 24 * len(labels)
+    layout["showlegend"] = False
+    layout["coloraxis"] = colours(0, most, title="share")
+    return {"data": [cells, chosen] if marks else [cells], "layout": layout}
+
+
+def _line(x: list[int], y: Sequence[float | None], name: str, colour: str) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(x) <= MOST_MARKERS else "lines",
+        "name": name,
+        "x": x,
+        "y": [None if value is None else float(f"{value:.5g}") for value in y],
+        "line": {"color": colour, "width": 2},
+        "marker": {"size": 4},
+    }
+
+
+def _level(names: list[str], value: float, name: str, colour: str, dash: str) -> Figure:
+    """Return a horizontal line, or a point where a single client leaves no room for a line."""
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(names) > 1 else "markers",
+        "name": name,
+        "x": names,
+        "y": [value] * len(names),
+        "line": {"color": colour, "dash": dash, "width": 2},
+        "marker": {"color": colour, "size": 10},
+        "hovertemplate": f"{name}: %{{y:.1%}}<extra></extra>",
+    }
+
+
+def heat(
+    x: Sequence[str], y: Sequence[str] | None, z: Sequence[Sequence[float | None]], hover: str
+) -> Figure:
+    """Return a heat map on the layout's axis of colours; without ``y`` its rows are numbered."""
+    trace = {"type": "heatmap", "x": x, "z": z, "hovertemplate": hover, "coloraxis": "coloraxis"}
+    return trace if y is None else trace | {"y": y}
+
+
+def rings(x: Sequence[str], y: Sequence[object]) -> Figure:
+    """Return rings around cells of a heat map."""
+    line = {"width": 2.5}
+    marker = {"symbol": "circle-open", "size": 11, "color": ORANGE, "line": line}
+    place = {"type": "scatter", "mode": "markers", "x": x, "y": y}
+    return place | {"hoverinfo": "skip", "marker": marker}
+
+
+def colours(low: float, high: float, *, title: str) -> Figure:
+    """Return the axis of colours of a heat map."""
+    return {"cmin": low, "cmax": high, "colorbar": {"title": {"text": title}, "thickness": 12}}
+
+
+def axes(*, x: str, y: str) -> Figure:
+    """Return a layout with titled axes, as all figures have it."""
+    return {
+        "height": 270,
+        "margin": {"l": 10, "r": 10, "t": 30, "b": 10},
+        "dragmode": False,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "xaxis": {"title": {"text": x}, "automargin": True},
+        "yaxis": {"title": {"text": y}, "automargin": True},
+    }
+
+
+def _softmax(row: Sequence[float | None]) -> list[float]:
+    """Return the shares of a row to three digits; a missing (non-finite) alpha counts as 0."""
+    values = [value or 0.0 for value in row]
+    powers = [math.exp(value - max(values)) for value in values]
+    return [round(power / sum(powers), 3) for power in powers]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Return the names with their index added where two are equal: categories must differ."""
+    return [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names)]

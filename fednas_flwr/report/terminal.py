@@ -1,0 +1,329 @@
+"""Progress of a run on the terminal, and the short table at its end.
+
+`ProgressDisplay` is a listener of an `EventLog`: bars that move on a terminal, plain lines in a
+file or a pipe. `print_summary` prints the final table from the run folder.
+"""
+
+import math
+import time
+from collections import deque
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from fednas_flwr.base.foreign import terminal
+from fednas_flwr.report import decidedness
+from fednas_flwr.report.guarantee import (
+    TEST_SEED,
+    coverage_lines,
+    is_noised,
+    overall_text,
+    sampling_text,
+    warning_text,
+)
+from fednas_flwr.report.quantities import DASH, count, duration, percent, rounds_text
+from fednas_flwr.report.texts import STAGES, reached, scores, simpler_text
+from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.numbers import Run, read_run
+
+RECENT_ROUNDS = 10
+MANY_ROUNDS = 100
+SECONDS_BETWEEN_LINES = 5.0
+PIPE_WIDTH = 200  # characters of a line that goes to a file or a pipe
+
+
+def table_console() -> Console:
+    """Standard output, as wide as its terminal; a file or a pipe is wide enough."""
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)
+
+
+class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
+    """Shows stage, round, loss, accuracy and time left; a listener for `EventLog`.
+
+    On a terminal every stage has a moving bar. Elsewhere every round is one line; in a stage of
+    more than 100 rounds one line about every 5 s, and always the last. Warnings, failures of
+    clients, clients that leave and what a private run promises are printed in both; a failure that
+    repeats (same client, action, reason) only once.
+
+    Use it as a context manager, so that the terminal is given back whatever happens.
+
+    Args:
+        console: Where to print; standard output by default.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        """Show nothing yet: the first stage does."""
+        self._console = console or Console()
+        self._bars: Progress | None = None
+        if self._console.is_terminal:
+            self._bars = Progress(
+                SpinnerColumn(finished_text="[green]✓"),
+                TextColumn("{task.description:<8}", markup=False),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[position]}"),
+                TextColumn("{task.fields[metrics]}", style="cyan"),
+                _TimeLeft(),
+                console=self._console,
+                refresh_per_second=5,
+            )
+        self._task: TaskID | None = None
+        self._seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
+        self._last_line = -math.inf
+        self._failures: set[tuple[object, ...]] = set()
+        self._is_private = False
+
+    def __call__(self, event: Event) -> None:
+        """Show one event; kinds that a person need not see are passed over."""
+        match event["event"]:
+            case "stage_started":
+                self._start_stage(event)
+            case "round":
+                self._show_round(event)
+            case "stage_finished":
+                self._finish_stage(event)
+            case "group_stage":
+                self._say(
+                    f"group {event['group']}: {event['stage']} finished in "
+                    f"{duration(event['seconds'])}"
+                )
+            case "data":
+                for line in event["found"]:
+                    self._say(f"data: {line}")
+            case "client_failed":
+                self._show_failure(event)
+            case "client_left":
+                self._say(
+                    f"client {event['client']} left the run {place(event)} ({event['action']}): "
+                    f"{event['reason']}",
+                    style="yellow",
+                )
+            case "client_back":
+                self._say(f"client {event['client']} is back {place(event)}")
+            case "handed_over":
+                self._say(f"{len(event['clients'])} of {len(event['asked'])} sites have the model")
+            case "approval_awaited":
+                for one in event["clients"]:
+                    self._say(
+                        f"client {one['client']} waits for a person's approval: `fednas approve "
+                        f"{one['schedule']}` at its site",
+                        style="yellow",
+                    )
+            case "privacy":
+                self._is_private = True
+                self._show_privacy(event)
+            case "warning":
+                self._say(f"warning: {event['message']}", style="yellow")
+            case "run_finished":
+                self.close()
+                if event["status"] != "completed":
+                    self._say(f"the run {event['status']}: {event['reason']}", style="red")
+
+    def close(self) -> None:
+        """Stop the moving bars; what they showed last stays on the terminal."""
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __exit__(self, *_: object) -> None:
+        """Give the terminal back."""
+        self.close()
+
+    def _say(self, line: str, style: str = "") -> None:
+        # Text, not markup: a client's message may hold brackets.
+        self._console.print(Text(terminal(line), style=style), soft_wrap=True, highlight=False)
+
+    def _start_stage(self, event: Event) -> None:
+        self._seconds.clear()
+        self._last_line = -math.inf
+        if self._bars is None:
+            rounds = f", {rounds_text(event['rounds'])}" if event["rounds"] else ""
+            self._say(f"{event['stage']}: started{rounds}")
+            return
+        self._bars.start()
+        self._task = self._bars.add_task(
+            event["stage"], total=event["rounds"], position="", metrics="", ends_at=None
+        )
+
+    def _show_round(self, event: Event) -> None:
+        self._seconds.append(event["seconds"])
+        number, rounds = event["round"], event["rounds"]
+        left = (rounds - number) * sum(self._seconds) / len(self._seconds)
+        position = f"{number}/{rounds}"
+        metrics = _metrics_text(event["metrics"], private=self._is_private)
+        if self._bars is not None:
+            if self._task is not None:
+                self._bars.update(
+                    self._task,
+                    completed=number,
+                    position=position,
+                    metrics=metrics,
+                    ends_at=time.monotonic() + left,
+                )
+            return
+        waited = event["elapsed"] - self._last_line >= SECONDS_BETWEEN_LINES
+        if rounds <= MANY_ROUNDS or waited or number == rounds:
+            self._last_line = event["elapsed"]
+            parts = [f"{event['stage']} {position}", metrics, f"{event['seconds']:.2f} s"]
+            parts += [f"{duration(left)} left"] if number < rounds else []
+            self._say("  ".join(part for part in parts if part))
+
+    def _finish_stage(self, event: Event) -> None:
+        if self._bars is None:
+            self._say(f"{event['stage']}: finished in {duration(event['seconds'])}")
+        elif self._task is not None:
+            total = self._bars.tasks[-1].total or 1
+            self._bars.update(self._task, total=total, completed=total, ends_at=None)
+            if not self._bars.tasks[-1].fields["position"]:
+                self._bars.update(self._task, position=duration(event["seconds"]))
+
+    def _show_failure(self, event: Event) -> None:
+        failure = (event["client"], event["action"], event["reason"])
+        if failure not in self._failures:
+            self._failures.add(failure)
+            self._say(
+                f"client {event['client']} failed {place(event)} ({event['action']}): "
+                f"{event['reason']}",
+                style="red",
+            )
+
+    def _show_privacy(self, event: Event) -> None:
+        self._say(f"privacy: (epsilon, delta) at most {overall_text(event)}")
+        for line in coverage_lines(event):
+            self._say(line, style="yellow" if "leaves" in line else "")
+        if warning := warning_text(event):
+            self._say(f"warning: {warning}", style="red")
+
+
+def place(event: Event) -> str:
+    """Return where in a run something has happened to a client: ``in search round 3``."""
+    if event["round"]:
+        return f"in {event['stage']} round {event['round']}"
+    return {
+        "connect": "before the first round, when it was asked what it has",
+        "commit": "before the first round, when it was told the schedule",
+        "latency": "before the first round, when it was to measure latency",
+    }.get(event["stage"], f"in {event['stage']}")
+
+
+def print_summary(run_folder: Path, console: Console | None = None) -> None:
+    """Print the short table at the end of a run, and the path of its report where there is one.
+
+    Args:
+        run_folder: A run folder with at least events.jsonl.
+        console: Where to print; standard output by default.
+    """
+    console = console or Console()
+    run = read_run(run_folder)
+    table = Table(show_header=False, title=f"run {run.status}", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    stages, privacy = run.stage_seconds(), run.privacy
+    left = len(run.departures())
+    rows = [
+        *scores(run),
+        *group_accuracies(run),
+        *((f"baseline {b.folder.name}", percent(b.accuracy())) for b in run.baselines()),
+        *reached(run, ["num_parameters", "multiply_adds"]),
+        ("edges decided", decidedness.share(decidedness.edges(run.alphas()))),
+        *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
+        ("client failures", count(len(run.failures()))),
+        ("clients that left", count(left or None)),
+        ("(epsilon, delta)", overall_text(privacy) if privacy else DASH),
+        ("accountant, sampling", f"PRV, {sampling_text(privacy)}" if privacy else DASH),
+    ]
+    if privacy and warning_text(privacy):
+        rows.append(("warning", TEST_SEED))
+    for label, value in rows:
+        if value != DASH:
+            table.add_row(Text(terminal(label)), Text(terminal(value)))
+    console.print(table)
+    if text := simpler_text(run):
+        console.print(Text(text), soft_wrap=True, highlight=False)
+    if run.reason:
+        console.print(Text(terminal(run.reason), style="red"), soft_wrap=True, highlight=False)
+    report = run_folder / "report.html"
+    if report.exists():
+        console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)
+
+
+class CountDisplay(AbstractContextManager["CountDisplay"]):
+    """Shows how many of something are done; called with that number and with that of all.
+
+    On a terminal it is a moving bar, elsewhere nothing.
+
+    Args:
+        what: What is counted, e.g. ``records``.
+        console: Where to print; standard output by default.
+    """
+
+    def __init__(self, what: str, console: Console | None = None) -> None:
+        """Show nothing yet."""
+        console = console or Console()
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _TimeLeft())
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bars.add_task(what, total=None, ends_at=None)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> "CountDisplay":
+        """Begin to show."""
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the terminal back."""
+        self._bars.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` are done."""
+        seconds = (time.monotonic() - self._started) * (total / max(done, 1))
+        ends_at = self._started + seconds
+        self._bars.update(self._task, completed=done, total=total, ends_at=ends_at)
+
+
+class _TimeLeft(ProgressColumn):
+    """Counts down to the expected end between rounds, so that a long round does not look stuck."""
+
+    def render(self, task: Task) -> Text:
+        ends_at = task.fields["ends_at"]
+        if ends_at is None or task.finished:
+            return Text("")
+        return Text(f"{duration(max(0.0, ends_at - time.monotonic()))} left", style="dim")
+
+
+def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
+    """Return loss and accuracy, of the validation split where it was measured."""
+    parts = []
+    for word in ("loss", "accuracy"):
+        for kind in ("validation", "train"):
+            value = metrics.get(f"{kind}_{word}")
+            if value is not None:
+                text = percent(value) if word == "accuracy" else f"{value:.3f}"
+                noised = " (noised)" if private and is_noised(f"{kind}_{word}") else ""
+                parts.append(f"{kind} {word} {text}{noised}")
+                break
+    return "  ".join(parts)
+
+
+def group_accuracies(run: Run) -> list[tuple[str, str]]:
+    """Return each group's test accuracy, by its clients where no server tests, or its failure."""
+    rows = {}
+    for event in run.of_kind("group_finished"):
+        numbers = event["results"]
+        accuracy = numbers["central_accuracy"]
+        if accuracy is None:
+            accuracy = numbers["client_accuracy"]
+        text = percent(accuracy) if event["reason"] is None else "failed"
+        rows[f"group {event['group']}"] = text
+    return list(rows.items())

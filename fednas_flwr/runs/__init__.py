@@ -1,0 +1,1 @@
+"""What a run leaves on disk, and how it is read again."""

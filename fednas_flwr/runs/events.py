@@ -1,0 +1,153 @@
+"""The record of one run: events.jsonl, one JSON object per line, written as things happen.
+
+This file is the truth about a run: progress display, TensorBoard, report and comparison are made
+from its lines alone. `EventLog` writes it, `read_events` reads it, `latest_rounds` picks the
+rounds that count after a resume.
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.base.foreign import load_json
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+# How a process is stopped from outside; Flower's ends by SystemExit.
+STOPPED = {KeyboardInterrupt: "stopped by Ctrl-C", SystemExit: "the server's process was stopped"}
+
+
+class EventLog(AbstractContextManager["EventLog"]):
+    """Appends events to a file and hands each one to the listeners.
+
+    A line is written with one flushed call, so that a killed process leaves at most one torn line,
+    the last; a log opened on such a file starts on a fresh line. `emit` may be called from several
+    threads. A listener that raises stops the caller: the line is in the file by then.
+
+    Args:
+        path: The file to append to; it and its folder are made where missing.
+        listeners: Called in this order with every event, as it stands in the file.
+    """
+
+    def __init__(self, path: Path, listeners: Iterable[Listener] = ()) -> None:
+        """Open the file for appending."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = path.open("ab")
+        if torn:
+            self._file.write(b"\n")
+        self._listeners = tuple(listeners)
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Write one event, with the time (ISO, UTC) and the seconds since the log was opened.
+
+        Args:
+            event: The kind of event, e.g. ``round``.
+            **fields: What is to be said: numbers, strings, lists, mappings, paths, numpy arrays
+                and torch tensors, nested at will. A number that is not finite becomes null.
+        """
+        with self._lock:
+            line: Event = {
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "elapsed": round(time.monotonic() - self._start, 3),
+                "event": event,
+                **_plain(fields),
+            }
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+            for listener in self._listeners:
+                listener(line)
+
+    @contextmanager
+    def attempt(self, *, resumed: bool, circumstances: Mapping[str, object]) -> Iterator[None]:
+        """Write that a run starts and how it ends, with the reason where the block raises.
+
+        Args:
+            resumed: Whether it goes on with an earlier attempt.
+            circumstances: Versions and machine.
+        """
+        started = time.monotonic()
+        self.emit("run_started", resumed=resumed, **circumstances)
+        status, reason = "completed", None
+        try:
+            yield
+        except BaseException as error:
+            status = "failed"
+            reason = STOPPED.get(type(error)) or f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            seconds = time.monotonic() - started
+            self.emit("run_finished", status=status, reason=reason, seconds=seconds)
+
+    def close(self) -> None:
+        """Close the file; emitting afterwards raises ValueError."""
+        self._file.close()
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    """Return the events of a file in the order of writing.
+
+    Lines that are not a whole JSON object, as a killed process leaves them, or are nested too
+    deeply, are left out.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    events = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            event = load_json(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            events.append(event)
+    return events
+
+
+def latest_rounds(events: Iterable[Event], stage: str) -> list[Event]:
+    """Return a stage's ``round`` events by ascending round, one per round.
+
+    A resumed run repeats the rounds since its checkpoint: of two lines the later one counts.
+    """
+    rounds = {e["round"]: e for e in events if e["event"] == "round" and e["stage"] == stage}
+    return [rounds[number] for number in sorted(rounds)]
+
+
+def clients_of(partition: Event) -> list[int]:
+    """Return the clients that a ``partition`` event tells of; runs of older versions name none."""
+    rows = partition.get("splits") or partition.get("counts") or []
+    return partition.get("clients") or list(range(len(rows)))
+
+
+def records_of(partition: Event) -> tuple[int, dict[str, int]]:
+    """Return the number of clients of a ``partition`` event, and of their records by split."""
+    if summary := partition.get("summary"):
+        return summary["clients"], summary["records"]
+    splits = partition.get("splits") or []
+    parts = list(splits[0]) if splits else []
+    return len(splits), {part: sum(split[part] for split in splits) for part in parts}
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as JSON knows it, non-finite numbers as None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

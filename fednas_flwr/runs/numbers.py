@@ -1,0 +1,516 @@
+"""A run as its folder tells it: configuration and events, and the numbers drawn from them.
+
+`read_run` opens a folder, finished or not; report, comparison, model card and final table share the
+methods of `Run`, so that they cannot disagree. A number that the run did not reach is None.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from fednas_flwr.base.foreign import read_yaml
+from fednas_flwr.runs.events import Event, latest_rounds, read_events, records_of
+from fednas_flwr.settings.names import CLIENT, PRV
+
+CONFIG_FILE = "config.yaml"
+BASELINES_FOLDER, VARIANTS_FOLDER = BESIDE = ("baselines", "variants")  # runs below a run
+EVENTS_FILE = "events.jsonl"
+STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
+SEARCH_LOSS = "validation_loss"  # of the search's last round
+NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
+
+
+Unit = Literal["share", "score", "count", "seconds", "megabytes", "number"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score of a model on test records.
+
+    Attributes:
+        name: Its key in an ``evaluated`` event.
+        label: Its name on pages.
+        unit: What it is measured in.
+        hub: Its name on the Hugging Face Hub, in the metadata of a model card.
+        models: The models whose scores stand among the results of a run; on the report's tables
+            of scores each model has all that it was measured by.
+    """
+
+    name: str
+    label: str
+    unit: Unit = "score"
+    hub: str = ""
+    models: tuple[str, ...] = ("central", "linear", "trees")
+
+
+SCORES = (
+    Score("accuracy", "accuracy", "share", hub="accuracy"),
+    Score("f1", "F1", hub="f1"),
+    Score("auroc", "AUROC", hub="roc_auc"),
+    Score("average_precision", "average precision", models=("central",)),
+    Score("sensitivity", "sensitivity", models=()),
+    Score("specificity", "specificity", models=()),
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A result of a run: on the terminal, the page, the card, in comparisons and sweeps.
+
+    Attributes:
+        name: Its key in :meth:`Run.numbers`, JSON and CSV files, and ``sweep.metric``.
+        label: Its name for readers, the same everywhere.
+        unit: What it is measured in; larger shares and scores are better, and less of all else.
+        read: What measures it.
+        tile: Whether the page shows it as a tile.
+        compared: Whether several runs are compared by it.
+    """
+
+    name: str
+    label: str
+    unit: Unit
+    read: Callable[["Run"], float | None]
+    tile: bool = True
+    compared: bool = True
+
+    @property
+    def is_score(self) -> bool:
+        """True if it says how good a model is."""
+        return self.unit in ("share", "score")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder.
+
+    Attributes:
+        folder: Where it lies.
+        config: The resolved configuration; empty when config.yaml is missing.
+        events: All events, oldest first.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    events: list[Event]
+
+    def of_kind(self, kind: str) -> list[Event]:
+        """Return all events of a kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    def last(self, kind: str) -> Event | None:
+        """Return the latest event of a kind, None when there is none."""
+        events = self.of_kind(kind)
+        return events[-1] if events else None
+
+    def rounds(self, stage: str) -> list[Event]:
+        """Return a stage's rounds, each once."""
+        return latest_rounds(self.events, stage)
+
+    @property
+    def status(self) -> str:
+        """The outcome: ``completed``, ``failed``, or ``unfinished``.
+
+        The last is of a run that still goes on, was killed, or has reached its time limit.
+        """
+        kinds = ("run_started", "run_finished", "out_of_time")
+        ends = [e for e in self.events if e["event"] in kinds]
+        if not ends or ends[-1]["event"] == "run_started":
+            return "unfinished"
+        if ends[-1]["status"] == "completed" and ends[-2:][0]["event"] == "out_of_time":
+            return "unfinished"
+        return str(ends[-1]["status"])
+
+    @property
+    def reason(self) -> str:
+        """Why the run failed; empty when it did not."""
+        finished = self.last("run_finished")
+        if self.status != "failed" or finished is None:
+            return ""
+        return str(finished.get("reason") or "no reason given")
+
+    @property
+    def is_private(self) -> bool:
+        """True if clients add noise to all they send: a privacy other than ``none`` was chosen."""
+        chosen = self.config.get("privacy")
+        name = chosen.get("name") if isinstance(chosen, dict) else None
+        return name not in (None, "none") or self.privacy is not None
+
+    @property
+    def holds_out(self) -> bool:
+        """True if retraining left validation records out, to be measured on."""
+        retrain = self.config.get("retrain")
+        return isinstance(retrain, dict) and bool(retrain.get("evaluate_every"))
+
+    @property
+    def multi_label(self) -> bool:
+        """True if a record can have several labels."""
+        return bool((self.last("partition") or {}).get("multi_label"))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as it took effect.
+
+        What only stages read that the run does not have is left out. Training that protects records
+        counts noised steps of a share of the records or of an expected batch, not epochs.
+        Hyper-parameters that were searched for, or that followed from the noise, are not those of
+        the configuration. Rounds and clients are those that the events tell of.
+        """
+        config = dict(self.config)
+        algorithm = config.get("algorithm")
+        algorithm = algorithm if isinstance(algorithm, dict) else {}
+        stages = config.get("stages") or ["search", *STAGES_AFTER]
+        searches = "search" in stages and "network" not in algorithm
+        for key in () if searches else ("search_space", "rounds"):
+            config.pop(key, None)
+        if "network" in algorithm and config.get("genotype"):
+            config["algorithm"] = {k: v for k, v in algorithm.items() if k != "network"}
+        elif not searches and "network" not in algorithm:
+            config.pop("algorithm", None)
+        if "retrain" not in stages:
+            config.pop("retrain", None)
+        if isinstance(config.get("retrain"), dict):
+            config["retrain"] = _chosen(config["retrain"], algorithm, self.last("derived") or {})
+            if "rounds" in config["retrain"]:
+                planned = config["retrain"]["rounds"]
+                config["retrain"] |= {"rounds": self._done("retrain", planned)}
+            chosen = self.last("learning_rate") or {}
+            if rates := {key: chosen[key] for key in ("lr", "min_lr") if key in chosen}:
+                config["retrain"] |= {"weights": config["retrain"]["weights"] | rates}
+        if "rounds" in config:
+            config["rounds"] = self._done("search", config["rounds"])
+        if "clients" in config:
+            config["clients"] = self._clients_text(config["clients"])
+        if self.is_private:
+            privacy = config.get("privacy")
+            privacy = privacy if isinstance(privacy, dict) else {}
+            if privacy.get("unit") != CLIENT:
+                terms = {"algorithm": privacy, "retrain": privacy.get("retrain") or {}}
+                config |= {
+                    group: _in_steps(config[group], of_group)
+                    for group, of_group in terms.items()
+                    if isinstance(config.get(group), dict)
+                }
+        return config
+
+    def _done(self, stage: str, planned: int) -> int | str:
+        """Return a stage's number of rounds: ``2 of 5`` where the run has not reached all."""
+        done = len(self.rounds(stage))
+        return done if done == planned else f"{done} of {planned}"
+
+    def _clients_text(self, planned: int) -> int | str:
+        """Return how many clients took part, and how many of them left."""
+        seen = {client for event in self._all_rounds() for client in event.get("clients") or {}}
+        number = len(seen) or records_of(self.last("partition") or {})[0]
+        left = len(self.departures())
+        text = f"{number} of {planned}" if number != planned else str(planned)
+        return f"{text}, {left} left before the end" if left else text
+
+    @property
+    def privacy(self) -> Event | None:
+        """The newest ``privacy`` event; None before the clients accepted a schedule."""
+        return self.last("privacy")
+
+    def privacy_spent(self) -> dict[int, float | None]:
+        """The epsilon that each client's filter has counted since the newest ``privacy`` event."""
+        spent: dict[int, float | None] = {}
+        for event in self.events:
+            if event["event"] == "privacy":
+                spent = {}
+            elif event["event"] == "privacy_spent":
+                spent = {client["client"]: client["spent"] for client in event["clients"]}
+        return spent
+
+    def attempts(self) -> list[list[Event]]:
+        """Return the events of each process that worked on the run, oldest first."""
+        attempts: list[list[Event]] = []
+        for event in self.events:
+            if event["event"] == "run_started" or not attempts:
+                attempts.append([])
+            attempts[-1].append(event)
+        return attempts
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Return the time spent per stage in order of first start, over all attempts.
+
+        A stage that never finished counts up to the last event of its process.
+        """
+        seconds: Counter[str] = Counter()
+        for attempt in self.attempts():
+            open_stages: dict[str, float] = {}
+            for event in attempt:
+                if event["event"] == "stage_started":
+                    seconds[event["stage"]] += 0
+                    open_stages[event["stage"]] = event["elapsed"]
+                elif event["event"] == "stage_finished":
+                    seconds[event["stage"]] += event["seconds"]
+                    open_stages.pop(event["stage"], None)
+            for stage, start in open_stages.items():
+                seconds[stage] += attempt[-1]["elapsed"] - start
+        return dict(seconds)
+
+    def total_seconds(self) -> float:
+        """Return the wall time over all attempts."""
+        return float(sum(attempt[-1]["elapsed"] for attempt in self.attempts()))
+
+    def failures(self) -> list[Event]:
+        """Return the ``client_failed`` events, without those of rounds that a resume repeated."""
+        return self._of_final_rounds("client_failed")
+
+    def departures(self) -> list[Event]:
+        """Return each client's last ``client_left`` event, without those that a resume undid."""
+        return list({e["client"]: e for e in self._of_final_rounds("client_left")}.values())
+
+    def client_results(self) -> list[Event]:
+        """Return the clients' results on their test parts, those that sent an accuracy."""
+        evaluated = self.last("evaluated") or {}
+        return [c for c in evaluated.get("clients") or [] if c.get("accuracy") is not None]
+
+    def alphas(self) -> list[Event]:
+        """Return the ``alphas`` events by ascending round, one per round."""
+        latest = {event["round"]: event for event in self.of_kind("alphas")}
+        return [latest[number] for number in sorted(latest)]
+
+    def explored(self, stage: str) -> list[Event]:
+        """Return a stage's ``explored`` events by ascending round, one per round."""
+        latest = {e["round"]: e for e in self.of_kind("explored") if e["stage"] == stage}
+        return [latest[number] for number in sorted(latest)]
+
+    def traffic(self, stage: str) -> tuple[int, int]:
+        """Return the bytes that the server sent and received in a stage's rounds."""
+        rounds = self.rounds(stage)
+        return (
+            sum(e.get("bytes_sent") or 0 for e in rounds),
+            sum(e.get("bytes_received") or 0 for e in rounds),
+        )
+
+    def bytes_dense(self, stage: str) -> int | None:
+        """Return the bytes that whole float32 states would have taken in a stage's rounds.
+
+        None of runs whose rounds do not all say it.
+        """
+        sizes = [event.get("bytes_dense") for event in self.rounds(stage)]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known and len(known) == len(sizes) else None
+
+    def accuracy(self) -> float | None:
+        """Return the test accuracy, by the clients where no server tests."""
+        central = ((self.last("evaluated") or {}).get("central") or {}).get("accuracy")
+        return self.client_accuracy() if central is None else float(central)
+
+    def baselines(self) -> list["Run"]:
+        """Return the runs of networks that this one's is compared with, by name."""
+        folders = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{EVENTS_FILE}"))
+        return [read_run(file.parent) for file in folders]
+
+    def metric(self, name: str) -> float | None:
+        """Read one of :data:`METRICS`, or the search's loss; None where it was not measured."""
+        if name != SEARCH_LOSS:
+            return self.numbers()[name]
+        rounds = self.rounds("search")
+        value: float | None = rounds[-1]["metrics"].get(name) if rounds else None
+        return value
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return the run's results by name.
+
+        Accuracies are shares of 1; F1 and the like are of the positive class, else the mean.
+        """
+        return {metric.name: metric.read(self) for metric in METRICS}
+
+    def client_accuracy(self) -> float | None:
+        """The mean accuracy over clients, or that of all their records by a secure sum."""
+        total = (self.last("evaluated") or {}).get("total") or {}
+        if "accuracy" in total:
+            return float(total["accuracy"])
+        return _mean_accuracy(self.client_results())
+
+    def personalised_accuracy(self) -> float | None:
+        """The mean accuracy after each client has trained the network on its own records."""
+        return _mean_accuracy((self.last("evaluated") or {}).get("personalised") or [])
+
+    def epsilon(self) -> float | None:
+        """The largest epsilon of all clients and splits, by the PRV accountant."""
+        return overall(self.privacy)[0] if self.privacy else None
+
+    def exchanges(self) -> int | None:
+        """The number of exchanges with clients in all rounds."""
+        exchanges = [e["exchanges"] for e in self._all_rounds() if "exchanges" in e]
+        return sum(exchanges) if exchanges else None
+
+    def traffic_mb(self) -> float | None:
+        """The megabytes of all rounds, in both directions."""
+        stages = {event["stage"] for event in self.of_kind("round")}
+        return sum(sum(self.traffic(stage)) for stage in stages) / 1e6 if stages else None
+
+    def clients_lost(self) -> int:
+        """The number of clients that have failed to answer once or more, or have left."""
+        return len({event["client"] for event in self.failures() + self.departures()})
+
+    def _all_rounds(self) -> list[Event]:
+        """Return the rounds of all stages, each once."""
+        stages = {event["stage"] for event in self.of_kind("round")}
+        return [event for stage in stages for event in self.rounds(stage)]
+
+    def _of_final_rounds(self, kind: str) -> list[Event]:
+        """Return the events of a kind that has rounds, without those of rounds repeated later."""
+        events: list[Event] = []
+        for attempt in self.attempts():
+            redone = {(e["stage"], e["round"]) for e in attempt if e["event"] == "round"}
+            events = [e for e in events if (e["stage"], e["round"]) not in redone]
+            events += [e for e in attempt if e["event"] == kind]
+        return events
+
+
+def _evaluated(model: str, score: str) -> Callable[[Run], float | None]:
+    return lambda run: ((run.last("evaluated") or {}).get(model) or {}).get(score)
+
+
+def _derived(key: str) -> Callable[[Run], float | None]:
+    return lambda run: (run.last("derived") or {}).get(key)
+
+
+def _seconds(stage: str) -> Callable[[Run], float | None]:
+    return lambda run: run.stage_seconds().get(stage)
+
+
+def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
+    """List the scores of one model; of a simpler one the page has the first alone as a tile."""
+    return [
+        Metric(
+            f"{model}_{score.name}",
+            f"{prefix} {score.label}",
+            score.unit,
+            _evaluated(model, score.name),
+            tile=model == "central" or score == SCORES[0],
+            compared=compared,
+        )
+        for score in SCORES
+        if model in score.models
+    ]
+
+
+METRICS = [
+    *_scores("central", "test", compared=True),
+    Metric(
+        "accuracy_without_skip",
+        "accuracy without its linear skip",
+        "share",
+        _evaluated("central", "without_skip"),
+        compared=False,
+    ),
+    Metric(
+        "accuracy_without_cells",
+        "accuracy of its linear skip alone",
+        "share",
+        _evaluated("central", "without_cells"),
+        tile=False,
+        compared=False,
+    ),
+    Metric("client_accuracy", "mean accuracy over clients", "share", Run.client_accuracy),
+    Metric(
+        "personalised_accuracy",
+        "accuracy after local training",
+        "share",
+        Run.personalised_accuracy,
+    ),
+    *_scores("linear", "linear model,", compared=False),
+    *_scores("trees", "boosted trees,", compared=False),
+    Metric("num_parameters", "parameters", "count", _derived("num_parameters")),
+    Metric("multiply_adds", "multiply-adds", "count", _derived("multiply_adds")),
+    Metric("search_seconds", "time of search", "seconds", _seconds("search"), tile=False),
+    Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain"), tile=False),
+    Metric("exchanges", "exchanges", "number", Run.exchanges, tile=False, compared=False),
+    Metric("traffic_mb", "traffic", "megabytes", Run.traffic_mb),
+    Metric("epsilon", "epsilon", "number", Run.epsilon, tile=False),
+    Metric("clients_lost", "clients lost", "number", Run.clients_lost, tile=False),
+]
+
+
+def _mean_accuracy(clients: list[Event]) -> float | None:
+    accuracies = [client["accuracy"] for client in clients]
+    return fmean(accuracies) if accuracies else None
+
+
+def _in_steps(group: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
+    """Return a stage's settings with the steps that private clients take in place of epochs."""
+    taken = {key: value for key, value in group.items() if key not in NOT_PRIVATE}
+    if "local_epochs" in group:
+        taken["local_steps"] = terms.get("local_steps")
+    if "batch_size" in group:
+        batch_size, rate = taken.pop("batch_size"), terms.get("rate")
+        taken |= {"expected_batch_size": batch_size} if rate is None else {"sampling_rate": rate}
+    if isinstance(group.get("search"), dict):  # of CFDNAS
+        taken["search"] = _in_steps(group["search"], terms)
+    return taken
+
+
+def _chosen(retrain: dict[str, Any], algorithm: dict[str, Any], derived: Event) -> dict[str, Any]:
+    """Return retraining's settings without those whose place searched hyper-parameters took."""
+    if "num_configurations" in algorithm:  # they change from round to round
+        left = {k: v for k, v in retrain.items() if k not in ("weights", "drop_path_prob")}
+        return left | {"hyperparameters": f"chosen by {algorithm.get('name')} in every round"}
+    found = derived.get("configuration")
+    if not found:
+        return dict(retrain)
+    weights = retrain.get("weights") or {}
+    taken = {key: found[key] for key in ("lr", "momentum", "weight_decay") if key in found}
+    return retrain | {"weights": weights | taken, "drop_path_prob": found.get("dropout")}
+
+
+def is_complete(run_folder: Path) -> bool:
+    """Return whether a folder holds a run whose latest start has come to its end."""
+    return (run_folder / EVENTS_FILE).exists() and read_run(run_folder).status == "completed"
+
+
+def is_whole(run_folder: Path) -> bool:
+    """Return whether a folder holds a completed run without a failed group of clients."""
+    if not is_complete(run_folder):
+        return False
+    ends = {event["group"]: event for event in read_run(run_folder).of_kind("group_finished")}
+    return all(event["status"] == "completed" for event in ends.values())
+
+
+def read_run(run_folder: Path) -> Run:
+    """Return the run that a folder holds.
+
+    Raises:
+        FileNotFoundError: The folder holds no events.jsonl, so it is no run folder.
+        ConfigError: Its configuration is no YAML, or too large.
+    """
+    path = run_folder / EVENTS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{run_folder} is no run folder: it holds no events.jsonl.")
+    config: dict[str, Any] = {}
+    file = run_folder / CONFIG_FILE
+    if file.exists():
+        loaded = read_yaml(file, str(file))
+        config = loaded if isinstance(loaded, dict) else {}
+    return Run(folder=run_folder, config=config, events=read_events(path))
+
+
+def largest(epsilons: Mapping[str, float | None] | None) -> float | None:
+    """Return the largest epsilon of a client's splits, 0 where nothing is released.
+
+    None stands for infinite, and for an accountant whose epsilons are not recorded.
+    """
+    values = None if epsilons is None else list(epsilons.values())
+    if values is None or None in values:
+        return None
+    return max((value for value in values if value is not None), default=0.0)
+
+
+def overall(event: Event) -> tuple[float | None, float]:
+    """Return an (epsilon, delta) that holds for every client: the largest of each, PRV.
+
+    Example:
+        >>> client = {"epsilon": {"prv": {"train": 3.1}}, "budget": {"epsilon": 8, "delta": 1e-5}}
+        >>> overall({"clients": [client]})
+        (3.1, 1e-05)
+    """
+    clients = event["clients"]
+    prv = {str(place): largest(c["epsilon"].get(PRV)) for place, c in enumerate(clients)}
+    delta = max((client["budget"]["delta"] for client in clients), default=0.0)
+    return (largest(prv) if prv else None), delta

@@ -1,0 +1,212 @@
+"""The folder that holds everything of one run."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.base.errors import ConfigError, MissingSettingError, show
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.base.foreign import check_resolved, dump_yaml, read_yaml
+from fednas_flwr.runs.numbers import CONFIG_FILE, is_complete
+from fednas_flwr.settings import Config, dump_config, expanded
+from fednas_flwr.settings.configuration import parse_config
+
+GENOTYPE_FILE = "genotype.json"
+PARTITION_FILE = "partition.json"
+GROUPS_FILE = "groups.json"
+LATENCY_FILE = "latency.json"
+LOCK_FILE = ".lock"
+RUNS = Path("runs")  # where run folders are made, below the folder of the command
+
+
+def check_free(config: Config, *, runs: Path = RUNS) -> None:
+    """Raise ConfigError when no run folder can be made, or ``run_dir`` already holds a run."""
+    folder = _folder("run_dir", config.run_dir or str(runs))
+    with _usable("run_dir", folder):
+        if config.run_dir is not None and (folder / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"run_dir={config.run_dir} already holds a run: continue it with "
+                f"resume={config.run_dir}, or choose another folder."
+            )
+    check_writable("run_dir", folder)
+
+
+def check_writable(setting: str, folder: Path) -> None:
+    """Raise ConfigError for a folder that cannot be written, or made."""
+    with _usable(setting, folder):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"{there} cannot be written")
+
+
+def free_bytes(config: Config, *, runs: Path = RUNS) -> int:
+    """Return how much room the disk of a run's folder has, which need not exist yet."""
+    folder = _folder("run_dir", config.run_dir or str(runs))
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def check_room(config: Config, num_bytes: int, remedy: str) -> None:
+    """Raise ConfigError when a new run surely writes more than its disk has room for.
+
+    Args:
+        config: The run's; one that goes on replaces checkpoints of its own.
+        num_bytes: An estimate from below of what the run writes.
+        remedy: What else to do; ends the sentence.
+    """
+    folder, free = _folder("run_dir", config.run_dir or str(RUNS)), free_bytes(config)
+    if num_bytes <= free or (folder / CONFIG_FILE).exists():
+        return
+    raise ConfigError(
+        f"checkpoints and exported models take at least {num_bytes / 1e6:,.1f} MB in "
+        f"run_dir={show(str(folder))}, whose disk has {free / 1e6:,.1f} MB free: make room, choose "
+        f"another folder, or {remedy}."
+    )
+
+
+def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:
+    """Make a new run folder, write config.yaml into it, and return the config with its path.
+
+    With ``run_dir`` null the folder is ``<runs>/<time>_<algorithm>_<dataset>``.
+
+    Raises:
+        ConfigError: ``run_dir`` already holds a run, or cannot be written.
+    """
+    check_free(config, runs=runs)
+    stem = f"{_now()}_{config.algorithm.name}_{config.dataset.name}"
+    folder = _folder("run_dir", config.run_dir or str(runs / stem))
+    with _usable("run_dir", folder):
+        if config.run_dir is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = _first_free(folder)
+        config = replace(config, run_dir=str(folder))
+        write_atomically(folder / CONFIG_FILE, dump_yaml(json.loads(dump_config(config))))
+    return config
+
+
+def open_run_folder(path: str) -> Config:
+    """Return the config of an existing run, for resuming it.
+
+    Raises:
+        ConfigError: The folder holds no run, or one that another version started, or its
+            configuration is damaged.
+    """
+    folder = _folder("resume", path)
+    tree = read_config_file(path)
+    try:
+        config = parse_config(tree)
+    except MissingSettingError as error:
+        raise ConfigError(
+            f"resume={path}: it was started by another version, which had no setting "
+            f"`{error.key}`; it cannot be continued."
+        ) from error
+    except ConfigError as error:
+        raise ConfigError(f"resume={path}: {error}") from error
+    return replace(config, run_dir=str(folder))
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Return the settings in the folder of a run, as they stand there.
+
+    Raises:
+        ConfigError: The folder holds no run, or its file is no mapping in YAML.
+    """
+    file = _folder("resume", path) / CONFIG_FILE
+    if not file.exists():
+        raise ConfigError(f"resume={path}: {file} does not exist; give the folder of a run.")
+    tree = read_yaml(file, f"resume={path}: {file}")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"resume={path}: {file} is no mapping of settings: give another folder.")
+    check_resolved(tree)
+    return tree
+
+
+def check_whole(config: Config) -> None:
+    """Raise ConfigError for the folder of a group: alone it would go on with all clients."""
+    whole = Path(str(config.run_dir)).parents[1]
+    if (whole / GROUPS_FILE).is_file():
+        raise ConfigError(
+            f"resume={config.run_dir}: it is a group of another run; continue that with "
+            f"resume={whole}."
+        )
+
+
+def find_unfinished(config: Config) -> Config | None:
+    """Return the newest run of this configuration that has not completed, None if there is none.
+
+    Looked for in ``run_dir``, else in ``runs``; where the run folder is does not count.
+    """
+    folders = [_folder("run_dir", config.run_dir)] if config.run_dir else RUNS.resolve().glob("*")
+    files = [file for folder in folders if (file := folder / CONFIG_FILE).is_file()]
+    for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
+        try:
+            found = open_run_folder(str(file.parent))
+        except ConfigError:  # of another version
+            continue
+        if replace(found, run_dir=config.run_dir) == config and not is_complete(file.parent):
+            return found
+    return None
+
+
+@contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Hold a run's folder: no second process can continue a run that is going on.
+
+    Raises:
+        ConfigError: Another process of this machine holds it, or it cannot be written.
+    """
+    with ExitStack() as stack:
+        with _usable("run_dir", folder):
+            file = stack.enter_context((folder / LOCK_FILE).open("w"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"the run in {folder} is going on in another process: wait for its end, or stop it."
+            ) from error
+        yield
+
+
+def _folder(setting: str, path: str) -> Path:
+    return expanded(setting, path).resolve()
+
+
+@contextmanager
+def _usable(setting: str, folder: Path) -> Iterator[None]:
+    """Say in one sentence why a folder cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}={show(str(folder))} cannot be used ({error.strerror or error}): choose "
+            "another folder."
+        ) from error
+
+
+def _now() -> str:
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def _first_free(folder: Path) -> Path:
+    """Make and return ``folder``, or ``folder_2`` and so on where that exists."""
+    number = 1
+    while True:
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            number += 1

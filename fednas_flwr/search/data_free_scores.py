@@ -1,0 +1,422 @@
+"""Data-free scores: what can be told of a network before it has seen a record.
+
+Each score is a number of a network with new weights, larger for what it holds to be better. None
+reads data, so that a server can rank architectures alone and no client spends anything.
+:func:`measure` computes any of them for a genotype of any space; :func:`combine` turns several into
+one ranking.
+
+``AZ_NAS`` is what we recommend: of the published scores its rank correlation on NAS-Bench-201 is
+the highest, after 12 epochs (.56, synflow .36; ``scripts/results/scores.json``) as in its paper
+after 200, and of 250 cells it seldom chooses a bad one. No score is best everywhere: among good
+cells none of the published ones knows more. ``learning`` does: it trains a network for some steps
+on a made-up task. It costs seconds, so that it is for the best by other scores. Its task, and its
+use beside multiply-adds, were chosen by that table; the published scores were not tuned.
+
+Scores depend on depth: stacked cells without a way around them train badly, which a network of one
+cell per stage does not show. Give the space the depth at which networks will be used; width says
+little.
+
+Tensor suffixes: B batch, C channels, H height, W width, P positions (batch and pixels), N networks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fednas_flwr.base.errors import unknown_choice
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.genotype import Genotype
+from fednas_flwr.spaces.space import SearchSpace
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
+ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SELU, nn.Tanh, nn.Hardtanh, nn.Sigmoid)
+WEIGHTED = (nn.Linear, nn.Conv2d)
+NASWOT_INPUTS = 64
+LARGEST_SIDE = 16  # of images of the made-up task
+Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], tuple[float, ...]]
+
+
+def measure(
+    space: SearchSpace, genotype: Genotype, scores: Iterable[str], *, seed: int
+) -> dict[str, float]:
+    """Return the scores of a genotype's network at the space's own sizes.
+
+    Only ``learning`` is measured on images of at most 16 pixels a side, at a quarter of the cost of
+    32. All networks of a seed are initialised from the same random numbers and given the same
+    inputs, so that a score does not depend on when it is computed.
+
+    Args:
+        space: Gives the network and the shape of an example.
+        genotype: Of that space.
+        scores: Names out of ``SCORES``.
+        seed: Of initialisation and inputs.
+
+    Raises:
+        ConfigError: A name is unknown, or the genotype is not of the space.
+    """
+    wanted = list(scores)
+    for name in wanted:
+        if name not in SCORES:
+            raise unknown_choice("score", name, SCORES)
+    values: dict[str, float] = {}
+    for names, measured in MEASURES.items():
+        if set(names) & set(wanted):
+            of = _of_small_images(space) if names == ("learning",) else space
+            with seeded(seed, "scored network"):
+                network = of.network(genotype)
+            numbers = measured(network, of.input_shape, make_generator(seed, *names))
+            values |= zip(names, numbers, strict=True)
+    return {name: values[name] for name in wanted}
+
+
+def combine(values: Sequence[Mapping[str, float]]) -> list[float]:
+    """Return one number per network, by which those compare that were measured together.
+
+    ``sum_s log(rank_s / N)``, the rank being the number of networks that a network is at least as
+    good as by score s. Lee and Ham (2024), AZ-NAS, arXiv 2403.19232, "non-linear
+    ranking aggregation": a network that is bad by one score is punished more than others reward it.
+    With a single score it orders as that score does. A score that is not a number ranks below all
+    others.
+
+    Args:
+        values: The scores of each of N networks, all with the same names.
+
+    Example:
+        >>> combine([{"a": 1.0}, {"a": 3.0}, {"a": 3.0}])
+        [-1.0986122886681098, 0.0, 0.0]
+    """
+    total = torch.zeros(len(values), dtype=torch.float64)
+    for name in values[0] if values else ():
+        column_N = torch.tensor([value[name] for value in values], dtype=torch.float64)
+        column_N = column_N.nan_to_num(nan=-math.inf)
+        ranks_N = torch.searchsorted(column_N.sort().values, column_N, right=True)
+        total += (ranks_N.double() / len(values)).log()
+    result: list[float] = total.tolist()
+    return result
+
+
+def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
+    """Return the logarithm of synaptic flow, ``log sum_theta theta * dL/dtheta``.
+
+    With all parameters replaced by their absolute values, an input of ones, and L the sum of the
+    outputs: for a chain of layers L is ``1^T prod_l |W_l| 1``. Tanaka et al. (2020), arXiv
+    2006.05467; as a score of architectures Abdelfattah et al. (2021), arXiv
+    2101.08134, who leave the norms out as we do, and compute in float64.
+
+    Deviations: activations are identities, as ReLU is one here; tanh would saturate and ReLU6 stop
+    the gradient. Biases count, too. The logarithm keeps the order.
+
+    Args:
+        network: Changed by the call.
+        input_shape: Of one example.
+    """
+    network.double().eval()
+    for parent in list(network.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, (*NORMS, *ACTIVATIONS)):
+                setattr(parent, name, nn.Identity())
+    parameters = list(network.parameters())
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.abs_()
+    flow = network(torch.ones(1, *input_shape, dtype=torch.float64)).sum()
+    gradients = torch.autograd.grad(flow, parameters, allow_unused=True)
+    total = sum(
+        float((parameter.detach() * gradient).sum())
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+        if gradient is not None
+    )
+    return math.log(total) if total > 0 else -math.inf
+
+
+def zen(
+    network: nn.Module,
+    input_shape: tuple[int, ...],
+    generator: torch.Generator,
+    *,
+    batch_size: int = 16,
+    step: float = 0.01,
+    repeats: int = 4,
+) -> float:
+    """Return the Zen-score, ``log E |f(x) - f(x + a e)| + sum_l log sqrt(mean_j s_lj^2)``.
+
+    How much the features f before the global pool change with the input, for weights, x and e from
+    N(0, 1); the norms keep the numbers finite, and what they divide by, the variance s_lj^2 of
+    channel j before norm l, is multiplied back. Lin et al. (2021), arXiv 2102.01063, Alg. 1.
+
+    Deviations: skip connections stay, which the paper takes out of its chains; f is the output of
+    the last cell; a group norm's variances are those of its groups; norms that only see constants
+    are left out; 4 draws of weights instead of 32.
+
+    Args:
+        network: Changed by the call.
+        input_shape: Of one example.
+        generator: Of weights and inputs.
+        batch_size: Examples per draw; the published code takes 64.
+        step: a; the published code's.
+        repeats: Draws.
+    """
+    network.train()
+    values = []
+    for _ in range(repeats):
+        for module in network.modules():
+            if isinstance(module, WEIGHTED):
+                nn.init.normal_(module.weight, generator=generator)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        x = torch.randn(batch_size, *input_shape, generator=generator)
+        moved = x + step * torch.randn(x.shape, generator=generator)
+        with torch.no_grad():
+            features, before_norms = _features(network, x), _inputs(network, x, NORMS)
+            difference = _features(network, moved)[-1] - features[-1]
+        norm = float(difference.flatten(1).norm(dim=1).mean())
+        variances = [_variance(module, inputs) for module, inputs in before_norms]
+        scale = sum(0.5 * math.log(variance) for variance in variances if variance > 0)
+        values.append(math.log(norm) + scale if norm > 0 else -math.inf)
+    return sum(values) / len(values)
+
+
+def naswot(network: nn.Module, inputs: Tensor) -> float:
+    """Return ``log |det K|`` with K_ij the number of activations on which inputs i and j agree.
+
+    An activation's code is whether what enters it is positive; networks that tell inputs apart have
+    a K near a multiple of the identity. Mellor et al. (2021), arXiv 2006.04647, Eq. 2.
+
+    Deviations: as a data-free score it is given 64 inputs from N(0, 1) instead of 128 from the
+    data; the sign that enters is also the code of the activations that are not piecewise linear.
+
+    Args:
+        network: Changed by the call.
+        inputs: [B, ...].
+    """
+    network.train()
+    with torch.no_grad():
+        kernel = torch.zeros(len(inputs), len(inputs), dtype=torch.float64)
+        for _, entering in _inputs(network, inputs, ACTIVATIONS):
+            code = (entering > 0).flatten(1).float()
+            kernel += (code @ code.T + (1 - code) @ (1 - code).T).double()
+        return float(torch.linalg.slogdet(kernel).logabsdet)
+
+
+def az_nas_parts(
+    network: nn.Module,
+    input_shape: tuple[int, ...],
+    generator: torch.Generator,
+    *,
+    batch_size: int = 16,
+) -> tuple[float, float, float]:
+    """Return expressivity, progressivity and trainability; AZ-NAS' fourth part is multiply-adds.
+
+    Lee and Ham (2024), arXiv 2403.19232, for weights from He's normal distribution and inputs from
+    N(0, 1). Of the features of each module of the chain, stem and cells:
+
+    - expressivity: the sum of the entropies of their principal components' shares of variance;
+    - progressivity: the least growth of that entropy from one module to the next;
+    - trainability: the mean of ``2 - s - 1/s`` with s the largest singular value of a module's
+      Jacobian, estimated as ``E[g_in g_out^T]`` with g_out random signs: gradients that neither
+      grow nor vanish.
+
+    Deviations: 16 inputs instead of 64; modules that are the identity are left out of the
+    trainability, which is -inf for such networks in the published code; sides that stride does not
+    divide are padded.
+
+    Args:
+        network: Changed by the call.
+        input_shape: Of one example.
+        generator: Of weights, inputs and signs.
+        batch_size: Inputs.
+    """
+    network.train()
+    for module in network.modules():
+        if isinstance(module, WEIGHTED):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu", generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    x = torch.randn(batch_size, *input_shape, generator=generator)
+    features = _features(network, x)
+    entropies = torch.stack([_entropy(feature.detach()) for feature in features])
+    terms = []
+    for inputs, outputs in zip(features[:-1], features[1:], strict=True):
+        g_out = torch.randint(2, outputs.shape, generator=generator).to(outputs) * 2 - 1
+        (g_in,) = torch.autograd.grad(outputs, inputs, g_out, retain_graph=True)
+        if g_in.shape == g_out.shape and torch.equal(g_in, g_out):
+            continue
+        largest = float(torch.linalg.matrix_norm(_jacobian(g_in, g_out), ord=2))
+        terms.append(2 - largest - 1 / (largest + 1e-6))
+    trainability = sum(terms) / len(terms) if terms else -math.inf
+    return float(entropies.sum()), float(entropies.diff().min()), trainability
+
+
+def learning(
+    network: nn.Module,
+    input_shape: tuple[int, ...],
+    generator: torch.Generator,
+    *,
+    steps: int = 60,
+    batch_size: int = 32,
+    lr: float = 0.1,
+    strength: float = 1.0,
+) -> float:
+    """Return minus the mean loss, in nats, of the last third of some steps on a made-up task.
+
+    An input of a class is ``strength`` times the class' pattern, at a random place, plus noise;
+    pattern and noise are drawn alike, those of images with the 1/f spectrum of natural ones. What
+    a network learns of it tells how well its depth can be trained, of which records are one case.
+    Made-up data rank networks in Such et al. (2020), arXiv 1912.07768, who learn the data, and
+    Rawal et al. (2020), arXiv 2005.13092; the task is ours.
+
+    Args:
+        network: Changed by the call.
+        input_shape: Of one example; images are (channels, height, width).
+        generator: Of patterns, classes, places and noise.
+        steps: Of SGD with momentum .9, whose learning rate falls linearly to 0.
+        batch_size: Inputs per step.
+        lr: Learning rate of the first step.
+        strength: Standard deviation of the pattern in units of the noise's.
+    """
+    network.train()
+    with torch.no_grad():
+        num_classes = network(torch.zeros(2, *input_shape)).shape[1]
+    patterns = _noise(num_classes, input_shape, generator)
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        labels_B = torch.randint(num_classes, (batch_size,), generator=generator)
+        x = patterns[labels_B]
+        for axis, size in enumerate(input_shape[1:], 1):
+            places = torch.randint(size, (batch_size,), generator=generator).tolist()
+            x = torch.stack([image.roll(k, axis) for image, k in zip(x, places, strict=True)])
+        x = strength * x + _noise(batch_size, input_shape, generator)
+        loss = F.cross_entropy(network(x), labels_B)
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(network.parameters(), 5.0)
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+        optimizer.step()
+    last = losses[-(steps // 3) :]
+    return -sum(last) / len(last)
+
+
+# Groups of scores that are computed together, by their names in order.
+MEASURES: dict[tuple[str, ...], Measure] = {
+    ("synflow",): lambda network, shape, _: (synflow(network, shape),),
+    ("parameters",): lambda network, shape, _: (float(count_parameters(network)),),
+    ("multiply_adds",): lambda network, shape, _: (float(count_multiply_adds(network, shape)),),
+    ("zen",): lambda network, shape, generator: (zen(network, shape, generator),),
+    ("naswot",): lambda network, shape, generator: (
+        naswot(network, torch.randn(NASWOT_INPUTS, *shape, generator=generator)),
+    ),
+    ("expressivity", "progressivity", "trainability"): az_nas_parts,
+    ("learning",): lambda network, shape, generator: (learning(network, shape, generator),),
+}
+SCORES = tuple(name for names in MEASURES for name in names)
+AZ_NAS = ("expressivity", "progressivity", "trainability", "multiply_adds")
+SYNFLOW = ("synflow",)
+UNRANKED = ("darts", "mbconv")  # spaces whose networks AZ-NAS ranks no better than chance
+
+
+def trusted_scores(space: str) -> tuple[str, ...]:
+    """Return the scores that rank a space's networks; none where AZ-NAS does not.
+
+    Of DARTS' cells and MBConv blocks, the best of 250 by AZ-NAS is about as accurate as the first
+    one drawn (``scripts/results/spaces.json``).
+
+    Args:
+        space: Its name.
+    """
+    return () if space in UNRANKED else AZ_NAS
+
+
+def _of_small_images(space: SearchSpace) -> SearchSpace:
+    """Return the space for images of at most ``LARGEST_SIDE``; one's own that cannot, unchanged."""
+    if not is_dataclass(space):
+        return space
+    shape = space.input_shape
+    sides = [min(size, LARGEST_SIDE) for size in shape[1:]]
+    smaller: SearchSpace = replace(space, input_shape=(shape[0], *sides))
+    return smaller
+
+
+def _noise(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return Gaussian noise of unit variance [count, *shape]; images with a spectrum of 1/f."""
+    white = torch.randn(count, *shape, generator=generator)
+    if len(shape) == 1:
+        return white
+    rows_H, columns_W = (torch.fft.fftfreq(size) for size in shape[1:])
+    frequency_HW = torch.hypot(rows_H[:, None], columns_W)
+    spectrum = torch.fft.fft2(white) / frequency_HW.clamp(min=1 / max(shape[1:]))
+    noise = torch.fft.ifft2(spectrum).real
+    result: Tensor = noise / noise.std(dim=(1, 2, 3), keepdim=True)
+    return result
+
+
+def _entropy(feature: Tensor) -> Tensor:
+    """Return the entropy in nats of the shares of variance of a feature's principal components."""
+    positions_PC = feature.movedim(1, -1).flatten(0, -2)
+    centred_PC = positions_PC - positions_PC.mean(dim=0)
+    covariance = centred_PC.T @ centred_PC / len(centred_PC)
+    eigenvalues = torch.linalg.eigvalsh(covariance).clamp(min=0)
+    shares = eigenvalues / eigenvalues.sum().clamp(min=torch.finfo(feature.dtype).tiny)
+    entropy: Tensor = torch.special.entr(shares).sum()
+    return entropy
+
+
+def _jacobian(g_in: Tensor, g_out: Tensor) -> Tensor:
+    """Return the mean over positions of ``g_in g_out^T``; each position reads stride^2 pixels."""
+    strides = [-(-a // b) for a, b in zip(g_in.shape[2:], g_out.shape[2:], strict=True)]
+    for axis, (stride, size) in enumerate(zip(strides, g_out.shape[2:], strict=True), 2):
+        missing = stride * size - g_in.shape[axis]
+        g_in = F.pad(g_in, (*(0, 0) * (g_in.dim() - 1 - axis), 0, missing))
+        g_in = torch.unflatten(g_in, axis, (size, stride)).movedim(axis + 1, 1).flatten(1, 2)
+    in_PC, out_PC = (g.movedim(1, -1).flatten(0, -2) for g in (g_in, g_out))
+    return in_PC.T @ out_PC / len(out_PC)
+
+
+def _variance(norm: nn.Module, inputs: Tensor) -> float:
+    """Return the mean of the variances by which a norm would divide its inputs."""
+    if isinstance(norm, nn.GroupNorm):
+        grouped = inputs.reshape(len(inputs) * norm.num_groups, -1)
+        return float(grouped.var(dim=1, correction=0).mean())
+    return float(inputs.movedim(1, 0).flatten(1).var(dim=1, correction=0).mean())
+
+
+def _features(network: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the outputs of the modules of the chain."""
+    chain: list[nn.Module] = network.chain()  # type: ignore[operator]
+    outputs: dict[nn.Module, Tensor] = {}
+    with _hooked(chain, lambda module, _, output: outputs.__setitem__(module, output)):
+        network(x)
+    return [outputs[module] for module in chain]
+
+
+def _inputs(
+    network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]
+) -> list[tuple[nn.Module, Tensor]]:
+    """Record the inputs of all modules of some kinds, in the order of computation."""
+    found: list[tuple[nn.Module, Tensor]] = []
+    modules = [module for module in network.modules() if isinstance(module, kinds)]
+    with _hooked(modules, lambda module, inputs, _: found.append((module, inputs[0]))):
+        network(x)
+    return found
+
+
+@contextmanager
+def _hooked(
+    modules: Iterable[nn.Module], hook: Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
+) -> Iterator[None]:
+    """Call ``hook`` after the forward of each of the modules."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

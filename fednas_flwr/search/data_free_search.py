@@ -1,0 +1,238 @@
+"""A search by scores alone: no record is read, no client is asked, nothing of a budget is spent.
+
+:func:`search` ranks architectures by data-free scores (``search.scores``), drawn at random or bred
+by regularised evolution, within limits of cost. Its result is a ranking: the first is the choice,
+the first few are a pool that records can decide in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.search.data_free_scores import combine
+from fednas_flwr.settings.optimizers import EvolutionSettings
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.genotype import Genotype, to_json
+from fednas_flwr.spaces.space import SearchSpace
+
+Score = Callable[[Genotype], Mapping[str, float]]
+TRIES = 200  # in a row without a new architecture within the limits, before the search gives up
+
+
+class Scored(NamedTuple):
+    """An architecture and its scores by name.
+
+    Attributes:
+        genotype: The architecture.
+        scores: Those that rank all.
+        further: Those that rank a shortlist; None of others.
+        number: How many were found before it.
+    """
+
+    genotype: Genotype
+    scores: Mapping[str, float]
+    further: Mapping[str, float] | None = None
+    number: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits on the cost of a genotype's network; None is no limit.
+
+    Attributes:
+        parameters: Most parameters.
+        multiply_adds: Most multiply-adds of one example.
+        latency_ms: Highest latency in milliseconds.
+    """
+
+    parameters: int | None = None
+    multiply_adds: int | None = None
+    latency_ms: float | None = None
+
+    def exceeded(
+        self,
+        space: SearchSpace,
+        genotype: Genotype,
+        latency_ms: Callable[[Genotype], float] | None = None,
+    ) -> list[str]:
+        """Return the names of the limits that a genotype exceeds.
+
+        Args:
+            space: Of the genotype, and of the network's sizes.
+            genotype: To be built, without memory for its weights.
+            latency_ms: Returns the latency of a genotype; needed with a limit of it.
+
+        Raises:
+            ValueError: There is a limit of latency, and nothing to predict it with.
+        """
+        costs: dict[str, float] = {}
+        if self.parameters is not None or self.multiply_adds is not None:
+            with torch.device("meta"):
+                network = space.network(genotype)
+                costs["parameters"] = count_parameters(network)
+                if self.multiply_adds is not None:
+                    costs["multiply_adds"] = count_multiply_adds(network, space.input_shape)
+        if self.latency_ms is not None:
+            if latency_ms is None:
+                raise ValueError("a limit of latency needs a function that predicts it")
+            costs["latency_ms"] = latency_ms(genotype)
+        most = asdict(self)
+        return [name for name in costs if most[name] is not None and costs[name] > most[name]]
+
+
+def search(
+    space: SearchSpace,
+    score: Score,
+    *,
+    draws: int,
+    generator: torch.Generator,
+    evolution: EvolutionSettings | None = None,
+    limits: Limits | None = None,
+    latency_ms: Callable[[Genotype], float] | None = None,
+    limited: SearchSpace | None = None,
+    draw: Callable[[torch.Generator], Genotype] | None = None,
+    known: Sequence[Scored] = (),
+) -> list[Scored]:
+    """Return different architectures, the best first, by ``combine`` over all of them.
+
+    Without ``evolution`` all are drawn at random. With it the first are, as many as a population
+    holds; then each is a mutated copy of the best of a tournament, and the oldest leave the
+    population (Real et al. 2019, arXiv 1802.01548, Alg. 1). Deviations: an architecture is scored
+    once, so that a mutation that leads to a known one is made anew; members of a tournament are
+    drawn with replacement and compared by their place in the ranking so far.
+
+    Args:
+        space: Where architectures come from; none is degenerate.
+        score: Returns the scores of a genotype, such as ``scores.measure`` with everything but the
+            genotype given. Every genotype must get the same names.
+        draws: How many to score; fewer are where the space has no more.
+        generator: All that is random comes from it, so that its state fixes the result.
+        evolution: Sizes of population and tournament.
+        limits: Limits on what a network may cost.
+        latency_ms: See :meth:`Limits.exceeded`.
+        limited: The space at the sizes of the networks that the limits are for; None: ``space``.
+        draw: Returns an architecture that is drawn; None draws uniformly.
+        known: Result of an earlier search, which this one goes on with: its architectures come
+            back, too, are not scored again, and the youngest of them are the population.
+
+    Raises:
+        ConfigError: No architecture within the limits was found.
+    """
+    if draws < 1:
+        raise ValueError(f"draws must be at least 1, got {draws}")
+    found = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
+    exceeded: dict[str, int] = {}
+    tried, seen = 0, set(found)
+    while len(found) < len(known) + draws and tried < TRIES:
+        tried += 1
+        if evolution is not None and len(found) >= evolution.population:
+            genotype = _child(space, list(found.values()), evolution, generator)
+        else:
+            genotype = (draw or space.random_genotype)(generator)
+        key = to_json(genotype)
+        if key in seen:
+            continue
+        seen.add(key)
+        over = limits.exceeded(limited or space, genotype, latency_ms) if limits else []
+        for name in over:
+            exceeded[name] = exceeded.get(name, 0) + 1
+        if not over:
+            found[key] = Scored(genotype, score(genotype), number=len(found))
+            tried = 0
+    if limits is not None and not found:
+        counts = (f"{n} exceed {name}={asdict(limits)[name]}" for name, n in exceeded.items())
+        raise ConfigError(
+            f"no network of search_space={space.name} is within the limits: of {len(seen)} drawn, "
+            f"{', '.join(counts)}: raise them, or lower the network's sizes (retrain.channels, "
+            "retrain.num_cells, or those of search_space)."
+        )
+    return ranked(list(found.values()))
+
+
+def draw_by_alphas(
+    space: SearchSpace, alphas: Mapping[str, torch.Tensor], generator: torch.Generator
+) -> Genotype:
+    """Return a genotype drawn by the softmax of alphas.
+
+    ``derive(alphas + G)`` with G from Gumbel's distribution: the argmax of an edge is then op o
+    with probability ``softmax(alphas)_o`` (Gumbel 1954); where a space derives more than an argmax
+    per edge, the genotype follows from the drawn alphas as it does from a supernet's.
+
+    Args:
+        space: Of the alphas.
+        alphas: [edges, ops] by kind of cell.
+        generator: On the CPU.
+    """
+    drawn = {}
+    for kind, alpha_EO in alphas.items():
+        uniform_EO = torch.rand(alpha_EO.shape, generator=generator, dtype=torch.float64)
+        drawn[kind] = alpha_EO.double() - (-uniform_EO.clamp(min=1e-300).log()).log()
+    return space.derive(drawn)
+
+
+def ranked(found: list[Scored]) -> list[Scored]:
+    """Return architectures by their scores, the best first; of equals the first found."""
+    combined = combine([one.scores for one in found])
+    order = sorted(range(len(found)), key=lambda index: -combined[index])
+    return [found[index] for index in order]
+
+
+def shortlisted(found: list[Scored], score: Score, *, keep: int) -> list[Scored]:
+    """Return a ranking whose first ``keep`` are ordered by further scores, combined among them.
+
+    Args:
+        found: The best first.
+        score: Returns the further scores of a genotype; called for those that have none yet.
+        keep: How many, at most all.
+    """
+    best = [
+        one if one.further is not None else one._replace(further=score(one.genotype))
+        for one in found[:keep]
+    ]
+    combined = combine([one.further or {} for one in best])
+    order = sorted(range(len(best)), key=lambda index: -combined[index])
+    return [best[index] for index in order] + found[keep:]
+
+
+def mutate(space: SearchSpace, genotype: Genotype, generator: torch.Generator) -> Genotype:
+    """Return a genotype that differs in one edge: its op, or the node that it reads.
+
+    The edge is drawn anew until the result belongs to the space and is not degenerate; a drawn
+    genotype of the space gives the op or the source.
+    """
+    cells = genotype.cells.items()
+    places = [(kind, index) for kind, edges in cells for index in range(len(edges))]
+    while True:
+        kind, index = places[int(torch.randint(len(places), (), generator=generator))]
+        moves = bool(torch.randint(2, (), generator=generator))
+        other = space.random_genotype(generator).cells[kind][index]
+        edges = list(genotype.cells[kind])
+        edge = edges[index]
+        edges[index] = replace(edge, source=other.source) if moves else replace(edge, op=other.op)
+        edges.sort(key=lambda edge: (edge.target, edge.source))
+        child = replace(genotype, cells={**genotype.cells, kind: tuple(edges)})
+        try:
+            space.check(child)
+        except ConfigError:  # two edges from one node
+            continue
+        if child != genotype and not space.is_degenerate(child):
+            return child
+
+
+def _child(
+    space: SearchSpace,
+    found: list[Scored],
+    evolution: EvolutionSettings,
+    generator: torch.Generator,
+) -> Genotype:
+    """Return a mutated copy of the best of a tournament among the youngest."""
+    combined = combine([one.scores for one in found])
+    first = len(found) - evolution.population
+    size = (evolution.tournament,)
+    drawn = torch.randint(first, len(found), size, generator=generator).tolist()
+    return mutate(space, found[max(drawn, key=combined.__getitem__)].genotype, generator)

@@ -1,0 +1,217 @@
+"""Steps along gradients: what every local loop is made of, whatever its gradients come from.
+
+A loop (``local_search``, ``proxyless``, ``candidate``, :func:`train`) asks a :class:`Gradients` for
+the next ones and lets a :class:`Descent` step along them. Exact gradients are of the next batches
+(``exact_gradients``); private ones are noised releases. A loop never sees a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.search.gumbel import Relaxed
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.costs import HardwareLoss
+from fednas_flwr.spaces.space import Supernet
+
+Tensors = dict[str, Tensor]  # name -> tensor
+Gradient = Mapping[str, Tensor | None]  # name -> gradient; None or no entry: the step leaves it out
+MOMENTS = {"weights": ("momentum_buffer",), "alphas": ("exp_avg", "exp_avg_sq", "step")}
+
+
+class Gradients(Protocol):
+    """A source of mean gradients."""
+
+    def steps(self) -> Iterator[None]:
+        """Yield once for every step that is to be taken, with new records each time."""
+
+    def weights(self, network: nn.Module) -> Gradient:
+        """Return the gradient of a network's weights, on train records.
+
+        Draws and results of a step are the same however often it is called.
+        """
+
+    def alphas(
+        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
+    ) -> Gradient:
+        """Return the gradient of a supernet's alphas, on validation records.
+
+        Args:
+            supernet: Its weights are at the point before the weights' step.
+            weights: The weights' own step, which the second order looks ahead by.
+            rule: Which gradient, one of ``settings.RULES``.
+            validation_weight: Weight of the validation loss under ``mixed_level``.
+        """
+
+    def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
+        """Return the gradient [E, O] of the alphas of drawn paths, on validation records."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics seen on the way; empty where they must not leave the client."""
+
+
+@dataclass
+class Descent:
+    """An optimiser of some parameters.
+
+    Attributes:
+        parameters: By name; stepped in place.
+        optimizer: Of exactly these.
+        clip_norm: Largest norm of a mean gradient; None does not clip.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    clip_norm: float | None = None
+
+    def step(self, gradient: Gradient) -> None:
+        """Take one step along ``gradient``; parameters without one neither move nor decay.
+
+        Its tensors are the descent's own from here on: clipping scales them in place.
+        """
+        for name, parameter in self.parameters.items():
+            given = gradient.get(name)
+            parameter.grad = None if given is None else given.to(parameter).contiguous()
+        clip_gradients(self.optimizer, self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # to None
+
+
+@dataclass
+class Descents:
+    """The steps of one local training.
+
+    Attributes:
+        weights: Of the weights.
+        alphas: Of the alphas; None where they stay.
+        sent: The optimisers' moments that the training began with; empty: with none.
+    """
+
+    weights: Descent
+    alphas: Descent | None = None
+    sent: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Let the optimisers go on with the moments that were sent."""
+        for state, descent in self._by_state():
+            for name, parameter in descent.parameters.items():
+                given = {m: self.sent.get(f"{state}.{m}.{name}") for m in MOMENTS[state]}
+                moments = {m: value.clone() for m, value in given.items() if value is not None}
+                if "step" in moments:
+                    moments["step"] = moments["step"].reshape(())
+                if moments:
+                    moved = {m: v if m == "step" else v.to(parameter) for m, v in moments.items()}
+                    descent.optimizer.state[parameter] = moved
+
+    def moments(self) -> Tensors:
+        """Return the optimisers' moments as they are now, named as those that were sent."""
+        moments = {name: value.clone() for name, value in self.sent.items()}
+        for state, descent in self._by_state():
+            for name, parameter in descent.parameters.items():
+                for moment in MOMENTS[state]:
+                    value = descent.optimizer.state.get(parameter, {}).get(moment)
+                    if value is not None and f"{state}.{moment}.{name}" in moments:
+                        own = moments[f"{state}.{moment}.{name}"]
+                        own.copy_(value.detach().reshape(own.shape))
+        return moments
+
+    def _by_state(self) -> list[tuple[str, Descent]]:
+        alphas = [] if self.alphas is None else [("alphas", self.alphas)]
+        return [("weights", self.weights), *alphas]
+
+
+def no_moments(network: nn.Module) -> Tensors:
+    """Return the moments of optimisers that have not stepped: zeros, by state, moment and name."""
+    alphas: Mapping[str, Tensor] = getattr(network, "alphas", dict)()
+    parameters = {"weights": trainable_weights(network), "alphas": alphas}
+    return {
+        f"{state}.{moment}.{name}": torch.zeros(1 if moment == "step" else parameter.shape)
+        for state, named in parameters.items()
+        for moment in MOMENTS[state]
+        for name, parameter in named.items()
+    }
+
+
+def train(
+    network: nn.Module, gradients: Gradients, weights: Descent, proximal: float = 0.0
+) -> None:
+    """Train the weights of a network, in place; ``proximal`` is the mu of :class:`Proximal`."""
+    network.train()
+    held = Proximal(proximal, weights.parameters)
+    for _ in gradients.steps():
+        weights.step(held.added_to(gradients.weights(network)))
+
+
+class Proximal:
+    """The gradient of ``(mu / 2) ||w - w_0||^2``.
+
+    FedProx: Li et al. (2020), arXiv 1812.06127, Eq. 2. It reads no record: it costs no privacy.
+
+    Args:
+        mu: At least 0.
+        weights: w, moved by others; what they are now is w_0.
+    """
+
+    def __init__(self, mu: float, weights: Mapping[str, Tensor]) -> None:
+        """Remember where the weights are, if mu is not 0."""
+        self.mu, self._weights = mu, weights if mu else {}
+        self._start = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    def added_to(self, gradient: Gradient) -> Gradient:
+        """Return a gradient of the weights with this one added."""
+        if not self._start:
+            return gradient
+        total = dict(gradient)
+        for name in gradient:
+            pull = self.mu * (self._weights[name].detach() - self._start[name])
+            total[name] = pull if (own := gradient[name]) is None else own + pull
+        return total
+
+
+def make_sgd(
+    parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
+    settings: SGD,
+    *,
+    nesterov: bool = False,
+) -> torch.optim.SGD:
+    """Return torch's SGD with the constants of ``settings``, at ``settings.lr``.
+
+    Args:
+        parameters: To step; or torch's groups of them, each clipped by itself.
+        settings: The constants.
+        nesterov: Whether momentum, where there is any, is Nesterov's.
+    """
+    return torch.optim.SGD(
+        parameters,
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        nesterov=nesterov and settings.momentum > 0,
+    )
+
+
+def make_adam(
+    parameters: Iterable[Tensor], settings: Adam, *, beta: float = 0.5
+) -> torch.optim.Adam:
+    """Return torch's Adam with the constants of ``settings``; ``beta`` is DARTS' first one."""
+    return torch.optim.Adam(
+        parameters, lr=settings.lr, betas=(beta, 0.999), weight_decay=settings.weight_decay
+    )
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
+    """Scale the gradients of each of an optimiser's groups to a norm of at most ``clip_norm``."""
+    if clip_norm is not None:
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], clip_norm)
+
+
+def trainable_weights(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters but the alphas, by name."""
+    weights = getattr(network, "weights", None)
+    return dict(weights() if weights is not None else network.named_parameters())

@@ -1,0 +1,1 @@
+"""The server's half of an exchange: cohort, reply checks, averages, sampling of clients."""

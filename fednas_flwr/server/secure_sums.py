@@ -1,0 +1,120 @@
+"""Secure sums as the server sees them: masked replies, and the openings that unmask the total."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
+from fednas_flwr.protocol.secure_sum.sum_site import Opening
+from fednas_flwr.protocol.sum_encoding import MASKED, Summands
+from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.reply_checks import check_properties
+
+
+@dataclass
+class PendingSum:
+    """A secure sum that is under way.
+
+    Attributes:
+        summands: What is summed.
+        total: Of the masked vectors.
+        context: As its first client has told it.
+        boxes: By client, the sealed parts that it has made for the others.
+    """
+
+    summands: Summands
+    total: MaskedSum
+    context: str = ""
+    boxes: dict[int, Mapping[str, str]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        exchange: Exchange, clients: Sequence[int], properties: Mapping[int, Mapping[str, Any]]
+    ) -> PendingSum:
+        """Begin a sum over clients; sums of shared noise have a known range and take 32 bits.
+
+        Args:
+            exchange: What all are asked.
+            clients: All that can be asked, ascending.
+            properties: What each has said of itself.
+        """
+        if exchange.own_settings:
+            raise ValueError("a secure sum is of replies to one request: no own_settings")
+        ranges = {
+            kind: max(release.sum_range(properties[client]["splits"]) for client in clients)
+            for kind, release in exchange.planned.items()
+            if release.shared
+        }
+        summed = Summed(secrets.token_hex(8), tuple(clients), ranges)
+        sizes = {name: layout.sizes for name, layout in exchange.layouts.items()}
+        summands = Summands(exchange.action, sizes, summed, exchange.states)
+        return PendingSum(summands, MaskedSum(tuple(clients)))
+
+    @property
+    def survivors(self) -> list[int]:
+        """Clients whose replies are in the sum."""
+        return list(self.total.survivors)
+
+    def add(self, client: int, reply: Reply) -> None:
+        """Add a masked reply.
+
+        Raises:
+            ReplyError: The client was asked, or says that it was asked, something else.
+        """
+        check_properties(reply.properties, needed=("context", "boxes"))
+        self.context = self.context or reply.properties["context"]
+        if reply.properties["context"] != self.context:
+            raise ReplyError("it has answered another request than the clients before it")
+        self.boxes[client] = reply.properties["boxes"]
+        vectors = reply.states[MASKED]
+        self.total.add(client, [vectors[d].numpy() for d in self.summands.lengths])
+
+    def sign_request(self) -> SignSurvivors:
+        """The list that the survivors are to sign."""
+        return SignSurvivors(context=self.context, survivors=tuple(self.survivors))
+
+    def open_requests(self, signatures: Mapping[int, str]) -> dict[int, OpenMasks]:
+        """What each survivor needs to open masks, with the signatures of all."""
+        survivors = tuple(self.survivors)
+        signed = {str(client): signature for client, signature in signatures.items()}
+        return {
+            client: OpenMasks(
+                context=self.context,
+                survivors=survivors,
+                signatures=signed,
+                boxes=self._boxes_for(client),
+            )
+            for client in survivors
+        }
+
+    def _boxes_for(self, client: int) -> dict[str, str]:
+        """Sealed parts for a client, by their senders."""
+        return {
+            str(other): boxes[str(client)]
+            for other, boxes in self.boxes.items()
+            if other != client and str(client) in boxes
+        }
+
+    def unmask(self, opened: Mapping[int, Mapping[str, Any]]) -> Reply:
+        """The reply of the total.
+
+        Args:
+            opened: By survivor, the properties of its opening.
+
+        Raises:
+            LookupError: Too few have opened.
+            ValueError: The total is none of honest replies.
+        """
+        openings = {
+            client: Opening(by_index(properties["parts"]), by_index(properties["pairs"]))
+            for client, properties in opened.items()
+        }
+        vectors = self.total.unmask(openings)
+        named = dict(zip(self.summands.lengths, vectors, strict=True))
+        return self.summands.decode(named, sites=len(self.survivors))

@@ -1,0 +1,47 @@
+"""The settings of a run as frozen dataclasses, each checked when it is made.
+
+Hydra composes ``conf/``; ``builders.parse_config`` turns the result into one :class:`Config` at
+once, so that a wrong value ends the run before any client starts. Every default stands in
+``conf/``, but for those of mappings that are null there. The same tree as JSON
+(:func:`dump_config`) is what travels to other processes.
+"""
+
+from fednas_flwr.settings.algorithm_settings import AlgorithmSettings, GivenNetwork
+from fednas_flwr.settings.data_settings import Dataset
+from fednas_flwr.settings.loading import conf_folder, expanded
+from fednas_flwr.settings.network_settings import (
+    BlockSpace,
+    CellSpace,
+    DPCells,
+    Hardware,
+    NetworkLimits,
+    SearchSpaceSettings,
+)
+from fednas_flwr.settings.privacy_settings import (
+    DifferentialPrivacy,
+    Noise,
+    NoPrivacy,
+    PrivateRetrain,
+)
+from fednas_flwr.settings.run_settings import Config, dump_config, with_runtime
+
+__all__ = [
+    "AlgorithmSettings",
+    "BlockSpace",
+    "CellSpace",
+    "Config",
+    "DPCells",
+    "Dataset",
+    "DifferentialPrivacy",
+    "GivenNetwork",
+    "Hardware",
+    "NetworkLimits",
+    "NoPrivacy",
+    "Noise",
+    "PrivateRetrain",
+    "SearchSpaceSettings",
+    "conf_folder",
+    "dump_config",
+    "expanded",
+    "with_runtime",
+]

@@ -1,0 +1,420 @@
+"""Settings of the records: which there are, how they are read, and which client holds which."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.settings.loading import expanded
+from fednas_flwr.settings.names import CORRUPT_RULES, DECIMALS, MISSING_RULES
+from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Text, check_distinct
+
+# of one side, in pixels: an image of more takes 800 MB
+ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
+
+
+@dataclass(frozen=True)
+class Scattering(Checked):
+    """Sizes of the scattering transform (``data.scattering``).
+
+    Attributes:
+        scales: Scales of wavelets (J); each halves the sides of the features.
+        angles: Angles of wavelets (L).
+    """
+
+    scales: Annotated[int, Between(1, 5, reason="every one halves the sides")]
+    angles: Annotated[int, Between(1, 16, reason="channels grow with its square")]
+
+
+@dataclass(frozen=True)
+class CellAccuracies(Checked):
+    """A published table of all cells of NAS-Bench-201.
+
+    Attributes:
+        file: File of the table.
+        columns: Columns of accuracies; a cell's percentile is that of the mean of its ranks.
+    """
+
+    file: Text
+    columns: Annotated[list[str], Length(Between(1))]
+
+
+@dataclass(frozen=True)
+class Dataset(Checked):
+    """Settings that every data set has; the classes below add those of one way of reading.
+
+    Attributes:
+        name: Name of the choice, a key of ``data.readers.DATA_SETS``.
+        cache: Folder of prepared tensors.
+        server_test: If true, the server holds a public test set, the official one or a fifth of the
+            records, chosen by a public keyed hash of their ids. If false, an official test part
+            stays unused, and all other records go to clients.
+        limit_train: At most so many of the clients' records, those of smallest keyed hash; null for
+            all.
+        limit_test: At most so many of the server's test records; null for all.
+        fractions: Shares of train, validation and test of each client's records.
+        split_key: The site's secret text that fixes which record goes where.
+        linear_baseline: If true, a simulation also reports logistic regression on the pooled
+            records.
+        table: Published accuracies of all cells (``fednas lookup``), by which the report shows the
+            search; no choice depends on them.
+    """
+
+    name: str
+    cache: Text
+    server_test: bool
+    limit_train: Count | None
+    limit_test: Count | None
+    fractions: dict[str, Share]
+    split_key: Annotated[str, Length(Between(1, 64))]
+    linear_baseline: bool
+    table: CellAccuracies | None
+
+    @property
+    def place(self) -> Path | None:
+        """File or folder of the data; None where it needs none, or none is set."""
+        return None
+
+    def at(self, root: str) -> Dataset:
+        """The same settings of data in another place; of no effect where data needs none."""
+        return self
+
+    @property
+    def person_column(self) -> str:
+        """Name of the column of persons; empty where every record is a person's own."""
+        return ""
+
+    @property
+    def augmentation(self) -> dict[str, Any]:
+        """Augmentation of training images, by setting; none unless there are images."""
+        return {"crop_padding": 0, "flip": False, "cutout": 0}
+
+    @property
+    def column_statistics(self) -> dict[str, list[float]]:
+        """``{column: [mean, std]}`` of what is declared of a table's columns."""
+        return {}
+
+    @property
+    def from_ranges(self) -> bool:
+        """True if all statistics of a table follow from declared ranges."""
+        return False
+
+    @property
+    def declared(self) -> dict[str, bool]:
+        """Whether each setting is given that would otherwise be found in the records."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Stored(Dataset):
+    """Data in a file or folder.
+
+    Attributes:
+        root: File or folder of the data.
+    """
+
+    root: Text | None
+
+    @property
+    def place(self) -> Path | None:
+        """File or folder of the data; None where none is set."""
+        return None if self.root is None else expanded("dataset.root", self.root)
+
+    def at(self, root: str) -> Dataset:
+        """The same settings of data in another place."""
+        return replace(self, root=root)
+
+
+@dataclass(frozen=True)
+class Images(Dataset):
+    """Images, and what is done to them before and in training.
+
+    Attributes:
+        mean: Per channel of images scaled to 0..1; empty is .5.
+        std: Standard deviations per channel, like ``mean``.
+        crop_padding: Training images are shifted by up to so many pixels.
+        flip: Training images are mirrored at random.
+        cutout: Side of the square that is blanked in training images, in pixels.
+        scattering: Fixed features of images in their place, made before anything is learnt, with
+            which private training loses less; null keeps the images.
+    """
+
+    mean: list[float]
+    std: list[Positive]
+    crop_padding: CountOrZero
+    flip: bool
+    cutout: CountOrZero
+    scattering: Scattering | None
+
+    @property
+    def augmentation(self) -> dict[str, Any]:
+        """Augmentation of training images, by setting; none of features that are made once."""
+        if self.scattering is not None:
+            return super().augmentation
+        return {name: getattr(self, name) for name in super().augmentation}
+
+
+@dataclass(frozen=True)
+class EncodedImages(Images):
+    """Images in files of their own, of any size and kind, which are brought to one form.
+
+    Attributes:
+        image_size: Side in pixels to which encoded images are resized (bilinear, to a square); null
+            keeps their size, which must be the same for all.
+        channels: 1 or 3, of encoded images; null is 3 if any image is in colour.
+        class_names: Names of the classes in their order; empty finds them in the data.
+        corrupt: Records that cannot be read: ``refuse`` ends the run and names them, ``skip``
+            leaves each out by itself, as private sites always do.
+        intensity: Intensities of 16-bit images that become 0 and 255, those beyond being cut; null
+            is 0 to 65535.
+    """
+
+    image_size: ImageSize | None
+    channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
+    class_names: list[str]
+    corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
+    intensity: Annotated[list[float], Length(Between(2, 2))] | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that no class is named twice."""
+        super().__post_init__()
+        check_distinct("class_names", self.class_names)
+        if self.channels == 2:
+            raise ConfigError("channels=2 must be 1 or 3, or null for the images'.")
+        if self.intensity and not self.intensity[0] < self.intensity[1]:
+            raise ConfigError(f"intensity={self.intensity} must be [low, high], low below high.")
+
+    @property
+    def declared(self) -> dict[str, bool]:
+        """Whether each setting is given that would otherwise be found in the records."""
+        sizes = {name: getattr(self, name) is not None for name in ("image_size", "channels")}
+        return {"class_names": bool(self.class_names), **sizes}
+
+
+@dataclass(frozen=True)
+class Numbers(Dataset):
+    """Rows of numbers, with what is publicly known of their columns.
+
+    Attributes:
+        statistics: Public ``{column: [mean, std]}``, by which all clients standardise; empty has
+            them find these together.
+        ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
+            what is usual, as numbers beyond them are kept.
+    """
+
+    statistics: dict[str, list[float]]
+    ranges: dict[str, list[float]]
+
+    def __post_init__(self) -> None:
+        """Check that statistics and ranges are some, one of the two for a column."""
+        super().__post_init__()
+        for column, pair in self.statistics.items():
+            if len(pair) != 2 or not pair[1] > 0:
+                raise ConfigError(
+                    f"statistics.{column}={pair} must be [mean, std] with std above 0."
+                )
+        for column, ends in self.ranges.items():
+            if len(ends) != 2 or not 0 < ends[1] - ends[0] < math.inf:
+                raise ConfigError(
+                    f"ranges.{column}={ends} must be finite [low, high], low below high."
+                )
+            if column in self.statistics:
+                raise ConfigError(
+                    f"ranges.{column} has no effect beside dataset.statistics.{column}: remove one "
+                    "of the two."
+                )
+
+    @property
+    def column_statistics(self) -> dict[str, list[float]]:
+        """``{column: [mean, std]}`` of what is declared; reads no record.
+
+        Those of a range are of numbers that are equally likely everywhere in it: ``(low + high) /
+        2`` and ``(high - low) / sqrt(12)``.
+        """
+        ranges = self.ranges.items()
+        found = {c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges}
+        return {**self.statistics, **found}
+
+    @property
+    def from_ranges(self) -> bool:
+        """True if all statistics of a table follow from declared ranges."""
+        return bool(self.ranges) and not self.statistics
+
+
+@dataclass(frozen=True)
+class LabelTable(Dataset):
+    """A table with labels, one or several per record.
+
+    Attributes:
+        class_names: The label's values in class order; empty for those found, sorted.
+        label: Name of the column with the class, ``last`` being the last one.
+        labels: Columns of 0 and 1 (or no and yes, false and true), one per label, where a record
+            can have several; in place of ``label``.
+        label_separator: Separator of several labels in the column ``label``, such as ``;``; null:
+            a record has one class.
+        id_column: Column that names the person (a patient, a card) a row is of, the same in every
+            export; no feature. The person is then the unit of privacy.
+    """
+
+    class_names: list[str]
+    label: str
+    labels: list[str]
+    label_separator: Text | None
+    id_column: str | None
+
+    def __post_init__(self) -> None:
+        """Check that labels are named once, and in one way."""
+        super().__post_init__()
+        check_distinct("class_names", self.class_names)
+        check_distinct("labels", self.labels)
+        others = {
+            "label": self.names_label,
+            "label_separator": self.label_separator,
+            "class_names": self.class_names,
+        }
+        for setting in [name for name, value in others.items() if value and self.labels]:
+            raise ConfigError(
+                f"{setting} has no effect with dataset.labels={show(self.labels)}, which names one "
+                "column per label: remove one of the two."
+            )
+        if len(self.labels) == 1:
+            raise ConfigError(
+                f"labels={show(self.labels)} names one column, but is for records that can have "
+                f"several labels: set dataset.label={self.labels[0]}."
+            )
+
+    @property
+    def names_label(self) -> bool:
+        """True if the label column is given by its name."""
+        return self.label not in ("", "last")
+
+    @property
+    def person_column(self) -> str:
+        """Name of the column of persons; empty where every record is a person's own."""
+        return self.id_column or ""
+
+    @property
+    def declared(self) -> dict[str, bool]:
+        """Whether each setting is given that would otherwise be found in the records."""
+        return {
+            **super().declared,
+            "class_names": bool(self.class_names or self.labels),
+            "label or labels": self.names_label or bool(self.labels),
+        }
+
+
+@dataclass(frozen=True)
+class Torchvision(Images, Stored):
+    """A set that torchvision knows.
+
+    Attributes:
+        download: If true, torchvision may fetch missing files.
+    """
+
+    download: bool
+
+
+@dataclass(frozen=True)
+class ImageFolder(EncodedImages, Stored):
+    """Images in one folder per class.
+
+    Attributes:
+        id_column: Any name says that the images lie in ``<class>/<person>/``, and the records get a
+            column of this name. The person is then the unit of privacy.
+    """
+
+    id_column: str | None
+
+    @property
+    def person_column(self) -> str:
+        """Name of the column of persons; empty where every record is a person's own."""
+        return self.id_column or ""
+
+
+@dataclass(frozen=True)
+class LabelledImages(LabelTable, EncodedImages, Stored):
+    """Images in a folder whose labels stand in a table.
+
+    Attributes:
+        labels_file: Name of the table in the folder. Its first column has the images' paths, from
+            the table's folder on, or their bare names where no two images share one.
+    """
+
+    labels_file: Text
+
+
+@dataclass(frozen=True)
+class Arrays(EncodedImages, Numbers):
+    """Plain arrays of images or of rows of numbers, or encoded images."""
+
+
+@dataclass(frozen=True)
+class Npz(Arrays, Stored):
+    """Arrays in an npz file."""
+
+
+@dataclass(frozen=True)
+class CSV(LabelTable, Numbers, Stored):
+    """A table: CSV in any form, Excel or Parquet.
+
+    Attributes:
+        numeric: Columns of numbers; with ``dates`` and ``categorical`` also empty, every column
+            that holds only numbers is numeric, only dates a date, and every other categorical.
+        dates: Columns of dates, which become days since 1970.
+        categorical: Columns of categories, one feature ``column=value`` per category.
+        categories: Categories by column, where the data may lack some; else those found, sorted.
+        ignore: Columns that are no features.
+        separator: Separator of cells; null finds it in the file.
+        encoding: Encoding of the text, as Python names it; null finds it.
+        decimal: Sign in numbers; null finds it.
+        missing_values: Texts that mean that a cell is missing, such as ``unknown``, besides empty
+            cells and pandas' own (NA, null, nan, ...).
+        missing: Replacement for a missing number: the ``mean``, or the mean and a feature that
+            flags it (``indicator``).
+        corrupt: Rows with a cell that is not as declared: ``refuse`` ends the run and names them,
+            ``skip`` leaves each out by itself, as private sites always do.
+    """
+
+    numeric: list[str]
+    dates: list[str]
+    categorical: list[str]
+    categories: dict[str, list[str]]
+    ignore: list[str]
+    separator: Annotated[str, Length(Between(1, 1))] | None
+    encoding: Text | None
+    decimal: Annotated[str, OneOf(DECIMALS)] | None
+    missing_values: list[str]
+    missing: Annotated[str, OneOf(MISSING_RULES)]
+    corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
+
+    def __post_init__(self) -> None:
+        """Check that no column has two uses, and that there is such an encoding."""
+        super().__post_init__()
+        if self.encoding is not None:
+            try:
+                codecs.lookup(self.encoding)
+            except LookupError:
+                raise ConfigError(
+                    f"encoding={show(self.encoding)} is unknown: expected one such as utf-8, "
+                    "utf-16 or cp1252, or null to find it."
+                ) from None
+        for name in ("numeric", "dates", "categorical", "ignore", "missing_values"):
+            check_distinct(name, getattr(self, name))
+        for column, categories in self.categories.items():
+            check_distinct(f"categories.{column}", categories)
+        columns = [*self.numeric, *self.dates, *self.categorical, *self.ignore]
+        check_distinct("numeric, dataset.dates, dataset.categorical and dataset.ignore", columns)
+
+    @property
+    def declared(self) -> dict[str, bool]:
+        """Whether each setting is given that would otherwise be found in the records."""
+        return {
+            **super().declared,
+            "numeric or categorical": bool(self.numeric or self.dates or self.categorical),
+            "categories": set(self.categories).issuperset(self.categorical),
+        }

@@ -1,0 +1,54 @@
+"""Names and ranges that packages beside each other share, each written once.
+
+A name with one user, or whose users stand above one another, belongs to the lowest of them; here
+stands what is in conf/, in a request and in a report alike. Free of torch, to load at once.
+"""
+
+from typing import Literal, get_args
+
+SPLITS = ("train", "validation", "test")  # the parts of a client's records
+
+Unit = Literal["record", "person", "client"]  # what privacy protects one of
+UNITS: tuple[Unit, Unit, Unit] = get_args(Unit)
+RECORD, PERSON, CLIENT = UNITS
+
+Norm = Literal["batch", "group"]  # how a network normalises
+NORMS: tuple[Norm, Norm] = get_args(Norm)
+BATCH, GROUP = NORMS
+
+Engine = Literal["fast", "reference"]  # how a supernet is computed, to the same result
+ENGINES: tuple[Engine, Engine] = get_args(Engine)
+FAST, REFERENCE = ENGINES
+
+# What plain gradients are computed in.
+FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
+
+# How the clients of a round are drawn.
+UNIFORM, BY_SIZE, ROUND_ROBIN = SAMPLINGS = ("uniform", "by_size", "round_robin")
+
+CORRUPT_RULES = ("refuse", "skip")  # what becomes of records that cannot be read
+TORCHVISION_SETS = {  # torchvision's class, and the folder below root in which it keeps its files
+    "mnist": ("MNIST", "MNIST/raw"),
+    "fashion_mnist": ("FashionMNIST", "FashionMNIST/raw"),
+    "cifar10": ("CIFAR10", "cifar-10-batches-py"),
+    "cifar100": ("CIFAR100", "cifar-100-python"),
+}
+TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".xlsx", ".parquet")
+DECIMALS = ("point", "comma")  # how a table writes its numbers
+MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
+
+# How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
+PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
+
+MOST_SHOWN = 100  # clients of which each is told by itself; of more there are quantiles
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+FEWEST_VOTES = 3  # clients of which most can be right
+
+LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # of a budget and of a target
+LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER = 1e-3, 1e6
+LEAST_CALIBRATED = 0.1  # noise multiplier: simulated sites accept no less, and less hides nothing
+LARGEST_MICRO_BATCH = 1024  # records whose gradients are held at a time
+
+# What networks add to their logits: nothing, or what a linear model of their input says.
+NO_SKIP, LINEAR = SKIPS = ("none", "linear")

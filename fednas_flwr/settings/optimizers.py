@@ -1,0 +1,388 @@
+"""Constants of optimisers and of the bandit, checked when made; free of torch, to load at once.
+
+``conf/`` sets them, strategies send them to clients as JSON, clients make them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated
+
+from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Length,
+    OneOf,
+    Text,
+    check_distinct,
+    check_range,
+)
+
+GATES = ("two", "full")
+RULES = ("first_order", "second_order", "mixed_level")
+SCHEDULES = ("aggressive", "adaptive", "constant")
+RESNET8_WIDTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
+RESNETS = tuple(f"resnet8_{width}" for width in RESNET8_WIDTHS)
+NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2", *RESNETS)  # given ones with retrain.norm
+# Of a record's decrease of loss in a reward, in nats. How float32 rounds a loss (near 1: by 1e-7)
+# depends on the size of its batch: with a bound near that, rounding would be a record's reward.
+LEAST_LOSS_BOUND = 1e-3
+LARGEST = 1e30  # fits float32
+LARGEST_STEP = 1e4  # of rates, decays and weights of losses: one step of more leaves every network
+LARGEST_NORM = 1e4  # of gradients
+LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
+MOST_CANDIDATES = 1000  # in one request
+MOMENTA = ("reset", "averaged", "server")
+REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
+
+# Types of fields, with the values that they may have; see ``typed.Checked``.
+Count = Annotated[int, Between(1)]
+CountOrZero = Annotated[int, Between(0)]
+Steps = Annotated[int, Between(1, 10**6)]  # or epochs, before a client answers
+# By less, logits are divided to infinity; by more, to nothing.
+Temperature = Annotated[float, Between(1e-3, 1e6)]
+Positive = Annotated[float, Between(0, LARGEST, above=True)]
+NonNegative = Annotated[float, Between(0, LARGEST)]
+Share = Annotated[float, Between(0, 1)]
+_STEP = "a larger one leaves every network in one step"
+_NORM = "no gradient that a network learns from is larger: null clips nothing"
+LearningRate = Annotated[float, Between(0, LARGEST_STEP, above=True, reason=_STEP)]
+RateOrZero = Annotated[float, Between(0, LARGEST_STEP, reason=_STEP)]
+ClipNorm = Annotated[float, Between(0, LARGEST_NORM, above=True, reason=_NORM)]
+ListLength = Annotated[int, Between(1, LARGEST_LIST, reason="all are held in memory")]
+ShareAbove0 = Annotated[float, Between(0, 1, above=True)]
+ShareBelow1 = Annotated[float, Between(0, 1, below=True)]
+LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, 1e3, reason="in nats, of one record")]
+Rule = Annotated[str, OneOf(RULES)]
+Gates = Annotated[str, OneOf(GATES)]
+
+
+def _check_decay(lr: float, weight_decay: float) -> None:
+    """Raise ConfigError for a decay that turns weights round: each step takes ``lr`` of it off."""
+    expected = f"0 to {1 / lr:.4g}, which is 1 / lr: with more, weights change sign in every step"
+    check_range(lr * weight_decay <= 1, "weight_decay", weight_decay, expected)
+
+
+@dataclass(frozen=True)
+class SGD(Checked):
+    """Weights: SGD whose learning rate falls along a cosine from ``lr`` to ``min_lr``.
+
+    Attributes:
+        lr: Learning rate of the first round, > 0.
+        min_lr: Learning rate after the last round, from 0 to ``lr``; a default above ``lr`` is
+            lowered to it.
+        momentum: Momentum, from 0 to below 1.
+        weight_decay: L2 coefficient, from 0 to ``1 / lr``.
+        clip_norm: Largest norm of a batch's mean gradient, > 0; null does not clip.
+    """
+
+    lr: LearningRate
+    min_lr: RateOrZero
+    momentum: ShareBelow1
+    weight_decay: RateOrZero
+    clip_norm: ClipNorm | None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_range(self.min_lr <= self.lr, "min_lr", self.min_lr, f"0 to lr={self.lr}")
+        _check_decay(self.lr, self.weight_decay)
+
+    def at_round(self, server_round: int, num_rounds: int) -> SGD:
+        """Return the constants of one round of ``num_rounds``; rounds count from 1."""
+        progress = (server_round - 1) / num_rounds
+        lr = self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+        return replace(self, lr=lr)
+
+
+@dataclass(frozen=True)
+class Adam(Checked):
+    """Alphas: Adam, whose betas the rule of the search gives.
+
+    Attributes:
+        lr: Learning rate; 0 keeps the alphas.
+        weight_decay: L2 coefficient.
+    """
+
+    lr: RateOrZero
+    weight_decay: RateOrZero
+
+
+@dataclass(frozen=True)
+class Temperatures(Checked):
+    """The temperature of GDAS' softmax, which falls linearly over the rounds.
+
+    Attributes:
+        first: Temperature of the first round; 10 in the paper.
+        last: Temperature of the last round; .1 in the paper.
+    """
+
+    first: Temperature
+    last: Temperature
+
+    def at_round(self, server_round: int, num_rounds: int) -> float:
+        """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
+        progress = (server_round - 1) / max(1, num_rounds - 1)
+        falling = self.first + (self.last - self.first) * progress
+        low, high = sorted((self.first, self.last))
+        return min(max(falling, low), high)  # as it is, but for rounding
+
+
+@dataclass(frozen=True)
+class PriorSettings(Checked):
+    """Start of the alphas: a lead for the architecture that an earlier search has found.
+
+    Attributes:
+        run: Folder of that search, such as one by data-free scores (Abdelfattah et al. 2021, arXiv
+            2101.08134, section 4.3, warm up a search in this way).
+        margin: Lead of the alphas of its ops at first, above 0.
+    """
+
+    run: Text
+    margin: Positive
+
+
+@dataclass(frozen=True)
+class Configuration(Checked):
+    """One arm.
+
+    Attributes:
+        lr: Learning rate of the weights, > 0.
+        weight_decay: Of the weights, from 0 to ``1 / lr``.
+        momentum: Of the weights, from 0 to below 1.
+        alpha_lr: Learning rate of the alphas, >= 0.
+        alpha_weight_decay: Of the alphas, >= 0.
+        dropout: Drop-path probability, from 0 to below 1; of derived networks only.
+    """
+
+    lr: LearningRate
+    weight_decay: RateOrZero
+    momentum: ShareBelow1
+    alpha_lr: RateOrZero
+    alpha_weight_decay: RateOrZero
+    dropout: ShareBelow1
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        _check_decay(self.lr, self.weight_decay)
+
+    def sgd(self, clip_norm: float | None) -> SGD:
+        """Return the constants of the weights' optimiser; the learning rate stays."""
+        return SGD(
+            lr=self.lr,
+            min_lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            clip_norm=clip_norm,
+        )
+
+    def annealed(self, weights: SGD) -> SGD:
+        """Return ``weights`` with this learning rate, momentum and decay, annealed as before."""
+        return replace(
+            weights,
+            lr=self.lr,
+            min_lr=min(weights.min_lr, self.lr),
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
+
+    def adam(self) -> Adam:
+        """Return the constants of the alphas' optimiser."""
+        return Adam(lr=self.alpha_lr, weight_decay=self.alpha_weight_decay)
+
+
+@dataclass(frozen=True)
+class Range(Checked):
+    """A uniform distribution.
+
+    Attributes:
+        low: Least value.
+        high: Least value that is above all.
+        log: Whether the logarithm is uniform, and not the value.
+    """
+
+    low: NonNegative
+    high: NonNegative
+    log: bool
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_range(self.low > 0 or not self.log, "low", self.low, "above 0 where log is true")
+        check_range(self.low <= self.high, "high", self.high, f"{self.low} or more")
+
+    def at(self, share: float) -> float:
+        """Return the value below which a share in [0, 1) of all draws lies."""
+        if self.log:
+            return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
+        return self.low + share * (self.high - self.low)
+
+    def share_of(self, value: float) -> float:
+        """Return the share at which ``value`` lies, from 0 to 1; the inverse of :meth:`at`."""
+        if value <= self.low or self.low == self.high:
+            return 0.0
+        if self.log:
+            return min(1.0, math.log(value / self.low) / math.log(self.high / self.low))
+        return min(1.0, (value - self.low) / (self.high - self.low))
+
+
+def check_ranges(ranges: Mapping[str, Range]) -> None:
+    """Raise ConfigError unless there is one range for each value of a :class:`Configuration`.
+
+    The sentence begins with ``ranges``, the name of the setting.
+    """
+    names = [field.name for field in fields(Configuration)]
+    for name in ranges:
+        if name not in names:
+            raise unknown_choice("ranges", name, names)
+    missing = [name for name in names if name not in ranges]
+    if missing:
+        raise ConfigError(
+            f"ranges={show(list(ranges))} has no value for {', '.join(missing)}: give each as "
+            "{low: <number>, high: <number>, log: <true or false>}."
+        )
+    for share in (0.0, 1 - 2**-53):  # the least and the largest draw
+        try:
+            Configuration(**{name: ranges[name].at(share) for name in names})
+        except ConfigError as error:  # its sentence begins with the value
+            raise ConfigError(f"ranges.{error}") from None
+
+
+@dataclass(frozen=True)
+class ConfigurationChoice(Checked):
+    """The configurations of hyper-parameters that an algorithm chooses among.
+
+    Attributes:
+        num_configurations: Number of configurations to draw where none are given.
+        configurations: The configurations; empty draws them from ``ranges``.
+        ranges: Range of every hyper-parameter.
+    """
+
+    num_configurations: ListLength
+    configurations: list[Configuration]
+    ranges: dict[str, Range]
+
+    def __post_init__(self) -> None:
+        """Check the ranges; those that nothing is drawn from may be empty."""
+        super().__post_init__()
+        if self.ranges or self.needs_ranges:
+            check_ranges(self.ranges)
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether configurations are drawn."""
+        return not self.configurations
+
+
+@dataclass(frozen=True)
+class BanditSettings(Checked):
+    """Constants of the bandit.
+
+    Attributes:
+        beta: Arms per nat of entropy (kappa = round(beta H)), > 0.
+        step_size: Step of an estimate towards a new reward, in (0, 1].
+        retention: Factor of an estimate in a phase that does not try its arm, in [0, 1]: a good arm
+            may not stay good.
+        temperature: Temperature of the softmax, in units of the rewards' scale.
+        scaled: If true, rewards are divided by their running scale.
+        scale_retention: Share of the scale that a phase keeps, in [0, 1).
+        resampled_share: Share of the arms that are replaced after every phase by draws near good
+            ones, in [0, 1); 0 keeps the list (see ``search.tuner``).
+        sees_state: If true, estimates are predictions from configuration and training state.
+    """
+
+    beta: Positive
+    step_size: ShareAbove0
+    retention: Share
+    temperature: Temperature
+    scaled: bool
+    scale_retention: ShareBelow1
+    resampled_share: ShareBelow1
+    sees_state: bool
+
+
+@dataclass(frozen=True)
+class ThetaSettings(Checked):
+    """Constants of FedEx's distribution over configurations.
+
+    Attributes:
+        schedule: Schedule of the step size: sqrt(2 ln N) over the gradient's largest entry
+            (aggressive, what the authors' runs use), over the root of the sum of its squares so far
+            (adaptive), or over 1 (constant).
+        baseline_discount: Weight of a mean loss in the baseline a round later, in [0, 1]: 0 takes
+            the last round's, 1 the mean of all.
+    """
+
+    schedule: Annotated[str, OneOf(SCHEDULES)]
+    baseline_discount: Share
+
+
+@dataclass(frozen=True)
+class ControllerSettings(Checked):
+    """Constants of DPNAS' controller.
+
+    Attributes:
+        lr: Learning rate of Adam, > 0.
+        temperature: Divisor of the logits of every choice; above 1 it explores more.
+        entropy_weight: Weight of the policy's entropy per edge, in nats, added to a reward from 0
+            to 1 or, with ``scaled``, in standard deviations.
+        baseline_decay: Decay of the moving average of rewards, in [0, 1); with ``scaled`` also of
+            the averages by which they are scaled.
+        scaled: If true, rewards are divided by the standard deviation of those so far; false is the
+            text's form, which learns little where rewards differ by little.
+    """
+
+    lr: LearningRate
+    temperature: Temperature
+    entropy_weight: RateOrZero
+    baseline_decay: ShareBelow1
+    scaled: bool
+
+
+@dataclass(frozen=True)
+class EvolutionSettings(Checked):
+    """Constants of regularised evolution.
+
+    Attributes:
+        population: Number of the newest candidates that are alive, at least 1.
+        tournament: Number of living candidates of which a parent is the best, at least 1.
+    """
+
+    population: Count
+    tournament: Count
+
+
+@dataclass(frozen=True)
+class ShortlistSettings(Checked):
+    """The best of a ranking, which are ranked anew by scores that cost more.
+
+    Attributes:
+        keep: Number of networks to rank anew, at least 2.
+        scores: Names out of ``search.scores.SCORES``.
+    """
+
+    keep: Annotated[int, Between(2)]
+    scores: Annotated[list[str], Length(Between(1))]
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that no score counts twice."""
+        super().__post_init__()
+        check_distinct("shortlist.scores", self.scores)
+
+
+@dataclass(frozen=True)
+class DPAware(Checked):
+    """DP-SGD's clipping and noise as a regulariser of a search, with no claim of privacy.
+
+    Attributes:
+        max_grad_norm: Largest norm of a record's gradient, > 0.
+        noise_multiplier: Standard deviation of the noise on a batch's sum, in units of that norm;
+            0 only clips.
+    """
+
+    max_grad_norm: ClipNorm
+    noise_multiplier: RateOrZero

@@ -1,0 +1,271 @@
+"""Frozen dataclasses from trees of plain values, as YAML and JSON give them: strictly.
+
+A key that is unknown or missing and a value of another type are refused in one sentence; nothing is
+guessed, and the only conversion is from whole numbers to float. For configurations and for messages
+alike. Main function: :func:`parse`.
+
+What values a field may have stands at the field, as ``Annotated[float, Between(0, 1)]``. A
+dataclass derived from :class:`Checked` refuses all others, however it is made;
+:func:`constraints` tells them to whoever draws values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from fednas_flwr.base.errors import ConfigError, MissingSettingError, show, unknown_choice
+
+MISSING = "???"  # Hydra's value for what the user must give
+# Above these no computation can use a number; a whole one could not even be written in a sentence.
+SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # of a unit of time
+LARGEST = {int: 2**63 - 1, float: sys.float_info.max}
+
+
+@dataclass(frozen=True)
+class Between:
+    """Numbers from ``low`` to ``high``; infinity and NaN are none.
+
+    Attributes:
+        low: The smallest.
+        high: The largest; infinity is no bound.
+        above: Whether ``low`` itself is left out.
+        below: Whether ``high`` itself is left out.
+        reason: Why there is a bound, or what else to do; ends the error's sentence.
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    reason: str = ""
+
+    def __contains__(self, number: float) -> bool:
+        """Return whether a number is one of them."""
+        outside = (self.above and number == self.low) or (self.below and number == self.high)
+        return self.low <= number <= self.high and number != math.inf and not outside
+
+    def __str__(self) -> str:
+        """Return what an error says."""
+        low, high = f"{self.low:.12g}", f"{self.high:.12g}"
+        if self.high == math.inf:
+            return f"above {low}" if self.above else f"{low} or more"
+        if self.above:
+            return f"above {low}, {'below' if self.below else 'at most'} {high}"
+        return f"{low} to {'below ' if self.below else ''}{high}"
+
+    def check(self, key: str, value: Any, alternative: str) -> None:
+        """Raise ConfigError for a number outside; ``alternative`` is what else is allowed."""
+        because = f" ({self.reason})" if self.reason else ""
+        check_range(value in self, key, value, f"{self}{alternative}{because}")
+
+
+@dataclass(frozen=True)
+class Length:
+    """Lists and mappings of ``size`` entries, texts of so many bytes in UTF-8."""
+
+    size: Between
+
+    def check(self, key: str, value: Any, alternative: str) -> None:
+        """Raise ConfigError for a value that is shorter or longer."""
+        unit, held = ("bytes", value.encode()) if isinstance(value, str) else ("entries", value)
+        check_range(len(held) in self.size, key, value, f"{self.size} {unit}{alternative}")
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Names of which a value is one."""
+
+    names: tuple[str, ...]
+
+    def check(self, key: str, value: Any, alternative: str) -> None:
+        """Raise ConfigError, with the nearest spelling, for another name."""
+        if value not in self.names:
+            raise unknown_choice(key, value, self.names)
+
+
+Constraint = Between | Length | OneOf
+Text = Annotated[str, Length(Between(1, 4096))]  # a name or path, which is not empty
+
+
+class Checked:
+    """A dataclass that refuses values outside the constraints at its fields.
+
+    What holds between fields is for the ``__post_init__`` of the class, after this one's.
+
+    Raises:
+        ConfigError: A value is outside; the sentence begins with the name of its field.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Optimizer(Checked):
+        ...     lr: Annotated[float, Between(0, 1, above=True)]
+        >>> Optimizer(lr=2.0)
+        Traceback (most recent call last):
+        fednas_flwr.base.errors.ConfigError: lr=2.0 is out of range: expected above 0, at most 1.
+    """
+
+    def __post_init__(self) -> None:
+        """Check every field, with all that a list or mapping holds; None where it is allowed."""
+        kind: type = type(self)
+        for name, hint in _hints(kind, extras=True).items():
+            _check(name, hint, getattr(self, name))
+
+
+def constraints(kind: type) -> dict[str, tuple[Constraint, ...]]:
+    """Return a dataclass's constraints by field, with those of what a list or mapping holds."""
+    hints = _hints(kind, extras=True)
+    return {name: tuple(_constraints(hint)) for name, hint in hints.items()}
+
+
+def check_range(condition: bool, key: str, value: object, expected: str) -> None:
+    """Raise ConfigError naming key, value and what was expected unless ``condition`` holds."""
+    if not condition:
+        raise ConfigError(f"{key}={show(value)} is out of range: expected {expected}.")
+
+
+def seconds(key: str, text: str) -> float:
+    """Return a time such as ``45s``, ``30min``, ``2h``, ``1.5d`` or ``1h30min`` in seconds.
+
+    Raises:
+        ConfigError: The text is none, or not above 0.
+    """
+    parts = re.findall(r"(\d+(?:\.\d+)?)(s|min|h|d)", text)
+    whole = "".join(number + unit for number, unit in parts) == text
+    total = sum(float(number) * SECONDS[unit] for number, unit in parts) if whole else 0.0
+    check_range(0 < total < math.inf, key, text, "a time with its unit: 45s, 30min, 2h, 1h30min")
+    return total
+
+
+def check_distinct(key: str, names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that a list holds twice."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"{key}={show(names)} holds {', '.join(map(show, twice))} more than once: expected "
+            "different names; remove what is doubled."
+        )
+
+
+def _constraints(hint: Any) -> Iterator[Constraint]:
+    if isinstance(hint, Constraint):
+        yield hint
+    for part in get_args(hint):
+        yield from _constraints(part)
+
+
+def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
+    """Raise ConfigError for a value outside the constraints of its type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        for constraint in arguments[1:]:
+            constraint.check(key, value, alternative)
+        _check(key, arguments[0], value)
+    elif origin in (Union, UnionType) and value is not None:
+        for kind in arguments:
+            _check(key, kind, value, ", or null")
+    elif origin in (list, tuple):
+        for item in value:
+            _check(key, arguments[0], item)
+    elif origin is dict and isinstance(value, Mapping):
+        for name, item in value.items():
+            _check(f"{key}.{name}", arguments[1], item)
+
+
+def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None = None) -> Any:
+    """Return the dataclass ``kind`` of a mapping.
+
+    Args:
+        kind: The dataclass; its fields are numbers, text, lists, mappings, dataclasses or these or
+            None. Where it may be None and all of its fields have defaults, ``true`` stands for
+            these and ``false`` for None.
+        values: The mapping; of a message it may be anything.
+        key: Dotted name of the mapping in error sentences; empty at the top.
+        hints: Types of fields that overrule the dataclass' own.
+
+    Raises:
+        ConfigError: A key is unknown or missing, a value has the wrong type, or the dataclass
+            refuses it; the sentence of a dataclass must begin with one of its fields.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{key}={show(values)} must be a group of settings.")
+    prefix = f"{key}." if key else ""
+    types = {**_hints(kind), **(hints or {})}
+    for name in values:
+        if name not in types:
+            known = [f"{prefix}{known}" for known in types]
+            raise unknown_choice("setting", f"{prefix}{show(name)}", known)
+    parsed = {}
+    missing = [name for name in types if name not in values and name not in _defaults(kind)]
+    if missing:
+        raise MissingSettingError(*(f"{prefix}{name}" for name in missing))
+    for name in values:
+        parsed[name] = _convert(f"{prefix}{name}", types[name], values[name])
+    try:
+        return kind(**parsed)
+    except ConfigError as error:  # its sentence begins with a field
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+@cache
+def _hints(kind: type, extras: bool = False) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=extras)
+
+
+@cache
+def _defaults(kind: type) -> frozenset[str]:
+    """The fields that may be left out."""
+    return frozenset(field.name for field in fields(kind) if field.default is not NO_DEFAULT)
+
+
+def _convert(key: str, hint: Any, value: Any) -> Any:
+    """Return ``value`` as the type ``hint``."""
+    if isinstance(value, str) and value == MISSING:
+        raise ConfigError(f"{key} must be given: {key}=<{_type_name(hint)}>.")
+    if hint is Any:
+        return value
+    if is_dataclass(hint):
+        return parse(hint, value, key=key)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        if value is None:
+            return None
+        (hint,) = [kind for kind in arguments if kind is not type(None)]
+        if isinstance(value, bool) and isinstance(hint, type) and is_dataclass(hint):
+            if _defaults(hint) == {*_hints(hint)}:
+                return hint() if value else None
+        return _convert(key, hint, value)
+    if origin in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
+        return origin(_convert(f"{key}[{i}]", arguments[0], item) for i, item in enumerate(value))
+    if origin is dict and isinstance(value, Mapping):
+        items = value.items()
+        return {str(k): _convert(f"{key}.{show(k)}", arguments[1], item) for k, item in items}
+    if type(value) in (int, float) and hint in LARGEST:
+        if abs(value) <= LARGEST[hint] and (hint is float or type(value) is int):  # NaN is not
+            return hint(value)
+    elif origin is None and hint not in LARGEST and isinstance(value, hint):
+        return value
+    decode = ""
+    if isinstance(value, str) and hint in LARGEST and re.fullmatch(r"[-+.\deE]+", value):
+        decode = "; this is text, as from the environment: write ${oc.decode:${oc.env:NAME}}"
+    raise ConfigError(
+        f"{key}={show(value)} has the wrong type: expected {_type_name(hint)}{decode}."
+    )
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if get_origin(hint) in (Union, UnionType):
+        return _type_name(get_args(hint)[0])
+    if get_origin(hint) in (list, tuple):
+        return f"a list such as [{_type_name(get_args(hint)[0])}, ...]"
+    if get_origin(hint) is dict:
+        return "a mapping such as {name: value}"
+    return names.get(hint, "a group of settings")

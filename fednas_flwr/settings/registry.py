@@ -1,0 +1,144 @@
+"""The entries behind the names of algorithms, search spaces and data sets, and how one is added.
+
+The package's own entries register themselves when their modules are imported, by the same
+:func:`register` as those of a user. A name is registered in one process. The client app of a
+simulation carries entries from outside the package to its workers; the server and the sites of a
+deployment must know the name themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, get_type_hints
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.algorithm_settings import AlgorithmSettings, GivenNetwork
+from fednas_flwr.settings.run_settings import Config
+
+BUILT_IN = {
+    "algorithm": "fednas_flwr.algorithms",
+    "search_space": "fednas_flwr.spaces.space_entries",
+    "dataset": "fednas_flwr.data.readers",
+}
+TABLES: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}
+OWN: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}  # from outside the package
+SUPERNET, NETWORKS = "supernet", "networks"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings that do nothing in some runs.
+
+    Attributes:
+        settings: Dotted names, apart by spaces; a group or mapping stands for all that it holds,
+            and ``algorithm.*`` for all settings of the algorithm.
+        when: Whether they do nothing in a run.
+        cause: What overrules them: a format of the configuration ``c``.
+        remedy: What to do.
+        but: Of what a group holds, the setting that does something all the same.
+    """
+
+    settings: str
+    when: Callable[[Config], bool]
+    cause: str
+    remedy: str = "remove it"
+    but: str = ""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Entry behind a name of ``conf/algorithm``; it brings no torch.
+
+    Attributes:
+        settings: The dataclass of its settings; of a :class:`~fednas_flwr.settings.GivenNetwork` if
+            it does not search.
+        search: The strategy of the search, a subclass of
+            :class:`~fednas_flwr.algorithms.base.RoundStrategy`, or the place that it is imported
+            from, ``<module>:<class>``. None if it does not search.
+        retraining: The same of the retrain stage; None is FedAvg, or FedSGD.
+        units: Units of privacy that it can protect; none if it does not run with ``privacy=dp``.
+        unsupported: Features of a run that its rounds cannot have, ``aggregate``, ``secure_sum`` or
+            ``sampling``, each with the reason and the cure.
+        trains: What clients train in the search: a ``supernet``, with which it then begins, or
+            ``networks``; None if it asks them nothing.
+        asks_rewards: Whether clients are asked for rewards of trials or candidates.
+        check: Raises ConfigError for settings that exclude each other with this algorithm only.
+        unused: Settings that have no effect with this algorithm only.
+    """
+
+    settings: type[AlgorithmSettings]
+    search: str | type | None = None
+    retraining: str | type | None = None
+    units: Collection[str] = ()
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    trains: str | None = SUPERNET
+    asks_rewards: bool = False
+    check: Callable[[Config], None] = lambda config: None
+    unused: tuple[Rule, ...] = ()
+
+
+def entries(group: str) -> dict[str, Any]:
+    """The table of a group, with the package's own entries."""
+    import_module(BUILT_IN[group])
+    return TABLES[group]
+
+
+def algorithms() -> dict[str, Algorithm]:
+    """All algorithms by name."""
+    return entries("algorithm")
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """The entry of a run's algorithm."""
+    return algorithms()[config.algorithm.name]
+
+
+def imported(strategy: str | type) -> Any:
+    """The class of a strategy that an entry names."""
+    if isinstance(strategy, type):
+        return strategy
+    module, _, name = strategy.partition(":")
+    return getattr(import_module(module), name)
+
+
+def register(group: str, name: str, entry: Any) -> None:
+    """Let a name of a group of settings stand for an entry.
+
+    Raises:
+        ConfigError: The name exists or cannot be written as ``group=name``, or the entry of an
+            algorithm that does not search has no settings of a given network.
+    """
+    if name in entries(group):
+        raise ConfigError(f"{group}={name} exists: choose another name for your own.")
+    if not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise ConfigError(f"{group}={name!r} is no name: expected letters, digits and underscores.")
+    if isinstance(entry, Algorithm) and (entry.search is None) != issubclass(
+        entry.settings, GivenNetwork
+    ):
+        raise ConfigError(
+            f"the algorithm {name} needs either search=<strategy> or settings derived from "
+            f"GivenNetwork, not both: it has search={entry.search} and {entry.settings.__name__}."
+        )
+    TABLES[group][name] = entry
+
+
+def carry(group: str, name: str, entry: Any) -> None:
+    """Let a name stand for an entry from outside the package, in the workers of a run, too."""
+    OWN[group][name] = TABLES[group][name] = entry
+    if isinstance(entry.settings, type):
+        # As types: in a worker the module of a script is another one, where no text means them.
+        entry.settings.__annotations__ = get_type_hints(entry.settings, include_extras=True)
+
+
+def registered() -> dict[str, dict[str, Any]]:
+    """The entries from outside the package, by group and name."""
+    return {group: dict(own) for group, own in OWN.items()}
+
+
+def restore(carried: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take what :func:`registered` returned in another process; what is here already stays."""
+    for group, own in carried.items():
+        TABLES[group].update({**own, **entries(group)})

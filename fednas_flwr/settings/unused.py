@@ -1,0 +1,555 @@
+"""Settings that have no effect on a run: when, why, and what to do; none is silently ignored.
+
+:data:`RULES` is the one table; the entry of an algorithm has the rules of that algorithm alone. A
+default without effect is silent; one that the user has set is refused (:func:`check_effect`). A new
+setting needs a rule if some runs do not read it; a test records what runs read and names the
+settings that lack one.
+"""
+
+from __future__ import annotations
+
+import string
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
+from fednas_flwr.settings import Config, DifferentialPrivacy, DPCells, GivenNetwork
+from fednas_flwr.settings.data_settings import Images, Numbers
+from fednas_flwr.settings.incompatible import (
+    by_client,
+    by_record,
+    chooses,
+    chooses_rates,
+    follows_noise,
+    has_real_sites,
+    retrains,
+    retrains_by_gradients,
+    searches,
+)
+from fednas_flwr.settings.names import FEWEST_VOTES
+from fednas_flwr.settings.optimizers import NORMED_NETWORKS
+from fednas_flwr.settings.partitions import QuantityPartition
+from fednas_flwr.settings.registry import Rule, algorithm_of
+
+
+@dataclass(frozen=True)
+class Given:
+    """The settings that the user has set, by their dotted names; a group has its own name.
+
+    Attributes:
+        typed: Those of the overrides.
+        experiment: Those of the chosen experiment file and of its bases, with their choices of
+            groups.
+        experiment_name: The chosen experiment; None without one.
+        alone: The composed tree of the experiment without other overrides; None without one.
+    """
+
+    typed: Collection[str] = ()
+    experiment: Collection[str] = ()
+    experiment_name: str | None = None
+    alone: Mapping[str, Any] | None = None
+
+
+def _private(c: Config) -> bool:
+    return isinstance(c.privacy, DifferentialPrivacy)
+
+
+def _baseline_share(c: Config) -> float | None:
+    return c.privacy.baseline_share if isinstance(c.privacy, DifferentialPrivacy) else None
+
+
+def _fixed(c: Config) -> bool:
+    return isinstance(c.algorithm, GivenNetwork) and c.genotype is None
+
+
+def _sized_by_retrain(c: Config) -> bool:
+    """Return whether the network to retrain, if it is a derived one, has sizes of its own."""
+    return c.retrain.channels is not None
+
+
+def _averages(c: Config) -> bool:
+    return retrains(c) or algorithm_of(c).trains is not None
+
+
+def _measures(c: Config) -> bool:
+    """Return whether a private run has something to measure on clients' records."""
+    tests = "evaluate" in c.stages and c.dataset.fractions.get("test", 0) > 0
+    return tests or (searches(c) and getattr(c.algorithm, "evaluate_every", 0) > 0)
+
+
+def _rewards(c: Config) -> bool:
+    """Return whether clients are asked for rewards of trials or candidates."""
+    return algorithm_of(c).asks_rewards and chooses(c)
+
+
+def _noise_given(c: Config, *kinds: str) -> bool:
+    """Return whether the noise of all kinds is given, by itself or by an epsilon of its own."""
+    noises = [getattr(c.privacy, kind) for kind in kinds]
+    return all(n.noise_multiplier is not None or n.epsilon is not None for n in noises)
+
+
+def _shares_search(c: Config) -> bool:
+    """Return whether ``privacy.search_share`` decides any noise."""
+    kinds: tuple[str, ...] = ("weights", "alphas")
+    if algorithm_of(c).asks_rewards:  # these have no alphas, or on no split of retraining
+        kinds = ("weights",)
+    return searches(c) and retrains(c) and not _noise_given(c, *kinds)
+
+
+def _shares_rewards(c: Config) -> bool:
+    """Return whether ``privacy.rewards_share`` decides the noise of rewards."""
+    if not _rewards(c) or _noise_given(c, "rewards"):
+        return False
+    if algorithm_of(c).retraining is not None:  # which leaves validation records out
+        noise = getattr(c.privacy, "alphas")  # noqa: B009
+        return searches(c) and noise.noise_multiplier is None
+    return retrains(c)
+
+
+def _real_sites(c: Config) -> bool:
+    return c.runtime.name == "deployment" and c.partition.name == "sites"
+
+
+def _declares_ranges(c: Config) -> bool:
+    return isinstance(c.dataset, Numbers) and bool(c.dataset.ranges)
+
+
+STAGES = "stages={c.stages}"
+NO_SEARCH = "algorithm={c.algorithm.name} and stages={c.stages}, which do not search"
+STEPS = "privacy=dp, whose clients take noised steps"
+NETWORK = "algorithm.network={c.algorithm.network}, a network that is fixed"
+
+RULES: tuple[Rule, ...] = (
+    # Stages.
+    Rule(
+        "stages",
+        lambda c: "search" in c.stages and isinstance(c.algorithm, GivenNetwork),
+        "search and algorithm={c.algorithm.name}, which trains a given network",
+        "leave search out of it",
+    ),
+    Rule("rounds search_space.norm", lambda c: not searches(c), NO_SEARCH),
+    Rule("search_space", lambda c: not searches(c) and _fixed(c), NO_SEARCH),
+    Rule(
+        "search_space",
+        lambda c: not searches(c) and _sized_by_retrain(c),
+        NO_SEARCH,
+        but="search_space.skip",
+    ),
+    Rule(
+        "algorithm.*",
+        lambda c: (
+            not searches(c)
+            and not isinstance(c.algorithm, GivenNetwork)
+            and algorithm_of(c).retraining is None
+        ),
+        STAGES + ", which lack search",
+    ),
+    Rule(
+        "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
+        "retrain.batch_size retrain.auxiliary_weight "
+        "retrain.drop_path_prob retrain.weights privacy.retrain evaluation.personalised "
+        "dataset.linear_baseline dataset.limit_test evaluation.positive",
+        lambda c: not retrains(c),
+        STAGES + ", which lack retrain",
+    ),
+    Rule(
+        "evaluation.personalised dataset.linear_baseline dataset.limit_test evaluation.positive",
+        lambda c: "evaluate" not in c.stages,
+        STAGES + ", which lack evaluate",
+    ),
+    Rule(
+        "evaluation.baselines",
+        lambda c: not searches(c) or not {"retrain", "evaluate", "export"}.issubset(c.stages),
+        "algorithm={c.algorithm.name} and stages={c.stages}: they are compared with a searched "
+        "network that is retrained, evaluated and exported",
+    ),
+    Rule(
+        "evaluation.baselines",
+        lambda c: has_real_sites(c) and _private(c) and _baseline_share(c) is None,
+        "runtime=deployment privacy=dp, whose sites would pay for more networks",
+        "set privacy.baseline_share to what they may cost, or remove it",
+    ),
+    Rule(
+        "privacy.baseline_share",
+        lambda c: not has_real_sites(c),
+        "runtime={c.runtime.name} partition={c.partition.name}, in which every baseline has a "
+        "ledger of its own",
+    ),
+    Rule(
+        "privacy.baseline_share",
+        lambda c: not c.evaluation.baselines,
+        "evaluation.baselines={c.evaluation.baselines}",
+    ),
+    Rule(
+        "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "
+        "training.momentum training.class_factors training.oversample "
+        "dataset.crop_padding dataset.flip dataset.cutout privacy.micro_batch_size",
+        lambda c: not _averages(c),
+        "algorithm=zero_cost and stages={c.stages}, in which no client trains",
+    ),
+    # Networks.
+    Rule(
+        "algorithm.network",
+        lambda c: isinstance(c.algorithm, GivenNetwork) and c.genotype is not None,
+        "genotype={c.genotype}, which gives the network",
+    ),
+    Rule(
+        "retrain.channels retrain.num_cells retrain.auxiliary_weight retrain.drop_path_prob",
+        _fixed,
+        NETWORK,
+    ),
+    Rule(
+        "retrain.norm",
+        lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,  # type: ignore[attr-defined]
+        NETWORK,
+    ),
+    Rule(
+        "retrain.drop_path_prob",
+        lambda c: c.retrain.rounds == 1,
+        "retrain.rounds=1, since it rises from 0 in the first round",
+        "set retrain.rounds=2 or more, or remove it",
+    ),
+    Rule(
+        "retrain.drop_path_prob",
+        lambda c: isinstance(c.search_space, DPCells) and not _sized_by_retrain(c),
+        "search_space={c.search_space.name}, whose networks have no paths to drop",
+    ),
+    # Algorithms.
+    Rule(
+        "training.momentum",
+        lambda c: (
+            retrains(c)
+            and retrains_by_gradients(c)
+            and not (searches(c) and c.algorithm.trains_models)
+        ),
+        "retraining by gradients (retrain.exchange), along which the server steps",
+        "remove it; the server steps with retrain.weights.momentum",
+    ),
+    Rule(
+        "retrain.exchange retrain.evaluate_every",
+        lambda c: algorithm_of(c).retraining is not None,
+        "algorithm={c.algorithm.name}, which has exchanges of its own",
+    ),
+    Rule(
+        "algorithm.num_configurations",
+        lambda c: bool(getattr(c.algorithm, "configurations", None)),
+        "algorithm.configurations, which are the list",
+    ),
+    Rule(
+        "algorithm.ranges",
+        lambda c: not getattr(c.algorithm, "needs_ranges", True),
+        "algorithm.configurations, the list",
+    ),
+    Rule(
+        "algorithm.client_tags",
+        lambda c: getattr(c.algorithm, "group_by", "tag") != "tag",
+        "algorithm.group_by={c.algorithm.group_by}",
+        "set algorithm.group_by=tag or remove it",
+    ),
+    Rule(
+        "secure_sum.least_sites secure_sum.colluding",
+        _real_sites,
+        "runtime=deployment partition=sites, whose sites' policies have terms of their own",
+    ),
+    Rule(
+        "runtime.largest_share",
+        lambda c: c.secure_sum is not None,
+        "secure_sum=true, with which the server sees no client's weight",
+    ),
+    Rule(
+        "sampling.by sampling.spare",
+        lambda c: c.sampling is not None and not c.samples,
+        "sampling.per_round={c.sampling.per_round:g} of clients={c.clients}, with which all are "
+        "asked",
+        "set sampling.per_round below clients, or remove it",
+    ),
+    Rule(
+        "runtime.largest_share",
+        lambda c: c.samples and c.asked < FEWEST_VOTES,
+        "sampling.per_round={c.sampling.per_round:g}, of whom nobody can tell who is right",
+    ),
+    # Privacy.
+    Rule(
+        "algorithm.local_epochs algorithm.search.local_epochs",
+        by_record,
+        STEPS,
+        "remove it, and set privacy.local_steps",
+    ),
+    Rule(
+        "retrain.local_epochs",
+        by_record,
+        STEPS,
+        "remove it, and set privacy.retrain.local_steps",
+    ),
+    Rule(
+        "privacy.local_steps privacy.retrain.local_steps privacy.micro_batch_size "
+        "privacy.fewest_records",
+        by_client,
+        "privacy.unit=client, whose clients train by epochs and contribute one update",
+        "remove it, and set algorithm.local_epochs and retrain.local_epochs",
+    ),
+    Rule(
+        "algorithm.batch_size algorithm.search.batch_size",
+        lambda c: by_record(c) and c.privacy.rate is not None,  # type: ignore[union-attr]
+        "privacy.rate={c.privacy.rate}, with which steps draw records",
+        "remove it, or set privacy.rate=null",
+    ),
+    Rule(
+        "retrain.batch_size",
+        lambda c: by_record(c) and c.privacy.retrain.rate is not None,  # type: ignore[union-attr]
+        "privacy.retrain.rate={c.privacy.retrain.rate}, with which steps draw records",
+        "remove it, or set privacy.retrain.rate=null",
+    ),
+    Rule(
+        "retrain.weights.lr retrain.weights.min_lr",
+        follows_noise,
+        "privacy.retrain.noise_walk={c.privacy.retrain.noise_walk}, from which the learning rate "
+        "follows",
+        "remove it, or set privacy.retrain.noise_walk=null",
+    ),
+    Rule(
+        "privacy.retrain.noise_walk",
+        chooses_rates,
+        "algorithm={c.algorithm.name}, which chooses learning rates",
+    ),
+    Rule(
+        "privacy.rate privacy.retrain.rate privacy.retrain.noise_walk",
+        by_client,
+        "privacy.unit=client, whose clients train by epochs and contribute one update",
+    ),
+    Rule(
+        "retrain.evaluate_every",
+        _private,
+        "privacy=dp, whose budget is for training on all records",
+    ),
+    Rule(
+        "algorithm.evaluate_every",
+        lambda c: _private(c) and c.privacy.metrics_noise_multiplier is None,  # type: ignore[union-attr]
+        "privacy=dp, which measures nothing on clients' records without noise",
+        "remove it, or set privacy.metrics_noise_multiplier",
+    ),
+    Rule(
+        "privacy.weights privacy.alphas privacy.local_steps privacy.rate privacy.search_share",
+        lambda c: not searches(c),
+        NO_SEARCH,
+    ),
+    Rule(
+        "privacy.weights privacy.alphas privacy.local_steps privacy.rate privacy.search_share",
+        lambda c: algorithm_of(c).trains is None,
+        "algorithm={c.algorithm.name}, whose search asks clients nothing",
+    ),
+    Rule(
+        "privacy.local_steps",
+        lambda c: hasattr(c.algorithm, "local_steps"),
+        "algorithm={c.algorithm.name}, which has steps of its own",
+        "remove it, and set algorithm.local_steps",
+    ),
+    Rule(
+        "privacy.rewards",
+        lambda c: not _rewards(c),
+        "algorithm={c.algorithm.name} and stages={c.stages}, which ask for no rewards",
+    ),
+    Rule(
+        "privacy.search_share",
+        lambda c: _private(c) and not _shares_search(c),
+        "noise of the search that is given, or takes all of epsilon",
+        "remove it, or set privacy.weights.noise_multiplier=null",
+    ),
+    Rule(
+        "privacy.rewards_share",
+        lambda c: _private(c) and not _shares_rewards(c),
+        "noise of rewards that is given, or has no other beside it",
+        "remove it, or set privacy.alphas.noise_multiplier=null",
+    ),
+    Rule(
+        "privacy.metrics_noise_multiplier",
+        lambda c: _private(c) and not _measures(c),
+        "algorithm={c.algorithm.name}, stages={c.stages} and dataset.fractions="
+        "{c.dataset.fractions}, with which nothing is measured on clients' records",
+    ),
+    Rule(
+        "privacy.statistics_noise_multiplier",
+        lambda c: _private(c) and not _real_sites(c) and not _declares_ranges(c),
+        "dataset={c.dataset.name} without dataset.ranges, within which clients would tell "
+        "statistics",
+        "remove it, or declare dataset.ranges={column: [low, high], ...}",
+    ),
+    Rule(
+        "privacy.sites privacy.test_seed",
+        _real_sites,
+        "runtime=deployment partition=sites, whose sites keep their own books and noise",
+    ),
+    # Data.
+    Rule(
+        "dataset.linear_baseline dataset.limit_test",
+        lambda c: not c.dataset.server_test,
+        "dataset.server_test=false",
+    ),
+    Rule("dataset.linear_baseline", _private, "privacy=dp, under which no records are pooled"),
+    Rule(
+        "dataset.linear_baseline",
+        lambda c: c.runtime.name == "deployment",
+        "runtime=deployment, whose records are not in one place",
+    ),
+    Rule(
+        "evaluation.personalised",
+        lambda c: c.dataset.fractions.get("test") == 0,
+        "dataset.fractions.test=0.0, with which no client has test records",
+    ),
+    Rule(
+        "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std",
+        lambda c: isinstance(c.dataset, Images) and c.dataset.scattering is not None,
+        "dataset.scattering, whose features are made once and normalised",
+    ),
+    Rule(
+        "partition.alpha partition.min_size",
+        lambda c: isinstance(c.partition, QuantityPartition) and bool(c.partition.fractions),
+        "partition.fractions, which give the sizes",
+    ),
+    # Runtimes.
+    Rule(
+        "runtime.most_records runtime.largest_share privacy.fewest_records",
+        lambda c: c.clients < FEWEST_VOTES,
+        "clients={c.clients}, of whom nobody can tell which is right",
+    ),
+    Rule(
+        "runtime.approval_s",
+        lambda c: not _private(c),
+        "privacy=none, for which no site's policy asks a person",
+    ),
+)
+
+# What is false, zero, null or empty here asks for nothing, so that it is no finding: in that way
+# what an experiment sets is taken back.
+SWITCHES = {
+    *("secure_sum", "sampling", "genotype", "training.oversample", "training.class_factors"),
+    *("evaluation.personalised", "evaluation.baselines", "algorithm.client_tags"),
+    *("dataset.linear_baseline", "dataset.limit_test"),
+    *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
+    *("retrain.channels", "retrain.num_cells", "retrain.exchange"),
+    *("retrain.auxiliary_weight", "retrain.drop_path_prob", "algorithm.evaluate_every"),
+    *("algorithm.configurations", "algorithm.ranges", "algorithm.search.hardware"),
+    *("privacy.metrics_noise_multiplier", "privacy.statistics_noise_multiplier"),
+    *("privacy.sites", "privacy.test_seed"),
+}
+
+
+def without_effect(config: Config) -> dict[str, Rule]:
+    """Return the settings that a run does not use, each with the first rule that says why."""
+    found: dict[str, Rule] = {}
+    for rule in (*RULES, *algorithm_of(config).unused):
+        if rule.when(config):
+            for name in _expanded(rule, config):
+                found.setdefault(name, rule)
+    return found
+
+
+def check_effect(config: Config, given: Given) -> None:
+    """Refuse settings that the user has set and that have no effect; warn where that can't help.
+
+    What was typed is refused, and what an experiment file sets without effect even when it is run
+    alone: that is a fault of the file. What an experiment sets and something typed overrules
+    cannot be unset from outside of the file, so that a run of it with other settings goes on with
+    one warning that names them.
+
+    Raises:
+        NoEffectError: Of the first that is refused.
+    """
+    idle = without_effect(config)
+    for name in given.typed:
+        rule = _rule_for(name, idle, config)
+        if rule is not None:
+            raise NoEffectError(_sentence(_setting(config, name), rule, config))
+    lost: dict[Rule, list[str]] = {}
+    for name in given.experiment:
+        overruled = any(f"{name}.".startswith(f"{typed}.") for typed in given.typed)
+        rule = None if overruled else _rule_for(name, idle, config)
+        if rule is not None:
+            lost.setdefault(rule, []).append(name)
+    for rule, names in lost.items():
+        what = f"experiment={given.experiment_name} sets {', '.join(names)}, which"
+        warnings.warn(
+            f"{what} {'have' if len(names) > 1 else 'has'} no effect with {_cause(rule, config)}.",
+            NoEffectWarning,
+            stacklevel=4,
+        )
+
+
+def check_experiment(config: Config, given: Given) -> None:
+    """Refuse an experiment file that sets what has no effect even without other overrides.
+
+    Args:
+        config: Of the experiment alone.
+        given: Its ``experiment`` are all settings of the file.
+
+    Raises:
+        NoEffectError: Of the first such setting.
+    """
+    idle = without_effect(config)
+    for name in given.experiment:
+        rule = _rule_for(name, idle, config)
+        if rule is not None:
+            setting = f"experiment={given.experiment_name}: {_setting(config, name)}"
+            raise NoEffectError(_sentence(setting, rule, config))
+
+
+def _sentence(setting: str, rule: Rule, config: Config) -> str:
+    return f"{setting} has no effect with {_cause(rule, config)}: {rule.remedy}."
+
+
+def _cause(rule: Rule, config: Config) -> str:
+    cause = _Causes().format(rule.cause, c=config)
+    return cause if len(cause) <= 300 else f"{cause[:300]}..."
+
+
+class _Causes(string.Formatter):
+    """Formats with values as overrides spell them."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        return value if isinstance(value, str) else show(value)
+
+
+def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:
+    """Return the rule of a setting, or of a mapping or group that holds it; None if it acts."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        rule = idle.get(".".join(parts[:end]))
+        if rule is not None and rule.but == name:
+            return None
+        if rule is not None:
+            whole = ".".join(parts[:end])
+            return None if whole in SWITCHES and not _field(config, whole)[1] else rule
+    return None
+
+
+def _field(config: Config, name: str) -> tuple[str, Any]:
+    """Return the name and value of a setting; of numbers in a mapping, those of the mapping."""
+    value: Any = config
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        if isinstance(value, Mapping) and is_dataclass(value.get(part)):
+            value = value[part]
+        elif is_dataclass(value):
+            value = getattr(value, part)
+        else:
+            return ".".join(parts[:depth]), value
+    return name, value
+
+
+def _setting(config: Config, name: str) -> str:
+    """Return a setting and its value as an override has them; a group's is its name."""
+    name, value = _field(config, name)
+    value = getattr(value, "name", "{...}") if is_dataclass(value) else value
+    return f"{name}={show(value)}"
+
+
+def _expanded(rule: Rule, config: Config) -> Iterator[str]:
+    """Yield the names of the settings of a rule that the configuration has."""
+    for name in rule.settings.split():
+        if name == "algorithm.*":
+            own = fields(config.algorithm)
+            yield from (f"algorithm.{field.name}" for field in own if field.name != "name")
+        else:
+            yield name

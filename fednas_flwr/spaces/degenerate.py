@@ -1,0 +1,118 @@
+"""Architectures that are no result: nothing in their cells can be trained.
+
+An op does something to the logits only where it lies on a route from a cell's input to its output
+on which no op is ``none``. A genotype is degenerate unless such an op has weights: then either no
+route is left, and the logits do not depend on the example, or all that is left are skip connections
+and pools, which is how a differentiable search collapses (Zela et al. 2020, arXiv 1909.09656). A
+space neither derives nor draws degenerate genotypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from fednas_flwr.spaces.genotype import Edge, Genotype
+
+NOTHING = frozenset({"none"})
+# Of all spaces. DARTS' skip connection is an identity but where a reduction cell halves the image:
+# there it has weights, which are no sign of a search that chose something to train.
+WEIGHTLESS = NOTHING | {"zero", "skip_connect", "max_pool_3x3", "avg_pool_3x3"}
+
+
+def has_weights(edges: Sequence[Edge], *, outputs: Iterable[int]) -> bool:
+    """Return whether an op with weights lies on a route to the output.
+
+    Args:
+        edges: Of one cell, ordered by target; its inputs are the nodes that no edge enters.
+        outputs: The nodes that the cell's output is made of.
+
+    Example:
+        >>> edges = Edge("skip_connect", 0, 1), Edge("nor_conv_3x3", 0, 2), Edge("none", 1, 2)
+        >>> has_weights(edges, outputs=[2]), has_weights(edges, outputs=[1])
+        (True, False)
+    """
+    wired = [edge for edge in edges if edge.op not in NOTHING]
+    reached = {edge.source for edge in edges} - {edge.target for edge in edges}
+    for edge in wired:
+        if edge.source in reached:
+            reached.add(edge.target)
+    read = set(outputs)
+    for edge in reversed(wired):
+        if edge.target in read:
+            read.add(edge.source)
+    return any(
+        edge.op not in WEIGHTLESS and edge.source in reached and edge.target in read
+        for edge in wired
+    )
+
+
+def routes(pairs: Sequence[tuple[int, int]], *, outputs: Iterable[int]) -> list[list[int]]:
+    """Return all ways from node 0 to the outputs, each as the positions of its edges.
+
+    Args:
+        pairs: (source, target) of every edge of a cell with the input 0.
+        outputs: The nodes that the cell's output is made of.
+
+    Example:
+        >>> routes([(0, 1), (0, 2), (1, 2)], outputs=[2])
+        [[1], [0, 2]]
+    """
+
+    def ways(target: int) -> list[list[int]]:
+        if target == 0:
+            return [[]]
+        entering = [(index, source) for index, (source, node) in enumerate(pairs) if node == target]
+        return [[*way, index] for index, source in entering for way in ways(source)]
+
+    return [way for output in outputs for way in ways(output)]
+
+
+def nearest_trained(
+    alphas_EO: Sequence[Sequence[float]],
+    path: Sequence[int],
+    *,
+    ops: Sequence[str],
+    routes: Iterable[Sequence[int]],
+) -> list[int]:
+    """Return the most likely ops that are not degenerate, ``argmax sum_e log p_e(o_e)``.
+
+    With ``p_e = softmax(alphas_e)``. A genotype is not degenerate if there is a route and an edge t
+    of it, so that t's op has weights and no op of the route is ``none``. So for every such pair the
+    likeliest ops under this condition are compared. Ties go to the first route, edge and op.
+
+    Args:
+        alphas_EO: One row per edge; ``-inf`` where an edge does not offer an op.
+        path: For every edge the column of its likeliest op, which edges off the route keep.
+        ops: Names of the columns.
+        routes: Every way from the input to the output, as positions of edges.
+
+    Returns:
+        For every edge a column.
+    """
+    wired = [column for column, op in enumerate(ops) if op not in NOTHING]
+    trained = [column for column, op in enumerate(ops) if op not in WEIGHTLESS]
+    log_probs_EO = torch.tensor(alphas_EO, dtype=torch.float64).log_softmax(dim=-1).tolist()
+    least, nearest = math.inf, list(path)
+    for route in routes:
+        for chosen in route:
+            changed, loss = list(path), 0.0
+            for edge in route:
+                log_probs_O = log_probs_EO[edge]
+                columns = trained if edge == chosen else wired
+                changed[edge] = max(columns, key=log_probs_O.__getitem__)
+                loss += log_probs_O[path[edge]] - log_probs_O[changed[edge]]
+            if loss < least:
+                least, nearest = loss, changed
+    return nearest
+
+
+def first_trained(
+    draw: Callable[[], Genotype], is_degenerate: Callable[[Genotype], bool]
+) -> Genotype:
+    """Return the first of independent draws that is not degenerate."""
+    while is_degenerate(genotype := draw()):
+        pass
+    return genotype

@@ -1,0 +1,152 @@
+"""A discrete architecture as data: what a search returns and what retraining starts from.
+
+A :class:`Genotype` names its search space and lists the edges of each kind of cell. It is stored
+and sent as JSON with a format name and a version, and never evaluated as code. This file checks the
+form (:func:`from_json`); whether the ops and edges belong to a space is that space's ``check``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fednas_flwr.base.errors import ConfigError, MissingSettingError, show
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.base.foreign import load_json
+from fednas_flwr.settings.parser import parse
+
+FORMAT = "fednas-genotype"
+VERSION = 1
+SKIP = "skip_connect"  # the identity, by its name in every space of cells
+SHOWN = 20  # edges in a message
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One operation of a cell.
+
+    Attributes:
+        op: Name of the operation, as its search space spells it.
+        source: Index of the node that is read.
+        target: Index of the node that is added to; larger than ``source``.
+    """
+
+    op: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Genotype:
+    """A discrete architecture.
+
+    Attributes:
+        space: Name of the search space.
+        cells: For each kind of cell its edges, ordered by target, then by source.
+    """
+
+    space: str
+    cells: dict[str, tuple[Edge, ...]]
+
+
+def skip_share(genotype: Genotype) -> float:
+    """Return the fraction of all edges that are skip connections, in [0, 1].
+
+    A share that rises while searching is the known collapse of DARTS (Zela et al. 2020,
+    arXiv 1909.09656). Edges with the op ``none`` count as edges; without edges the share is 0.
+
+    Example:
+        >>> skip_share(Genotype("x", {"cell": (Edge("skip_connect", 0, 1), Edge("none", 0, 2))}))
+        0.5
+    """
+    ops = [edge.op for edges in genotype.cells.values() for edge in edges]
+    return ops.count(SKIP) / len(ops) if ops else 0.0
+
+
+def arrows(pairs: Sequence[tuple[int, int]]) -> str:
+    """Return edges as text for a message, the first twenty of them.
+
+    Example:
+        >>> arrows([(0, 1), (0, 2)])
+        '0 -> 1, 0 -> 2'
+    """
+    text = ", ".join(f"{source} -> {target}" for source, target in pairs[:SHOWN])
+    more = f", ... ({len(pairs)} edges)" if len(pairs) > SHOWN else ""
+    return f"{text}{more}" or "no edges"
+
+
+def to_json(genotype: Genotype) -> str:
+    """Return the genotype as indented JSON; :func:`from_json` gives an equal one back."""
+    cells = {
+        kind: [{"op": e.op, "source": e.source, "target": e.target} for e in edges]
+        for kind, edges in genotype.cells.items()
+    }
+    document = {"format": FORMAT, "version": VERSION, "space": genotype.space, "cells": cells}
+    return json.dumps(document, indent=2) + "\n"
+
+
+def from_json(text: str, *, origin: str = "genotype") -> Genotype:
+    """Return the genotype that ``text`` holds.
+
+    Args:
+        text: JSON as written by :func:`to_json`.
+        origin: What error sentences call the text, e.g. the path of its file.
+
+    Raises:
+        ConfigError: If the text is not JSON, is of another format or version, or a field is
+            missing, unknown, doubled or of the wrong type; the sentence names the field and value.
+    """
+    try:
+        document = load_json(text, object_pairs_hook=_unique_keys)
+    except ValueError as error:
+        raise ConfigError(f"{origin} is not valid JSON: {error}.") from error
+    about = document if isinstance(document, dict) else {"format": document}
+    for field, expected in (("format", FORMAT), ("version", VERSION)):
+        found = about.pop(field, None)
+        if found != expected or isinstance(found, bool):
+            newer = "; a newer file needs a newer fednas_flwr" * (field == "version")
+            raise ConfigError(f"{origin}: {field} must be {expected!r}, got {show(found)}{newer}.")
+    try:
+        genotype: Genotype = parse(Genotype, about, key=f"{origin}: genotype")
+    except MissingSettingError as error:
+        raise ConfigError(f"{error.key} is missing.") from None
+    for kind, edges in genotype.cells.items():
+        for index, edge in enumerate(edges):
+            if not 0 <= edge.source < edge.target:
+                where = f"{origin}: genotype.cells.{kind}[{index}]"
+                pair = f"{edge.source} and {edge.target}"
+                raise ConfigError(f"{where}: 0 <= source < target must hold, got {pair}.")
+    return genotype
+
+
+def save_genotype(path: Path, genotype: Genotype) -> None:
+    """Write the genotype to ``path`` at once: a crash leaves the old file or the new one, whole."""
+    write_atomically(path, to_json(genotype))
+
+
+def load_genotype(path: Path) -> Genotype:
+    """Return the genotype stored in ``path``.
+
+    Raises:
+        ConfigError: If the file cannot be read, or :func:`from_json` refuses its text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"genotype={path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"genotype={path} is not a UTF-8 text file of JSON.") from error
+    return from_json(text, origin=str(path))
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the JSON object, refusing doubled keys, of which json keeps the last one silently."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the field {key!r} appears twice")
+        result[key] = value
+    return result

@@ -1,0 +1,112 @@
+"""Hardware cost of the ops and networks of the MBConv space.
+
+:func:`measure_space` makes the latency table of a machine and compares sums over it with whole
+networks, :func:`space_costs` makes the costs that a search takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.spaces.costs import Costs, sum_costs
+from fednas_flwr.spaces.flops import count_multiply_adds
+from fednas_flwr.spaces.genotype import Genotype
+from fednas_flwr.spaces.latency_tables import (
+    LatencyTable,
+    Timing,
+    machine_name,
+    measure_latency,
+    time_modules,
+)
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_network import make_layer
+from fednas_flwr.spaces.mbconv_plan import Layer
+
+NETWORK_PASSES = 21
+
+
+class Prediction(NamedTuple):
+    """A derived network's latency: the sum over a table, and as it was measured."""
+
+    predicted_ms: float
+    measured: Timing
+
+
+def measure_space(
+    space: MBConvSpace,
+    *,
+    device: torch.device,
+    threads: int,
+    batch_size: int,
+    passes: int,
+    genotypes: Sequence[Genotype] = (),
+) -> tuple[LatencyTable, list[Prediction]]:
+    """Return the latency of every different layer of a space; see ``hardware.latency``.
+
+    And how well it predicts the derived networks of ``genotypes``, measured in the same passes.
+    """
+    plan = space.plan
+    candidates = (layer for row in plan.blocks for layer in row if layer is not None)
+    table, measured = measure_latency(
+        [*plan.before, *candidates, *plan.after],
+        lambda layer: make_layer(Layer(*layer), norm=space.norm),
+        device=device,
+        threads=threads,
+        batch_size=batch_size,
+        norm=space.norm,
+        passes=passes,
+        networks=[(space.network(genotype), space.input_shape) for genotype in genotypes],
+    )
+    costs = space_costs(space, table)
+    predicted = (costs.of_path(space.path(genotype)) for genotype in genotypes)
+    return table, [Prediction(*pair) for pair in zip(predicted, measured, strict=True)]
+
+
+def measure_network(
+    space: MBConvSpace, table: LatencyTable, genotype: Genotype, *, device: torch.device
+) -> float | None:
+    """Return the median time of a derived network in ms, measured here as the table was.
+
+    None if the table is of another kind of machine.
+    """
+    if (table.machine, table.device) != (machine_name(device), device.type):
+        return None
+    (timing,) = time_modules(
+        [(space.network(genotype), space.input_shape)],
+        batch_size=table.batch_size,
+        device=device,
+        threads=table.threads,
+        passes=NETWORK_PASSES,
+    )
+    return timing.median_ms
+
+
+def space_costs(space: MBConvSpace, table: LatencyTable | None) -> Costs:
+    """Return the cost of every op of the space: ms by the table, else multiply-adds.
+
+    Raises:
+        ConfigError: The table lacks a layer, or was measured with another norm.
+    """
+    plan = space.plan
+    if table is not None and table.norm != space.norm:
+        raise ConfigError(
+            f"the latency table of {table.machine} was measured with norm={table.norm}, but "
+            f"search_space.norm={space.norm}: measure it anew."
+        )
+
+    @functools.cache
+    def multiply_adds(layer: Layer) -> float:
+        with torch.device("meta"):
+            return count_multiply_adds(make_layer(layer, norm=space.norm), layer.input_shape)
+
+    return sum_costs(
+        unit="multiply_adds" if table is None else "ms",
+        fixed=[*plan.before, *plan.after],
+        blocks=plan.blocks,
+        cost_of=multiply_adds if table is None else table.latency_ms,
+    )

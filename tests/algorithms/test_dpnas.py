@@ -1,0 +1,255 @@
+"""DPNAS' rounds against local training, a weighted average, and accuracies counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fednas_flwr.data.loaders import step_batch
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.states import unpack
+from fednas_flwr.search.candidate import Candidate, path_states
+
+DPNAS = [
+    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),
+    *("search_space.widths=[4,4,8]", "search_space.head=8", "algorithm.batch_size=16"),
+    *("partition=quantity", "partition.fractions=[0.75,0.25]", "algorithm.warm_up_rounds=1"),
+    *("algorithm.trained_candidates=3", "algorithm.local_steps=2", "algorithm.weights.lr=0.5"),
+    *("algorithm.rewarded_candidates=4", "algorithm.final_candidates=5", "dataset.flip=false"),
+    *("algorithm.dp_aware=null", "dataset.crop_padding=0"),
+]
+
+
+@pytest.fixture(scope="module")
+def searched(compose_config, federate):
+    """A whole search; what was asked, and weights and sampler after each round (0: before)."""
+    federation = federate(compose_config(*DPNAS))
+    strategy = federation.strategy
+    ask, run_round = strategy.ask, strategy.run_round
+
+    def state():
+        tensors = (strategy.named_arrays().to_torch_state_dict(), strategy.sampler.tensors())
+        return [{name: tensor.clone() for name, tensor in named.items()} for named in tensors]
+
+    def told(action, settings, **arguments):
+        federation.asked.append((action, settings.candidates))
+        return ask(action, settings, **arguments)
+
+    def remembered(server_round, num_rounds):
+        metrics = run_round(server_round, num_rounds)
+        federation.rounds.append(state())
+        return metrics
+
+    federation.asked, federation.rounds = [], [state()]
+    strategy.ask, strategy.run_round = told, remembered
+    strategy.start(federation.grid, num_rounds=3)
+    assert not [e for e in federation.events if e["event"] == "client_failed"]
+    return federation
+
+
+def supernet_after(federation, server_round):
+    supernet = supernet_space(federation.config, federation.data[0]).supernet()
+    weights = federation.rounds[server_round][0]
+    with torch.no_grad():
+        for name, weight in supernet.weights().items():
+            weight.copy_(weights[f"weights.{name}"])
+    return supernet
+
+
+@pytest.mark.parametrize("server_round", [1, 2])
+def test_a_round_is_steps_on_each_candidate_and_a_weighted_average(server_round, searched):
+    """Plain SGD with momentum, on the batches that follow those of the round before."""
+    config = searched.config
+    trained = [paths for action, paths in searched.asked if action == "train.candidate"]
+    settings = config.algorithm.weights.at_round(server_round, 3)
+    counts = [len(client.data.train) for client in searched.clients]
+    assert counts[0] > 2 * counts[1]
+    states = []
+    for client in searched.clients:
+        supernet, train = supernet_after(searched, server_round - 1).train(), client.data.train
+        constants = {"momentum": settings.momentum, "weight_decay": settings.weight_decay}
+        sgd = torch.optim.SGD(supernet.weights().values(), lr=settings.lr, **constants)
+        for step in range(6):
+            rows = step_batch(
+                len(train),
+                batch_size=16,
+                step=6 * (server_round - 1) + step,
+                seed=config.seed,
+                purpose=("batches", "train", client.index),
+            )
+            x, y = train.batch(rows, "cpu")
+            sgd.zero_grad()
+            logits = supernet.body(x, path=trained[server_round - 1][step // 2])
+            F.cross_entropy(logits, y).backward()
+            sgd.step()
+        states.append({n: w.detach().double().numpy() for n, w in supernet.weights().items()})
+    before, after = (searched.rounds[server_round - i][0] for i in (1, 0))
+    assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    for name in states[0]:
+        mean = torch.as_tensor(np.average([s[name] for s in states], axis=0, weights=counts))
+        torch.testing.assert_close(after[f"weights.{name}"], mean.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_rewards_are_accuracies_on_all_validation_records_and_the_best_is_found(searched):
+    rewarded = [event for event in searched.events if event["event"] == "rewarded"]
+    assert [(e["round"], len(e["paths"])) for e in rewarded] == [(2, 4), (3, 4), (3, 5)]
+    measured = [paths for action, paths in searched.asked if action == "evaluate.candidates"]
+    for event, asked in zip(rewarded, measured, strict=True):
+        assert event["paths"] == asked
+        assert event["noise"] == 0
+        supernet = supernet_after(searched, event["round"]).eval()
+        splits = [client.data.validation for client in searched.clients]
+        for path, reward in zip(event["paths"], event["rewards"], strict=True):
+            correct = 0
+            for split in splits:
+                x, y = split.batch(torch.arange(len(split)), "cpu")
+                correct += int((Candidate(supernet, path)(x).argmax(1) == y).sum())
+            assert reward == pytest.approx(correct / sum(map(len, splits)))
+    best = max(rewarded[-1]["rewards"])
+    assert searched.strategy.values["reward"] == best
+    path = searched.strategy.space.path(searched.strategy.derive())
+    assert rewarded[-1]["rewards"][rewarded[-1]["paths"].index(path)] == best
+    assert len({tuple(path) for _, paths in searched.asked for path in paths}) > 10
+
+
+def test_the_controller_learns_after_the_warm_up_only(searched):
+    samplers = [sampler for _, sampler in searched.rounds]
+    names = [name for name in samplers[0] if name.startswith("policy.")]
+    moved = [
+        any(not torch.equal(samplers[i][name], samplers[i + 1][name]) for name in names)
+        for i in range(3)
+    ]
+    assert moved == [False, True, True]
+    actions = [action for action, _ in searched.asked]
+    train, measure = "train.candidate", "evaluate.candidates"
+    assert actions == [train, train, measure, train, measure, measure]
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "median"])
+def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
+    aggregate, compose_config, federate
+):
+    short = [
+        "rounds=1",
+        "algorithm.warm_up_rounds=0",
+        "clients=3",
+        "partition.fractions=[0.4,0.3,0.3]",
+    ]
+    federation = federate(compose_config(*DPNAS, *short, f"aggregate={aggregate}"))
+    strategy, honest = federation.strategy, []
+    ask = strategy.ask
+
+    def told(action, settings, **arguments):
+        rewards = []
+        for client, reply in ask(action, settings, **arguments):
+            if action == "evaluate.candidates":
+                ((dtype, vector),) = reply.states["rewards"].items()
+                rewards.append(vector)
+                if client == 0:
+                    lie = {"rewards": {dtype: torch.full_like(vector, 1e3)}}
+                    reply = replace(reply, states=lie, num_examples=100)
+            yield client, replace(reply, num_examples=100)
+        honest.append(rewards)
+
+    strategy.ask = told
+    strategy.start(federation.grid, num_rounds=1)
+    rewarded = [event["rewards"] for event in federation.events if event["event"] == "rewarded"]
+    measured = [rewards for rewards in honest if rewards]
+    assert len(rewarded) == len(measured) == 2
+    for found, (_, *others) in zip(rewarded, measured, strict=True):
+        held = torch.stack([torch.ones_like(others[0]), *others])
+        expected = held.mean(0) if aggregate == "mean" else held.median(0).values
+        torch.testing.assert_close(torch.tensor(found), expected)
+
+
+@pytest.mark.parametrize("sampler", ["controller", "evolution", "random"])
+def test_no_degenerate_candidate_is_trained_measured_or_found(sampler, compose_config, federate):
+    """From samplers that like ops without weights, of whose own draws many are degenerate."""
+    strategy = federate(compose_config(*DPNAS, f"algorithm.sampler={sampler}")).strategy
+    own, space = strategy.sampler.sampler, strategy.cells
+    generator = torch.Generator().manual_seed(0)
+    if sampler == "controller":
+        with torch.no_grad():
+            for decoder in own.policy.decoders:
+                decoder.bias[:4] += 3  # none, the pools and the skip connection
+        plain = [space.genotype(path) for path in own.sample(300, generator)]
+        assert sum(space.is_degenerate(genotype) for genotype in plain) > 20
+    else:
+        own.choices = (4,) * 14 + (10,)  # the last edge alone may have weights
+    for _ in range(3):
+        paths = strategy.sampler.sample(60, generator)
+        assert not any(space.is_degenerate(space.genotype(path)) for path in paths)
+        strategy.sampler.learn(paths, [0.5] * len(paths))
+
+
+@pytest.mark.parametrize("momentum", ["reset", "averaged", "server"])
+def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
+    momentum, compose_config, federate
+):
+    """To the last bit; whole states are averaged for the paths, and all else stays as it was."""
+    config = compose_config(*DPNAS, f"training.momentum={momentum}")
+
+    def searched(*, whole):
+        federation = federate(config)
+        strategy, federation.used = federation.strategy, []
+        ask, train = strategy.ask, strategy.train
+
+        def told(action, settings, **given):
+            used = path_states(strategy.supernet, settings.candidates)
+            federation.used.append((action, used))
+            if whole:
+                settings = replace(settings, sparse=False)
+                states = strategy.states if action == "train.candidate" else strategy.model
+                given |= {"states": states, "whole": None}
+                if action == "train.candidate":
+                    given["layouts"] = strategy.layouts
+            return ask(action, settings, **given)
+
+        def restored(action, settings, constant, *, only):
+            """Average whole states, and keep of them what the paths have."""
+            before = {name: dict(packed) for name, packed in strategy.states.items()}
+            replies = told(action, settings)
+            average, metrics = strategy.average(replies)
+            for state, packed in average.items():
+                layout = strategy.layouts[state]
+                kept = unpack(before[state], layout)
+                for name, tensor in unpack(packed, layout).items():
+                    if name not in only[state]:
+                        tensor.copy_(kept[name])
+            strategy.move(average, constant)
+            return metrics
+
+        strategy.ask = told
+        strategy.train = restored if whole else train
+        strategy.start(federation.grid, num_rounds=2)
+        assert not [e for e in federation.events if e["event"] == "client_failed"]
+        return federation
+
+    sparse, dense = searched(whole=False), searched(whole=True)
+    found = sparse.strategy.named_arrays().to_torch_state_dict()
+    for name, tensor in dense.strategy.named_arrays().to_torch_state_dict().items():
+        assert torch.equal(found[name], tensor)
+    rewards = [
+        [e["rewards"] for e in f.events if e["event"] == "rewarded"] for f in (sparse, dense)
+    ]
+    assert rewards[0] == rewards[1]
+    assert len(rewards[0]) == 2
+    rounds = [[e for e in f.events if e["event"] == "round"] for f in (sparse, dense)]
+    assert [e["metrics"] for e in rounds[0]] == [e["metrics"] for e in rounds[1]]
+    for narrow, wide in zip(*rounds, strict=True):
+        assert narrow["bytes_dense"] == wide["bytes_dense"]
+        for key in ("bytes_sent", "bytes_received"):
+            assert narrow[key] < 0.9 * wide[key]
+    sizes = {n: w.numel() for n, w in sparse.strategy.supernet.weights().items()}
+    copies = 2 if momentum == "averaged" else 1
+    of_paths = sum(
+        4 * sizes[name] * (2 * copies if action == "train.candidate" else 1)
+        for action, used in sparse.used
+        for name in used["weights"]
+    )
+    taken = sum(e["bytes_sent"] + e["bytes_received"] for e in rounds[0])
+    assert 2 * of_paths <= taken <= 2 * of_paths + 10_000  # of two clients; arrays have headers

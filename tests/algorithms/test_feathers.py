@@ -1,0 +1,389 @@
+"""FEATHERS: trials leave nothing behind, rewards are the clients' means, the best arm searches."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fednas_flwr.algorithms.feathers.strategy import _clamped
+from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import describe_network
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Amount, Probe, Search, Trial
+from fednas_flwr.protocol.states import load_states
+from fednas_flwr.search.bandit import Bandit, draw_configurations
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.settings.optimizers import Adam, Range
+
+from ..asked import in_words, of_exchange
+
+SETTINGS = [
+    *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),
+    *("algorithm.bandit.beta=1.5", "clients=2", "partition=quantity"),
+    "partition.fractions=[0.7,0.3]",
+]
+ROUNDS = 3
+
+
+def record(federation):
+    """Run a federation's search and keep what was asked and answered."""
+    federation.asked = asked = []
+    ask = in_words(federation.cohort.ask)
+
+    def recording(action, **arguments):
+        states = copy.deepcopy(arguments.get("states"))
+        replies = []
+        asked.append((action, arguments | {"states": states}, replies))
+        for client, reply in ask(action, **arguments):
+            replies.append(reply)
+            yield client, reply
+
+    federation.cohort.ask = of_exchange(recording)
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    return federation
+
+
+@pytest.fixture(scope="module")
+def searched(compose_config, federate):
+    return record(federate(compose_config(*SETTINGS)))
+
+
+def explored(federation):
+    return [event for event in federation.events if event["event"] == "explored"]
+
+
+def of_action(federation, action):
+    return [(arguments, replies) for name, arguments, replies in federation.asked if name == action]
+
+
+def test_explorations_alternate_with_search(searched):
+    assert [event["round"] for event in explored(searched)] == [1, 3]
+    assert len(of_action(searched, "train.search")) == ROUNDS
+    tried = [len(a["settings"].trials) for a, _ in of_action(searched, "train.probe")]
+    assert tried == [event["kappa"] for event in explored(searched)]
+    assert max(tried) > 1
+
+
+def test_rounds_tell_what_was_chosen_and_tried(searched):
+    metrics = [event["metrics"] for event in searched.events if event["event"] == "round"]
+    told = {event["round"]: event for event in explored(searched)}
+    assert [m["lr"] for m in metrics] == [told[r]["configuration"]["lr"] for r in (1, 1, 3)]
+    for event in told.values():
+        assert event["bytes_received"] < 1000 < event["bytes_sent"]  # no weights come back
+        assert event["seconds"] > 0
+
+
+def test_trials_and_search_start_from_the_same_state(searched):
+    (trials, _), *_ = of_action(searched, "train.probe")
+    (search, _), *_ = of_action(searched, "train.search")
+    for state, packed in trials["states"].items():
+        for dtype, vector in packed.items():
+            assert torch.equal(search["states"][state][dtype], vector)
+    tried = [str(trial.weights) for trial in trials["settings"].trials]
+    assert len(set(tried)) == len(tried)
+
+
+@pytest.mark.parametrize("stage", ["search", "retrain"])
+def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, federate, stage):
+    """To the last bit: nothing of a trial, its random draws included, reaches the next."""
+    retrained = ["stages=[retrain]", "genotype=x", "retrain.norm=group"]
+    config = compose_config(*SETTINGS, *(retrained if stage == "retrain" else []))
+    federation = federate(config)
+    client, strategy = federation.clients[0], federation.strategy
+    if stage == "retrain":
+        genotype = strategy.space.random_genotype(make_generator(2, "genotype"))
+        described = describe_network(config, federation.data[0], genotype)
+        strategy, _ = make_retraining(config, described, federation.cohort, None)
+    assert strategy.stage == stage
+    chosen = strategy.tuner.configurations[:3]
+    local = strategy._local(chosen[0])
+    trials = [Trial(c.sgd(strategy.clip_norm), c.adam(), c.dropout) for c in chosen]
+    trials[1] = replace(trials[1], drop_path_prob=0.5)
+
+    def rewards(chosen):
+        header = Header("test", stage, 1, 1, client.index, "nonce")
+        own = {"search": local, "training": None}
+        if stage == "retrain":
+            own = {"search": None, "training": local}
+        probe = Probe(**own, trials=chosen, loss_bound=5.0)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            request = Request("train.probe", header, probe, strategy.states)
+            reply = ANSWERS["train.probe"](client, request, probe)
+        assert set(reply.states) == {"rewards"}
+        assert not reply.metrics
+        return reply.states["rewards"]["float32"].tolist()
+
+    together = rewards(trials)
+    assert together == [reward for trial in trials for reward in rewards([trial])]
+    assert len(set(together)) == 3
+
+
+def loss_of(client, supernet):
+    """Return the validation loss after one pass over the train records set all statistics."""
+    norms = [m for m in supernet.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over batches
+    generator = make_generator(client.seed, "search", 1, client.index, "statistics")
+    supernet.train()
+    with torch.no_grad():
+        for x, _ in client.epoch(client.data.train, batch_size=32, generator=generator):
+            supernet(x)
+    for norm in norms:
+        norm.momentum = 0.1
+    assert norms
+    return evaluate(supernet, client.data.validation, client.device).loss
+
+
+def test_rewards_are_mean_decreases_by_validation_size(searched):
+    """Each client's own search, made by train.search, measured before and after."""
+    config, strategy = searched.config, searched.strategy
+    event = explored(searched)[0]
+    (arguments, _), *_ = of_action(searched, "train.probe")
+    drawn = sorted(map(int, event["rewards"]))
+    assert drawn == Bandit.of(6, config.algorithm.bandit).draw(
+        event["kappa"], make_generator(config.seed, "bandit", "search", 1)
+    )
+    decreases, sizes = [], []
+    for client in searched.clients:
+        header = Header("test", "search", 1, 1, client.index, "nonce")
+        probe = arguments["settings"]
+        local = replace(
+            probe.search, weights=probe.trials[0].weights, alphas=probe.trials[0].alphas
+        )
+        request = Request("train.search", header, Search(local=local), arguments["states"])
+        assert local.amount == Amount(1, None, 32)
+        supernet = client.network({"name": "supernet"}, arguments["states"])
+        before = loss_of(client, supernet)
+        reply = ANSWERS["train.search"](client, request, request.settings)
+        load_states(supernet, reply.states)
+        after = loss_of(client, supernet)
+        decreases.append(before - after)
+        sizes.append(len(client.data.validation))
+    mean = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)
+    assert event["rewards"][str(drawn[0])] == pytest.approx(mean, abs=1e-6)
+    learnt = Bandit.of(6, config.algorithm.bandit).updated(
+        {int(arm): reward for arm, reward in event["rewards"].items()}
+    )
+    assert event["estimates"] == pytest.approx(learnt.estimates_N.tolist())
+    assert (
+        strategy.tuner.configurations[event["best"]] == strategy.tuner.configurations[learnt.best()]
+    )
+
+
+def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(compose_config, federate):
+    federation = record(federate(compose_config(*SETTINGS, "algorithm.beta_decay=0.8")))
+    searched = [a["settings"].local for a, _ in of_action(federation, "train.search")]
+    assert [local.alternating.beta_decay for local in searched] == pytest.approx(
+        [0.8 * number / ROUNDS for number in range(1, ROUNDS + 1)]
+    )
+    tried = of_action(federation, "train.probe")
+    assert len(tried) == len(explored(federation)) > 1
+    for event, (arguments, _) in zip(explored(federation), tried, strict=True):
+        weight = arguments["settings"].search.alternating.beta_decay
+        assert weight == pytest.approx(0.8 * event["round"] / ROUNDS)
+
+
+def test_a_trial_after_which_other_clients_answer_than_before_is_worth_nothing(
+    compose_config, federate, monkeypatch
+):
+    federation = federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged"))
+    losses, asked = federation.strategy._losses, []
+
+    def other_clients(states):
+        asked.append(states)
+        return {c: own for c, own in losses(states).items() if (c == 0) == (states is asked[0])}
+
+    monkeypatch.setattr(federation.strategy, "_losses", other_clients)
+    federation.strategy.start(federation.grid, num_rounds=1)
+    assert set(explored(federation)[0]["rewards"].values()) == {0.0}
+
+
+@pytest.fixture(scope="module")
+def averaged(compose_config, federate):
+    return record(federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged")))
+
+
+def test_averaged_rewards_are_of_the_model_that_the_next_round_would_begin_with(averaged):
+    """Every client's own search, numpy's average of the states, and losses before and after."""
+    event = explored(averaged)[0]
+    arms = sorted(map(int, event["rewards"]))
+    searches = of_action(averaged, "train.search")
+    measured = of_action(averaged, "evaluate.model")
+    assert len(arms) == event["kappa"] > 1
+    assert len(measured) == 2 + sum(e["kappa"] for e in explored(averaged))  # two before trials
+    assert len(searches) == ROUNDS + sum(e["kappa"] for e in explored(averaged))
+    assert not of_action(averaged, "train.probe")
+    for index, arm in enumerate(arms):
+        arguments, _ = searches[index]
+        assert arguments["settings"].local.weights.lr == (
+            averaged.strategy.tuner.configurations[arm].lr
+        )
+        states = []
+        for client in averaged.clients:
+            header = Header("test", "search", 1, 1, client.index, "nonce")
+            request = Request("train.search", header, arguments["settings"], arguments["states"])
+            states.append(ANSWERS["train.search"](client, request, request.settings).states)
+        counts = [len(client.data.train) for client in averaged.clients]
+        mean = {
+            state: {
+                dtype: torch.stack(
+                    [n / sum(counts) * s[state][dtype] for n, s in zip(counts, states, strict=True)]
+                ).sum(0)
+                for dtype in packed
+            }
+            for state, packed in states[0].items()
+            if state != "buffers"  # the losses' own statistics take their place
+        }
+        decreases, sizes = [], []
+        for client in averaged.clients:
+            supernet = client.network({"name": "supernet"}, arguments["states"])
+            before = loss_of(client, supernet)
+            load_states(supernet, mean | {"buffers": arguments["states"]["buffers"]})
+            decreases.append(before - loss_of(client, supernet))
+            sizes.append(len(client.data.validation))
+        expected = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)
+        assert event["rewards"][str(arm)] == pytest.approx(expected, abs=2e-5)
+    assert max(map(abs, event["rewards"].values())) > 2e-3
+    best = averaged.strategy.tuner.configurations[event["best"]].lr
+    assert searches[len(arms)][0]["settings"].local.weights.lr == best
+
+
+def test_trials_of_averaged_models_leave_the_global_model_alone(averaged):
+    searches = of_action(averaged, "train.search")
+    kappa = explored(averaged)[0]["kappa"]
+    first = searches[0][0]["states"]
+    for arguments, _ in searches[1 : kappa + 1]:  # the last begins round 1
+        for state, packed in first.items():
+            for dtype, vector in packed.items():
+                assert torch.equal(arguments["states"][state][dtype], vector)
+
+
+def test_averaged_models_are_rewarded_in_retraining_too(run_inline):
+    run = run_inline(*SETTINGS, "algorithm.rewarded=averaged", "rounds=1", "retrain.rounds=3")
+    assert run.error is None
+    told = [event for event in run.events if event["event"] == "explored"]
+    assert [(e["stage"], e["round"]) for e in told] == [
+        ("search", 1),
+        ("retrain", 1),
+        ("retrain", 3),
+    ]
+    assert all(reward != 0 for event in told for reward in event["rewards"].values())
+
+
+def test_wild_losses_of_a_client_do_not_choose(compose_config, federate, monkeypatch):
+    federation = federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged"))
+    honest = ANSWERS["evaluate.model"]
+
+    def lying(client, request, asked):
+        reply = honest(client, request, asked)
+        return replace(reply, metrics=reply.metrics | {"loss": -1e15 * (1 + request.header.phase)})
+
+    monkeypatch.setitem(ANSWERS, "evaluate.model", lying)
+    with pytest.raises(QuorumError, match=r"loss=-2000000000000000.0 is not from 0 to 1e"):
+        federation.strategy.start(federation.grid, num_rounds=1)
+    assert not explored(federation)
+
+
+def test_a_decrease_that_is_no_number_is_the_worst_reward():
+    assert [_clamped(d, 5.0) for d in (math.nan, math.inf, -math.inf, 0.5)] == [-5, -5, -5, 0.5]
+
+
+def test_private_rewards_of_averaged_models_are_refused(compose_config):
+    private = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
+    with pytest.raises(ConfigError, match=r"rewarded=averaged with privacy=dp.*rewarded=local"):
+        compose_config(*SETTINGS, *private, "algorithm.rewarded=averaged")
+
+
+def test_the_best_configuration_searches(searched):
+    drawn = draw_configurations(
+        6, searched.config.algorithm.ranges, make_generator(searched.config.seed, "configurations")
+    )
+    best = {event["round"]: drawn[event["best"]] for event in explored(searched)}
+    for arguments, _ in of_action(searched, "train.search"):
+        chosen = best[1 if arguments["server_round"] < 3 else 3]
+        local = arguments["settings"].local
+        assert local.weights.lr == chosen.lr
+        assert local.weights.min_lr == chosen.lr
+        assert local.alphas == Adam(lr=chosen.alpha_lr, weight_decay=chosen.alpha_weight_decay)
+
+
+def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkeypatch):
+    federation = federate(compose_config(*SETTINGS))
+    honest = ANSWERS["train.probe"]
+
+    def lying(client, request, asked):
+        reply = honest(client, request, asked)
+        (rewards,) = reply.states["rewards"].values()
+        wild = {"rewards": {"float32": torch.full_like(rewards, 1e15)}}
+        return replace(reply, states=wild) if client.index else reply
+
+    monkeypatch.setitem(ANSWERS, "train.probe", lying)
+    with pytest.raises(
+        QuorumError, match="client 1: rewards has a norm of 1.73e.15, where an honest"
+    ):
+        federation.strategy.start(federation.grid, num_rounds=1)
+    assert not explored(federation)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(0.0, 5.0), (0.1, 0.4), (1e-9, 1e-3), (9.0, 5.0)])
+def test_the_bound_of_noised_rewards_follows_their_size(scale, expected, compose_config, federate):
+    strategy = federate(compose_config(*SETTINGS, "algorithm.loss_bound=5")).strategy
+    bandit = replace(strategy.tuner.bandit, scale=scale)
+    strategy.tuner = replace(strategy.tuner, bandit=bandit)
+    assert strategy._bound() == 5.0
+    strategy.private = {"releases": {}}
+    assert strategy._bound() == pytest.approx(expected)
+
+
+def test_a_given_list_takes_the_place_of_the_drawn_one(compose_config, federate):
+    one = "{lr: 0.05, weight_decay: 0.0, momentum: 0.9, alpha_lr: 0.01, alpha_weight_decay: 0.0, "
+    config = compose_config(*SETTINGS, f"algorithm.configurations=[{one} dropout: 0.0}}]")
+    (configuration,) = federate(config).strategy.tuner.configurations
+    assert configuration.lr == 0.05
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("algorithm.ranges.lr={low: 0.0, high: 1.0, log: true}", "low=0.0 is out of range"),
+        ("algorithm.ranges.momentum={low: 2.0, high: 1.0, log: false}", "high=1.0 .* 2.0 or more"),
+        ("algorithm.nas_rounds=0", "nas_rounds=0"),
+        ("algorithm.loss_bound=-1", "loss_bound=-1"),
+        ("algorithm.bandit.temperature=0", "temperature=0"),
+    ],
+)
+def test_bad_settings_are_refused(compose_config, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*SETTINGS, override)
+
+
+def test_drawn_configurations_follow_their_ranges():
+    ranges = {
+        "lr": Range(1e-4, 1e-1, log=True),
+        "weight_decay": Range(1e-5, 1e-1, log=True),
+        "momentum": Range(0.0, 1.0, log=False),
+        "alpha_lr": Range(1e-5, 1e-2, log=True),
+        "alpha_weight_decay": Range(1e-5, 1e-1, log=True),
+        "dropout": Range(0.0, 0.2, log=False),
+    }
+    drawn = draw_configurations(4000, ranges, make_generator(1, "drawn"))
+    for name, distribution in ranges.items():
+        values = torch.tensor([getattr(c, name) for c in drawn], dtype=torch.float64)
+        assert float(values.min()) >= distribution.low * (1 - 1e-12)
+        assert float(values.max()) < distribution.high
+        # The median is the middle, in logarithms where the range has them.
+        middle = distribution.at(0.5)
+        below = float((values < middle).double().mean())
+        assert abs(below - 0.5) < 5 * (0.25 / 4000) ** 0.5
+    with pytest.raises(ConfigError, match="ranges"):
+        draw_configurations(1, {"lr": ranges["lr"]}, make_generator(1, "drawn"))

@@ -1,0 +1,189 @@
+"""FedEx: what every client trains with, what moves theta, and a whole run on a given genotype."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.cli import main
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.runs.events import latest_rounds, read_events
+from fednas_flwr.search.bandit import draw_configurations
+from fednas_flwr.search.exponentiated_gradient import Theta, Trial
+from fednas_flwr.spaces.genotype import save_genotype
+
+from ..asked import in_words, of_exchange
+
+ROUNDS = 2
+DATA = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]"]
+SETTINGS = ["algorithm=fedex", "algorithm.num_configurations=5", "retrain.batch_size=16", *DATA]
+NETWORK = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
+
+
+@pytest.fixture
+def prepared(compose_config, federate):
+    """``prepared()``: a federation whose strategy is FedEx; ``asked`` gets its requests."""
+
+    def make(checkpoints=None):
+        federation = federate(
+            compose_config("algorithm=random_search", *DATA), checkpoints=checkpoints
+        )
+        federation.config = compose_config(*SETTINGS)
+        federation.strategy, federation.network = make_retraining(
+            federation.config, NETWORK, federation.cohort, federation.checkpoints
+        )
+        federation.asked = asked = []
+        ask = in_words(federation.cohort.ask)
+
+        def recording(action, **arguments):
+            asked.append(arguments)
+            return ask(action, **arguments)
+
+        federation.cohort.ask = of_exchange(recording)
+        return federation
+
+    return make
+
+
+def rounds_of(federation):
+    return [event["metrics"] for event in federation.events if event["event"] == "round"]
+
+
+def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
+    """Both rounds again, from the actions, numpy's average and the pure theta."""
+    federation = prepared()
+    config, strategy = federation.config, federation.strategy
+    strategy.start(federation.grid, num_rounds=ROUNDS)
+    configurations = draw_configurations(
+        5, config.algorithm.ranges, make_generator(config.seed, "configurations")
+    )
+    theta, drawn_ever = Theta.of(5, config.algorithm.theta), set()
+    for number, (asked, told) in enumerate(
+        zip(federation.asked, rounds_of(federation), strict=True), start=1
+    ):
+        trials, weights = [], []
+        for client in federation.clients:
+            arm = theta.draw(make_generator(config.seed, "theta", number, client.index))
+            drawn_ever.add(arm)
+            own = asked["own_settings"][client.index]
+            assert own.local.weights == configurations[arm].sgd(5.0)
+            assert own.local.drop_path_prob == configurations[arm].dropout
+            header = Header("test", "retrain", number, 1, client.index, "nonce")
+            request = Request("train.weights", header, own, asked["states"])
+            torch.manual_seed(0)
+            reply = ANSWERS["train.weights"](client, request, own)
+            network = client.network(NETWORK, reply.states)
+            loss = evaluate(network, client.data.validation, client.device).loss
+            assert reply.metrics["validation_loss"] == pytest.approx(loss)
+            assert reply.num_examples == len(client.data.train)
+            trials.append(Trial(arm, loss, reply.num_examples))
+            weights.append(reply.states["weights"]["float32"].double().numpy())
+        counts = [trial.weight for trial in trials]
+        mean = np.average(weights, axis=0, weights=counts)
+        after = [*federation.asked[1:], {"states": strategy.states}][number - 1]
+        np.testing.assert_allclose(after["states"]["weights"]["float32"], mean, atol=1e-5)
+        theta = theta.updated(trials)
+        loss = np.average([trial.loss for trial in trials], weights=counts)
+        assert told["validation_loss"] == pytest.approx(loss, rel=1e-5)
+        assert told["theta_entropy"] == pytest.approx(theta.entropy(), rel=1e-4)
+        assert told["lr"] == configurations[theta.best()].lr
+    assert len(drawn_ever) > 1
+    torch.testing.assert_close(
+        strategy.theta.probabilities(), theta.probabilities(), rtol=1e-4, atol=1e-9
+    )
+
+
+def test_resume_after_round_1_gives_equal_tensors(prepared, tmp_path):
+    whole, first = prepared(), prepared(tmp_path)
+    whole.strategy.start(whole.grid, num_rounds=ROUNDS)
+    first.strategy.start(first.grid, num_rounds=1)
+    second = prepared(tmp_path)
+    second.strategy.start(second.grid, num_rounds=ROUNDS)
+    assert second.strategy.values == whole.strategy.values
+    for state, packed in whole.strategy.states.items():
+        for dtype, vector in packed.items():
+            assert torch.equal(vector, second.strategy.states[state][dtype])
+
+
+def test_a_client_without_validation_records_speaks_for_no_configuration(prepared, monkeypatch):
+    honest = ANSWERS["train.weights"]
+
+    def lacking(client, request, asked):
+        validation = client.data.validation
+        kept = validation.rows if client.index == 1 else validation.rows[:0]
+        data = replace(client.data, validation=replace(validation, rows=kept))
+        return honest(replace(client, data=data), request, asked)
+
+    monkeypatch.setitem(ANSWERS, "train.weights", lacking)
+    federation = prepared()
+    federation.strategy.start(federation.grid, num_rounds=1)
+    (event,) = (event for event in federation.events if event["event"] == "round")
+    (loss,) = [m["validation_loss"] for m in event["clients"].values() if "validation_loss" in m]
+    assert federation.strategy.values["theta"]["loss_sum"] == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("nonsense", [1e30, None])
+def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, nonsense):
+    honest = ANSWERS["train.weights"]
+
+    def lying(client, request, asked):
+        reply = honest(client, request, asked)
+        if client.index:
+            return reply
+        metrics = {n: v for n, v in reply.metrics.items() if n != "validation_loss"}
+        told = {} if nonsense is None else {"validation_loss": nonsense}
+        return replace(reply, metrics=metrics | told)
+
+    monkeypatch.setitem(ANSWERS, "train.weights", lying)
+    federation = prepared()
+    federation.strategy.start(federation.grid, num_rounds=1)
+    theta = federation.strategy.values["theta"]
+    assert all(map(math.isfinite, theta["log_theta"]))
+    assert 0 <= theta["loss_sum"] <= federation.config.algorithm.loss_bound
+
+
+def test_a_run_tunes_a_given_genotype(compose_config, federate, tiny_overrides, tmp_path):
+    config = compose_config()
+    space = supernet_space(config, federate(config).data[0])
+    given, folder = tmp_path / "found.json", tmp_path / "run"
+    save_genotype(given, space.random_genotype(torch.Generator()))
+    tiny = [text for text in tiny_overrides if not text.startswith(("search_space", "rounds"))]
+    overrides = [*tiny, *SETTINGS, f"genotype={given}"]
+    assert main(["run", *overrides, f"run_dir={folder}"]) == 0
+    events = read_events(folder / "events.jsonl")
+    (derived,) = [event for event in events if event["event"] == "derived"]
+    assert derived["genotype"] == json.loads(given.read_text())
+    assert not latest_rounds(events, "search")
+    rounds = latest_rounds(events, "retrain")
+    assert all({"validation_loss", "theta_entropy", "lr"} <= set(r["metrics"]) for r in rounds)
+    assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["privacy=dp"], "privacy=dp with algorithm=fedex is not possible"),
+        (["algorithm.theta.schedule=aggresive"], "theta.schedule=aggresive .*nearest: aggressive"),
+        (["algorithm.theta.baseline_discount=2"], "baseline_discount=2.* 0 to 1"),
+        (["algorithm.num_configurations=0"], "num_configurations=0"),
+        (["algorithm.loss_bound=0"], "loss_bound=0"),
+        (
+            ["dataset.fractions={train: 0.8, validation: 0.0, test: 0.2}"],
+            "dataset.fractions.validation=0.0",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(compose_config, overrides, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*SETTINGS, *overrides)

@@ -1,0 +1,195 @@
+"""FedSGD against SGD on pooled batches and against DP-SGD of one client; resume; what it books."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.data.loaders import step_batch
+from fednas_flwr.models.networks import describe_network, make_network
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import TakeNetworkGradient
+from fednas_flwr.protocol.states import network_states, pack
+from fednas_flwr.settings.names import PRECISIONS
+
+from ..asked import in_words, of_exchange
+
+ROUNDS = 3
+PLAIN_CNN = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
+GRADIENTS = (
+    *("algorithm=random_search", "retrain.exchange=gradients", "retrain.batch_size=16"),
+    "retrain.weights={lr: 0.02, min_lr: 0.002, momentum: 0.9, weight_decay: 3e-4, clip_norm: 1}",
+)
+DARTS = (
+    *("search_space=darts_small", "retrain=darts", "retrain.exchange=gradients"),
+    *("retrain.channels=2", "retrain.num_cells=3", "retrain.batch_size=16"),
+)
+UNEQUAL = ("clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]")
+DP = (
+    *("privacy=dp", "clients=1", "stages=[retrain,export]", "privacy.test_seed=3"),
+    *("algorithm=fedavg", "algorithm.network=plain_cnn", "privacy.retrain.local_steps=3"),
+    *("retrain.batch_size=16", "retrain.rounds=2", "privacy.epsilon=50"),
+)
+
+
+def start(federation, description, *, rounds=ROUNDS):
+    strategy, network = make_retraining(
+        federation.config, description, federation.cohort, federation.checkpoints
+    )
+    strategy.start(federation.grid, num_rounds=rounds)
+    strategy.load_into(network)
+    return strategy, network
+
+
+@pytest.fixture
+def federation(compose_config, federate, tmp_path):
+    return federate(compose_config(*GRADIENTS, *UNEQUAL), checkpoints=tmp_path)
+
+
+def test_steps_equal_sgd_on_the_clients_pooled_batches(federation):
+    _, network = start(federation, PLAIN_CNN)
+    config, sgd = federation.config, federation.config.retrain.weights
+    with seeded(config.seed, "network"):
+        plain = make_network(PLAIN_CNN).train()
+    splits = [client.split("train+validation") for client in federation.clients]
+    steps = math.ceil(sorted(map(len, splits))[1] / 16)  # those of the median client's epoch
+    assert steps > 1
+    optimizer = torch.optim.SGD(
+        plain.parameters(), sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
+    )
+    losses = []
+    for step in range(ROUNDS * steps):
+        cosine = (1 + math.cos(math.pi * (step // steps) / ROUNDS)) / 2
+        optimizer.param_groups[0]["lr"] = sgd.min_lr + (sgd.lr - sgd.min_lr) * cosine
+        batches = []
+        for client, split in enumerate(splits):
+            purpose = ("batches", "train+validation", client)
+            rows = step_batch(
+                len(split), batch_size=16, step=step, seed=config.seed, purpose=purpose
+            )
+            batches.append(split.batch(rows, "cpu"))
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(plain(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), sgd.clip_norm)
+        optimizer.step()
+        losses.append(loss.item() * len(y))
+    for name, tensor in network.state_dict().items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=0, atol=5e-6)
+    rounds = [event for event in federation.events if event["event"] == "round"]
+    assert [event["exchanges"] for event in rounds] == [steps] * ROUNDS
+    assert rounds[-1]["metrics"]["train_loss"] < rounds[0]["metrics"]["train_loss"]
+
+
+def test_a_run_that_goes_on_ends_in_the_bits_of_one_that_was_not_stopped(
+    federation, compose_config, federate, tmp_path
+):
+    network = start(federation, PLAIN_CNN)[1].state_dict()
+    whole = {name: tensor.clone() for name, tensor in network.items()}
+    stopped = federate(federation.config, checkpoints=tmp_path / "stopped")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(stopped, in_round=3)
+    continued = federate(federation.config, checkpoints=tmp_path / "stopped")
+    for name, tensor in start(continued, PLAIN_CNN)[1].state_dict().items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def interrupted(federation, *, in_round):
+    """Train until the second step of a round."""
+    ask, asked = in_words(federation.cohort.ask), []
+
+    def until_then(action, **kwargs):
+        asked.append(kwargs["server_round"])
+        if asked.count(in_round) == 2:
+            raise KeyboardInterrupt
+        return ask(action, **kwargs)
+
+    federation.cohort.ask = of_exchange(until_then)
+    start(federation, PLAIN_CNN)
+
+
+def test_batch_norm_and_an_auxiliary_head_are_trained_as_without_a_federation(
+    compose_config, federate
+):
+    own = ("clients=1", "retrain.auxiliary_weight=0.4", "retrain.batch_size=40")
+    config = compose_config(*GRADIENTS, *DARTS, *own)
+    federation = federate(config)
+    genotype = federation.strategy.space.random_genotype(torch.Generator().manual_seed(0))
+    described = describe_network(config, federation.data[0], genotype)
+    assert described["auxiliary"]
+    _, network = start(federation, described, rounds=1)
+    with seeded(config.seed, "network"):
+        plain = make_network(described).train()
+    sgd, split = config.retrain.weights, federation.clients[0].split("train+validation")
+    optimizer = torch.optim.SGD(
+        plain.parameters(), sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
+    )
+    for step in range(2):  # rounding grows through batch norm
+        purpose = ("batches", "train+validation", 0)
+        rows = step_batch(len(split), batch_size=40, step=step, seed=config.seed, purpose=purpose)
+        x, y = split.batch(rows, "cpu")
+        logits, auxiliary = plain(x)
+        optimizer.zero_grad()
+        (F.cross_entropy(logits, y) + 0.4 * F.cross_entropy(auxiliary, y)).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), sgd.clip_norm)
+        optimizer.step()
+    for name, tensor in network.state_dict().items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-4, atol=1e-4)
+
+
+def test_the_precision_arrives_at_the_gradient(compose_config, federate):
+    full, half = (
+        start(federate(compose_config(*GRADIENTS, *UNEQUAL, own)), PLAIN_CNN, rounds=1)[1]
+        for own in (f"training.precision={precision}" for precision in PRECISIONS)
+    )
+    assert not torch.equal(*(next(network.parameters()) for network in (full, half)))
+
+
+def test_steps_of_a_round_drop_other_paths(compose_config, federate):
+    federation = federate(compose_config(*GRADIENTS, *DARTS, "clients=1"))
+    genotype = federation.strategy.space.random_genotype(torch.Generator().manual_seed(0))
+    described = describe_network(federation.config, federation.data[0], genotype)
+    states = {n: pack(s) for n, s in network_states(make_network(described)).items() if s}
+
+    def gradient(step):
+        asked = TakeNetworkGradient(
+            network=described,
+            split="train",
+            step=step,
+            batch_size=None,
+            auxiliary_weight=0.0,
+            drop_path_prob=0.5,
+        )
+        header = Header("test", "retrain", 1, 1 + step, 0, f"{step}")
+        request = Request("train.network_gradient", header, asked, states)
+        return answer(federation.clients[0], request).states["weights"]["float32"]
+
+    assert torch.equal(gradient(0), gradient(0))
+    assert not torch.allclose(gradient(0), gradient(1), rtol=0.1)
+
+
+def test_one_private_client_is_dp_sgd_with_momentum(run_inline):
+    """FedAvg's local loop, whose momentum travels with the model, is DP-SGD of one client."""
+    found = {}
+    for exchange, momentum in (("models", "averaged"), ("gradients", "reset")):
+        own = (f"retrain.exchange={exchange}", f"training.momentum={momentum}")
+        ran = run_inline(*DP, *own)
+        assert ran.error is None
+        found[exchange] = load_file(ran.folder / "model.safetensors")
+        site = ran.folder / "sites" / "client-0"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
+            rows = [row.entry for row in ledger.entries()]
+        action = {"models": "train.weights", "gradients": "train.network_gradient"}[exchange]
+        assert [row.action for row in rows] == 6 * [f"{action}:weights"]
+        assert len({row.release for row in rows}) == 1
+    for name, tensor in found["models"].items():
+        torch.testing.assert_close(found["gradients"][name], tensor, rtol=0, atol=1e-5)

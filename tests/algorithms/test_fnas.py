@@ -1,0 +1,408 @@
+"""FNAS against plain-PyTorch loops on the pooled records, which know nothing of our strategy.
+
+Through the real path: strategy, cohort, messages, in-process grid, ClientApp, actions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.data.loaders import step_batch
+from fednas_flwr.models.networks import supernet_space
+
+from ..asked import in_words, of_exchange
+
+ROUNDS = 3
+UNEQUAL = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.3,0.1]"]
+# Small steps: large ones blow up the rounding errors of float32 from round to round.
+SGD = "{lr: 0.02, min_lr: 0.002, momentum: 0.9, weight_decay: 3.0e-4, clip_norm: 1.0}"
+GROUP = [
+    "search_space.norm=group",
+    f"algorithm.weights={SGD}",
+    "algorithm.alphas={lr: 0.03, weight_decay: 1.0e-3}",
+]
+FULL = [*GROUP, "algorithm.batch_size=null"]
+# Rounding is of this order, and another algorithm far away, as a test below shows.
+CLOSE = {"rtol": 0, "atol": 2e-6}
+ALPHAS_CLOSE = {"rtol": 0, "atol": 2e-6}
+
+
+class Plain:
+    """Vanilla NAS as one would write it in a notebook: one process, pooled records."""
+
+    def __init__(self, config, prepared):
+        with seeded(config.seed, "supernet"):
+            self.supernet = supernet_space(config, prepared).supernet().train()
+        self.weights = list(self.supernet.weights().values())
+        self.alphas = list(self.supernet.alphas().values())
+        sgd, adam = config.algorithm.weights, config.algorithm.alphas
+        self.sgd = sgd
+        self.weight_optimizer = torch.optim.SGD(
+            self.weights, lr=sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
+        )
+        self.alpha_optimizer = torch.optim.Adam(
+            self.alphas, lr=adam.lr, betas=(0.5, 0.999), weight_decay=adam.weight_decay
+        )
+
+    def lr(self, step):
+        cosine = (1 + math.cos(math.pi * step / ROUNDS)) / 2
+        return self.sgd.min_lr + (self.sgd.lr - self.sgd.min_lr) * cosine
+
+    def step_weights(self, step, loss):
+        """One step on a loss, or along gradients that are given."""
+        self.weight_optimizer.param_groups[0]["lr"] = self.lr(step)
+        for weight, gradient in zip(self.weights, self.gradients(loss, self.weights), strict=True):
+            weight.grad = gradient
+        torch.nn.utils.clip_grad_norm_(self.weights, self.sgd.clip_norm)
+        self.weight_optimizer.step()
+
+    def step_alphas(self, loss):
+        for alpha, gradient in zip(self.alphas, self.gradients(loss, self.alphas), strict=True):
+            alpha.grad = gradient
+        self.alpha_optimizer.step()
+
+    def gradients(self, loss, parameters):
+        if isinstance(loss, list):
+            return loss
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return [
+            torch.zeros_like(p) if g is None else g
+            for p, g in zip(parameters, gradients, strict=True)
+        ]
+
+    def mean_loss(self, batch):
+        return F.cross_entropy(self.supernet(batch[0]), batch[1])
+
+    def assert_equals(self, strategy, *, weights=CLOSE, alphas=ALPHAS_CLOSE):
+        weight_vector = torch.cat([w.detach().reshape(-1) for w in self.weights])
+        alpha_vector = torch.cat([a.detach().reshape(-1) for a in self.alphas])
+        torch.testing.assert_close(strategy.states["weights"]["float32"], weight_vector, **weights)
+        torch.testing.assert_close(strategy.states["alphas"]["float32"], alpha_vector, **alphas)
+
+
+def full(client, name):
+    split = client.split(name)
+    return split.batch(torch.arange(len(split)), "cpu")
+
+
+def pooled(clients, name):
+    batches = [full(client, name) for client in clients]
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def run(federation):
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    return federation.strategy
+
+
+@pytest.fixture(scope="module")
+def mean_run(compose_config, federate):
+    """Three unequal clients, full batches, ``reduce=mean``, after all rounds."""
+    federation = federate(compose_config("algorithm=fnas", *FULL, *UNEQUAL))
+    run(federation)
+    return federation
+
+
+def test_mean_over_unequal_clients_equals_vanilla_nas_on_the_pooled_data(mean_run):
+    sizes = [len(client.data.train) for client in mean_run.clients]
+    assert sizes[0] > 3 * sizes[2]
+    plain = Plain(mean_run.config, mean_run.data[0])
+    for step in range(ROUNDS):
+        plain.step_weights(step, plain.mean_loss(pooled(mean_run.clients, "train")))
+        plain.step_alphas(plain.mean_loss(pooled(mean_run.clients, "validation")))
+    plain.assert_equals(mean_run.strategy)
+
+
+@pytest.mark.parametrize(("fused", "clients"), [("false", UNEQUAL), ("true", ["clients=1"])])
+def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(
+    fused, clients, compose_config, federate
+):
+    beta = ["algorithm.beta_decay=0.3", f"algorithm.fused={fused}"]
+    federation = federate(compose_config("algorithm=fnas", *FULL, *clients, *beta))
+    strategy = run(federation)
+    plain = Plain(federation.config, federation.data[0])
+    for step in range(ROUNDS):
+        before = plain.gradients(
+            plain.mean_loss(pooled(federation.clients, "validation")), plain.alphas
+        )
+        plain.step_weights(step, plain.mean_loss(pooled(federation.clients, "train")))
+        decay = 0.3 * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
+        if fused == "true":
+            decays = plain.gradients(decay, plain.alphas)
+            plain.step_alphas([g + d for g, d in zip(before, decays, strict=True)])
+        else:
+            loss = plain.mean_loss(pooled(federation.clients, "validation"))
+            plain.step_alphas(loss + decay)
+    plain.assert_equals(strategy)
+
+
+def test_one_client_with_all_records_is_vanilla_nas(mean_run, compose_config, federate):
+    vanilla = federate(compose_config("algorithm=vanilla_nas", *FULL, "clients=1"))
+    pool = [sum(len(getattr(c.data, s)) for c in mean_run.clients) for s in ("train", "test")]
+    alone = [len(getattr(vanilla.clients[0].data, s)) for s in ("train", "test")]
+    assert pool == alone  # a record's part does not depend on who holds it
+    states = [mean_run.strategy.states, run(vanilla).states]
+    for name, close in (("weights", CLOSE), ("alphas", ALPHAS_CLOSE)):
+        torch.testing.assert_close(states[0][name]["float32"], states[1][name]["float32"], **close)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_sum_over_unequal_clients_is_the_pooled_sum_of_their_means(beta, compose_config, federate):
+    """The regulariser counts once per client, as the mean losses do."""
+    settings = ["algorithm.reduce=sum", f"algorithm.beta_decay={beta}"]
+    federation = federate(compose_config("algorithm=fnas", *FULL, *UNEQUAL, *settings))
+    strategy = run(federation)
+    plain = Plain(federation.config, federation.data[0])
+    for step in range(ROUNDS):
+        train = [plain.mean_loss(full(client, "train")) for client in federation.clients]
+        plain.step_weights(step, torch.stack(train).sum())
+        validation = [plain.mean_loss(full(client, "validation")) for client in federation.clients]
+        decay = beta * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
+        plain.step_alphas((torch.stack(validation) + decay).sum())
+    plain.assert_equals(strategy)
+
+
+@pytest.mark.parametrize("wrong", ["unweighted mean", "alphas at the old weights"])
+def test_the_tolerance_tells_other_algorithms_apart(wrong, mean_run):
+    federation, strategy = mean_run, mean_run.strategy
+    plain = Plain(federation.config, federation.data[0])
+    for step in range(ROUNDS):
+        validation = pooled(federation.clients, "validation")
+        if wrong == "unweighted mean":
+            train = [plain.mean_loss(full(client, "train")) for client in federation.clients]
+            plain.step_weights(step, torch.stack(train).mean())
+            plain.step_alphas(plain.mean_loss(validation))
+        else:
+            alpha_gradients = plain.gradients(plain.mean_loss(validation), plain.alphas)
+            plain.step_weights(step, plain.mean_loss(pooled(federation.clients, "train")))
+            plain.step_alphas(alpha_gradients)
+    for names in (("weights", plain.weights, CLOSE), ("alphas", plain.alphas, ALPHAS_CLOSE)):
+        state, tensors, close = names
+        vector = torch.cat([t.detach().reshape(-1) for t in tensors])
+        difference = (strategy.states[state]["float32"] - vector).abs().max()
+        assert difference > 20 * close["atol"]
+
+
+def test_second_order_with_one_client_equals_a_plain_loop(compose_config, federate):
+    config = compose_config("algorithm=vanilla_nas", *FULL, "clients=1", "algorithm.order=2")
+    federation = federate(config)
+    strategy = run(federation)
+    plain = Plain(config, federation.data[0])
+    train, validation = (
+        full(federation.clients[0], "train"),
+        full(federation.clients[0], "validation"),
+    )
+
+    def alpha_gradients_at(weights):
+        with torch.no_grad():
+            for weight, value in zip(plain.weights, weights, strict=True):
+                weight.copy_(value)
+        return plain.gradients(plain.mean_loss(train), plain.alphas)
+
+    largest_correction = 0.0
+    for step in range(ROUNDS):
+        old = [weight.detach().clone() for weight in plain.weights]
+        plain.step_weights(step, plain.mean_loss(train))
+        new = [weight.detach().clone() for weight in plain.weights]
+        loss = plain.mean_loss(validation)
+        gradients = plain.gradients(loss, plain.alphas + plain.weights)
+        gradients, direction = gradients[: len(plain.alphas)], gradients[len(plain.alphas) :]
+        r = 0.01 / torch.cat([d.reshape(-1) for d in direction]).norm()
+        plus = alpha_gradients_at([w + r * d for w, d in zip(old, direction, strict=True)])
+        minus = alpha_gradients_at([w - r * d for w, d in zip(old, direction, strict=True)])
+        alpha_gradients_at(new)
+        corrections = [plain.lr(step) * (p - m) / (2 * r) for p, m in zip(plus, minus, strict=True)]
+        largest_correction = max(largest_correction, *(float(c.abs().max()) for c in corrections))
+        plain.step_alphas([g - c for g, c in zip(gradients, corrections, strict=True)])
+    assert largest_correction > 1e-5
+    plain.assert_equals(strategy)
+
+
+def test_fused_takes_both_gradients_at_the_same_weights(compose_config, federate):
+    config = compose_config("algorithm=fnas", "clients=1", *FULL, "algorithm.fused=true")
+    federation = federate(config)
+    strategy = run(federation)
+    plain = Plain(config, federation.data[0])
+    for step in range(ROUNDS):
+        loss = plain.mean_loss(pooled(federation.clients, "validation"))
+        gradients = plain.gradients(loss, plain.alphas)  # before the weights move
+        plain.step_weights(step, plain.mean_loss(pooled(federation.clients, "train")))
+        plain.step_alphas(gradients)
+    plain.assert_equals(strategy)
+    sent = [event["bytes_sent"] for event in federation.events if event["event"] == "round"]
+    two = federate(compose_config("algorithm=fnas", "clients=1", *FULL))
+    run(two)
+    twice = [event["bytes_sent"] for event in two.events if event["event"] == "round"]
+    assert sent[0] == twice[0] / 2
+
+
+def test_local_steps_equal_a_plain_loop_of_local_descents(compose_config, federate):
+    config = compose_config(
+        "algorithm=fnas",
+        "clients=2",
+        "partition=quantity",
+        "partition.fractions=[0.7,0.3]",
+        *GROUP,
+        "algorithm.batch_size=16",
+        "algorithm.local_steps=2",
+    )
+    federation = federate(config)
+    strategy = run(federation)
+    plain = Plain(config, federation.data[0])
+
+    def batches(client, name, step):
+        split = client.split(name)
+        for local in range(2 * step, 2 * step + 2):
+            purpose = ("batches", name, client.index)
+            indices = step_batch(
+                len(split), batch_size=16, step=local, seed=config.seed, purpose=purpose
+            )
+            yield split.batch(indices, "cpu")
+
+    def exchange(name, step, parameters, lr):
+        """Each client descends from the same point; their moves are averaged by batch size."""
+        start = [parameter.detach().clone() for parameter in parameters]
+        moves, sizes = [], []
+        for client in federation.clients:
+            total = [torch.zeros_like(p) for p in parameters]
+            size = 0.0
+            for batch in batches(client, name, step):
+                gradients = plain.gradients(plain.mean_loss(batch), parameters)
+                with torch.no_grad():
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter -= lr * gradient
+                total = [t + g for t, g in zip(total, gradients, strict=True)]
+                size += len(batch[1]) / 2
+            with torch.no_grad():
+                for parameter, value in zip(parameters, start, strict=True):
+                    parameter.copy_(value)
+            moves.append(total)
+            sizes.append(size)
+        return [
+            sum(s * m for s, m in zip(sizes, ms, strict=True)) / sum(sizes)
+            for ms in zip(*moves, strict=True)
+        ]
+
+    assert len({len(c.data.train) for c in federation.clients}) == 2
+    for step in range(ROUNDS):
+        plain.step_weights(step, exchange("train", step, plain.weights, plain.lr(step)))
+        alpha_lr = config.algorithm.alphas.lr
+        plain.step_alphas(exchange("validation", step, plain.alphas, alpha_lr))
+    plain.assert_equals(strategy)
+
+
+def test_batch_norm_statistics_are_averaged_by_batch_and_counted_once(compose_config, federate):
+    config = compose_config(
+        "algorithm=fnas", *UNEQUAL, "search_space.norm=batch", "algorithm.batch_size=null"
+    )
+    federation = federate(config)
+    plain = Plain(config, federation.data[0])
+    initial = plain.supernet.state_dict()
+    initial = {name: tensor.clone() for name, tensor in initial.items()}
+    expected, sizes = {}, [len(client.data.train) for client in federation.clients]
+    for client, size in zip(federation.clients, sizes, strict=True):
+        plain.supernet.load_state_dict(initial)
+        plain.supernet(full(client, "train")[0])
+        for name, buffer in plain.supernet.named_buffers():
+            share = buffer.double() * size / sum(sizes)
+            expected[name] = expected.get(name, 0) + share
+    federation.strategy.start(federation.grid, num_rounds=1)
+    arrays = federation.strategy.named_arrays().to_torch_state_dict()
+    for name, buffer in expected.items():
+        actual = arrays[f"buffers.{name}"]
+        assert actual.dtype == initial[name].dtype
+        torch.testing.assert_close(actual.double(), buffer, rtol=1e-5, atol=1e-6)
+        if name.endswith("num_batches_tracked"):
+            assert actual == 1
+
+
+def test_it_goes_on_from_arrays_it_is_given(compose_config, federate):
+    config = compose_config("algorithm=fnas", *FULL, *UNEQUAL)
+    first = federate(config)
+    arrays = first.strategy.start(first.grid, num_rounds=1).arrays
+    second = federate(config)
+    given = {n: t.clone() for n, t in arrays.to_torch_state_dict().items()}
+    after = second.strategy.start(second.grid, initial_arrays=arrays, num_rounds=1).arrays
+    after = after.to_torch_state_dict()
+    assert list(after) == list(given)
+    assert any(not torch.equal(after[n], given[n]) for n in given if n.startswith("weights."))
+    assert all(not torch.equal(after[n], given[n]) for n in given if n.startswith("alphas."))
+
+
+def test_a_deadline_is_of_one_start_alone(compose_config, federate):
+    """Two stages share one cohort: what one is started with is not the other's."""
+    config = compose_config("algorithm=fnas", *FULL, *UNEQUAL)
+    federation = federate(config)
+    known = []
+    federation.cohort.emit = lambda event, **_: known.append(federation.cohort.deadline_s)
+    federation.strategy.start(federation.grid, num_rounds=1, timeout=41.0)
+    assert set(known) == {41.0}
+    assert federation.cohort.deadline_s == 60.0
+    federation.strategy.run_round = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        federation.strategy.start(federation.grid, num_rounds=2, timeout=41.0)
+    assert federation.cohort.deadline_s == 60.0
+
+
+def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(
+    compose_config, federate
+):
+    config = compose_config("algorithm=fnas", "clients=2", "algorithm.evaluate_every=2")
+    federation = federate(config)
+    federation.strategy.start(federation.grid, num_rounds=3)
+    rounds = [e for e in federation.events if e["event"] == "round"]
+    evaluated = [e["round"] for e in rounds if "validation_accuracy" in e["metrics"]]
+    assert evaluated == [2, 3]
+    assert rounds[0]["bytes_received"] > 0
+    for event in rounds:
+        assert math.isfinite(event["metrics"]["train_loss"])
+        assert set(event["clients"]) == {"0", "1"}
+
+
+@pytest.mark.parametrize("algorithm", ["fnas", "vanilla_nas"])
+@pytest.mark.parametrize("batch_size", ["null", "1000", "16"])
+def test_oversampling_repeats_records_and_counts_them_once(
+    algorithm, batch_size, compose_config, federate
+):
+    """A client of rare classes answers for no more records than it has, by their mean gradient."""
+    partition = ["clients=1"] if algorithm == "vanilla_nas" else UNEQUAL
+    config = compose_config(
+        *(f"algorithm={algorithm}", *GROUP, *partition, "training.oversample=true", "rounds=1"),
+        f"algorithm.batch_size={batch_size}",
+    )
+    federation = federate(config)
+    asked = []
+    ask = in_words(federation.cohort.ask)
+
+    def noting(action, **arguments):
+        for client, reply in ask(action, **arguments):
+            asked.append((action, client, reply))
+            yield client, reply
+
+    federation.cohort.ask = of_exchange(noting)
+    federation.strategy.start(federation.grid, num_rounds=1)
+    assert not [e for e in federation.events if e["event"] in ("client_failed", "client_left")]
+    gradients = [(v, index, r) for v, index, r in asked if v != "evaluate.model"]
+    repeated = 0
+    for action, index, reply in gradients:
+        client = federation.clients[index]
+        split = client.data.train if action == "train.weight_gradient" else client.data.validation
+        rows = client.for_training(split)
+        assert 1 <= reply.num_examples <= len(split)
+        repeated += len(rows) > len(split) == reply.num_examples
+        if (action, batch_size) == ("train.weight_gradient", "null"):
+            plain = Plain(config, federation.data[0])
+            expected = torch.autograd.grad(
+                plain.mean_loss(rows.batch(torch.arange(len(rows)), "cpu")),
+                plain.weights,
+                materialize_grads=True,
+                allow_unused=True,
+            )
+            mean = reply.states["weights"]["float32"] / reply.num_examples
+            torch.testing.assert_close(mean, torch.cat([g.reshape(-1) for g in expected]), **CLOSE)
+    assert repeated or batch_size == "16"

@@ -1,0 +1,81 @@
+"""``retrain.evaluate_every``: validation records of retraining are measured on, or trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.making import make_client
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import make_network
+from fednas_flwr.models.prediction import read_model
+from fednas_flwr.pipeline.buildable import check_buildable
+
+LINEAR = (
+    *("dataset=digits", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),
+    *("stages=[retrain,evaluate,export]", "retrain.rounds=3", "retrain.batch_size=64"),
+)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[int]]]:
+    """Of all batches: how many records the data set has, and which of them are in the batch."""
+    seen: list[tuple[int, set[int]]] = []
+
+    def noted(split: Split, indices: torch.Tensor, device: object, real: Any = Split.batch) -> Any:
+        seen.append((len(split.features), {*split.rows[indices].tolist()}))
+        return real(split, indices, device)
+
+    monkeypatch.setattr(Split, "batch", noted)
+    return seen
+
+
+@pytest.mark.parametrize("exchange", ["models", "gradients"])
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_validation_records_are_measured_on_or_trained_on(
+    every: int, exchange: str, run_inline: Callable[..., Any], read: list[tuple[int, set[int]]]
+) -> None:
+    run = run_inline(
+        *LINEAR,
+        *(f"retrain.evaluate_every={every}", f"retrain.exchange={exchange}"),
+        "dataset.linear_baseline=false",
+    )
+    assert run.error is None
+    rounds = [e for e in run.events if e["event"] == "round" and e["stage"] == "retrain"]
+    measured = ["validation_loss" in e["metrics"] for e in rounds]
+    assert measured == {0: [False] * 3, 1: [True] * 3, 2: [False, True, True]}[every]
+    data = make_data(run.config)
+    clients = [make_client(run.config, i, data=data, networks={}).data for i in range(2)]
+    train = {r for c in clients for r in c.train.rows.tolist()}
+    held = {r for c in clients for r in c.validation.rows.tolist()}
+    # a batch with records of both parts is one of training; the checks before look at all records
+    mixed = [
+        rows
+        for size, rows in read
+        if size == len(data[0].train) and len(rows) <= 64 and train & rows and held & rows
+    ]
+    assert bool(mixed) == (every == 0)
+    report = (run.folder / "report.html").read_text()
+    assert ("Of training records alone" in report) == (every == 0)
+    if every == 0:
+        return
+    network = read_model(run.folder / "model.safetensors", make_network).network
+    parts = [evaluate(network, c.validation, torch.device("cpu")) for c in clients]
+    total = sum(p.num_examples for p in parts)
+    last = rounds[-1]["metrics"]
+    for name in ("loss", "accuracy"):
+        mean = sum(p.num_examples * getattr(p, name) for p in parts) / total
+        assert last[f"validation_{name}"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_clients_without_validation_records_are_refused(compose_config: Callable[..., Any]) -> None:
+    without = "dataset.fractions={train: .9, validation: 0, test: .1}"
+    message = "client 0 has no validation record, on which retrain.evaluate_every=1 measures"
+    with pytest.raises(ConfigError, match=message):
+        check_buildable(compose_config(*LINEAR, without, "retrain.evaluate_every=1"))

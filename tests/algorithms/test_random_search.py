@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import make_network
+from fednas_flwr.search.bandit import draw_configurations
+from fednas_flwr.spaces.genotype import to_json
+
+from ..asked import in_words, of_exchange
+
+ROUNDS = 3
+UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
+
+
+@pytest.fixture(scope="module")
+def searched(compose_config, federate):
+    federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
+    federation.asked = asked = []
+    ask = in_words(federation.cohort.ask)
+
+    def recording(action, **arguments):
+        asked.append((action, arguments))
+        return ask(action, **arguments)
+
+    federation.cohort.ask = of_exchange(recording)
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    return federation
+
+
+def accuracies(federation):
+    rounds = [event for event in federation.events if event["event"] == "round"]
+    return [event["metrics"]["validation_accuracy"] for event in rounds]
+
+
+def test_the_candidate_of_best_validation_accuracy_is_derived(searched):
+    best = accuracies(searched).index(max(accuracies(searched)))
+    drawn = [
+        searched.strategy.space.random_genotype(
+            make_generator(searched.config.seed, "random_search", number)
+        )
+        for number in range(1, ROUNDS + 1)
+    ]
+    assert len({to_json(genotype) for genotype in drawn}) == ROUNDS
+    assert searched.strategy.derive() == drawn[best]
+    assert searched.strategy.values["accuracy"] == max(accuracies(searched))
+
+
+def test_every_round_tells_the_best_candidate_so_far(searched):
+    told = [event for event in searched.events if event["event"] == "best"]
+    assert [event["round"] for event in told] == list(range(1, ROUNDS + 1))
+    for event in told:
+        first = accuracies(searched)[: event["round"]]
+        generator = make_generator(
+            searched.config.seed, "random_search", 1 + first.index(max(first))
+        )
+        best = searched.strategy.space.random_genotype(generator)
+        assert event["genotype"] == json.loads(to_json(best))
+
+
+def test_no_candidate_is_chosen_or_trained_on_test_records(searched):
+    splits = {
+        (action, getattr(arguments["settings"], "local", arguments["settings"]).split)
+        for action, arguments in searched.asked
+        if action != "query.describe"
+    }
+    assert splits == {("train.weights", "train"), ("evaluate.model", "validation")}
+
+
+def test_the_accuracy_is_the_pooled_one_of_the_trained_candidate(searched):
+    _, arguments = searched.asked[-1]
+    network = make_network(arguments["settings"].network)
+    from fednas_flwr.protocol.states import load_states
+
+    load_states(network, arguments["states"])
+    own = [
+        evaluate(network, client.data.validation, torch.device("cpu"))
+        for client in searched.clients
+    ]
+    correct = sum(metrics.accuracy * metrics.num_examples for metrics in own)
+    pooled = correct / sum(metrics.num_examples for metrics in own)
+    assert accuracies(searched)[-1] == pytest.approx(pooled)
+
+
+def test_without_trials_the_first_candidate_is_taken(compose_config, federate):
+    config = compose_config("algorithm=random_search", *UNEQUAL, "algorithm.trial_rounds=0")
+    federation = federate(config)
+    federation.strategy.start(federation.grid, num_rounds=1)
+    first = make_generator(config.seed, "random_search", 1)
+    assert federation.strategy.derive() == federation.strategy.space.random_genotype(first)
+    assert federation.cohort.bytes_sent == 0
+
+
+@pytest.mark.parametrize("claims", [(7.0, 7.0, 7.0), (-1e300, 1.0, -1e300), (1e300, 1e300, 0.5)])
+def test_a_liar_has_one_vote(claims, compose_config, federate):
+    """Client 1, with 3 of 10 records, claims what it likes of each candidate."""
+    federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
+    ask, claimed, replies = in_words(federation.cohort.ask), iter(claims), []
+
+    def lying(action, **arguments):
+        for client, reply in ask(action, **arguments):
+            if action == "evaluate.model":
+                replies.append(reply)
+                if client == 1:
+                    reply = replace(reply, metrics={"accuracy": next(claimed)})
+            yield client, reply
+
+    federation.cohort.ask = of_exchange(lying)
+    strategy = federation.strategy
+    strategy.start(federation.grid, num_rounds=ROUNDS)
+    scores = []
+    for honest, liar, claim in zip(replies[::2], replies[1::2], claims, strict=True):
+        votes = [honest.metrics["accuracy"], min(1.0, max(0.0, claim))]
+        scores.append(np.average(votes, weights=[honest.num_examples, liar.num_examples]))
+    best = max(range(ROUNDS), key=scores.__getitem__)
+    drawn = make_generator(federation.config.seed, "random_search", best + 1)
+    assert strategy.derive() == strategy.space.random_genotype(drawn)
+    assert strategy.values["accuracy"] == pytest.approx(scores[best])
+
+
+def test_one_client_of_three_does_not_choose(compose_config, federate):
+    """Two agree, although one has harder records; the third claims 1 for what is worst for both."""
+    claims = {0: [0.9, 0.95, 0.6], 1: [0.0, 0.0, 1.0], 2: [0.4, 0.45, 0.3]}
+    config = compose_config("algorithm=random_search", "clients=3", "partition=iid")
+    federation = federate(config)
+    ask, claimed = (
+        in_words(federation.cohort.ask),
+        {client: iter(own) for client, own in claims.items()},
+    )
+
+    def claiming(action, **arguments):
+        for client, reply in ask(action, **arguments):
+            if action == "evaluate.model":
+                reply = replace(reply, metrics={"accuracy": next(claimed[client])})
+            yield client, reply
+
+    federation.cohort.ask = of_exchange(claiming)
+    federation.strategy.start(federation.grid, num_rounds=3)
+    second = make_generator(config.seed, "random_search", 2)
+    assert federation.strategy.derive() == federation.strategy.space.random_genotype(second)
+    assert np.mean(list(claims.values()), axis=0).argmax() == 2  # the mean would have the third
+
+
+RANGES = (
+    "algorithm.ranges={lr: {low: 1e-3, high: 0.1, log: true}, "
+    "weight_decay: {low: 1e-5, high: 1e-1, log: true}, momentum: {low: 0, high: 1, log: false}, "
+    "alpha_lr: {low: 0, high: 0, log: false}, alpha_weight_decay: {low: 0, high: 0, log: false}, "
+    "dropout: {low: 0, high: 0.2, log: false}}"
+)
+
+
+def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, federate):
+    config = compose_config("algorithm=random_search", *UNEQUAL, RANGES)
+    federation, trained = federate(config), []
+    ask = in_words(federation.cohort.ask)
+
+    def recording(action, **arguments):
+        if action == "train.weights":
+            trained.append(arguments["settings"].local)
+        return ask(action, **arguments)
+
+    federation.cohort.ask = of_exchange(recording)
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    drawn = []
+    for number in range(1, ROUNDS + 1):
+        generator = make_generator(config.seed, "random_search", number)
+        federation.strategy.space.random_genotype(generator)
+        drawn += draw_configurations(1, config.algorithm.ranges, generator)
+    assert [local.weights.lr for local in trained] == [c.lr for c in drawn]
+    assert [local.weights.momentum for local in trained] == [c.momentum for c in drawn]
+    best = drawn[accuracies(federation).index(max(accuracies(federation)))]
+    found = federation.strategy.configuration()
+    assert found == best
+    strategy, _ = make_retraining(
+        config, trained[0].network, federation.cohort, None, configuration=found
+    )
+    assert strategy.weights == replace(
+        config.retrain.weights,
+        lr=best.lr,
+        min_lr=min(best.lr, config.retrain.weights.min_lr),
+        momentum=best.momentum,
+        weight_decay=best.weight_decay,
+    )
+    assert strategy.drop_path_prob == best.dropout
+
+
+def test_without_ranges_retraining_keeps_its_own_settings(searched):
+    assert searched.strategy.configuration() is None

@@ -1,0 +1,526 @@
+"""Successive halving: a pool chosen by scores, trained side by side, halved by records."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.stage_strategies import releases_by_round
+from fednas_flwr.algorithms.successive_halving.strategy import SuccessiveHalving, num_left
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.client.answer import answer
+from fednas_flwr.models.metrics import evaluate
+from fednas_flwr.models.networks import make_network
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Train
+from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
+from fednas_flwr.search.data_free_scores import AZ_NAS, combine, measure
+from fednas_flwr.search.data_free_search import draw_by_alphas
+from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.server.robust_averages import median_rewards
+from fednas_flwr.spaces.flops import count_parameters
+from fednas_flwr.spaces.genotype import from_json, to_json
+
+from ..asked import in_words, of_exchange
+
+ROUNDS = 4
+SEARCH = [
+    *("algorithm=successive_halving", "algorithm.pool.draws=9", "algorithm.pool.keep=4"),
+    *("algorithm.pool.by=[synflow,parameters]", "algorithm.weights.clip_norm=0.5", "clients=2"),
+    *("partition=quantity", "partition.fractions=[0.7,0.3]", "algorithm.batch_size=16"),
+    *("dataset.crop_padding=2", "dataset.flip=true"),
+]
+
+
+def searched_by(federation, rounds=ROUNDS):
+    """Run a search; keep what was asked and answered, and the pool's states after each round."""
+    strategy, federation.asked, federation.after = federation.strategy, [], []
+    ask, run_round = in_words(federation.cohort.ask), strategy.run_round
+
+    def recording(action, **arguments):
+        sent = {s: {d: v.clone() for d, v in p.items()} for s, p in arguments["states"].items()}
+        replies = {}
+        federation.asked.append((action, arguments["settings"], sent, replies))
+        for client, reply in ask(action, **arguments):
+            replies[client] = reply
+            yield client, reply
+
+    def remembered(*numbers):
+        metrics = run_round(*numbers)
+        federation.after.append(([to_json(g) for g in strategy.pool()], tensors(strategy)))
+        return metrics
+
+    federation.cohort.ask, strategy.run_round = recording, remembered
+    strategy.start(federation.grid, num_rounds=rounds)
+    assert not [e for e in federation.events if e["event"] in ("client_failed", "warning")]
+    return federation
+
+
+def tensors(strategy):
+    named = strategy.named_arrays().to_torch_state_dict()
+    return {name: tensor.clone() for name, tensor in named.items()}
+
+
+@pytest.fixture(scope="module")
+def searched(compose_config, federate):
+    return searched_by(federate(compose_config(*SEARCH)))
+
+
+def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
+    config, space = searched.config, searched.strategy.space
+    generator, drawn = make_generator(config.seed, "successive_halving"), {}
+    while len(drawn) < 9:
+        genotype = space.random_genotype(generator)
+        drawn[to_json(genotype)] = genotype
+    names = ["synflow", "parameters"]
+    combined = combine([measure(space, g, names, seed=config.seed) for g in drawn.values()])
+    order = sorted(range(9), key=lambda index: -combined[index])
+    first = searched.asked[0][1].local.network["genotypes"]
+    assert [json.dumps(genotype) for genotype in first] == [
+        json.dumps(json.loads(list(drawn)[index])) for index in order[:4]
+    ]
+
+
+def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate):
+    """The best six by the pool's scores, of which those four stay that naswot prefers."""
+    config, space = searched.config, searched.strategy.space
+    generator, drawn = make_generator(config.seed, "successive_halving"), {}
+    while len(drawn) < 9:
+        genotype = space.random_genotype(generator)
+        drawn[to_json(genotype)] = genotype
+    scores = [
+        measure(space, g, ["synflow", "parameters"], seed=config.seed) for g in drawn.values()
+    ]
+    combined = combine(scores)
+    best = sorted(range(9), key=lambda index: -combined[index])[:6]
+    genotypes = list(drawn.values())
+    naswot = [
+        measure(space, genotypes[index], ["naswot"], seed=config.seed)["naswot"] for index in best
+    ]
+    kept = [best[place] for place in sorted(range(6), key=lambda place: -naswot[place])[:4]]
+    shortlist = "algorithm.pool.shortlist={keep: 6, scores: [naswot]}"
+    strategy = federate(compose_config(*SEARCH, shortlist)).strategy
+    assert strategy._choose()[:4] == [genotypes[index] for index in kept]
+    with pytest.raises(ConfigError, match=r"shortlist.keep=3 .* 4 to draws=9"):
+        compose_config(*SEARCH, "algorithm.pool.shortlist={keep: 3, scores: [naswot]}")
+
+
+def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
+    asked = [
+        (action, len(sent_genotypes(s))) for action, s, _, _ in searched.asked if s is not None
+    ]
+    train, measured = "train.weights", "evaluate.candidates"
+    assert [one for one in asked if one[1]] == [
+        *((train, 4), (train, 4), (measured, 4), (train, 2), (train, 2), (measured, 2))
+    ]
+    rounds = [event for event in searched.events if event["event"] == "round"]
+    assert [event["exchanges"] for event in rounds] == [1, 2, 1, 2]
+    assert [event["metrics"]["candidates"] for event in rounds] == [4, 4, 2, 2]
+    assert {s.local.split for action, s, _, _ in searched.asked if action == train} == {"train"}
+
+
+def sent_genotypes(settings):
+    local = getattr(settings, "local", None) or getattr(settings, "training", None) or settings
+    return (getattr(local, "network", None) or {}).get("genotypes", [])
+
+
+def member(packed, layout_of, index):
+    """Return one member's tensors of a packed state, under its own names."""
+    named = unpack(packed, layout_of)
+    start = f"members.{index}."
+    return {n.removeprefix(start): t for n, t in named.items() if n.startswith(start)}
+
+
+@pytest.mark.parametrize("momentum", ["reset", "averaged"])
+def test_a_member_is_trained_as_it_would_be_alone(momentum, compose_config, federate):
+    """Bit by bit: the same batches, its own clipping, its own moments."""
+    federation = searched_by(federate(compose_config(*SEARCH, f"training.momentum={momentum}")))
+    trained = [entry for entry in federation.asked if entry[0] == "train.weights"]
+    for number in (1, 2, 3):  # of the third two are left
+        _, settings, sent, replies = trained[number - 1]
+        described = settings.local.network
+        pool = make_network(described)
+        layouts = {s: Layout.of(t) for s, t in network_states(pool).items()}
+        for client in federation.clients:
+            for index, genotype in enumerate(described["genotypes"]):
+                alone = {k: v for k, v in described.items() if k != "genotypes"}
+                alone |= {"name": "derived", "genotype": genotype}
+                states = {
+                    s: pack(member(sent[s], layouts[s], index)) for s in ("weights", "buffers")
+                }
+                if momentum == "averaged":
+                    moments = unpack(sent[MOMENTS], Layout.of(no_moments(pool)))
+                    own = f"weights.momentum_buffer.members.{index}."
+                    states[MOMENTS] = pack({n: t for n, t in moments.items() if own in n})
+                request = Request(
+                    "train.weights",
+                    Header("run", "search", number, 1, client.index, "nonce"),
+                    Train(local=replace(settings.local, network=alone)),
+                    states,
+                )
+                expected = answer(client, request).states
+                for state in ("weights", "buffers"):
+                    found = pack(member(replies[client.index].states[state], layouts[state], index))
+                    for dtype, vector in expected[state].items():
+                        assert torch.equal(found[dtype], vector)
+
+
+def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
+    rewarded = [event for event in searched.events if event["event"] == "rewarded"]
+    assert [event["round"] for event in rewarded] == [2, 4]
+    measured = [entry for entry in searched.asked if entry[0] == "evaluate.candidates"]
+    for event, (_, settings, sent, _) in zip(rewarded, measured, strict=True):
+        assert event["noise"] == 0
+        pool = make_network(settings.network)
+        load_states(pool, sent)
+        splits = [client.data.validation for client in searched.clients]
+        for network, reward in zip(pool.members, event["rewards"], strict=True):
+            own = [(evaluate(network, s, torch.device("cpu")).accuracy, len(s)) for s in splits]
+            correct = sum(accuracy * count for accuracy, count in own)
+            assert reward == pytest.approx(correct / sum(map(len, splits)))
+        best = sorted(range(len(event["rewards"])), key=lambda i: -event["rewards"][i])
+        left, after = searched.after[event["round"] - 1]
+        kept = best[: len(left)]
+        assert left == [to_json(from_json(json.dumps(event["genotypes"][i]))) for i in kept]
+        before = {
+            f"{state}.{name}": tensor
+            for state, named in network_states(pool).items()
+            for name, tensor in named.items()
+        }
+        for name, tensor in after.items():
+            state, _, index, own = name.split(".", 3)
+            assert torch.equal(tensor, before[f"{state}.members.{kept[int(index)]}.{own}"])
+    assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
+
+
+LOCAL = [*SEARCH, "algorithm.rewarded=local", "algorithm.local_epochs=2", "rounds=2"]
+THREE = ["clients=3", "partition=iid"]
+
+
+def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_config, federate):
+    searched = searched_by(federate(compose_config(*LOCAL)), rounds=2)
+    rewarded = [event for event in searched.events if event["event"] == "rewarded"]
+    asked = [entry for entry in searched.asked if entry[1] is not None and sent_genotypes(entry[1])]
+    assert [action for action, *_ in asked] == ["evaluate.candidates"] * 2
+    assert [len(event["rewards"]) for event in rewarded] == [4, 2]
+    for (_, settings, _, replies), event in zip(asked, rewarded, strict=True):
+        assert {name for reply in replies.values() for name in reply.states} == {"rewards"}
+        own = [replies[client.index].states["rewards"]["float32"] for client in searched.clients]
+        records = torch.tensor([len(client.data.train) for client in searched.clients])
+        means = torch.stack(own, dim=1).double() @ records.double() / records.sum()
+        assert event["rewards"] == pytest.approx(means.tolist(), rel=1e-5)
+        best = sorted(range(len(means)), key=lambda index: -event["rewards"][index])
+        left, _ = searched.after[event["round"] - 1]
+        kept = best[: len(left)]
+        assert left == [to_json(from_json(json.dumps(event["genotypes"][i]))) for i in kept]
+        assert settings.training.split == "train"
+    assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
+
+
+def test_rewards_of_local_training_are_those_of_a_plain_loop(compose_config, federate):
+    """Each member from the weights that were sent, on the same batches, annealed by epochs."""
+    searched = searched_by(federate(compose_config(*LOCAL)), rounds=2)
+    _, settings, sent, _ = next(e for e in searched.asked if e[0] == "evaluate.candidates")
+    training, client = settings.training, searched.clients[0]
+    header = Header("run", "search", 1, 1, client.index, "nonce")
+    reply = answer(client, Request("evaluate.candidates", header, settings, sent))
+    expected = []
+    for index in range(4):
+        pool = make_network(training.network)
+        load_states(pool, sent)
+        network, generator = pool.members[index].train(), client.generator(header, "weights")
+        for lr in (0.1, 0.055):  # half-way to .01, by the cosine
+            sgd = torch.optim.SGD(network.parameters(), lr, momentum=0.9, weight_decay=3e-4)
+            losses = []
+            for x, y in client.epoch(client.data.train, batch_size=16, generator=generator):
+                loss = torch.nn.functional.cross_entropy(network(x), y, reduction="none")
+                losses += loss.tolist()
+                sgd.zero_grad()
+                loss.mean().backward()
+                torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+                sgd.step()
+        expected.append(math.exp(-sum(losses) / len(losses)))
+    found = reply.states["rewards"]["float32"].tolist()
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert len(set(found)) == 4
+
+
+def test_a_network_whose_local_training_diverges_is_rewarded_least(compose_config, federate):
+    diverging = ["lr=9000", "weight_decay=0", "clip_norm=null"]
+    overrides = [f"algorithm.weights.{setting}" for setting in diverging]
+    searched = searched_by(federate(compose_config(*LOCAL, *overrides)), rounds=2)
+    rewards = [r for e in searched.events if e["event"] == "rewarded" for r in e["rewards"]]
+    assert all(0 <= reward <= 1 for reward in rewards)
+    assert min(rewards) == 0
+
+
+def test_a_secure_sum_of_local_training_is_the_mean_of_the_rewards(
+    run_inline, compose_config, federate
+):
+    """Which single clients have, by whose medians candidates are ranked where they can be seen."""
+    shared = [*LOCAL, *THREE]
+    summed = run_inline(*shared, "stages=[search]", "secure_sum=true").events
+    found = next(event["rewards"] for event in summed if event["event"] == "rewarded")
+    plain = searched_by(federate(compose_config(*shared)), rounds=2)
+    layout = Layout.of({"rewards": torch.zeros(4)})
+    replies = plain.asked[0][3].values()
+    own = torch.stack([unpack(reply.states["rewards"], layout)["rewards"] for reply in replies])
+    weights = torch.tensor([reply.num_examples for reply in replies])
+    assert found == pytest.approx((weights @ own / weights.sum()).tolist(), abs=1e-4)
+    rewarded = next(event["rewards"] for event in plain.events if event["event"] == "rewarded")
+    assert rewarded == pytest.approx(median_rewards(own.double()).tolist())
+
+
+@pytest.mark.parametrize("settings", [SEARCH, LOCAL], ids=["averaged", "local"])
+def test_one_client_of_three_does_not_have_the_worst_candidate_found(
+    settings, compose_config, federate
+):
+    """Two agree, although one has harder records; the third rewards what is worst for both."""
+    claims = torch.tensor([[0.9, 0.95, 0.85, 0.6], [0.0, 0.0, 0.0, 1.0], [0.4, 0.45, 0.35, 0.3]])
+    federation = federate(compose_config(*settings, *THREE))
+    ask = in_words(federation.cohort.ask)
+
+    def claiming(action, **arguments):
+        for client, reply in ask(action, **arguments):
+            if action == "evaluate.candidates":
+                own = claims[client][: len(reply.states["rewards"]["float32"])]
+                reply = replace(reply, states={"rewards": {"float32": own}})
+            yield client, reply
+
+    federation.cohort.ask = of_exchange(claiming)
+    searched_by(federation, rounds=2)
+    first = next(event for event in federation.events if event["event"] == "rewarded")
+    pool = [json.dumps(genotype) for genotype in first["genotypes"]]
+    kept = [json.dumps(json.loads(one)) for one in federation.after[0][0]]
+    assert kept == [pool[1], pool[0]]
+    assert claims.mean(dim=0).argmax() == 3  # the mean would have the last
+    assert claims.quantile(0.5, dim=0).argmax() == 3  # and so would a median of raw rewards
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["rounds=3"], "rounds=3 with algorithm.rewarded=local: at most 2 rounds .* rounds=2"),
+        (
+            ["privacy=dp", "search_space.norm=group", "retrain.norm=group"],
+            "algorithm.rewarded=local with privacy=dp: .* set algorithm.rewarded=averaged",
+        ),
+    ],
+)
+def test_ranking_by_local_training_that_cannot_be_is_refused(overrides, sentence, compose_config):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*LOCAL, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["search_space=darts_small", "algorithm.pool.by=[]"],
+        ["search_space=dp_cells_small", "algorithm.pool.by=[synflow]", "retrain=dp_cells"],
+        ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"],
+        ["dataset=digits", "dataset.limit_train=60"],
+    ],
+)
+def test_it_searches_every_space(overrides, compose_config, federate):
+    pool = ["algorithm.pool.draws=3", "algorithm.pool.keep=2", "rounds=1"]
+    federation = federate(compose_config(*SEARCH, *pool, *overrides))
+    federation.strategy.start(federation.grid, num_rounds=1)
+    assert not [e for e in federation.events if e["event"] == "client_failed"]
+    federation.strategy.space.check(federation.strategy.derive())
+
+
+MBCONV = ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"]
+UNSET = ["algorithm.pool.by=null", "algorithm.pool.keep=null", "rounds=1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scores", "size"),
+    [
+        ([], AZ_NAS, 8),
+        (MBCONV, (), 16),
+        (["search_space=darts_small"], (), 16),
+        (["algorithm.pool.by=[]"], [], 16),
+        ([*MBCONV, "algorithm.pool.by=[synflow]"], ["synflow"], 8),
+        ([*MBCONV, "algorithm.pool.draws=5"], (), 5),
+        ([*MBCONV, "algorithm.pool.keep=4"], (), 4),
+    ],
+)
+def test_pools_are_chosen_by_scores_that_rank_their_space(overrides, scores, size, compose_config):
+    config = compose_config(*SEARCH, "algorithm.pool.draws=20", *UNSET, *overrides)
+    pool, space = config.algorithm.pool, config.search_space.name
+    assert (pool.chosen_scores(space), pool.size(space)) == (scores, size)
+
+
+def test_rungs_are_those_of_the_pool_whose_size_is_not_set(compose_config):
+    own = ["algorithm.pool.draws=20", *UNSET, *MBCONV]
+    with pytest.raises(ConfigError, match=r"at most 4 rounds .* algorithm.pool.keep=16 "):
+        compose_config(*LOCAL, *own, "rounds=5")
+    group = ["privacy=dp", "search_space.norm=group", "retrain.norm=group", "rounds=4"]
+    named = {}
+    for size in ("null", "8", "16"):
+        config = compose_config(*SEARCH, *own, *group, f"algorithm.pool.keep={size}")
+        rounds = releases_by_round(config, "search", 4)
+        named[size] = [[one.noise_name for one in releases] for releases in rounds]
+    assert named["null"] == named["16"] == [["weights", "rewards"]] * 4
+    assert named["8"][0] == ["weights"]
+
+
+def test_a_single_draw_is_no_pool(compose_config):
+    with pytest.raises(ConfigError, match="pool.draws=1 is out of range: expected 2 or more"):
+        compose_config(*SEARCH, *UNSET, "algorithm.pool.draws=1")
+
+
+def test_a_shortlist_is_as_large_as_the_pool_that_it_is_for(compose_config):
+    for overrides, size in (([], 8), (MBCONV, 16)):
+        own = ("algorithm.pool.draws=20", *UNSET, *overrides)
+        shortlist = "algorithm.pool.shortlist={keep: %d, scores: [naswot]}"
+        with pytest.raises(ConfigError, match=rf"shortlist.keep={size - 1} .* {size}, the pool's"):
+            compose_config(*SEARCH, *own, shortlist % (size - 1))
+        config = compose_config(*SEARCH, *own, shortlist % size)
+        assert config.algorithm.pool.size(config.search_space.name) == size
+
+
+def test_a_pool_that_no_score_ranks_is_the_first_drawn(compose_config, federate):
+    config = compose_config(*SEARCH, "algorithm.pool.draws=3", *UNSET, *MBCONV)
+    federation = federate(config)
+    federation.strategy.start(federation.grid, num_rounds=1)
+    generator = make_generator(config.seed, "successive_halving")
+    drawn = [federation.strategy.space.random_genotype(generator) for _ in range(3)]
+    assert first_pool(federation) == drawn
+
+
+def test_limits_hold(searched, compose_config, federate):
+    space = searched.strategy.space
+    sizes = sorted(count_parameters(space.network(g)) for g in first_pool(searched))
+    limit = f"algorithm.pool.limits.parameters={sizes[0]}"
+    federation = federate(compose_config(*SEARCH, limit))
+    federation.strategy.start(federation.grid, num_rounds=1)
+    found = [count_parameters(space.network(g)) for g in first_pool(federation)]
+    assert len(found) == 4
+    assert max(found) <= sizes[0] < sizes[-1]
+
+
+def first_pool(federation):
+    event = next(e for e in federation.events if e["event"] == "rewarded")
+    return [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
+
+
+@pytest.fixture(scope="module")
+def one_shot(compose_config, run_inline):
+    return run_inline("stages=[search]", "clients=2", "rounds=1").folder
+
+
+def test_a_pool_is_drawn_by_the_alphas_of_another_run(one_shot, compose_config, federate):
+    """One op is certain on every edge but the last, on which two are equally probable."""
+    lines = (one_shot / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    (alphas,) = [event for event in events if event["event"] == "alphas"]
+    certain = torch.full((6, 5), -1e3)
+    certain[:5, 3], certain[5, 1], certain[5, 2] = 1e3, 1e3, 1e3
+    alphas["alphas"] = {"cell": certain.tolist()}
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    (one_shot / "events.jsonl").write_text(text)
+    pool = ["algorithm.pool.by=[]", f"algorithm.pool.alphas={one_shot}", "rounds=1"]
+    federation = federate(compose_config(*SEARCH, *pool))
+    federation.strategy.start(federation.grid, num_rounds=1)
+    ops = {tuple(edge.op for edge in g.cells["cell"]) for g in first_pool(federation)}
+    first = ("nor_conv_3x3",) * 5
+    assert ops == {(*first, "skip_connect"), (*first, "nor_conv_1x1")}
+
+
+def test_draws_by_alphas_have_the_probabilities_of_their_softmax(searched):
+    """3,000 draws of one edge, within 5 standard errors; the other edges are certain."""
+    alphas = torch.full((6, 5), -1e3)
+    alphas[1:, 3] = 1e3
+    alphas[0] = torch.tensor([0.5, -0.3, 1.0, 0.0, -1.0])
+    space, generator = searched.strategy.space, make_generator(1, "gumbel")
+    counts = dict.fromkeys(space.ops, 0)
+    for _ in range(3000):
+        counts[draw_by_alphas(space, {"cell": alphas}, generator).cells["cell"][0].op] += 1
+    for op, share in zip(space.ops, alphas[0].softmax(0).tolist(), strict=True):
+        error = math.sqrt(share * (1 - share) / 3000)
+        assert counts[op] / 3000 == pytest.approx(share, abs=5 * error)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["search_space=darts_small"], "does not fit search_space=darts: they are of other ops"),
+        (["privacy=dp", "search_space.norm=group", "retrain.norm=group"], "exact function"),
+        (["algorithm.pool.alphas=/nowhere"], "/nowhere holds no alphas"),
+    ],
+)
+def test_alphas_that_cannot_be_drawn_by_are_refused(
+    overrides, sentence, one_shot, compose_config, federate
+):
+    config = compose_config(*SEARCH, f"algorithm.pool.alphas={one_shot}", *overrides)
+    config = replace(config, run_dir=str(one_shot))
+    with pytest.raises(ConfigError, match=sentence):
+        federate(config)
+
+
+@given(keep=st.integers(2, 60), eta=st.integers(2, 5), rounds=st.integers(1, 12))
+def test_one_network_is_left_and_rungs_divide_by_eta(keep, eta, rounds):
+    left = [num_left(number, rounds, keep=keep, eta=eta) for number in range(rounds + 1)]
+    assert (left[0], left[-1]) == (keep, 1)
+    assert left == sorted(left, reverse=True)
+    powers = {math.ceil(keep / eta**rung) for rung in range(8)}
+    assert set(left) <= powers
+    norms = {"weights": 1.0, "rewards": 1.0}
+    first = PrivateRound("search", 1, rounds, 8, 3, norms, False, False, "darts")
+    pool = SimpleNamespace(size=lambda space: keep)
+    settings = SimpleNamespace(pool=pool, eta=eta)
+    measured = sum(
+        len(SuccessiveHalving.releases(settings, replace(first, number=number))) - 1
+        for number in range(1, rounds + 1)
+    )
+    assert measured == len(set(left)) - 1
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("algorithm.pool.by=[synflo]", r"algorithm.pool.by=synflo is unknown.*nearest: synflow"),
+        ("algorithm.pool.keep=1", "pool.keep=1 is out of range"),
+        ("algorithm.pool.keep=10", "pool.keep=10 is out of range.*draws=9"),
+        ("algorithm.eta=1", "algorithm.eta=1 is out of range"),
+    ],
+)
+def test_mistakes_are_told(compose_config, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*SEARCH, override)
+
+
+def test_a_private_search_books_one_vector_of_gradients_a_step(run_inline, tmp_path):
+    """Four networks, two rungs: as many releases of weights as steps, one of rewards a rung."""
+    run = run_inline(
+        *("algorithm=successive_halving", "algorithm.pool.draws=5", "algorithm.pool.keep=4"),
+        *("privacy=dp", "clients=2", "rounds=2", "stages=[search]", "search_space.norm=group"),
+        *("privacy.local_steps=3", "algorithm.batch_size=8", "privacy.epsilon=100"),
+        f"privacy.sites={tmp_path}",
+    )
+    assert run.error is None
+    (told,) = [event for event in run.events if event["event"] == "privacy"]
+    planned = {release["kind"]: release["steps"] for release in told["schedule"]}
+    assert planned == {"weights": 2 * 3, "rewards": 2}
+    booked = {}
+    folder = tmp_path / "client-0"
+    with Ledger(folder / "ledger" / "ledger.sqlite", folder / "key") as ledger:
+        for row in ledger.entries():
+            booked[row.entry.action] = booked.get(row.entry.action, 0) + row.entry.release.steps
+    assert booked == {"train.weights:weights": 6, "evaluate.candidates:rewards": 2}
+    rewarded = [event for event in run.events if event["event"] == "rewarded"]
+    assert [len(event["rewards"]) for event in rewarded] == [4, 2]
+    assert all(event["noise"] > 0 for event in rewarded)
+    rounds = [event["metrics"] for event in run.events if event["event"] == "round"]
+    assert not any("loss" in name for metrics in rounds for name in metrics)

@@ -1,0 +1,274 @@
+"""The data-free search: nobody is asked, nothing is booked, the best of all is derived."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from functools import partial
+
+import pytest
+import torch
+
+from fednas_flwr.api import compose
+from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import describe_network, make_network, supernet_space
+from fednas_flwr.search.data_free_scores import AZ_NAS, SYNFLOW, combine, measure
+from fednas_flwr.search.data_free_search import mutate
+from fednas_flwr.settings import conf_folder
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.genotype import load_genotype, to_json
+
+from ..asked import in_words, of_exchange
+
+SEARCH = ["algorithm=zero_cost", "algorithm.draws=4", "algorithm.scores=[synflow,parameters]"]
+ROUNDS = 3
+
+
+@pytest.fixture(scope="module")
+def searched(compose_config, federate, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zero_cost")
+    federation = federate(compose_config(*SEARCH), checkpoints=folder)
+    federation.folder, federation.asked = folder, []
+    ask = in_words(federation.cohort.ask)
+
+    def recording(action, **arguments):
+        federation.asked.append(action)
+        return ask(action, **arguments)
+
+    federation.cohort.ask = of_exchange(recording)
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    return federation
+
+
+def test_the_best_ranked_of_all_drawn_architectures_is_derived(searched):
+    """Every round's draws again, scored and ranked by hand."""
+    config, space = searched.config, searched.strategy.space
+    score = partial(measure, space, scores=["synflow", "parameters"], seed=config.seed)
+    drawn = {}
+    for number in range(1, ROUNDS + 1):
+        generator, of_round = make_generator(config.seed, "zero_cost", number), {}
+        while len(of_round) < 4:
+            genotype = space.random_genotype(generator)
+            of_round[to_json(genotype)] = genotype
+        drawn |= of_round
+    scores = [score(genotype) for genotype in drawn.values()]
+    combined = combine(scores)
+    best = list(drawn.values())[max(range(len(combined)), key=combined.__getitem__)]
+    assert searched.strategy.derive() == best
+    rounds = [event["metrics"] for event in searched.events if event["event"] == "round"]
+    assert rounds[-1]["scored"] == len(drawn) > 4
+
+
+@pytest.mark.parametrize(
+    ("space", "scores"), [("nasbench201", AZ_NAS), ("darts", SYNFLOW), ("mbconv", SYNFLOW)]
+)
+def test_scores_that_are_not_set_are_those_that_rank_the_space(
+    space, scores, compose_config, federate
+):
+    settings = ["algorithm.scores=null", "algorithm.draws=2", f"search_space={space}_small"]
+    federation = federate(compose_config(*SEARCH, *settings))
+    federation.strategy.start(federation.grid, num_rounds=1)
+    assert [set(one.scores) for one in federation.strategy.pool()] == [set(scores)] * 2
+
+
+def test_no_client_is_asked_anything(searched):
+    assert searched.asked == []
+    rounds = [event for event in searched.events if event["event"] == "round"]
+    assert [event["exchanges"] for event in rounds] == [0] * ROUNDS
+    assert {event["bytes_sent"] + event["bytes_received"] for event in rounds} == {0}
+
+
+def test_the_best_of_the_shortlist_is_derived(searched, compose_config, federate):
+    """The first three of the same ranking, in the order of naswot."""
+    shortlist = "algorithm.shortlist={keep: 3, scores: [naswot]}"
+    federation = federate(compose_config(*SEARCH, shortlist))
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    space, seed = federation.strategy.space, federation.config.seed
+    plain = [one.genotype for one in searched.strategy.pool()]
+    values = [measure(space, genotype, ["naswot"], seed=seed)["naswot"] for genotype in plain]
+    best = sorted(range(3), key=lambda index: -values[index])
+    pool = federation.strategy.pool()
+    assert [one.genotype for one in pool] == [plain[index] for index in best] + plain[3:]
+    assert federation.strategy.derive() == plain[best[0]]
+    metrics = federation.events[-1]["metrics"]
+    assert metrics["naswot"] == values[best[0]]
+
+
+def test_resume_gives_the_same_ranking(searched, federate, tmp_path):
+    shutil.copytree(searched.folder, tmp_path / "half")
+    for path in (tmp_path / "half").glob(f"search-00000{ROUNDS}.*"):
+        path.unlink()
+    resumed = federate(searched.config, checkpoints=tmp_path / "half")
+    resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
+    assert resumed.strategy.values == searched.strategy.values
+
+
+EVOLUTION = "algorithm.evolution={population: 5, tournament: 3}"
+
+
+def test_an_evolution_goes_on_over_the_rounds(compose_config, federate, tmp_path):
+    """As by hand: the population of a round is the youngest of all that were found before.
+
+    A run that goes on after any of its rounds finds the same.
+    """
+    config = compose_config(*SEARCH, EVOLUTION)
+    federation = federate(config, checkpoints=tmp_path / "whole")
+    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    pool, space = federation.strategy.pool(), federation.strategy.space
+    found = sorted(pool, key=lambda one: one.number)
+    assert [one.number for one in found] == list(range(4 * ROUNDS))
+    expected = []
+    for number in range(1, ROUNDS + 1):
+        generator = make_generator(config.seed, "zero_cost", number)
+        while len(expected) < 4 * number:
+            if len(expected) < 5:
+                genotype = space.random_genotype(generator)
+            else:
+                combined = combine([one.scores for one in found[: len(expected)]])
+                youngest = (len(expected) - 5, len(expected), (3,))
+                drawn = torch.randint(*youngest, generator=generator).tolist()
+                parent = expected[max(drawn, key=combined.__getitem__)]
+                genotype = mutate(space, parent, generator)
+            if genotype not in expected:
+                expected.append(genotype)
+    assert [one.genotype for one in found] == expected
+    for last in range(1, ROUNDS):
+        part = tmp_path / f"part{last}"
+        shutil.copytree(tmp_path / "whole", part)
+        for left in range(last + 1, ROUNDS + 1):
+            for path in part.glob(f"search-{left:06d}.*"):
+                path.unlink()
+        resumed = federate(config, checkpoints=part)
+        resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
+        rounds = [event["round"] for event in resumed.events if event["event"] == "round"]
+        assert rounds == list(range(last + 1, ROUNDS + 1))
+        assert resumed.strategy.values == federation.strategy.values
+
+
+def test_the_example_of_the_settings_page_breeds(run_inline):
+    """With the default draws, from the second round on."""
+    text = (conf_folder() / "algorithm" / "zero_cost.yaml").read_text(encoding="utf-8")
+    (example,) = re.findall(r"or (\{population: .*?\})", text)
+    own = ["algorithm=zero_cost", "algorithm.scores=[parameters]", "stages=[search]"]
+    rounds = "rounds=2"
+    bred = run_inline(*own, rounds, f"algorithm.evolution={example}")
+    drawn = run_inline(*own, rounds)
+    assert bred.error is None
+    most = [[e["metrics"] for e in run.events if e["event"] == "round"] for run in (bred, drawn)]
+    assert most[0][0] == most[1][0]
+    assert [one[-1]["scored"] for one in most] == [100, 100]
+    assert most[0][1] != most[1][1]
+
+
+@pytest.mark.parametrize(("rounds", "draws"), [(1, 50), (2, 25), (3, 9)])
+def test_an_evolution_that_would_breed_nothing_is_refused(rounds, draws):
+    sizes = [f"rounds={rounds}", f"algorithm.draws={draws}"]
+    evolution = "algorithm.evolution={population: 50, tournament: 10}"
+    sentence = (
+        rf"algorithm.evolution.population=50 has no effect with rounds={rounds} of "
+        rf"algorithm.draws={draws}, "
+        r"which draw no more networks than algorithm.evolution.population=50, so that none is "
+        r"bred: lower the population, or raise rounds or algorithm.draws\."
+    )
+    with pytest.raises(NoEffectError, match=sentence):
+        compose("algorithm=zero_cost", *sizes, evolution)
+    fewer = f"algorithm.evolution={{population: {rounds * draws - 1}, tournament: 10}}"
+    assert compose("algorithm=zero_cost", *sizes, fewer).algorithm.evolution is not None
+
+
+def test_a_private_run_books_retraining_only(run_inline, tmp_path):
+    """The search's epsilon is 0, the event says so, and no ledger has a row of it.
+
+    Its networks see no record, so that they may have batch norm.
+    """
+    run = run_inline(
+        *SEARCH,
+        *("privacy=dp", "clients=2", "rounds=1", "retrain.rounds=1", "retrain.norm=group"),
+        *("search_space.norm=batch", "privacy.retrain.local_steps=2", "stages=[search,retrain]"),
+        f"privacy.sites={tmp_path}",
+    )
+    assert run.error is None
+    (told,) = [event for event in run.events if event["event"] == "privacy"]
+    assert {planned["stage"] for planned in told["schedule"]} == {"retrain"}
+    assert [client["search_epsilon"] for client in told["clients"]] == [0.0, 0.0]
+    assert load_genotype(run.folder / "genotype.json")
+
+
+def test_limits_hold(searched, compose_config, federate):
+    """Of a search alone they are for networks of its own size."""
+    space = searched.strategy.space
+    free = sorted(count_parameters(space.network(s.genotype)) for s in searched.strategy.pool())
+    most = free[len(free) // 2]
+    limits = f"parameters: {most}, multiply_adds: null, latency_ms: null, table: null"
+    alone = "stages=[search]"
+    federation = federate(compose_config(*SEARCH, alone, f"algorithm.limits={{{limits}}}"))
+    federation.strategy.start(federation.grid, num_rounds=2)
+    found = [count_parameters(space.network(s.genotype)) for s in federation.strategy.pool()]
+    assert max(found) <= most < max(free)
+
+
+DIGITS = ["dataset=digits", "search_space.num_cells=1", "retrain.channels=8"]
+BRED = "algorithm.evolution={population: 5, tournament: 3}"
+POOL = ["algorithm.pool.draws=6", "algorithm.pool.keep=2", "algorithm.pool.by=[parameters]"]
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "cost"),
+    [
+        ([*SEARCH, "rounds=2"], "algorithm.limits", "multiply_adds"),
+        ([*SEARCH, "rounds=2", BRED], "algorithm.limits", "parameters"),
+        (["algorithm=successive_halving", *POOL], "algorithm.pool.limits", "parameters"),
+    ],
+    ids=["drawn", "bred", "pool"],
+)
+def test_limits_hold_for_the_network_that_is_retrained(
+    own, limits, cost, compose_config, run_inline
+):
+    """Real runs, whose networks would all be within the limit at the size of the search."""
+    own = [*own, *DIGITS, "clients=2", "retrain.rounds=1"]
+    config = compose_config(*own)
+    prepared, _ = make_data(config)
+    space, generator = supernet_space(config, prepared), make_generator(0, "networks")
+
+    def count(network):
+        if cost == "parameters":
+            return count_parameters(network)
+        return count_multiply_adds(network, prepared.input_shape)
+
+    drawn = [space.random_genotype(generator) for _ in range(9)]
+    trained = sorted(count(make_network(describe_network(config, prepared, g))) for g in drawn)
+    most = trained[4]
+    assert most > max(count(space.network(genotype)) for genotype in drawn)
+    found = []
+    for limit, stages in ((most, "search,retrain"), ("null", "search")):
+        run = run_inline(*own, f"{limits}.{cost}={limit}", f"stages=[{stages}]")
+        assert run.error is None
+        (derived,) = [event for event in run.events if event["event"] == "derived"]
+        found.append(derived["num_parameters" if cost == "parameters" else cost])
+    assert found[0] <= most < found[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("algorithm.scores=[synflo]", r"algorithm.scores=synflo is unknown.*\(nearest: synflow\)"),
+        ("algorithm.scores=[]", "algorithm.scores=.* expected 1 or more entries"),
+        ("algorithm.draws=0", "algorithm.draws=0 is out of range"),
+        (
+            "algorithm.shortlist={keep: 5, scores: [zen]}",
+            r"shortlist.keep=5 .* 2 to draws=4",
+        ),
+        (
+            "algorithm.shortlist={keep: 2, scores: [zenn]}",
+            r"algorithm.shortlist.scores=zenn is unknown.*nearest: zen",
+        ),
+        ("algorithm.shortlist={keep: 2, scores: [zen, zen]}", "shortlist.scores"),
+        ("algorithm.limits.parameters=0", "limits.parameters=0 is out of range"),
+        ("algorithm.limits.latency_ms=3", "a limit of latency needs a table"),
+    ],
+)
+def test_mistakes_are_told(compose_config, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*SEARCH, override)

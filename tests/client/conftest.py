@@ -1,0 +1,325 @@
+"""A private site: the real client behind its own policy, and requests as a server sends them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from flwr.app import ConfigRecord, RecordDict
+
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client, make_site_guard
+from fednas_flwr.data.loaders import ClientData, Split
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.networks import describe_network, make_network, supernet_space
+from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol import messages
+from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_states
+from fednas_flwr.protocol.requests import (
+    RewardCandidates,
+    Settings,
+    Site,
+    TrainCandidates,
+    Trial,
+    encode,
+)
+from fednas_flwr.protocol.states import MOMENTS, network_states, pack
+from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.settings.optimizers import SGD
+
+from ..asked import ALPHAS, smallest
+
+RECORDS = {"train": 40, "validation": 20, "test": 12}  # declared: not what the data holds
+POLICY = {
+    "epsilon": 1e5,
+    "delta": 1e-5,
+    "least_noise_multiplier": 0.1,
+    "largest_grad_norm": 2.0,
+    "largest_steps": 1000,
+    "actions": list(PRIVATE_ACTIONS),
+    "unit": "record",
+    "records": sum(RECORDS.values()),
+    "fractions": {split: count / sum(RECORDS.values()) for split, count in RECORDS.items()},
+    "threads": 1,
+    "micro_batch_size": 8,
+    "secure_noise": True,
+    "test_seed": False,
+    "approve": "automatic",
+}
+SIZES = ("norm=group", "channels=2", "num_cells=1")
+TERMS = {"noise_multiplier": 1.5, "batch_size": 8.0, "max_grad_norm": 0.5}
+METRICS = {"noise_multiplier": 4.0, "batch_size": None, "max_grad_norm": 1.0}
+TERMS_OF = {"weights": TERMS, "alphas": TERMS, "rewards": METRICS, "metrics": METRICS}
+SEARCHED = {"weights": ("train",), "alphas": ("validation",)}
+# What each action with releases is asked: stage, splits by kind of release.
+ASKED = {
+    "train.weight_gradient": ("search", {"weights": ("train",)}),
+    "train.alpha_gradient": ("search", {"alphas": ("validation",)}),
+    "train.gradients": ("search", SEARCHED),
+    "train.search": ("search", SEARCHED),
+    "train.candidate": ("search", {"weights": ("train",)}),
+    "train.probe": ("search", SEARCHED | {"rewards": ("validation",)}),
+    "train.weights": ("retrain", {"weights": ("train", "validation")}),
+    "train.network_gradient": ("retrain", {"weights": ("train", "validation")}),
+    "evaluate.candidates": ("search", {"rewards": ("validation",)}),
+    "evaluate.model": ("search", {"metrics": ("validation",)}),
+}
+STEP = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.01, clip_norm=5.0)
+TRIAL = Trial(STEP, ALPHAS, drop_path_prob=0.0)
+LOSS_BOUND = 0.5
+# Paths of the space dp_cells: one that a step of trains, some that are rewarded. The weights are
+# set so that DIVIDED says class 0 of some records and class 1 of the others.
+DIVIDED = [*range(10), 4, 4, 5, 5, 6]
+CANDIDATES = {
+    "train.candidate": [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7]],
+    "evaluate.candidates": [[5] * 15, DIVIDED, [4, 3, 3] * 5],
+}
+GONE = object()  # as the new value of a key: the key is taken out
+
+
+def schedule(steps: int = 50, **changes: Any) -> list[PlannedRelease]:
+    """Return the plan of every kind of release of every action."""
+    return [
+        replace(
+            PlannedRelease(stage, action, kind, splits, steps=steps, **TERMS_OF[kind]), **changes
+        )
+        for action, (stage, kinds) in ASKED.items()
+        for kind, splits in kinds.items()
+    ]
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a key of nested settings: where its name is nearest to the top, or at a dotted path.
+
+    A name that is nowhere becomes a new key at the top.
+    """
+    *outer, name = path.split(".")
+    for key in outer:
+        values = values[key]
+    places = level = [values]
+    while level and not any(name in place for place in level):
+        level = [v for place in level for v in place.values() if isinstance(v, dict)]
+    for place in [p for p in level if name in p] or places:
+        place[name] = value
+        if value is GONE:
+            del place[name]
+
+
+def received(
+    action: str, header: Header, values: object, states: Mapping[str, Any] | None = None
+) -> Request:
+    """Return the request that a site decodes from a message with any JSON values as settings."""
+    text = json.dumps({"header": asdict(header), "settings": values}, default=asdict)
+    content = {messages.HEADER: ConfigRecord({messages.JSON: text})}
+    return decode_request(action, RecordDict({**content, **encode_states(states or {})}))
+
+
+@pytest.fixture(scope="session")
+def site_config(compose_config):
+    sizes = [f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES]
+    return compose_config("algorithm=dp_fnas", "privacy=dp", "clients=1", *sizes)
+
+
+@pytest.fixture(scope="session")
+def prepared(site_config):
+    return make_data(site_config)[0]
+
+
+@pytest.fixture(scope="session")
+def networks(site_config, prepared):
+    """What requests carry: states by network, and the description of a derived one."""
+    return make_networks(site_config, prepared)
+
+
+def make_networks(config, prepared):
+    space = supernet_space(config, prepared)
+    with seeded(1, "networks"):
+        supernet = space.supernet()
+        description = describe_network(config, prepared, space.derive(supernet.alphas()))
+        derived = make_network(description)
+    both = {"supernet": supernet, "derived": derived}
+    states = {
+        name: {kind: pack(state) for kind, state in network_states(network).items() if state}
+        for name, network in both.items()
+    }
+    moments = {name: pack(no_moments(network)) for name, network in both.items()}
+    return SimpleNamespace(
+        description=description, states=states, moments=moments, space=space, **both
+    )
+
+
+@pytest.fixture(scope="session")
+def cells_config(compose_config):
+    """Of the site when it is asked about candidates."""
+    return compose_config(
+        *("algorithm=dpnas", "privacy=dp", "clients=1", "search_space=dp_cells"),
+        *("retrain=dp_cells", "search_space.widths=[2,2,4]", "search_space.head=4"),
+    )
+
+
+@pytest.fixture(scope="session")
+def cells_supernet(cells_config, prepared):
+    """The candidates' supernet; its last bias lies in the widest gap between middle records."""
+    with seeded(35, "cells"):  # whose gap is wide
+        supernet = supernet_space(cells_config, prepared).supernet().eval()
+    bias = supernet.body.head[-1].bias
+    with torch.no_grad():
+        logits = Candidate(supernet, DIVIDED)(images(prepared))
+        differences = (logits[:, 0] - logits[:, 1]).sort().values
+        middle = differences[len(differences) // 4 : -len(differences) // 4]
+        widest = int(middle.diff().argmax())
+        logits[:, 1] += (shift := (middle[widest] + middle[widest + 1]) / 2)
+        bias[1] += shift
+        bias[2] += logits[:, :2].amax(1).min() - logits[:, 2].max() - 1  # it never says class 2
+    return supernet
+
+
+@pytest.fixture(scope="session")
+def cells(cells_supernet):
+    """The shared weights of candidates."""
+    return {"weights": pack(network_states(cells_supernet)["weights"])}
+
+
+@pytest.fixture(scope="session")
+def divided_labels(cells_supernet, prepared):
+    """What DIVIDED says of each record: the labels of the validation records of candidates."""
+    with torch.no_grad():
+        return Candidate(cells_supernet, DIVIDED)(images(prepared)).argmax(1)
+
+
+def images(prepared):
+    """Return all normalised images of the clients."""
+    train = prepared.train
+    rows = torch.arange(len(train))
+    split = Split(train.features, train.labels, rows, tuple(prepared.mean), tuple(prepared.std))
+    return split.batch(rows, "cpu")[0]
+
+
+@pytest.fixture
+def make_site(
+    site_config,
+    prepared,
+    networks,
+    cells_config,
+    cells_supernet,
+    cells,
+    divided_labels,
+    tmp_path,
+) -> Callable[..., SimpleNamespace]:
+    """``make_site(...)``: a site that has kept a schedule; ``site.ask(action, **changes)`` asks it.
+
+    Every request goes through its message; a change replaces a key of its settings, see
+    :func:`put`, by any value. With ``moments`` those of the optimisers travel beside the model.
+    ``policy`` changes the site's policy, ``records`` are the rows it holds (all) and ``hold`` edits
+    its splits, ``folder`` is an older site's, ``test_seed`` makes its draws repeatable, and
+    ``committed`` is the schedule.
+    """
+    numbers = iter(range(1000))
+
+    def make(
+        *,
+        policy: dict[str, Any] | None = None,
+        committed: list[PlannedRelease] | None = None,
+        records: Any = None,
+        hold: Callable[[ClientData], ClientData] | None = None,
+        folder: Path | None = None,
+        test_seed: bytes | None = None,
+    ) -> SimpleNamespace:
+        folder = folder or tmp_path / f"site-{next(numbers)}"
+        folder.mkdir(exist_ok=True)
+        allowed = POLICY | (policy or {})
+        if test_seed is not None:
+            allowed |= {"secure_noise": False, "test_seed": True}
+        # "other" must never be told of
+        sections = {"ward": allowed, "other": allowed | {"account": "other"}}
+        (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": sections}))
+        node = {"policy": str(folder / "policy.yaml"), "data-set": "ward"}
+        node |= {
+            "ledger": str(folder / "ledger" / "rows.sqlite"),
+            "ledger-key": str(folder / "key"),
+            "data-path": str(site_config.dataset.root),
+            "dataset": "read by client_app",
+            "cache": str(site_config.dataset.cache),
+            "split-key": site_config.dataset.split_key,
+        }
+        rows = np.arange(len(prepared.train)) if records is None else records
+        data, guard = (prepared, [rows]), make_site_guard(node)
+        client, of_cells = (
+            make_client(config, 0, data=data, networks={}, site=node, guard=guard)
+            for config in (site_config, cells_config)
+        )
+        if hold is not None:
+            client = replace(client, data=hold(client.data))
+        validation = replace(client.data.validation, labels=divided_labels)
+        of_cells = replace(of_cells, data=replace(client.data, validation=validation))
+        if test_seed is not None:
+            client.guard._generator = SecureGenerator(test_seed)
+        site = SimpleNamespace(client=client, of_cells=of_cells, guard=client.guard, folder=folder)
+
+        def asked(action: str) -> Settings:
+            """Return what an action is given unless a test changes it: one step of each release."""
+            every = smallest(
+                Site("ward"),
+                network=networks.description,
+                split="train+validation",
+                weights=STEP,
+                loss_bound=LOSS_BOUND,
+            )
+            given = every.get(action, every["train.gradients"])  # also of what is no action
+            if isinstance(given, TrainCandidates | RewardCandidates):
+                return replace(given, candidates=CANDIDATES[action])
+            return replace(given, releases=tuple(schedule())) if action == "query.commit" else given
+
+        def request(
+            action: str, *, run: str = "run", moments: bool = False, **changes: Any
+        ) -> Request:
+            stage, releases = ASKED.get(action, ("commit", {}))
+            values = json.loads(json.dumps(encode(asked(action))))
+            for path, value in changes.items():
+                put(values, path, copy.deepcopy(value))
+            name = "derived" if ASKED.get(action, ("",))[0] == "retrain" else "supernet"
+            states = cells if action in CANDIDATES else networks.states[name]
+            if moments and action in CANDIDATES:
+                states = states | {MOMENTS: pack(no_moments(cells_supernet))}
+            elif moments:
+                states = states | {MOMENTS: networks.moments[name]}
+            header = Header(run, stage, 1, 1, 0, "nonce")
+            return received(action, header, values, states if releases else {})
+
+        def ask(action: str, **changes: Any) -> Reply:
+            return answers(request(action, **changes))
+
+        def answers(request: Request) -> Reply:
+            return answer(of_cells if request.action in CANDIDATES else client, request)
+
+        site.ask, site.request, site.answer = ask, request, answers
+        site.rows = lambda: [row.entry for row in client.guard._ledger.entries()]
+        site.commit = lambda **changes: ask("query.commit", releases=schedule(**changes))
+        if committed != []:  # without the reply's epsilon, which takes half a second
+            client.guard.commit("run", committed or schedule())
+        return site
+
+    return make
+
+
+@pytest.fixture
+def no_record(monkeypatch):
+    """Any look at a record fails."""
+
+    def batch(*_):
+        raise AssertionError("a record was read")
+
+    monkeypatch.setattr(Split, "batch", batch)

@@ -1,0 +1,354 @@
+"""Inputs of a site's reply in a secure sum: what all sites share, what is each site's own, secrets.
+
+Every input is in one of the three lists. What is shared is in the context of the sum: a site that
+has anything else in its place has other masks, so that no server can add another site's reply to
+its. An input that is in no list fails the test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.agreement import agreed, begin_sum
+from fednas_flwr.client.client import Augmentation, Client
+from fednas_flwr.client.making import make_client
+from fednas_flwr.client.release_guard import Commitment
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.data.schema import Column
+from fednas_flwr.data.statistics import Moments, Statistics
+from fednas_flwr.deploy import client_app
+from fednas_flwr.pipeline.stages import SITE_FACTS
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.policy import DataSetPolicy
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Site, TakeGradients
+from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.protocol.sum_requests import Summed
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.settings import dump_config
+
+SETTINGS = TakeGradients(
+    step=0,
+    local_steps=1,
+    local_lrs={"weights": 0.1},
+    batch_size=None,
+    order=1,
+    inner_lr=0.1,
+    site=Site("records"),
+)
+PLANNED = PlannedRelease(
+    "search", "train.weight_gradient", "weights", ("train",), 8.0, 20, 0.5, 1.5, shared=True
+)
+REQUEST = Request(
+    "train.weight_gradient",
+    Header("run", "search", 1, 1, 0, "nonce"),
+    SETTINGS,
+    {"weights": {"float32": torch.zeros(3)}},
+    Statistics((0.0,), (1.0,)),
+    Summed("attempt", (0, 1, 2, 3), {"weights": 8.0}),
+)
+
+
+def of_header(**change):
+    return {"header": replace(REQUEST.header, **change)}
+
+
+def of_sum(**change):
+    return {"summed": replace(REQUEST.summed, **change)}
+
+
+# Changes of what a request says, by the input that they change.
+SHARED_REQUEST = {
+    "action": {"action": "train.gradients"},
+    "settings": {"settings": replace(SETTINGS, step=1)},
+    "states": {"states": {"weights": {"float32": torch.tensor([0.0, 0.0, 1e-30])}}},
+    "statistics": {"statistics": Statistics((0.0,), (1.0000001,))},
+    "header.run": of_header(run="other"),
+    "header.stage": of_header(stage="retrain"),
+    "header.round": of_header(round=2),
+    "header.phase": of_header(phase=2),
+    "summed.attempt": of_sum(attempt="other"),
+    "summed.participants": of_sum(participants=(0, 1, 2, 3, 4)),
+    "summed.ranges": of_sum(ranges={"weights": 8.000001}),
+}
+OWN_REQUEST = {
+    "header.client": of_header(client=1),  # whom it is for
+    "header.nonce": of_header(nonce="other"),  # which message it is
+}
+# Of the release that a site has committed to, everything.
+SHARED_RELEASE = {
+    "stage": "retrain",
+    "action": "train.network_gradient",
+    "kind": "alphas",
+    "splits": ("validation",),
+    "batch_size": 9.0,
+    "steps": 21,
+    "max_grad_norm": 1e-6,  # the attack: others' clipped sums and noise vanish
+    "noise_multiplier": 1.49,
+    "shared": False,
+    "of_client": True,
+}
+SHARED_COMMITMENT = {"releases"}
+OWN_COMMITMENT = {
+    "assignment": "which records of its own are in which split",
+    "by_split": "what a release is charged to",
+    "data_set": "a request that names another id is refused",
+    "sizes": "refuses what is larger",
+    "unit": "what the ledger books; the policy's unit is shared, the column of persons its own",
+}
+SHARED_POLICY = {
+    "unit": "client",
+    "secure_sum": SumTerms("ab" * 32, 4, 0),  # h = 4 instead of 3: smaller shares of the noise
+}
+REFUSES = "it decides whether there is a reply, never what is in it"
+COUNTS = "how many records its own sum is of; its noise does not depend on it"
+ROUNDING = "how its own gradients are rounded, before clipping"
+OWN_POLICY = {
+    "data_set": REFUSES,
+    "account": REFUSES,
+    "epsilon": REFUSES,
+    "delta": REFUSES,
+    "least_noise_multiplier": REFUSES,
+    "largest_noise_multiplier": REFUSES,
+    "largest_grad_norm": REFUSES,
+    "largest_steps": REFUSES,
+    "actions": REFUSES,
+    "approve": REFUSES,
+    "secure_noise": REFUSES,
+    "records": COUNTS,
+    "fractions": COUNTS,
+    "threads": ROUNDING,
+    "micro_batch_size": ROUNDING,
+    "test_seed": "that noise is drawn from a seed is shared, see below; that it may be is not",
+}
+# Of a client, what the run's settings decide: changed by these settings.
+BY_SETTINGS = {
+    "seed": {"seed": 2},
+    "make_network": {"search_space": {"channels": 6}},
+    "make_space": {"search_space": {"channels": 8}},
+    "augmentation": {"dataset": {"crop_padding": 2}},
+    "objective": {"class_factors": {"0": 1e-30}},
+    "oversample": {"oversample": True},
+    "precision": {"precision": "bfloat16"},
+    "wire": {"wire": "int8"},
+}
+SHARED_CLIENT = {
+    "class_names": ("a", "b"),
+    "schema": (Column("age", "number"),),
+    "image_shape": (1, 8, 8),
+    "scattering": (2, 8),
+    "settings_digest": "other",
+}
+OWN_CLIENT = {
+    "index": "its place in the roster",
+    "device": ROUNDING,
+    "threads": ROUNDING,
+    "networks": "built by make_network, kept to be used again",
+    "tag": "what it calls itself",
+    "from_ranges": REFUSES,
+    "kept_models": "what it keeps; no part of a sum",
+    "cache": "where it keeps what can be computed anew",
+    "rehearsed": ROUNDING,
+}
+SECRET_CLIENT = {"data": "records", "moments": "follow from records"}
+INSIDE = {"guard": "policy, commitment, generator", "sums": "roster, terms, keys"}
+
+
+@pytest.fixture
+def client(compose_config, tmp_path):
+    config = compose_config(
+        *("algorithm=dp_fnas", "privacy=dp", "clients=4"),
+        *("secure_sum={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
+    )
+    return make_client(config, 0, data=make_data(config), networks={})
+
+
+@pytest.fixture
+def context(client, tmp_path):
+    """``context(client, request, planned)``: the context in which a client would answer."""
+    numbers = itertools.count()
+    keys = [SiteKeys.at(tmp_path / f"{i}.keys") for i in range(5)]
+    roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
+
+    def context_of(client=client, request=REQUEST, planned=PLANNED, terms=None):
+        terms = terms or SumTerms(roster.fingerprint, 4, 1)
+        journal = tmp_path / f"{next(numbers)}.sqlite"
+        site = SumSite(0, keys[0], roster, replace(terms, roster=roster.fingerprint), journal)
+        client = replace(client, sums=site)
+        answer = begin_sum(client, request, {planned.kind: planned})
+        return None if answer is None else answer.context
+
+    return context_of
+
+
+def named(of):
+    return {field.name for field in fields(of)}
+
+
+def test_every_input_is_in_one_list():
+    parts = {f"header.{name}" for name in named(Header)} | {f"summed.{n}" for n in named(Summed)}
+    assert {*SHARED_REQUEST, *OWN_REQUEST} == parts | named(Request) - {"header", "summed"}
+    assert not {*SHARED_REQUEST} & {*OWN_REQUEST}
+    assert set(SHARED_RELEASE) == named(PlannedRelease)
+    assert SHARED_COMMITMENT | set(OWN_COMMITMENT) == named(Commitment)
+    assert sorted([*SHARED_POLICY, *OWN_POLICY]) == sorted(named(DataSetPolicy))
+    lists = (SHARED_CLIENT, BY_SETTINGS, OWN_CLIENT, SECRET_CLIENT, INSIDE)
+    assert sorted(itertools.chain(*lists)) == sorted(named(Client))
+
+
+def test_the_form_of_the_data_is_what_the_server_compares():
+    assert set(SITE_FACTS) == set(Client.data_form.fget(_client_without_data()))
+
+
+def _client_without_data():
+    split = SimpleNamespace(features=torch.zeros(1, 1, 8, 8), mean=(0.0,), std=(1.0,))
+    return SimpleNamespace(
+        moments=None, data=SimpleNamespace(train=split), image_shape=(), scattering=(), schema=(),
+        class_names=("a", "b"), objective=Objective(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED_REQUEST)
+def test_what_a_request_says_is_shared(name, context):
+    assert context(request=replace(REQUEST, **SHARED_REQUEST[name])) != context()
+
+
+@pytest.mark.parametrize("name", OWN_REQUEST)
+def test_whom_a_request_is_for_is_not(name, context):
+    assert context(request=replace(REQUEST, **OWN_REQUEST[name])) == context()
+
+
+@pytest.mark.parametrize("name", SHARED_RELEASE)
+def test_the_release_that_a_site_has_committed_to_is_shared(name, context):
+    planned = replace(PLANNED, **{name: SHARED_RELEASE[name]})
+    shared = {planned.kind: 8.0} if planned.shared else {}
+    request = replace(REQUEST, summed=replace(REQUEST.summed, ranges=shared))
+    assert context(request=request, planned=planned) != context()
+
+
+def with_policy(client, **change):
+    client.guard.allowed = replace(client.guard.allowed, **change)
+    return client
+
+
+def test_the_unit_and_the_honest_sites_of_a_policy_are_shared(client, context):
+    before = context()
+    assert context(terms=SHARED_POLICY["secure_sum"]) != before
+    # more sites of which more collude: the shares of noise are the same
+    assert context(terms=SumTerms("ab" * 32, 3, 0)) == before
+    assert context(with_policy(client, unit=SHARED_POLICY["unit"])) != before
+
+
+def test_noise_from_a_seed_is_shared_by_all_or_none(client, context):
+    before = context()
+    client.guard._generator = SecureGenerator(test_seed=b"known to others")
+    assert context() != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epsilon": 1e3}, {"least_noise_multiplier": 0.1}, {"largest_steps": 7},
+        {"records": {"train": 5, "validation": 5, "test": 5}}, {"threads": 2},
+        {"micro_batch_size": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_sites_own_rules_are_not(change, client, context):
+    before = context()
+    assert context(with_policy(client, **change)) == before
+
+
+@pytest.mark.parametrize("name", SHARED_CLIENT)
+def test_the_form_of_the_data_and_the_settings_are_shared(name, client, context):
+    assert context(replace(client, **{name: SHARED_CLIENT[name]})) != context()
+
+
+@pytest.mark.parametrize("split_part", ["mean", "std"])
+def test_declared_means_and_deviations_are_shared(split_part, client, context):
+    train = replace(client.data.train, **{split_part: (0.25,)})
+    assert context(replace(client, data=replace(client.data, train=train))) != context()
+
+
+@pytest.mark.parametrize("name", BY_SETTINGS)
+def test_what_settings_decide_is_shared_by_the_hash_of_all(
+    name, client, context, compose_config, tmp_path
+):
+    """A server that sends one site other settings, even those that a composition refuses."""
+    config = compose_config(
+        *("algorithm=dp_fnas", "privacy=dp", "clients=4"),
+        *("secure_sum={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
+    )
+    change = dict(BY_SETTINGS[name])
+    for group in change.keys() & {"dataset", "search_space"}:
+        change[group] = replace(getattr(config, group), **change[group])
+    other = replace(config, **change)
+    changed = make_client(other, 0, data=make_data(config), networks={})
+    assert context(changed) != context()
+
+
+def test_sites_that_read_and_cache_elsewhere_agree_on_what_the_server_has_sent(
+    compose_config, tmp_path
+):
+    """The settings are hashed as they came, before a node puts its own in their place."""
+    text = dump_config(
+        compose_config("secure_sum=true", "clients=4", f"run_dir={tmp_path / 'run'}")
+    )
+    digests = {
+        client_app._client(
+            text, index, (("cache", str(tmp_path / f"{index}")),), None
+        ).settings_digest
+        for index in range(2)
+    }
+    assert digests == {hashlib.sha256(text.encode()).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"index": 0, "tag": "ward 7"},
+        {"device": torch.device("meta")},
+        {"threads": 3},
+        {"cache": None},
+        {"rehearsed": {"x": 1}},
+        {"moments": None},
+        {"augmentation": Augmentation(crop_padding=0, flip=False, cutout=0)},
+    ],
+    ids=str,
+)
+def test_what_is_a_sites_own_is_not(change, client, context):
+    assert context(replace(client, **change)) == context()
+
+
+def test_records_are_in_no_context(client, context):
+    train = client.data.train
+    for rows in (train.rows[:1], train.rows.flip(0)):
+        data = replace(client.data, train=replace(train, rows=rows))
+        assert context(replace(client, data=data)) == context()
+    moments = [Moments(3, 1.0, 2.0)]
+    assert agreed(replace(client, moments=moments), REQUEST, {})["data"]["mean"] == []
+
+
+@pytest.mark.parametrize("ranges", [{}, {"alphas": 8.0}, {"weights": 8.0, "alphas": 8.0}])
+def test_ranges_are_of_states_whose_noise_is_shared(ranges, context):
+    with pytest.raises(ConfigError, match="rule secure_sum: ranges="):
+        context(request=replace(REQUEST, **of_sum(ranges=ranges)))
+
+
+def test_contexts_are_of_plain_values(client):
+    """Of what JSON can write, so that sites of other machines get the same bytes."""
+    values = agreed(client, REQUEST, {"weights": PLANNED})
+    assert values["releases"] == {"weights": asdict(PLANNED)}
+    assert values["honest"] == 3
+    assert not any(isinstance(value, np.generic) for value in values.values())

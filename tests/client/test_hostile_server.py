@@ -1,0 +1,174 @@
+"""A server that asks a private site for what it must not have, in the order of a run.
+
+What is here needs several messages. Single requests outside the rules, in all their shapes,
+are in ``test_private_actions`` ("hostile requests"), malformed ones in ``test_fuzz_actions`` and
+``tests/protocol/test_requests.py``, schedules outside the policy in ``test_release``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
+from fednas_flwr.data.statistics import Statistics
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
+from fednas_flwr.protocol.states import pack
+
+from .conftest import ASKED, CANDIDATES, RECORDS, TERMS, schedule
+
+STEPS = 2
+
+
+def vector(reply):
+    """Return all numbers of a reply that depend on records."""
+    states = [v.double() for packed in reply.states.values() for v in packed.values()]
+    metrics = torch.tensor(list(reply.metrics.values()), dtype=torch.float64)
+    return torch.cat([metrics, *states])
+
+
+def with_filled(request, value):
+    states = {
+        name: {d: torch.full_like(v, value) for d, v in packed.items()}
+        for name, packed in request.states.items()
+    }
+    return replace(request, states=states)
+
+
+@pytest.mark.parametrize("action", sorted(ASKED))
+def test_a_message_that_is_sent_again_is_a_new_release_and_its_last_one_ends_them(
+    action, make_site
+):
+    """Replayed to the letter, nonce included: never the same noise, never for nothing."""
+    site = make_site(committed=schedule(steps=STEPS))
+    request, kinds = site.request(action), len(ASKED[action][1])
+    first, second = (vector(site.answer(request)) for _ in range(STEPS))
+    assert not torch.equal(first, second)
+    assert len(site.rows()) == STEPS * kinds
+    with pytest.raises(ConfigError, match="committed"):
+        site.answer(request)
+    assert len(site.rows()) == STEPS * kinds
+
+
+def test_a_run_that_releases_before_it_commits_gets_nothing(make_site, no_record):
+    site = make_site(committed=[])
+    for action in ASKED:
+        with pytest.raises(ConfigError, match="rule committed values: release="):
+            site.ask(action)
+    assert site.rows() == []
+
+
+def test_no_later_commitment_of_a_run_takes_the_place_of_its_first(make_site):
+    site = make_site(committed=schedule(steps=STEPS))
+    for other in (schedule(steps=STEPS + 1), schedule(noise_multiplier=0.5), [], schedule()[:1]):
+        with pytest.raises(ConfigError):
+            site.ask("query.commit", releases=other)
+    with pytest.raises(ConfigError, match=f"steps={STEPS + 1}"):
+        site.ask("train.gradients", local_steps=STEPS + 1)
+    assert site.rows() == []
+
+
+def test_a_commitment_that_names_a_kind_twice_keeps_nothing(make_site, no_record):
+    site = make_site(committed=[])
+    twice = [*schedule(), replace(schedule()[0], noise_multiplier=9.0)]
+    with pytest.raises(ConfigError, match="holds a kind of release twice"):
+        site.ask("query.commit", releases=twice)
+    with pytest.raises(ConfigError, match="committed values"):
+        site.ask("train.weight_gradient")
+    assert site.rows() == []
+
+
+def test_stages_in_another_order_cost_what_they_cost_in_theirs(make_site):
+    """Nothing is paid for by being asked before what it should follow."""
+    plan = schedule(steps=STEPS)
+    ordered, reversed_ = make_site(committed=plan), make_site(committed=plan)
+    for action in ASKED:
+        ordered.ask(action)
+    for action in reversed(ASKED):
+        reversed_.ask(action)
+    costs = [
+        sorted((row.action, row.splits, repr(row.release)) for row in site.rows())
+        for site in (ordered, reversed_)
+    ]
+    assert costs[0] == costs[1]
+    assert ordered.guard.spent() == pytest.approx(reversed_.guard.spent())
+
+
+def test_runs_side_by_side_share_one_budget(make_site):
+    """As many names as a server likes give no more than one does."""
+    site = make_site(policy={"epsilon": 3.0}, committed=[])
+    answered = []
+    for number in range(30):
+        run = f"run-{number}"
+        site.guard.commit(run, schedule(steps=STEPS))
+        try:
+            site.ask("train.weight_gradient", run=run)
+        except BudgetExceededError:
+            break
+        answered.append(run)
+    assert 0 < len(answered) < 29
+    for run in (answered[0], "run-29"):  # the first has a step left that nothing pays for
+        site.guard.commit(run, schedule(steps=STEPS))
+        with pytest.raises(BudgetExceededError):
+            site.ask("train.weight_gradient", run=run)
+    assert len(site.rows()) == len(answered)
+    assert site.guard.spent() <= 3.0
+
+
+def test_a_budget_that_has_ended_is_told_before_a_record_is_read(make_site, no_record):
+    site = make_site(policy={"epsilon": 1e-3}, committed=schedule(noise_multiplier=0.2))
+    for action in sorted({*ASKED} - {*CANDIDATES}):
+        with pytest.raises(BudgetExceededError):
+            site.ask(action)
+    assert site.rows() == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38, 1e-45])
+def test_weights_that_are_no_weights_release_noise_of_the_booked_scale(value, make_site):
+    """A gradient that is not finite counts as none: no record is told by what it makes of it."""
+    site = make_site(committed=schedule(steps=STEPS, batch_size=None))
+    reply = site.answer(with_filled(site.request("train.weight_gradient"), value))
+    released = vector(reply)
+    assert torch.isfinite(released).all()
+    sigma = TERMS["noise_multiplier"] * TERMS["max_grad_norm"]
+    most = RECORDS["train"] * 2 * TERMS["max_grad_norm"] + 10 * sigma * len(released) ** 0.5
+    assert sigma * len(released) ** 0.5 / 2 < released.norm() < most
+    assert len(site.rows()) == 1
+
+
+@pytest.mark.parametrize("action", sorted({*ASKED} - {*CANDIDATES}))
+def test_networks_that_are_not_the_runs_are_refused(action, make_site, no_record):
+    """Larger, smaller and of other names: by the sizes of what is sent, and no record is read."""
+    site = make_site(committed=schedule(steps=STEPS))
+    request = site.request(action)
+    for weights in (torch.zeros(0), torch.zeros(1), torch.zeros(2**22)):
+        states = {**request.states, "weights": pack({"w": weights})}
+        with pytest.raises(ConfigError, match=f"do not fit {action}"):
+            site.answer(replace(request, states=states))
+    with pytest.raises(ConfigError, match=f"do not fit {action}"):
+        site.answer(replace(request, states={**request.states, "embeddings": pack({})}))
+    assert site.rows() == []
+
+
+def test_every_action_that_could_release_something_is_in_this_suite():
+    of_tables = {"query.statistics"}  # test_noised_statistics.py
+    assert {v for v in PRIVATE_ACTIONS if not ACTIONS[v].is_public} - of_tables == set(ASKED)
+
+
+def test_another_clients_data_set_is_never_told_of(make_site, no_record):
+    site = make_site()
+    for action in ASKED:
+        for name in ("other", "../ward", "ward ", "Ward", ""):
+            with pytest.raises(ConfigError, match="rule data_sets") as refusal:
+                site.ask(action, data_set=name)
+            assert "ward" not in str(refusal.value).replace(name, "")
+    assert site.rows() == []
+
+
+def test_a_private_site_takes_no_statistics_of_a_server(make_site, no_record):
+    site = make_site()
+    request = replace(site.request("evaluate.model"), statistics=Statistics((0.0,), (1e-9,)))
+    with pytest.raises(ConfigError, match=r"standardises by its own dataset\.statis"):
+        site.answer(request)

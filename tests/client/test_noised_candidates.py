@@ -1,0 +1,171 @@
+"""Private candidates behind a site's guard: which sums are noised, and what the noise lies on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from fednas_flwr.client import release_guard
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.states import (
+    MOMENTS,
+    Layout,
+    Part,
+    load_states,
+    network_states,
+    unpack,
+)
+from fednas_flwr.search.candidate import Candidate, path_states
+from fednas_flwr.search.optimizer_step import no_moments
+
+from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, schedule
+
+METRICS_TERMS = {"noise_multiplier": METRICS["noise_multiplier"]}
+NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
+EVERYTHING = schedule(batch_size=None)
+PATHS = [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7], DIVIDED, [3] * 15]
+ASKED = {
+    "weights": replace(STEP, clip_norm=None),
+    "local_steps": 2,
+    "candidates": PATHS,
+}
+
+
+@pytest.fixture
+def site(make_site):
+    return make_site(committed=EVERYTHING, records=np.arange(40), test_seed=b"7")
+
+
+@pytest.fixture
+def supernet(cells_config, prepared, cells):
+    supernet = supernet_space(cells_config, prepared).supernet()
+    load_states(supernet, cells)
+    return supernet
+
+
+@pytest.fixture
+def totals(monkeypatch):
+    """What was to be noised, in order, with its terms; noise is left out."""
+    seen = []
+
+    def identity(total, generator, **terms):
+        seen.append((total, terms))
+        return total
+
+    monkeypatch.setattr(release_guard, "add_noise", identity)
+    return seen
+
+
+def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, totals):
+    """The same in float64, one record at a time, with torch's own optimiser."""
+    reply = site.ask("train.candidate", **ASKED)
+    supernet.double().train()
+    start = torch.cat([w.detach().reshape(-1) for w in supernet.weights().values()])
+    constants = {"lr": STEP.lr, "momentum": STEP.momentum, "weight_decay": 0.01}
+    sgd = torch.optim.SGD(supernet.weights().values(), **constants)
+    train, norms = site.client.data.train, []
+    for path in PATHS:
+        candidate = Candidate(supernet, path)
+        weights = list(candidate.weights().values())
+        for _ in range(ASKED["local_steps"]):
+            total = 0.0
+            for row in range(len(train)):
+                x, y = train.batch(torch.tensor([row]), "cpu")
+                loss = functional.cross_entropy(candidate(x.double()), y)
+                parts = torch.autograd.grad(loss, weights)
+                gradient = torch.cat([part.reshape(-1) for part in parts])
+                norms.append(gradient.norm().item())
+                total = total + gradient * min(1.0, NORM / norms[-1])
+            sgd.zero_grad()
+            split = (total / RECORDS["train"]).split([weight.numel() for weight in weights])
+            for weight, part in zip(weights, split, strict=True):
+                weight.grad = part.view_as(weight)
+            sgd.step()
+    assert max(norms) > NORM
+    expected = torch.cat([w.detach().reshape(-1) for w in supernet.weights().values()])
+    returned = reply.states["weights"]["float32"].double()
+    # a pool or a kink may go the other way in float32: one record's share of one step
+    assert (returned - expected).norm() < 0.01 * (expected - start).norm()
+    assert len(totals) == len(PATHS) * ASKED["local_steps"] == len(site.rows())
+    assert all(terms == {"noise_multiplier": SIGMA, "max_grad_norm": NORM} for _, terms in totals)
+    assert {(row.action, row.splits) for row in site.rows()} == {
+        ("train.candidate:weights", ("train",))
+    }
+
+
+def test_noise_lies_on_the_paths_own_weights_and_no_other_moves(site, supernet, cells):
+    reply = site.ask("train.candidate", **ASKED | {"candidates": PATHS[:1]})
+    layout = Layout.of(network_states(supernet)["weights"])
+    sent, returned = (unpack(s["weights"], layout) for s in (cells, reply.states))
+    moved = {name for name in sent if not torch.equal(sent[name], returned[name])}
+    assert moved == set(Candidate(supernet, PATHS[0]).weights())
+    assert len(moved) < len(sent)
+
+
+def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, totals):
+    """A record is right or wrong about each of M candidates: norm sqrt(M), as noise has it.
+
+    The first is right about every record, by its labels; the second, without an edge, says the same
+    class of all records, of which there are two.
+    """
+    paths = [DIVIDED, [0] * 15, PATHS[0]]
+    reply = site.ask("evaluate.candidates", candidates=paths)
+    split = site.of_cells.data.validation
+    x, y = split.batch(torch.arange(len(split)), "cpu")
+    with torch.no_grad():
+        said = [Candidate(supernet.eval(), path)(x).argmax(1) for path in paths]
+    correct = [int((one == y).sum()) for one in said]
+    assert correct[0] == len(split)
+    assert correct[1] == int((y == said[1][0]).sum()) < len(split)
+    ((total, terms),) = totals
+    torch.testing.assert_close(total, torch.tensor(correct).double())
+    assert terms == METRICS_TERMS | {"max_grad_norm": math.sqrt(len(paths))}
+    rewards = reply.states["rewards"]["float32"]
+    torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])
+    (row,) = site.rows()
+    assert (row.action, row.splits, row.release.sample_rate, row.release.steps) == (
+        *("evaluate.candidates:rewards", ("validation",), 1, 1),
+    )
+
+
+def test_noise_on_each_reward_grows_with_the_root_of_their_number(make_site):
+    """Of 100 noised rewards of one candidate's copies: std sigma sqrt(M) / N within 6 errors."""
+    site = make_site(committed=EVERYTHING)
+    copies = [PATHS[1]] * 25
+    rewards = torch.cat(
+        [
+            site.ask("evaluate.candidates", candidates=copies).states["rewards"]["float32"]
+            for _ in range(4)
+        ]
+    )
+    std = METRICS["noise_multiplier"] * math.sqrt(25) / RECORDS["validation"]
+    assert rewards.double().std().item() == pytest.approx(std, rel=6 / math.sqrt(200))
+
+
+@pytest.mark.parametrize("moments", [False, True])
+def test_a_reply_about_paths_alone_has_their_part_of_the_whole_one(
+    moments, site, make_site, supernet, totals
+):
+    """Noise is left out: the releases' totals are those of whole states, too."""
+    whole = site.request("train.candidate", moments=moments, **ASKED)
+    layouts = {"weights": Layout.of(network_states(supernet)["weights"])}
+    if moments:
+        layouts[MOMENTS] = Layout.of(no_moments(supernet))
+    part = Part(layouts, path_states(supernet, PATHS))
+    assert 0 < part.layouts["weights"].num_bytes < 0.6 * layouts["weights"].num_bytes
+    other = make_site(committed=EVERYTHING, records=np.arange(40), test_seed=b"7")
+    narrow = replace(
+        whole, settings=replace(whole.settings, sparse=True), states=part.of(whole.states)
+    )
+    expected, reply = site.answer(whole), other.answer(narrow)
+    assert reply.digests == {name: layout.digest for name, layout in part.layouts.items()}
+    for name, packed in part.of(expected.states).items():
+        assert torch.equal(reply.states[name]["float32"], packed["float32"])
+    (before, after) = totals[: len(totals) // 2], totals[len(totals) // 2 :]
+    for (one, _), (same, _) in zip(before, after, strict=True):
+        assert torch.equal(one, same)

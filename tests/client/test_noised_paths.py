@@ -1,0 +1,313 @@
+"""Private ProxylessNAS behind a site's guard: what is released, of which records, beside what."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import release_guard
+from fednas_flwr.protocol.states import load_states
+from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
+from fednas_flwr.search.path_network import PathNetwork
+from fednas_flwr.search.proxyless import SampledPaths, gate_gradient, uniform_alphas
+from fednas_flwr.settings.optimizers import Adam
+from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
+from fednas_flwr.spaces.latency_tables import from_json
+from fednas_flwr.spaces.space_costs import space_costs
+
+from .conftest import RECORDS, STEP, TERMS, make_networks, schedule
+
+NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
+ALPHA_NORM = 0.002  # so small that it clips
+LOCAL = {
+    "alternating": None,
+    "paths": asdict(SampledPaths(gates="two", warm_up=False, hardware=None)),
+    "weights": replace(STEP, clip_norm=None),
+    "alphas": Adam(lr=0.05, weight_decay=0.0),
+    "steps": 2,
+}
+EVERYTHING = [
+    replace(p, max_grad_norm=ALPHA_NORM) if p.kind == "alphas" else p
+    for p in schedule(batch_size=None)
+    if p.action == "train.search"
+]
+
+
+@pytest.fixture(scope="session")
+def site_config(compose_config):
+    return compose_config(
+        *("algorithm=fdnas", "privacy=dp", "clients=1", "search_space=mbconv_small"),
+        *("retrain=mbconv", "retrain.norm=group"),
+        *("search_space.norm=group", "search_space.width=0.25"),
+    )
+
+
+@pytest.fixture(scope="session")
+def networks(site_config, prepared):
+    return make_networks(site_config, prepared)
+
+
+@pytest.fixture
+def ask(make_site, networks):
+    """``ask(hold=, **settings)``: a new site and its answer to one ``train.search``."""
+
+    def asked(hold=None, **settings):
+        site = make_site(committed=EVERYTHING, hold=hold, records=np.arange(40), test_seed=b"7")
+        return site, site.ask("train.search", **(LOCAL | settings))
+
+    return asked
+
+
+@pytest.fixture
+def totals(monkeypatch):
+    """What was to be noised, in order; noise is left out."""
+    seen = []
+
+    def identity(total, generator, *, noise_multiplier, max_grad_norm):
+        assert noise_multiplier == SIGMA
+        assert max_grad_norm == (ALPHA_NORM if total.numel() == 6 * 7 else NORM)  # blocks, ops
+        seen.append(total)
+        return total
+
+    monkeypatch.setattr(release_guard, "add_noise", identity)
+    return seen
+
+
+def hardware(networks, form):
+    costs = space_costs(networks.space, None)
+    target = (costs.lowest + costs.highest) / 2
+    return HardwareLoss(costs, target, "multiply_adds", form, scale=0.5, exponent=0.7)
+
+
+def clipped(split, gradients_of, norm):
+    """Return the sum of clipped gradients, one float64 record at a time."""
+    total = 0.0
+    for row in range(len(split)):
+        x, y = split.batch(torch.tensor([row]), "cpu")
+        gradient = torch.cat([g.reshape(-1) for g in gradients_of((x.double(), y))])
+        total = total + gradient * min(1.0, norm / gradient.norm().item())
+    return total
+
+
+def searched(site, networks, *, mode, loss, warm_up, steps=2):
+    """Return the supernet after steps without noise, in float64."""
+    supernet = networks.space.supernet()
+    load_states(supernet, networks.states["supernet"])
+    supernet.double().train()
+    alphas, weights = supernet.alphas()["blocks"], supernet.weights()
+    adam = torch.optim.Adam([alphas], lr=0.05, betas=(0.0, 0.999))
+    sgd = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    generator = site.client.generator(site.request("train.search").header, "search")
+    for _ in range(steps):
+        if not warm_up:
+            paths, old = draw_paths(alphas, mode=mode, generator=generator), alphas.detach().clone()
+            in_loss = loss if loss is not None and loss.form == "multiplicative" else None
+
+            def by_alphas(batch, paths=paths, in_loss=in_loss):
+                by_gates, _ = gate_gradient(supernet, batch, paths, hardware=in_loss)
+                return [alpha_gradient(by_gates, alphas, paths)]
+
+            total = clipped(site.client.data.validation, by_alphas, ALPHA_NORM)
+            alphas.grad = total.view_as(alphas) / RECORDS["validation"]
+            if loss is not None and loss.form == "additive":
+                batch = site.client.data.validation.batch(torch.arange(2), "cpu")
+                batch = batch[0].double(), batch[1]
+                both, plain = (
+                    gate_gradient(supernet, batch, paths, hardware=h)[0] for h in (loss, None)
+                )
+                alphas.grad += alpha_gradient(both - plain, alphas, paths)
+            adam.step()
+            if mode == "two":
+                alphas.data = rescale(alphas.detach(), old, paths)
+        drawn = uniform_alphas(alphas.detach()) if warm_up else alphas
+        path = draw_paths(drawn, mode="one", generator=generator)[:, 0].tolist()
+        chosen = PathNetwork(supernet, torch.tensor(path)[:, None]).weights()
+
+        def by_weights(batch, path=path, chosen=chosen):
+            loss = functional.cross_entropy(
+                supernet.body(batch[0], paths=[[p] for p in path]), batch[1]
+            )
+            return torch.autograd.grad(loss, list(chosen.values()))
+
+        total = clipped(site.client.data.train, by_weights, NORM) / RECORDS["train"]
+        sgd.zero_grad()
+        parts = total.split([w.numel() for w in chosen.values()])
+        for weight, part in zip(chosen.values(), parts, strict=True):
+            weight.grad = part.view_as(weight)
+        sgd.step()
+    return supernet
+
+
+@pytest.mark.parametrize(
+    ("mode", "form", "warm_up"),
+    [
+        ("two", None, False),
+        ("two", "additive", False),
+        ("full", "multiplicative", False),
+        ("two", None, True),
+    ],
+)
+def test_private_path_search_is_clipped_steps_of_one_network(
+    mode, form, warm_up, ask, networks, totals
+):
+    loss = None if form is None else hardware(networks, form)
+    given = None if loss is None else HardwareTerms.of(loss)
+    site, reply = ask(gates=mode, hardware=given, warm_up=warm_up)
+    state = {"float32": networks.states["supernet"]["alphas"]["float32"]}
+    twin = searched(site, networks, mode=mode, loss=loss, warm_up=warm_up)
+    for name, tensors in (("weights", twin.weights()), ("alphas", twin.alphas())):
+        if name not in reply.states:
+            continue
+        expected = torch.cat([t.detach().reshape(-1) for t in tensors.values()])
+        torch.testing.assert_close(
+            reply.states[name]["float32"].double(), expected, rtol=1e-4, atol=2e-5
+        )
+    if warm_up:
+        assert torch.equal(reply.states["alphas"]["float32"], state["float32"])
+    both = [("validation",), ("train",)]
+    assert [row.splits for row in site.rows()] == ([("train",)] if warm_up else both) * 2
+
+
+def test_noise_is_on_the_paths_own_weights_and_on_computed_alphas_alone(ask, networks):
+    for mode in ("two", "full"):
+        _, reply = ask(gates=mode, steps=1, weights=replace(STEP, weight_decay=0.0))
+        supernet = networks.space.supernet()
+        load_states(supernet, networks.states["supernet"])
+        before = copy.deepcopy(supernet.state_dict())
+        load_states(supernet, reply.states)
+        moved = {n for n, t in supernet.state_dict().items() if not torch.equal(t, before[n])}
+        used = [
+            {name.split(".")[4] for name in moved if name.startswith(f"body.blocks.{block}.ops.")}
+            for block in range(6)
+        ]
+        assert all(len(ops) <= 1 for ops in used)
+        assert sum(map(len, used)) >= 3
+        whole = {n for n in before if n.startswith(("body.before", "body.after"))}
+        assert whole <= moved
+        change = supernet.alphas()["blocks"].detach() - before["alphas.blocks"]
+        offered = before["alphas.blocks"] > -1
+        counts = (change != 0).sum(1).tolist()
+        assert counts == ([2] * 6 if mode == "two" else offered.sum(1).tolist())
+
+
+def without_last(name):
+    def edit(data):
+        split = getattr(data, name)
+        return replace(data, **{name: replace(split, rows=split.rows[:-1])})
+
+    return edit
+
+
+@pytest.mark.parametrize("form", [None, "additive", "multiplicative"])
+def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(form, ask, networks, totals):
+    given = None if form is None else HardwareTerms.of(hardware(networks, form))
+    asked = {"hardware": given, "steps": 1, "gates": "full"}
+    released = {}
+    for hold in (None, "train", "validation"):
+        totals.clear()
+        ask(hold=without_last(hold) if hold else None, **asked)
+        released[hold] = list(totals)
+    (alphas, weights), (same, fewer), (moved, _) = released.values()
+    assert torch.equal(alphas, same)
+    assert 1e-4 * ALPHA_NORM < (alphas - moved).norm() <= ALPHA_NORM * (1 + 1e-5)
+    assert 1e-4 * NORM < (weights - fewer).norm() <= NORM * (1 + 1e-3)
+
+
+COSTLY = {"form": "additive", "target": 1.0, "unit": "ms", "scale": 1.0, "exponent": 1.0}
+COSTLY |= {"fixed": 0.5}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gates": "three"},
+        {"gates": ["two"]},
+        {"hardware": COSTLY | {"per_op": [[0.0, 1.0]]}},
+        {
+            "hardware": COSTLY
+            | {"form": "multiplicative", "fixed": 3.0, "target": 3.5, "per_op": []}
+        },
+        {"hardware": COSTLY | {"per_op": [[1.0] * 7] * 6, "target": 3.0, "scale": "x"}},
+        {"hardware": "x"},
+        {"hardware": COSTLY | {"per_op": [[1.0] * 7] * 6, "target": 3.0}},
+        {"hardware": COSTLY | {"per_op": [[1.0] * 7, [1.0]], "target": 3.0}},
+        {"hardware": COSTLY | {"per_op": [[0.1] * 7] * 6, "target": 1.1, "form": "x"}},
+        {"hardware": COSTLY | {"per_op": [["0.1"] * 7] * 6, "target": 1.1}},
+        {"hardware": COSTLY | {"per_op": [[math.nan] * 7] * 6, "target": 1.1}},
+        {"hardware": COSTLY | {"per_op": [[0.1] * 7] * 6, "target": 1.1, "further": 1}},
+        {"alphas": {"lr": "x", "weight_decay": 0.0}},
+        {"warm_up": None},
+        {"warm_up": 1},
+        {"paths": None},
+        {"alternating": {"rule": "first_order", "validation_weight": 1.0}},
+        {"batch_size": 8},
+        {"steps": None, "epochs": 1},
+        {"site.micro_batch_size": 4},
+    ],
+)
+def test_whether_a_request_fails_does_not_depend_on_the_records(change, make_site):
+    """And nothing is booked before."""
+
+    def none(data):
+        return replace(data, **{n: replace(s, rows=s.rows[:0]) for n, s in vars(data).items()})
+
+    sentences = []
+    for site in (make_site(committed=EVERYTHING), make_site(committed=EVERYTHING, hold=none)):
+        with pytest.raises(ConfigError) as error:
+            site.ask("train.search", **(LOCAL | change))
+        assert site.rows() == []
+        sentences.append(str(error.value))
+    assert sentences[0] == sentences[1]
+
+
+def test_everything_that_the_server_says_of_costs_is_rehearsed(make_site, networks):
+    site = make_site(committed=EVERYTHING)
+    loss = hardware(networks, "multiplicative")
+    for scale in (0.5, 0.5, 2.0):
+        given = HardwareTerms.of(replace(loss, scale=scale))
+        site.ask("train.search", **LOCAL | {"hardware": given, "steps": 1})
+    rehearsed = [json.loads(key) for key in site.client.rehearsed]
+    assert len({str(chosen[0]) for kind, *chosen in rehearsed if kind.startswith("gates")}) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e30, 1e30])
+def test_wild_alphas_draw_paths_and_book_as_ever(value, make_site, networks):
+    for columns in (slice(None), slice(0, 3), slice(3, 7)):
+        site = make_site(committed=EVERYTHING)
+        request = site.request("train.search", **LOCAL)
+        alphas = request.states["alphas"]["float32"].clone().view(6, 7)
+        alphas[:, columns] = value
+        states = {**request.states, "alphas": {"float32": alphas.flatten()}}
+        reply = site.answer(replace(request, states=states))
+        assert len(site.rows()) == 4
+        assert set(reply.states) == {"weights", "alphas"}
+
+
+def test_a_sparse_reply_leaves_out_what_no_release_has_moved(ask, networks):
+    _, dense = ask(warm_up=True)
+    _, sparse = ask(warm_up=True, sparse=True)
+    sizes = [reply.states["weights"]["float32"].numel() for reply in (sparse, dense)]
+    assert sizes[0] < 0.6 * sizes[1]
+    assert "1" not in sparse.properties["changed"]["alphas"]
+    moved = sparse.properties["changed"]["weights"]
+    assert len(moved) == len(networks.space.supernet().weights())
+
+
+def test_a_site_tells_its_latency_and_reads_no_record(make_site, no_record):
+    site = make_site()
+    reply = site.ask("query.latency", batch_size=1, passes=2)
+    assert set(reply.properties) == {"latency"}
+    assert not reply.states
+    assert not reply.metrics
+    assert from_json(reply.properties["latency"]).norm == "group"
+    assert site.rows() == []
+    with pytest.raises(ConfigError, match="rule data_sets"):
+        site.ask("query.latency", batch_size=1, passes=2, data_set="other")

@@ -1,0 +1,200 @@
+"""A private pool of networks: every member clipped by itself, one release of all."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.answer import answer
+from fednas_flwr.models.networks import describe_pool, make_network
+from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.requests import Amount, LocalTraining, RewardCandidates, Site, Train
+from fednas_flwr.protocol.requests import encode as encode_settings
+from fednas_flwr.protocol.states import Layout, network_states, pack, unpack
+
+from .conftest import METRICS, RECORDS, STEP, TERMS, received, schedule
+
+NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
+MEMBERS = 3
+JOINT_NORM = NORM * math.sqrt(MEMBERS)
+SITE = Site("ward")
+
+
+@pytest.fixture
+def totals(monkeypatch):
+    """What was to be noised, in order, with its terms; noise is left out."""
+    seen = []
+
+    def identity(total, generator, **terms):
+        seen.append((total, terms))
+        return total
+
+    monkeypatch.setattr(release_guard, "add_noise", identity)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def pool(networks):
+    genotypes = [
+        networks.space.random_genotype(make_generator(1, "pool", n)) for n in range(MEMBERS)
+    ]
+    shapes = {key: networks.description[key] for key in ("input_shape", "num_classes")}
+    sizes = {key: networks.description[key] for key in ("channels", "num_cells")}
+    described = describe_pool(genotypes, shapes=shapes, sizes=sizes, norm="group", auxiliary=False)
+    with seeded(1, "pool"):
+        network = make_network(described)
+    states = {name: pack(state) for name, state in network_states(network).items() if state}
+    return SimpleNamespace(described=described, network=network, states=states)
+
+
+def ask(site, action, stage, settings, states):
+    values = json.loads(json.dumps(encode_settings(settings)))
+    request = received(action, Header("run", stage, 1, 1, 0, "nonce"), values, states)
+    return answer(site.client, request)
+
+
+def train(site, pool, steps=1, **changes):
+    described = pool.described | changes
+    amount = Amount(None, steps, None)
+    local = LocalTraining(described, "train+validation", amount, STEP, 0.0, 0.0)
+    return ask(site, "train.weights", "retrain", Train(local=local, site=SITE), pool.states)
+
+
+@pytest.fixture
+def site(make_site):
+    return make_site(committed=schedule(batch_size=None), records=np.arange(40), test_seed=b"7")
+
+
+def test_a_step_is_one_release_of_every_members_own_clipped_sum(site, pool, totals):
+    """In float64, one record at a time: each member clipped to R, noise for all of them jointly."""
+    reply = train(site, pool)
+    network = make_network(pool.described).double()
+    network.load_state_dict(pool.network.state_dict())
+    split = site.client.split("train+validation")
+    sums, norms = [], []
+    for member in network.train().members:
+        weights, total = list(member.parameters()), 0.0
+        for row in range(len(split)):
+            x, y = split.batch(torch.tensor([row]), "cpu")
+            loss = functional.cross_entropy(member(x.double()), y)
+            parts = torch.autograd.grad(loss, weights)
+            gradient = torch.cat([part.reshape(-1) for part in parts])
+            norms.append(gradient.norm().item())
+            total = total + gradient * min(1.0, NORM / norms[-1])
+        sums.append(total)
+    assert max(norms) > NORM
+    ((total, terms),) = totals
+    assert terms == {"noise_multiplier": SIGMA, "max_grad_norm": pytest.approx(JOINT_NORM)}
+    expected = torch.cat(sums)
+    assert (total - expected).norm() < 0.01 * expected.norm()
+    (row,) = site.rows()
+    assert (row.action, row.release.steps) == ("train.weights:weights", 1)
+    # what the server gets are the members' own steps, along the mean of their own sums
+    returned = make_network(pool.described)
+    for name, tensor in unpack_weights(returned, reply.states["weights"]).items():
+        dict(returned.named_parameters())[name].data.copy_(tensor)
+    for before, after, total in zip(pool.network.members, returned.members, sums, strict=True):
+        start, moved = (
+            torch.cat([p.detach().double().reshape(-1) for p in m.parameters()])
+            for m in (before, after)
+        )
+        gradient = total / (RECORDS["train"] + RECORDS["validation"])
+        gradient = gradient * min(1.0, STEP.clip_norm / gradient.norm().item())
+        step = -STEP.lr * (gradient + STEP.weight_decay * start)
+        assert (moved - start - step).norm() < 0.01 * step.norm()
+
+
+def unpack_weights(network, packed):
+    return unpack(packed, Layout.of(network_states(network)["weights"]))
+
+
+def test_one_record_changes_the_release_by_the_norm_of_its_noise_at_most(make_site, pool, totals):
+    """And by exactly that where all members' gradients are larger: nothing is given away."""
+    contributions = []
+    for count in (1, 0):
+
+        def hold(data, count=count):
+            train = replace(data.train, rows=data.train.rows[:count])
+            return replace(data, train=train, validation=replace(train, rows=train.rows[:0]))
+
+        site = make_site(committed=schedule(batch_size=None), hold=hold, test_seed=b"7")
+        train(site, pool)
+        contributions.append(totals[-1][0])
+    difference = (contributions[0] - contributions[1]).norm().item()
+    assert difference == pytest.approx(JOINT_NORM, rel=1e-9)
+    assert totals[-1][1]["max_grad_norm"] == pytest.approx(JOINT_NORM)
+
+
+def test_rewards_of_members_are_one_vector_of_counts(site, pool, totals):
+    settings = RewardCandidates(network=pool.described, site=SITE)
+    reply = ask(site, "evaluate.candidates", "search", settings, pool.states)
+    split = site.client.data.validation
+    x, y = split.batch(torch.arange(len(split)), "cpu")
+    with torch.no_grad():
+        correct = [int((m.eval()(x).argmax(1) == y).sum()) for m in pool.network.members]
+    ((total, terms),) = totals
+    torch.testing.assert_close(total, torch.tensor(correct).double())
+    assert terms == {
+        "noise_multiplier": METRICS["noise_multiplier"],
+        "max_grad_norm": pytest.approx(math.sqrt(MEMBERS)),
+    }
+    rewards = reply.states["rewards"]["float32"]
+    torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a hostile server asks: a request that is not checked where it is made."""
+
+    network: object
+    candidates: None = None
+    training: None = None
+    site: Site = SITE
+    sparse: bool = False
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"norm": "batch"}, "batch_norm"),
+        ({"genotypes": []}, "genotypes=.* is out of range"),
+        ({"genotypes": 3}, "genotypes=3 is out of range"),
+        ({"genotypes": [{}]}, "refused|genotype"),
+        ({"name": "linear"}, "refused, the settings do not fit evaluate.candidates"),
+    ],
+)
+def test_what_is_no_private_pool_is_refused_before_a_record_is_read(
+    changes, sentence, make_site, pool, no_record
+):
+    site = make_site()
+    settings = Evaluated(pool.described | changes)
+    with pytest.raises(ConfigError, match=sentence):
+        ask(site, "evaluate.candidates", "search", settings, pool.states)
+    with pytest.raises(ConfigError):
+        train(site, pool, **changes)
+    assert site.rows() == []
+
+
+def test_members_are_not_trained_to_be_measured(site, pool, no_record):
+    """Of their losses no plan bounds what a record moves."""
+    training = LocalTraining(pool.described, "train", Amount(1, None, 4), STEP, 0.0, 0.0)
+    settings = RewardCandidates(training=training, site=SITE)
+    with pytest.raises(ConfigError, match="refused, training of candidates with privacy=dp"):
+        ask(site, "evaluate.candidates", "search", settings, pool.states)
+    assert site.rows() == []
+
+
+@pytest.mark.parametrize("given", [{}, {"candidates": [[0]], "network": {"genotypes": [{}]}}])
+def test_paths_or_a_pool_are_measured_and_not_both(given):
+    with pytest.raises(ConfigError, match="candidates, network or training must be given"):
+        RewardCandidates(**given)

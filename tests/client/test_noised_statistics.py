@@ -1,0 +1,356 @@
+"""Means and deviations of a private table: one noised release of each client, within its ranges."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednas_flwr import compose, load, run
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.client import answer as entrance
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.data.statistics import (
+    Statistics,
+    are_within,
+    bounded_powers,
+    largest_norm,
+    refined,
+)
+from fednas_flwr.deploy.launch import launch
+from fednas_flwr.pipeline.baselines import prepare_baselines
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.plan import statistics_release
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import Describe, Site, TellStatistics
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import open_run_folder
+
+SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
+RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
+NOISE = "privacy.statistics_noise_multiplier=2"
+ANY = st.floats(width=32) | st.just(math.nan)
+COLUMNS = [(60.0, 120 / math.sqrt(12)), (0.0, 2 / math.sqrt(12))]  # of RANGES
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """150 patients; a tenth has no dose, and one an age that nobody has."""
+    rng = np.random.default_rng(0)
+    ages = rng.normal(70, 5, 150)
+    ages[0] = 1e6
+    doses = np.where(rng.random(150) < 0.1, "", rng.uniform(0, 0.2, 150).round(4).astype(str))
+    sexes = rng.choice(["f", "m"], 150)
+    rows = [
+        f"{age:.3f},{dose},{sex},{'yes' if age > 70 else 'no'}"
+        for age, dose, sex in zip(ages, doses, sexes, strict=True)
+    ]
+    path = tmp_path_factory.mktemp("patients") / "patients.csv"
+    path.write_text("\n".join(["age,dose,sex,ill", *rows]) + "\n")
+    return path
+
+
+@pytest.fixture
+def overrides(table):
+    return [
+        *("algorithm=dp_fnas", "privacy=dp", *SIZES, "search_space.norm=group"),
+        *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu"),
+        "privacy.epsilon=100",
+        *("dataset=csv", f"dataset.root={table}", f"dataset.cache={table.parent / 'cache'}"),
+        *("dataset.categories={sex: [f, m]}", RANGES, "dataset.server_test=false"),
+        "trackers=[]",
+    ]
+
+
+@pytest.fixture
+def site(overrides, tmp_path):
+    """A simulated private client that has committed to the release, and its request."""
+    config = compose(*overrides, NOISE, f"run_dir={tmp_path / 'run'}")
+    client = make_client(config, 0, data=make_data(config), networks={})
+    plan = replace(statistics_release(), noise_multiplier=2.0)
+    client.guard.commit("run", [plan])
+    header = Header("run", "statistics", 1, 1, 0, "nonce")
+    return client, Request("query.statistics", header, TellStatistics(site=Site("records")))
+
+
+def exact_sum(client):
+    """The sum of (1, u, u^2) of the client's train records, one number at a time."""
+    split, total = client.data.train, np.zeros((3, 2))
+    for row in split.rows.tolist():
+        for column, (centre, std) in enumerate(COLUMNS):
+            number = split.features[row, column].item()
+            if not math.isnan(number):
+                u = min(1.0, max(-1.0, (number - centre) / (math.sqrt(3) * std)))
+                total[:, column] += (1, u, u * u)
+    return torch.from_numpy(total.reshape(-1))
+
+
+# --- what a record contributes
+
+
+@given(
+    st.lists(st.tuples(ANY, ANY, ANY), min_size=1, max_size=8),
+    st.tuples(*[st.floats(-1e30, 1e30)] * 3),
+    st.tuples(*[st.floats(1e-30, 1e30)] * 3),
+)
+def test_no_record_moves_the_sum_by_more_than_the_norm(rows, mean, std):
+    numbers, ranges = torch.tensor(rows, dtype=torch.float32), Statistics(mean, std)
+    powers = bounded_powers(numbers, ranges)
+    norm = largest_norm(3) * (1 + 1e-12)
+    assert powers.shape == (len(rows), 9)
+    assert bool(powers.isfinite().all())
+    assert bool((powers.norm(dim=1) <= norm).all())
+    for place in range(len(rows)):  # the same, to the last bit, whoever else is there
+        assert torch.equal(powers[place], bounded_powers(numbers[place][None], ranges)[0])
+
+
+# --- what is made of it
+
+
+def test_without_noise_they_are_those_of_the_numbers_with_ends_for_those_beyond():
+    rng = np.random.default_rng(1)
+    numbers = rng.normal([70, 0.3], [5, 2], (400, 2))
+    numbers[rng.random(400) < 0.3, 1] = np.nan
+    ranges = Statistics((*(c[0] for c in COLUMNS), 0.0), (*(c[1] for c in COLUMNS), 1.0))
+    powers = bounded_powers(torch.from_numpy(numbers), ranges)
+    found = refined(powers.mean(0), ranges, noise=0.0)
+    ends = [np.clip(numbers[:, 0], 0, 120), np.clip(numbers[:, 1], -1, 1)]
+    assert found.mean == pytest.approx((*(np.nanmean(column) for column in ends), 0.0))
+    assert found.std == pytest.approx((*(np.nanstd(column) for column in ends), 1.0))
+    twice = refined(2 * powers.mean(0), ranges, noise=0.0)  # half the records were declared
+    assert twice.mean == pytest.approx(found.mean)
+    assert twice.std == pytest.approx(found.std)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=9, max_size=9), st.floats(0, 1e6))
+def test_whatever_noise_makes_of_them_features_stay_of_a_usable_size(means, noise):
+    ranges = Statistics((5.0, -1e9, 0.0, 0.0), (1.0, 1e-9, 1e9, 1.0))
+    found = refined(torch.tensor(means, dtype=torch.float64), ranges, noise=noise)
+    assert are_within(found, ranges, num_columns=3)
+
+
+def test_a_column_that_noise_drowns_keeps_its_range():
+    ranges = Statistics((5.0, 7.0), (1.0, 2.0))
+    means = torch.tensor([0.02, 0.9, -0.01, 0.3, 0.01, 0.4])
+    found = refined(means, ranges, noise=0.01)
+    assert (found.mean[0], found.std[0]) == (5.0, 1.0)
+    assert found.mean[1] == pytest.approx(7 + 2 * math.sqrt(3) / 3)
+    tight = refined(torch.tensor([1.0, 0.5, 0.25]), Statistics((0.0,), (1.0,)), noise=0.01)
+    assert tight.std[0] == pytest.approx(math.sqrt(3 * 0.01))  # of what noise hides, not of 0
+
+
+# --- the release
+
+
+def test_a_reply_is_the_exact_sum_and_noise_and_booked_before_that_is_drawn(site, monkeypatch):
+    client, request = site
+    seen = []
+    drawn = release_guard.add_noise
+
+    def noted(total, generator, **terms):
+        seen.append((total, terms, [row.entry for row in client.guard._ledger.entries()]))
+        return drawn(total, generator, **terms)
+
+    monkeypatch.setattr(release_guard, "add_noise", noted)
+    reply = answer(client, request)
+    ((total, terms, booked),) = seen
+    norm = math.sqrt(6)  # of three numbers of at most 1 for each of two columns
+    assert terms == {"noise_multiplier": 2.0, "max_grad_norm": norm}
+    assert total == pytest.approx(exact_sum(client), abs=1e-9)
+    (entry,) = booked
+    assert (entry.stage, entry.action) == ("statistics", "query.statistics:statistics")
+    assert (entry.splits, entry.release.sample_rate, entry.release.steps) == (("train",), 1.0, 1)
+    assert entry.release.noise_multiplier == 2.0
+    assert (reply.metrics, reply.properties) == ({}, {})
+    declared = client.guard.allowed.records["train"]
+    assert reply.num_examples == declared
+    told = reply.states["statistics"]["float32"].double() * declared
+    noise = told - total
+    assert bool((noise != 0).all())
+    assert noise.norm().item() < 2.0 * norm * (math.sqrt(6) + math.sqrt(2 * 40))  # but once in 2e17
+
+
+def test_noise_is_of_the_scale_that_is_booked(overrides, tmp_path):
+    config = compose(*overrides, NOISE, f"run_dir={tmp_path / 'run'}", "privacy.test_seed=3")
+    client = make_client(config, 0, data=make_data(config), networks={})
+    client.guard.commit("run", [replace(statistics_release(), noise_multiplier=2.0, steps=100)])
+    header = Header("run", "statistics", 1, 1, 0, "nonce")
+    request = Request("query.statistics", header, TellStatistics(site=Site("records")))
+    declared = client.guard.allowed.records["train"]
+    # the filter of so many releases is not what is tested
+    client.guard.allowed = replace(client.guard.allowed, epsilon=1e6)
+    replies = [answer(client, request).states["statistics"]["float32"] for _ in range(100)]
+    noise = torch.stack(replies).double() * declared - exact_sum(client)
+    assert noise.std().item() == pytest.approx(2.0 * math.sqrt(6), rel=0.12)  # 4 sigma
+    assert abs(noise.mean().item()) < 5 * 2.0 * math.sqrt(6) / math.sqrt(noise.numel())
+
+
+def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, monkeypatch):
+    client, request = site
+
+    def read(*_):
+        raise AssertionError("a record was read")
+
+    monkeypatch.setattr("fednas_flwr.client.handlers.bounded_powers", read)
+    other = replace(request, header=replace(request.header, run="other"))
+    with pytest.raises(ConfigError, match="release=statistics/query.statistics/statistics/train"):
+        answer(client, other)
+    with pytest.raises(ConfigError, match="rule data_sets"):
+        answer(client, replace(request, settings=TellStatistics()))
+    declared = replace(client, from_ranges=False)
+    with pytest.raises(ConfigError, match="within public ranges only"):
+        answer(declared, request)
+    with pytest.raises(ConfigError, match="is for private clients"):
+        answer(replace(client, guard=None), request)
+    client.guard.allowed = replace(client.guard.allowed, epsilon=0.01)
+    with pytest.raises(BudgetExceededError):
+        answer(client, request)
+    assert client.guard._ledger.entries() == []
+
+
+def test_a_second_release_is_none_that_was_committed_to(site):
+    client, request = site
+    answer(client, request)
+    with pytest.raises(ConfigError, match="has booked 1 and now asks for 1 more"):
+        answer(client, request)
+
+
+# --- what is done with it
+
+
+def test_a_private_client_takes_statistics_within_its_ranges_alone(site):
+    client, _ = site
+    header = Header("run", "search", 1, 1, 0, "nonce")
+    own = Statistics(client.data.train.mean, client.data.train.std)
+    good = Statistics((70.0, 0.1, 0.0, 0.0), (5.0, 0.06, 1.0, 1.0))
+
+    def asked(statistics):
+        return Request("query.describe", header, Describe(), statistics=statistics)
+
+    assert own.mean == (60.0, 0.0, 0.0, 0.0)
+    assert answer(client, asked(good)).properties["mean"] == list(good.mean)
+    wrong = {
+        "a mean beyond the range": replace(good, mean=(121.0, 0.1, 0.0, 0.0)),
+        "a deviation that no numbers have": replace(good, std=(5.0, 1.01, 1.0, 1.0)),
+        "one that makes features huge": replace(good, std=(5.0, 1e-4, 1.0, 1.0)),
+        "a category that is moved": replace(good, mean=(70.0, 0.1, 0.5, 0.0)),
+        "one that is scaled": replace(good, std=(5.0, 0.06, 1.0, 2.0)),
+    }
+    for statistics in wrong.values():
+        with pytest.raises(ConfigError, match="beyond this site's dataset.ranges"):
+            answer(client, asked(statistics))
+    with pytest.raises(ConfigError, match="statistics of 2 features"):
+        answer(client, asked(Statistics((70.0, 0.1), (5.0, 0.06))))
+    with pytest.raises(ConfigError, match="standardises by its own dataset.statistics"):
+        answer(replace(client, from_ranges=False), asked(good))
+    actions = client.guard.allowed.actions - {"query.statistics"}
+    client.guard.allowed = replace(client.guard.allowed, actions=actions)
+    with pytest.raises(ConfigError, match="rule actions"):
+        answer(client, asked(good))
+
+
+def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp_path):
+    folder = tmp_path / "run"
+    run(compose(*overrides, NOISE, f"run_dir={folder}"))
+    events = read_events(folder / "events.jsonl")
+    (found,) = [event for event in events if event["event"] == "statistics"]
+    assert abs(found["mean"][0] - 70) < 10
+    assert found["std"][0] < 25  # the range alone says 34.6
+    assert found["mean"][2:] == [0.0, 0.0]
+    (private,) = [event for event in events if event["event"] == "privacy"]
+    first = private["schedule"][0]
+    assert (first["kind"], first["noise_multiplier"], first["steps"]) == ("statistics", 2.0, 1)
+    for client in range(2):
+        place = folder / "sites" / f"client-{client}"
+        with Ledger(place / "ledger" / "ledger.sqlite", place / "key") as ledger:
+            booked = [row.entry.action for row in ledger.entries()]
+        assert booked[0] == "query.statistics:statistics"
+        assert booked.count("query.statistics:statistics") == 1
+    assert list(load(folder).inputs.mean) == found["mean"]
+    report = (folder / "report.html").read_text()
+    assert "query.statistics" in report
+    assert "means and deviations of 2 columns are noised ones" in report
+    # stopped after the search, it goes on with the same numbers, and releases no others
+    shutil.rmtree(folder / "checkpoints")
+    for name in ("model.safetensors", "report.html"):
+        (folder / name).unlink()
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kept = lines[: next(i for i, e in enumerate(lines) if e["event"] == "statistics") + 1]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
+    assert main(["run", f"resume={folder}"]) == 0
+    later = read_events(folder / "events.jsonl")
+    assert [event["mean"] for event in later if event["event"] == "statistics"] == [found["mean"]]
+    assert list(load(folder).inputs.mean) == found["mean"]
+
+
+def test_baselines_that_sites_pay_for_standardise_by_what_the_run_has_released(overrides, tmp_path):
+    folder = tmp_path / "run"
+    config = compose(*overrides, NOISE, f"run_dir={folder}")
+    run(config)
+    (found,) = [e for e in read_events(folder / "events.jsonl") if e["event"] == "statistics"]
+    sharing = replace(config, privacy=replace(config.privacy, baseline_share=0.5))
+    sharing = replace(sharing, evaluation=replace(config.evaluation, baselines=1))
+    linear = next(own for own in prepare_baselines(sharing) if own.name == "linear")
+    launch(open_run_folder(str(linear)), listeners=(), resumed=False)
+    assert list(load(linear).inputs.mean) == found["mean"]
+    assert list(load(linear).inputs.std) == found["std"]
+    place = linear / "sites" / "client-0"
+    with Ledger(place / "ledger" / "ledger.sqlite", place / "key") as ledger:
+        assert {row.entry.action for row in ledger.entries()} == {"train.weights:weights"}
+
+
+@pytest.mark.parametrize("told", [{"data_set": "mine"}, {}])
+def test_the_first_client_does_not_say_which_data_the_others_are_asked_for(
+    overrides, tmp_path, monkeypatch, told
+):
+    describe = entrance.ANSWERS["query.describe"]
+
+    def lie(client, request, asked):
+        reply = describe(client, request, asked)
+        if client.index != 0:
+            return reply
+        kept = {name: fact for name, fact in reply.properties.items() if name != "data_set"}
+        return replace(reply, properties=kept | told)
+
+    monkeypatch.setitem(entrance.ANSWERS, "query.describe", lie)
+    monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
+    folder = tmp_path / "run"
+    run(compose(*overrides, NOISE, f"run_dir={folder}"))
+    events = read_events(folder / "events.jsonl")
+    assert len([event for event in events if event["event"] == "statistics"]) == 1
+    assert not [event for event in events if event["event"] in ("client_failed", "client_left")]
+
+
+def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
+    folder = f"run_dir={tmp_path / 'run'}"
+    plain = [o for o in overrides if o != RANGES]
+    mixed = ["dataset.ranges={age: [0, 120]}", "dataset.statistics={dose: [0, 1]}"]
+    with pytest.raises(ConfigError, match=r"told within ranges; declare dataset\.ranges"):
+        run(compose(*plain, *mixed, NOISE, folder))
+    with pytest.raises(ConfigError, match="has no effect with dataset=csv without dataset.ranges"):
+        compose(*plain, NOISE)
+    with pytest.raises(ConfigError, match=r"secure_sum=true with privacy\.statistics_noise"):
+        compose(*overrides, NOISE, "secure_sum=true", "clients=4")
+    with pytest.raises(ConfigError, match="statistics alone cost"):
+        run(compose(*overrides, "privacy.statistics_noise_multiplier=.01", folder))
+    assert not (tmp_path / "run").exists()
+
+
+def test_calibrate_tells_of_the_release(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *overrides, NOISE]) == 0
+    told = capsys.readouterr().out
+    assert "statistics, statistics on train: 1 steps" in told
+    assert "noise multiplier 2, privacy.statistics_noise_multiplier; clipping norm 1" in told

@@ -1,0 +1,171 @@
+"""Where the unit of privacy is the client: its whole update is one clipped, noised contribution."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.noised_updates import clipped
+from fednas_flwr.privacy.plan import of_clients
+from fednas_flwr.privacy.policy_file import parse_policy, template
+from fednas_flwr.protocol.requests import Amount
+from fednas_flwr.settings.names import SPLITS
+
+from .conftest import LOSS_BOUND, POLICY, TERMS, schedule
+
+LEAST = 0.01  # noise multiplier
+POLICY_CLIENT = {"unit": "client", "records": 1, "least_noise_multiplier": LEAST}
+NORM = TERMS["max_grad_norm"]
+EPOCHS = Amount(epochs=2, steps=None, batch_size=8)
+TRAINING = {"train.search": "local.amount", "train.weights": "local.amount"}
+STATES = {"train.search": ("weights", "alphas"), "train.weights": ("weights",)}
+
+
+def committed(sigma=LEAST):
+    return [
+        replace(planned, shared=False, noise_multiplier=sigma) for planned in of_clients(schedule())
+    ]
+
+
+@pytest.fixture
+def make_client_site(make_site):
+    """``make_client_site(...)``: a site that is protected as a whole; its noise tells nothing."""
+
+    def make(*, sigma=LEAST, hold=None, seed=b"noise", **policy):
+        return make_site(
+            policy=POLICY_CLIENT | policy, committed=committed(sigma), hold=hold, test_seed=seed
+        )
+
+    return make
+
+
+def asked(site, action, **changes):
+    return site.request(action, **{TRAINING[action]: EPOCHS.__dict__, **changes})
+
+
+def update(reply, request, state):
+    sent = request.states[state]["float32"]
+    return reply.states[state]["float32"].double() - sent.double()
+
+
+@given(
+    st.lists(st.floats(-1e30, 1e30) | st.sampled_from([math.nan, math.inf]), min_size=1),
+    st.floats(1e-3, 1e3),
+)
+def test_updates_are_clipped_to_the_norm_whatever_they_are(values, norm):
+    vector = torch.tensor(values, dtype=torch.float64)
+    found = clipped({"a": vector[:1], "b": vector[1:]}, max_norm=norm)
+    joint = torch.cat([found["a"], found["b"]])
+    assert torch.linalg.vector_norm(joint) <= norm
+    length = torch.linalg.vector_norm(vector)
+    if not length.isfinite():
+        assert not joint.any()
+    elif length <= norm:
+        assert torch.equal(joint, vector)
+    else:
+        assert torch.allclose(joint, vector * (norm / length), rtol=1e-9)
+
+
+@pytest.mark.parametrize("action", TRAINING)
+def test_a_reply_is_what_was_sent_plus_the_clipped_update_and_noise(make_client_site, action):
+    site = make_client_site()
+    request = asked(site, action)
+    exact = answer(replace(site.client, guard=None), request)
+    reply = site.answer(request)
+    assert set(reply.states) == set(reply.digests) == set(STATES[action])
+    assert (reply.num_examples, reply.metrics, reply.properties) == (1.0, {}, {})
+    for state in STATES[action]:
+        assert reply.digests[state] == exact.digests[state]
+        expected = clipped({"u": update(exact, request, state)}, max_norm=NORM)["u"]
+        assert expected.norm() > NORM / 5
+        noise = update(reply, request, state) - expected
+        assert noise.abs().max() < 6 * LEAST * NORM
+        assert noise.any()
+    assert {(row.action, row.splits, row.release.steps) for row in site.rows()} == {
+        (f"{action}:{state}", SPLITS, 1) for state in STATES[action]
+    }
+    (rate,) = {row.release.sample_rate for row in site.rows()}
+    assert rate == 1
+
+
+@pytest.mark.parametrize("harm", ["nothing", "labels", "features", "failure"])
+@pytest.mark.parametrize("action", TRAINING)
+def test_no_data_moves_a_reply_further_than_the_norm(make_client_site, action, harm, capsys):
+    """With the same draws replies of two sites differ by their contributions alone."""
+
+    def harmed(split):
+        if harm == "labels":
+            return replace(split, labels=split.labels.flip(0))
+        if harm == "features":
+            return replace(split, mean=(math.nan,) * len(split.mean))
+        if harm == "failure":
+            return replace(split, labels=split.labels + 1000)
+        return split
+
+    def hold(data):
+        return replace(data, train=harmed(data.train), validation=harmed(data.validation))
+
+    idle = make_client_site(sigma=3.0, hold=lambda data: data)
+    site = make_client_site(sigma=3.0, hold=hold)
+    still = {f"local.{state}.lr": 1e-30 for state in STATES[action]}
+    request = asked(site, action)
+    reply, unmoved = site.answer(request), idle.answer(asked(idle, action, **still))
+    for state in STATES[action]:
+        contribution = update(reply, request, state) - update(unmoved, request, state)
+        if harm in ("features", "failure"):
+            assert contribution.norm() < 1e-4
+        else:
+            assert NORM / 5 < contribution.norm() < NORM * (1 + 1e-4)
+    told = capsys.readouterr().err
+    assert (f"{action} has failed, an update of zeros is sent: " in told) == (harm == "failure")
+
+
+def test_rewards_are_noised_one_by_one(make_client_site):
+    site = make_client_site()
+    request = site.request("train.probe", **{"amount": EPOCHS.__dict__})
+    exact = answer(replace(site.client, guard=None), request).states["rewards"]["float32"]
+    noise = site.answer(request).states["rewards"]["float32"] - exact
+    assert 0 < noise.abs().max() < 6 * LEAST * LOSS_BOUND
+    (row,) = site.rows()
+    assert (row.action, row.splits) == ("train.probe:rewards", SPLITS)
+
+
+def test_a_whole_client_answers_nothing_that_is_no_update(make_client_site, no_record):
+    site = make_client_site()
+    for action in ("train.weight_gradient", "train.network_gradient", "evaluate.model"):
+        with pytest.raises(ConfigError, match=f"rule unit: action={action}, not train.search"):
+            site.ask(action)
+    with pytest.raises(ConfigError, match="rule unit: moments=sent"):
+        site.answer(asked(site, "train.search", moments=True))
+    with pytest.raises(ConfigError, match="rule unit: sparse=true"):
+        site.answer(asked(site, "train.search", sparse=True))
+    with pytest.raises(ConfigError, match="validates=True"):
+        site.answer(asked(site, "train.weights", validates=True))
+    assert site.rows() == []
+
+
+def test_site_and_run_must_name_the_same_unit(make_site):
+    with pytest.raises(ConfigError, match="rule unit: of_client=false, not True"):
+        make_site(policy=POLICY_CLIENT)
+    with pytest.raises(ConfigError, match="rule unit: of_client=true, not False"):
+        make_site(policy={"least_noise_multiplier": LEAST}, committed=committed())
+    (plan, *_) = committed()
+    with pytest.raises(ConfigError, match="rule unit: batch_size=3"):
+        make_site(policy=POLICY_CLIENT, committed=[replace(plan, batch_size=3.0)])
+
+
+def test_a_policy_declares_one_client():
+    text = template().replace("unit: record", "unit: client")
+    assert text != template()
+    with pytest.raises(ConfigError, match="records=5000 is not usable: expected 1 with unit"):
+        parse_policy(text)
+    own = parse_policy(text.replace("records: 5000", "records: 1")).data_sets["my-data"]
+    assert own.records == dict.fromkeys(SPLITS, 1)
+    assert POLICY["unit"] != own.unit

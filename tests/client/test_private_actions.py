@@ -1,0 +1,1172 @@
+"""What the private actions send: noised, booked releases and public properties alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from fednas_flwr.algorithms.fedavg import FedAvgSettings
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.admission import check_fields
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.client.making import make_client
+from fednas_flwr.client.noised_measures import METRICS_NORM
+from fednas_flwr.data.loaders import ClientData, Split
+from fednas_flwr.models.networks import describe_derived, make_network, make_space
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import REQUESTS, LocalTraining, encode
+from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
+from fednas_flwr.protocol.sum_requests import SUM_ACTIONS
+from fednas_flwr.search.objective import Objective, heads
+from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.settings import NoPrivacy
+from fednas_flwr.settings.optimizers import Adam
+
+from ..asked import ONE_STEP
+from .conftest import (
+    ASKED,
+    CANDIDATES,
+    GONE,
+    LOSS_BOUND,
+    METRICS,
+    RECORDS,
+    STEP,
+    TERMS,
+    TERMS_OF,
+    TRIAL,
+    put,
+    received,
+    schedule,
+)
+
+RELEASING = sorted(ASKED)
+OF_NETWORKS = ("train.weights", "train.network_gradient")
+MOVING = ["train.candidate", "train.search", "train.weights"]  # with their optimisers' moments
+NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
+BOTH = RECORDS["train"] + RECORDS["validation"]
+EVERYTHING = schedule(batch_size=None)  # over all records at p = 1, so that only noise is drawn
+
+
+def sums(reply, action):
+    """Return what was released of each state, as the noised sum that it was."""
+    vectors = {n: torch.cat([v.double() for v in s.values()]) for n, s in reply.states.items()}
+    if action == "train.weights":  # one step: w - lr * (sum / B + decay * w)
+        return {n: vector * (BOTH / STEP.lr) for n, vector in vectors.items()}
+    if action == "train.search":  # likewise; Adam's first step does not tell the size of a gradient
+        return {"weights": vectors["weights"] * (RECORDS["train"] / STEP.lr)}
+    if action == "train.candidate":
+        return {"weights": vectors["weights"] * (RECORDS["train"] / STEP.lr)}
+    if action == "train.probe":
+        return {"rewards": vectors["rewards"] * (RECORDS["validation"] / LOSS_BOUND)}
+    if action == "evaluate.candidates":  # one vector of three
+        return {"rewards": vectors["rewards"] * (RECORDS["validation"] / math.sqrt(3))}
+    if action == "train.gradients":  # scaled to the weights' batch
+        vectors["alphas"] *= RECORDS["validation"] / RECORDS["train"]
+    if action == "evaluate.model":
+        pair = torch.tensor([reply.metrics["loss"] / (2 * math.log(3)), reply.metrics["accuracy"]])
+        return {"metrics": pair.double() * reply.num_examples / METRICS_NORM}
+    return vectors
+
+
+def unreleased(reply):
+    """Return all of a reply but the released numbers, and how many of these there are."""
+    sizes = {n: {d: v.numel() for d, v in s.items()} for n, s in reply.states.items()}
+    return asdict(replace(reply, states={}, metrics={})), sizes, sorted(reply.metrics)
+
+
+def without_last(name):
+    """Return an edit of a client's data that takes one record out of a split."""
+
+    def edit(data):
+        split = getattr(data, name)
+        return replace(data, **{name: replace(split, rows=split.rows[:-1])})
+
+    return edit
+
+
+# --- nothing but releases and public properties
+
+
+def test_every_action_has_its_fields_listed_and_all_others_are_refused(make_site):
+    assert set(ACTIONS) == set(ANSWERS) == set(REQUESTS)
+    assert set(PRIVATE_ACTIONS) == set(ACTIONS) - {"evaluate.personalised"}
+    releasing = {action for action in PRIVATE_ACTIONS if not ACTIONS[action].is_public}
+    assert set(ASKED) == releasing - {"query.statistics"}  # in test_noised_statistics
+    assert all(action.startswith("query.") for action in {*PRIVATE_ACTIONS} - releasing)
+    assert [action for action in ASKED if ACTIONS[action].properties] == ["train.search"]
+    assert ACTIONS["train.search"].properties == {"changed"}
+    site = make_site()
+    for action in {*ACTIONS} - set(PRIVATE_ACTIONS):
+        with pytest.raises(ConfigError, match="private action"):
+            site.ask(action)
+    for action in ("", "train.all"):
+        with pytest.raises(ConfigError, match=f"action={action} is unknown"):
+            site.ask(action)
+
+
+def test_no_private_action_may_return_what_is_neither_noised_nor_follows_from_what_is():
+    released = {"weights", "alphas", "moments", "rewards", "loss", "accuracy", "statistics"}
+    assert set().union(*(ACTIONS[action].releases for action in PRIVATE_ACTIONS)) == released
+    told = {fact for action in PRIVATE_ACTIONS for fact in ACTIONS[action].properties}
+    assert not told & {"class_counts", "num_examples", "records", "labels"}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(1, metrics={"train_loss": 0.1}),
+        Reply(1, states={"weights": {}, "buffers": {}}),
+        Reply(1, properties={"class_counts": [1]}),
+        Reply(1, states={"weights": {}}, digests={"weights": "", "rows": ""}),
+    ],
+)
+def test_a_field_that_is_on_no_list_cannot_leave(reply):
+    with pytest.raises(RuntimeError, match="must not return"):
+        check_fields("train.weights", reply)
+
+
+def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replaced(make_site):
+    held = [np.arange(80), np.arange(79), np.array([0, *range(2, 80)]), np.arange(30)]
+    plan = schedule(steps=2)
+    sites = [make_site(records=rows, committed=plan) for rows in held]
+    assert len({tuple(map(len, vars(site.client.data).values())) for site in sites}) >= 3
+    left_out = {"query.latency", *SUM_ACTIONS}  # these sites take no part in secure sums
+    left_out |= {"query.keep_model", "query.statistics"}  # in files of their own
+    asked = [
+        (action, {}) for action in (*PRIVATE_ACTIONS, "query.describe") if action not in left_out
+    ]
+    asked += [(action, {"moments": True}) for action in MOVING]
+    for action, changes in asked:
+        again = {"run": "second", "releases": plan[:1]} if action == "query.commit" else changes
+        replies = [unreleased(site.ask(action, **again)) for site in sites]
+        assert all(reply == replies[0] for reply in replies), action
+        fields, states, metrics = replies[0]
+        assert set(fields["properties"]) <= ACTIONS[action].properties
+        expected = ACTIONS[action].releases - (set() if changes else {MOMENTS})
+        assert {*states, *metrics} == expected
+        expected = dict.fromkeys(("train.search", "train.candidate"), RECORDS["train"])
+        measured = ("train.probe", "evaluate.model", "evaluate.candidates")
+        expected |= dict.fromkeys(measured, RECORDS["validation"]) | {"train.weights": BOTH}
+        expected |= dict.fromkeys(("query.describe", "query.commit"), sum(RECORDS.values()))
+        assert fields["num_examples"] == expected.get(action, TERMS["batch_size"])
+
+
+@pytest.mark.parametrize("action", RELEASING)
+def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(action, make_site):
+    """The same noise on neighbouring data: the difference is what one record contributes."""
+    _, kinds = ASKED[action]
+    plan = [p for p in EVERYTHING if p.action == action]
+    for name in {split for splits in kinds.values() for split in splits}:
+        made = {"committed": plan, "test_seed": b"7"}
+        pair = [
+            sums(make_site(hold=hold, **made).ask(action), action)
+            for hold in (None, without_last(name))
+        ]
+        for kind in pair[0]:
+            norm = TERMS_OF[kind]["max_grad_norm"]
+            moved = (pair[0][kind] - pair[1][kind]).norm().item()
+            if action == "train.probe" and name == "train":
+                assert moved > 0  # through the weights, for which the local steps are booked
+            elif action == "train.search" and name == "validation":
+                continue  # it moves weights through the alphas at most, after their release
+            elif name in kinds[kind]:
+                # of three candidates DIVIDED is right about every record
+                least = norm / math.sqrt(3) if action == "evaluate.candidates" else 1e-4 * norm
+                assert least * (1 - 1e-5) < moved <= norm * (1 + 1e-3)
+            else:
+                assert moved == 0
+
+
+def of_persons(copies):
+    """Return an edit of a client's data that gives every record, so many times, to a person."""
+
+    def held(split):
+        persons = torch.arange(len(split)).repeat_interleave(copies)
+        return replace(split, rows=split.rows.repeat_interleave(copies), persons=persons)
+
+    return lambda data: ClientData(held(data.train), held(data.validation), held(data.test))
+
+
+@pytest.mark.parametrize("action", RELEASING)
+def test_a_person_counts_once_however_many_records(action, make_site):
+    """The same noise and draws: a person's mean is that of each of three equal records."""
+    made = {"committed": [p for p in EVERYTHING if p.action == action], "test_seed": b"7"}
+    once, thrice = (
+        sums(make_site(hold=of_persons(copies), **made).ask(action), action) for copies in (1, 3)
+    )
+    for kind, released in once.items():
+        assert torch.equal(released, thrice[kind])
+
+
+@pytest.mark.parametrize("action", RELEASING)
+def test_a_site_answers_also_where_it_has_nobody(action, make_site):
+    def nobody(data):
+        return ClientData(
+            *(
+                replace(split, rows=split.rows[:0], persons=split.rows[:0])
+                for split in (data.train, data.validation, data.test)
+            )
+        )
+
+    plan = [p for p in EVERYTHING if p.action == action]
+    reply = make_site(hold=nobody, committed=plan).ask(action)
+    assert all(value.isfinite().all() for value in sums(reply, action).values())
+
+
+@pytest.mark.parametrize("action", RELEASING)
+def test_two_answers_to_the_same_request_differ_by_new_noise_of_the_booked_scale(action, make_site):
+    site = make_site(committed=EVERYTHING)
+    first, second = (sums(site.ask(action), action) for _ in range(2))
+    for kind, one in first.items():
+        noise = (one - second[kind]) / math.sqrt(2)
+        if action == "train.candidate":  # weights beside its path have none
+            assert 0.2 < (noise == 0).double().mean() < 0.9
+            noise = noise[noise != 0]
+        if noise.numel() < 1000:  # too few for the scale, which the guard's own test measures
+            assert noise.abs().min() > 0
+            assert noise.abs().max() < 7 * max(SIGMA * NORM, METRICS["noise_multiplier"])
+        else:
+            assert noise.std() == pytest.approx(SIGMA * NORM, rel=6 / math.sqrt(2 * len(noise)))
+
+
+def test_the_noise_does_not_depend_on_the_runs_seed(make_site):
+    """Two sites that are equal to the last byte of their configuration draw different noise."""
+    states = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        reply = make_site(committed=EVERYTHING).ask("train.weight_gradient")
+        states.append(reply.states["weights"]["float32"])
+    assert (states[0] == states[1]).float().mean() < 0.01
+
+
+def test_what_a_action_returns_is_checked_before_it_leaves(make_site, monkeypatch):
+    monkeypatch.setitem(ANSWERS, "train.weights", lambda *_: Reply(1, metrics={"loss": 1.0}))
+    with pytest.raises(RuntimeError, match="must not return"):
+        make_site().ask("train.weights")
+
+
+@pytest.mark.parametrize("drawn", ["nothing", "drop-path", "crops"])
+def test_drop_path_and_augmentation_are_drawn_anew_and_not_from_the_runs_seed(
+    drawn, make_site, without_noise
+):
+    site = make_site(committed=EVERYTHING)
+    if drawn == "crops":
+        site.client.augmentation.__dict__["crop_padding"] = 2
+    asked = {"drop_path_prob": 0.5} if drawn == "drop-path" else {}
+    _, *replies = (site.ask("train.weights", **asked) for _ in range(3))  # the first rehearses
+    vectors = [reply.states["weights"]["float32"] for reply in replies]
+    assert torch.equal(*vectors) == (drawn == "nothing")
+
+
+# --- the computation, against float64 loops of batch size 1
+
+
+@pytest.fixture
+def without_noise(monkeypatch):
+    """Noise is left out; yields the noise multiplier and norm that it would have had."""
+    asked = []
+
+    def identity(total, generator, *, noise_multiplier, max_grad_norm):
+        asked.append((noise_multiplier, max_grad_norm))
+        return total
+
+    monkeypatch.setattr(release_guard, "add_noise", identity)
+    return asked
+
+
+def clipped(
+    network,
+    split,
+    parameters,
+    norm,
+    factors=None,
+    auxiliary=0.0,
+    cut_out=False,
+    loss_of=functional.cross_entropy,
+):
+    """Return the sum of clipped gradients, one float64 record at a time."""
+    total, most = [torch.zeros_like(p) for p in parameters], 0.0
+    for row in range(len(split)):
+        x, y = split.batch(torch.tensor([row]), "cpu")
+        logits = network(torch.zeros_like(x).double() if cut_out else x.double())
+        logits, further = heads(logits)
+        loss = loss_of(logits, y)
+        if further is not None:
+            loss = loss + auxiliary * loss_of(further, y)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        gradients = [
+            torch.zeros_like(p) if g is None else g
+            for g, p in zip(gradients, parameters, strict=True)
+        ]
+        length = torch.cat([g.reshape(-1) for g in gradients]).norm().item()
+        most = max(most, length)
+        scale = min(1.0, norm / length) * (1.0 if factors is None else factors[y].item())
+        total = [t + scale * g for t, g in zip(total, gradients, strict=True)]
+    assert most > norm or len(parameters) == 1  # of the alphas, whose gradients are small
+    return total
+
+
+def flat(tensors):
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def close(actual, expected):
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=2e-5 * scale)
+
+
+SEVERAL = Objective(multi_label=True)
+
+
+def several(data):
+    """Return the same records, each with the labels of its class and of the next one."""
+
+    def labelled(split):
+        one = functional.one_hot(split.labels, 3)
+        return replace(split, labels=one | one.roll(1, 1))
+
+    return ClientData(*map(labelled, (data.train, data.validation, data.test)))
+
+
+def test_gradients_of_several_labels_are_clipped_sums_of_records(
+    make_site, networks, without_noise
+):
+    plan = [p for p in EVERYTHING if p.action == "train.gradients"]
+    site = make_site(committed=plan, records=np.arange(40), hold=several)
+    site.client.__dict__["objective"] = SEVERAL
+    reply = site.ask("train.gradients")
+    supernet = networks.space.supernet()
+    load_states(supernet, networks.states["supernet"])
+    supernet.double().train()
+    for state, split in (("weights", "train"), ("alphas", "validation")):
+        parameters = list(getattr(supernet, state)().values())
+        total = clipped(
+            supernet,
+            getattr(site.client.data, split),
+            parameters,
+            NORM,
+            loss_of=lambda logits, y: functional.multilabel_soft_margin_loss(logits, y.double()),
+        )
+        mean = flat(total) / RECORDS[split]
+        close(reply.states[state]["float32"], mean * reply.num_examples)
+
+
+@pytest.mark.parametrize("action", ["train.gradients", "train.weights", "evaluate.model"])
+def test_a_record_of_several_labels_moves_releases_by_the_clipping_norm_at_most(action, make_site):
+    _, kinds = ASKED[action]
+    plan = [p for p in EVERYTHING if p.action == action]
+    (name, *_) = next(iter(kinds.values()))
+    pair = []
+    for hold in (several, lambda data: without_last(name)(several(data))):
+        site = make_site(committed=plan, test_seed=b"7", hold=hold)
+        site.client.__dict__["objective"] = SEVERAL
+        pair.append(sums(site.ask(action), action))
+    for kind, splits in kinds.items():
+        moved = (pair[0][kind] - pair[1][kind]).norm().item()
+        if name in splits:
+            norm = TERMS_OF[kind]["max_grad_norm"]
+            assert 1e-4 * norm < moved <= norm * (1 + 1e-3)
+        else:
+            assert moved == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_gradients_are_clipped_sums_at_the_same_point_over_local_steps(
+    steps, make_site, networks, without_noise
+):
+    lrs = {"weights": 2.0, "alphas": 1.0}
+    weights, alphas = (p for p in EVERYTHING if p.action == "train.gradients")
+    plan = [weights, replace(alphas, max_grad_norm=(small := 0.004))]
+    policy = {"micro_batch_size": 7}
+    site = make_site(committed=plan, records=np.arange(40), policy=policy)
+    asked = {"local_steps": steps, "local_lrs": lrs}
+    reply = site.ask("train.gradients", **asked)
+    assert without_noise == [(SIGMA, NORM), (SIGMA, small)] * steps
+    assert [row.splits for row in site.rows()] == [("train",), ("validation",)] * steps
+    supernet = networks.space.supernet()
+    load_states(supernet, networks.states["supernet"])
+    supernet.double().train()
+    weights, alphas = list(supernet.weights().values()), list(supernet.alphas().values())
+    moves = {"weights": 0.0, "alphas": 0.0}
+    for _ in range(steps):
+        data = site.client.data
+        new = {
+            "weights": [g / 40 for g in clipped(supernet, data.train, weights, NORM)],
+            "alphas": [g / 20 for g in clipped(supernet, data.validation, alphas, small)],
+        }
+        with torch.no_grad():
+            for state, parameters in (("weights", weights), ("alphas", alphas)):
+                moves[state] = moves[state] + flat(new[state])
+                for parameter, gradient in zip(parameters, new[state], strict=True):
+                    parameter -= lrs[state] * gradient
+    assert reply.num_examples == 40
+    for state, move in moves.items():
+        close(reply.states[state]["float32"], move * 40)
+
+
+def test_retraining_is_dp_sgd_with_momentum_over_train_and_validation(
+    make_site, networks, without_noise
+):
+    site = make_site(committed=EVERYTHING, records=np.arange(40))
+    reply = site.ask("train.weights", steps=3, clip_norm=None)
+    assert without_noise == [(SIGMA, NORM)] * 3
+    assert [row.splits for row in site.rows()] == [("train", "validation")] * 3
+    network = make_network(networks.description)
+    load_states(network, networks.states["derived"])
+    network.double().train()
+    parameters = list(network.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for _ in range(3):
+        total = clipped(network, site.client.split("train+validation"), parameters, NORM)
+        for parameter, gradient in zip(parameters, total, strict=True):
+            parameter.grad = gradient / BOTH
+        optimizer.step()
+    close(reply.states["weights"]["float32"], flat(parameters))
+    assert reply.num_examples == BOTH
+
+
+@pytest.mark.parametrize("switched_on", ["auxiliary head", "drop path", "cutout"])
+def test_private_retraining_does_what_else_it_is_asked(
+    switched_on, make_site, networks, without_noise
+):
+    """Where it is drawn it is all paths that are dropped, and all pixels that are cut out."""
+    site = make_site(committed=EVERYTHING, records=np.arange(40))
+    asked = {"drop_path_prob": 1 - 1e-12 if switched_on == "drop path" else 0.0}
+    network, states = make_network(networks.description), networks.states["derived"]
+    if switched_on == "auxiliary head":
+        shapes, sizes = (
+            {"input_shape": (3, 8, 8), "num_classes": 3},
+            {"channels": 2, "num_cells": 3, "skip": "none"},
+        )
+        with seeded(3, "auxiliary"):
+            space = make_space("darts", norm="group", **shapes, **sizes)
+            genotype = space.derive(space.supernet().alphas())
+            description = describe_derived(
+                genotype, shapes, sizes=sizes, norm="group", auxiliary=True
+            )
+            network = make_network(description)
+        asked |= {"network": description, "auxiliary_weight": 0.7}
+        states = {kind: pack(state) for kind, state in network_states(network).items() if state}
+    elif switched_on == "cutout":
+        site.client.augmentation.__dict__["cutout"] = 100
+    request = site.request("train.weights", clip_norm=None, **asked)
+    reply = site.answer(replace(request, states=states))
+    load_states(network, states)
+    network.double().train()
+    network.drop_path_prob = asked["drop_path_prob"]
+    parameters = list(network.parameters())
+    split, cut_out = site.client.split("train+validation"), switched_on == "cutout"
+    total = clipped(network, split, parameters, NORM, auxiliary=0.7, cut_out=cut_out)
+    for parameter, gradient in zip(parameters, total, strict=True):
+        parameter.grad = gradient / BOTH
+    torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01).step()
+    close(reply.states["weights"]["float32"], flat(parameters))
+
+
+FACTORS = torch.tensor([0.2, 1.0, 0.6])
+
+
+@pytest.mark.parametrize("factors", [None, FACTORS])
+def test_private_search_alternates_clipped_steps_of_alphas_and_weights(
+    factors, make_site, networks, without_noise
+):
+    site = make_site(committed=EVERYTHING, records=np.arange(40))
+    site.client.__dict__["objective"] = Objective(factors)
+    reply = site.ask("train.search", steps=2)
+    assert without_noise == [(SIGMA, NORM)] * 4
+    assert [row.splits for row in site.rows()] == [("validation",), ("train",)] * 2
+    assert reply.num_examples == RECORDS["train"]
+    supernet = searched(site, networks, factors, steps=2)
+    close(reply.states["weights"]["float32"], flat(supernet.weights().values()))
+    close(reply.states["alphas"]["float32"], flat(supernet.alphas().values()))
+
+
+def searched(site, networks, factors, *, steps):
+    """Return the supernet after clipped steps without noise, in float64."""
+    supernet = networks.space.supernet()
+    load_states(supernet, networks.states["supernet"])
+    supernet.double().train()
+    weights, alphas = list(supernet.weights().values()), list(supernet.alphas().values())
+    adam = torch.optim.Adam(alphas, lr=0.01, betas=(0.5, 0.999))
+    sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for _ in range(steps):
+        for optimizer, parameters, split in (
+            (adam, alphas, "validation"),
+            (sgd, weights, "train"),
+        ):
+            total = clipped(supernet, site.client.split(split), parameters, NORM, factors)
+            for parameter, gradient in zip(parameters, total, strict=True):
+                parameter.grad = gradient / RECORDS[split]
+            optimizer.step()
+    return supernet
+
+
+@pytest.mark.parametrize("factors", [None, FACTORS])
+def test_a_probe_releases_the_clipped_decrease_of_each_trial(
+    factors, make_site, networks, without_noise
+):
+    """Trials start from the same states and are booked like the search that they are."""
+    site = make_site(committed=EVERYTHING, records=np.arange(40))
+    site.client.__dict__["objective"] = Objective(factors)
+    slow = replace(TRIAL, weights=replace(STEP, lr=1e-6), alphas=Adam(0.0, 0.0))
+    asked = {"trials": [slow, TRIAL, slow], "loss_bound": (bound := 0.01), "steps": 2}
+    reply = site.ask("train.probe", **asked)
+    trial = [(SIGMA, NORM)] * 4 + [(METRICS["noise_multiplier"], bound)]
+    assert without_noise == trial * 3
+    splits = [*[("validation",), ("train",)] * 2, ("validation",)]
+    assert [row.splits for row in site.rows()] == splits * 3
+    assert reply.num_examples == RECORDS["validation"]
+    first, rewarded, last = reply.states["rewards"]["float32"].tolist()
+    assert first == last
+    assert abs(first) < 1e-4 < abs(rewarded)
+    before = networks.space.supernet()
+    load_states(before, networks.states["supernet"])
+    after = searched(site, networks, factors, steps=2)
+    data = site.client.data.validation
+    x, y = data.batch(torch.arange(len(data)), "cpu")
+    factor = 1.0 if factors is None else factors[y]
+    with torch.no_grad():
+        decreases = factor * sum(
+            sign * functional.cross_entropy(net.double().eval()(x.double()), y, reduction="none")
+            for sign, net in ((1, before), (-1, after))
+        )
+    assert decreases.abs().max() > bound > decreases.abs().min()
+    mean = decreases.clamp(-bound, bound).sum().item() / RECORDS["validation"]
+    assert rewarded == pytest.approx(mean, rel=1e-4)
+
+
+def derived_probe(make_site, networks, *, committed, split):
+    """Return a site that keeps to training on a split, and how to ask for a trial that does."""
+    terms = {"stage": "retrain", "action": "train.probe", "steps": 50}
+    plan = [
+        PlannedRelease(kind="weights", splits=tuple(committed.split("+")), **terms, **TERMS),
+        PlannedRelease(kind="rewards", splits=("validation",), **terms, **METRICS),
+    ]
+    site = make_site(committed=plan)
+    steps = replace(ONE_STEP, steps=2)
+    training = LocalTraining(networks.description, "train", steps, STEP, 0.0, 0.0)
+
+    def ask():
+        values = asdict(training) | {"split": split}
+        request = site.request("train.probe", search=None, training=values)
+        header = replace(request.header, stage="retrain")
+        return site.answer(replace(request, header=header, states=networks.states["derived"]))
+
+    return site, ask
+
+
+@pytest.mark.parametrize("split", ["train", "test", "train+validation"])
+def test_trials_of_a_derived_network_read_what_is_booked_and_nothing_else(
+    split, make_site, networks, monkeypatch
+):
+    site, ask = derived_probe(make_site, networks, committed=split, split=split)
+    data, read, batch = vars(site.client.data), set(), Split.batch
+
+    def noted(records, indices, device):
+        read.update(records.rows[indices].tolist())
+        return batch(records, indices, device)
+
+    monkeypatch.setattr(Split, "batch", noted)
+    assert set(ask().states) == {"rewards"}
+    booked = {*split.split("+"), "validation"}
+    assert read <= {row for name in booked for row in data[name].rows.tolist()}
+    assert all(read & set(data[name].rows.tolist()) for name in booked)
+    assert [row.splits for row in site.rows()] == [tuple(split.split("+"))] * 2 + [("validation",)]
+
+
+@pytest.mark.parametrize("split", ["test", "validation", "train+validation", "", None])
+def test_trials_that_train_on_another_split_than_the_committed_are_refused(
+    split, make_site, networks, no_record
+):
+    site, ask = derived_probe(make_site, networks, committed="train", split=split)
+    with pytest.raises(ConfigError, match="rule committed values: release=|split=null has the wro"):
+        ask()
+    assert site.rows() == []
+
+
+def measured_large(site, networks):
+    """Return what a site tells of a supernet with large weights; its logits, and the labels."""
+    request = site.request("evaluate.model")
+    large = {"weights": {"float32": 20 * request.states["weights"]["float32"]}}
+    request = replace(request, states={**request.states, **large})
+    supernet = networks.space.supernet()
+    load_states(supernet, request.states)
+    data = site.client.data.validation
+    x, y = data.batch(torch.arange(len(data)), "cpu")
+    with torch.no_grad():
+        return site.answer(request), supernet.eval()(x), y
+
+
+def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
+    make_site, networks, without_noise
+):
+    site = make_site()
+    reply, logits, y = measured_large(site, networks)
+    assert without_noise == [(METRICS["noise_multiplier"], math.sqrt(2))]
+    bound = 2 * math.log(3)
+    losses = functional.cross_entropy(logits, y, reduction="none")
+    assert losses.max() > bound > losses.min()
+    losses = losses.clamp(max=bound)
+    right = (logits.argmax(1) == y).sum()
+    assert len(y) != 20
+    assert reply.metrics["loss"] == pytest.approx(losses.sum().item() / 20, rel=1e-5)
+    assert reply.metrics["accuracy"] == pytest.approx(right.item() / 20)
+
+
+def test_of_several_labels_a_records_share_of_right_ones_is_released(
+    make_site, networks, without_noise
+):
+    site = make_site(hold=several)
+    site.client.__dict__["objective"] = SEVERAL
+    reply, logits, y = measured_large(site, networks)
+    assert without_noise == [(METRICS["noise_multiplier"], math.sqrt(2))]
+    bound = 2 * math.log(2)
+    losses = functional.multilabel_soft_margin_loss(logits, y.float(), reduction="none")
+    assert losses.max() > bound > losses.min()
+    right = ((logits > 0) == (y == 1)).double().mean(1).sum()
+    assert right != right.round()  # also parts of a record
+    assert reply.metrics["loss"] == pytest.approx(
+        losses.clamp(max=bound).sum().item() / 20, rel=1e-5
+    )
+    assert reply.metrics["accuracy"] == pytest.approx(right.item() / 20)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, without_noise):
+    site = make_site()
+    for action in RELEASING:
+        request = site.request(action)
+        states = {n: {d: v.clone() for d, v in s.items()} for n, s in request.states.items()}
+        states["weights"]["float32"][::7] = bad
+        reply = site.answer(replace(request, states=states))
+        if action == "evaluate.model":
+            total = len(site.client.data.validation) / 20
+            assert 0 <= reply.metrics["loss"] <= total * 2 * math.log(3) * (1 + 1e-6)
+            assert 0 <= reply.metrics["accuracy"] <= total
+        elif action == "train.probe":
+            total = len(site.client.data.validation) / 20 * LOSS_BOUND
+            assert reply.states["rewards"]["float32"].abs().item() <= total * (1 + 1e-6)
+        elif "gradient" in action:  # of the others the weights stay what they were
+            assert all(v.isfinite().all() for v in reply.states[next(iter(reply.states))].values())
+
+
+# --- the optimisers' moments, which travel with a model
+
+
+@pytest.mark.parametrize("action", MOVING)
+def test_moments_follow_from_what_is_released(action, make_site, networks, monkeypatch):
+    """After one step each is a function of the release, of the weights that were sent and of it."""
+    noised = []
+
+    def noted(total, generator, *, real=release_guard.add_noise, **terms):
+        noised.append(real(total, generator, **terms))
+        return noised[-1]
+
+    monkeypatch.setattr(release_guard, "add_noise", noted)
+    site = make_site(committed=EVERYTHING)
+    request = site.request(action, moments=True, clip_norm=None)
+    reply = site.answer(request)
+    own = {"train.weights": networks.derived, "train.search": networks.supernet}
+    network = own.get(action) or site.of_cells.network({"name": "supernet"})
+    layout = Layout.of(no_moments(network))
+    sent, moments = (unpack(part.states[MOMENTS], layout) for part in (request, reply))
+    assert reply.digests[MOMENTS] == layout.digest
+    assert all(not tensor.any() for tensor in sent.values())
+    weights = unpack(request.states["weights"], Layout.of(network_states(network)["weights"]))
+    after = unpack(reply.states["weights"], Layout.of(network_states(network)["weights"]))
+    moved = [n for n in weights if not torch.equal(weights[n], after[n])]
+    size = BOTH if action == "train.weights" else RECORDS["train"]
+    buffers = {n: moments[f"weights.momentum_buffer.{n}"] for n in weights}
+    expected = noised[-1].float() / size + STEP.weight_decay * flat(weights[n] for n in moved)
+    torch.testing.assert_close(flat(buffers[n] for n in moved), expected, rtol=1e-5, atol=1e-7)
+    assert not any(buffers[n].any() for n in {*weights} - {*moved})
+    if action == "train.search":
+        gradient = noised[0].float() / RECORDS["validation"]
+        first, second = (
+            flat(v for n, v in moments.items() if n.startswith(f"alphas.{moment}."))
+            for moment in ("exp_avg", "exp_avg_sq")
+        )
+        torch.testing.assert_close(first, 0.5 * gradient)
+        torch.testing.assert_close(second, 0.001 * gradient**2)
+        steps = [v for n, v in moments.items() if n.startswith("alphas.step.")]
+        assert {v.item() for v in steps} == {1.0}
+
+
+@pytest.mark.parametrize("action", MOVING)
+def test_a_search_with_moments_goes_on_where_the_last_request_ended(
+    action, make_site, without_noise
+):
+    """Two requests of one step each are one request of two."""
+    site = make_site(committed=EVERYTHING)
+    steps = "local_steps" if action == "train.candidate" else "steps"
+    whole = site.answer(site.request(action, moments=True, **{steps: 2}))
+    request = site.request(action, moments=True)
+    for _ in range(2):
+        reply = site.answer(request)
+        request = replace(request, states=dict(request.states) | dict(reply.states))
+    assert set(reply.states) == set(whole.states)
+    for name, packed in whole.states.items():
+        assert torch.equal(reply.states[name]["float32"], packed["float32"]), name
+
+
+# --- hostile requests
+
+
+@pytest.mark.parametrize(
+    ("action", "change", "words"),
+    [
+        ("train.weights", {"data_set": "other"}, "rule data_sets: data set=other"),
+        ("train.weights", {"data_set": None}, "site.data_set=null has the wrong type"),
+        ("train.weights", {"site": None}, "rule data_sets: data set=null"),
+        ("query.latency", {"site": None}, "rule data_sets: data set=null"),
+        ("query.commit", {"data_set": "other"}, "rule data_sets: data set=other"),
+        ("query.commit", {"data_set": None}, "data_set=null has the wrong type"),
+        ("train.gradients", {"order": 2}, "rule first order only: order=2"),
+        ("train.search", {"rule": "second_order"}, "rule first order only: rule=second_order"),
+        ("train.search", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
+        ("train.probe", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
+        ("train.weights", {"raw_metrics": True}, "setting=raw_metrics is unknown"),
+        ("evaluate.model", {"raw_metrics": 1}, "setting=raw_metrics is unknown"),
+        ("train.weights", {"oversampling": True}, "setting=oversampling is unknown"),
+        ("train.weights", {"validates": True}, "validates=True would tell a loss without noise"),
+        ("train.gradients", {"local_steps": 51}, "rule committed values: steps=51"),
+        ("train.gradients", {"local_steps": 0}, "local_steps=0 is out of range"),
+        ("train.weights", {"steps": 51}, "rule committed values: steps=51"),
+        ("train.weights", {"steps": math.inf}, "local.amount.steps=inf has the wrong type"),
+        ("train.weights", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
+        ("train.search", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
+        ("train.probe", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
+        ("train.weights", {"epochs": 1}, "local.amount.epochs=1 with steps=1: exactly one"),
+        ("train.weights", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+        ("train.search", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+        ("train.probe", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+        ("train.gradients", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+        ("train.candidate", {"batch_size": 8}, "dp_aware and batch_size must be null"),
+        (
+            "train.candidate",
+            {"dp_aware": {"max_grad_norm": 1.0, "noise_multiplier": 1.0}},
+            "dp_aware and batch_size must be null",
+        ),
+        ("train.weights", {"split": "test"}, "rule committed values: release=retrain/train.we"),
+        ("train.weights", {"split": "train"}, "rule committed values: release="),
+        ("train.weights", {"split": "validation+train"}, "rule committed values: release="),
+        ("evaluate.model", {"split": "train"}, "rule committed values: release="),
+        ("evaluate.model", {"split": "train+validation"}, "rule committed values: release="),
+        ("evaluate.model", {"network": {"name": "nothing"}}, "do not fit evaluate.model"),
+        ("train.weights", {"lr": math.nan}, "local.weights.lr=nan has the wrong type"),
+        ("train.weights", {"lr": 1e31}, "local.weights.lr=1e.31 is out of range"),
+        ("train.weights", {"lr": 0}, "weights.lr=0.0 is out of range"),
+        ("train.search", {"local.weights.lr": 0}, "weights.lr=0.0 is out of range"),
+        ("train.probe", {"trials": 3 * [TRIAL], "steps": 17}, "committed values: steps=51"),
+        ("train.probe", {"trials": 51 * [TRIAL]}, "committed values: steps=51"),
+        (
+            "train.probe",
+            {"trials": 1001 * [TRIAL]},
+            "trials=.* is out of range: expected 1 to 1000",
+        ),
+        ("train.probe", {"trials": [TRIAL, {}]}, r"trials\[1\].weights is missing"),
+        ("train.probe", {"trials": []}, r"trials=\[\] is out of range: expected 1 to 1000"),
+        ("train.probe", {"trials": {"x": 1}}, "trials={x: 1} has the wrong type"),
+        ("train.probe", {"steps": True}, "search.amount.steps=true has the wrong type"),
+        ("train.probe", {"loss_bound": 9e-4}, "loss_bound=0.0009 is out of range: expected 0.001"),
+        ("train.probe", {"loss_bound": 5e-324}, "loss_bound=5e-324 is out of range"),
+        *(
+            ("train.probe", {"trials": [asdict(TRIAL) | change]}, "setting=trials.* is unknown")
+            for change in ({"split": "test"}, {"steps": 9}, {"network": {"name": "x"}})
+        ),
+        (
+            "train.probe",
+            {"trials": [TRIAL, asdict(TRIAL) | {"drop_path_prob": 1.0}]},
+            r"trials\[1\].drop_path_prob=1.0 is out of range",
+        ),
+        ("train.probe", {"trials": ["weights"]}, "must be a group of settings"),
+        ("train.probe", {"loss_bound": math.nan}, "loss_bound=nan has the wrong type"),
+        ("train.probe", {"search": None}, "search or training must be given, and not both"),
+        ("train.search", {"alternating": None}, "alternating or paths must be given, and not both"),
+        (
+            "train.search",
+            {"local.alternating.temperature": 1.0},
+            "temperature=1.0: single paths ha",
+        ),
+        ("train.candidate", {"candidates": 51 * [[5] * 15]}, "committed values: steps=51"),
+        ("train.candidate", {"candidates": 3 * [[5] * 15], "local_steps": 17}, "steps=51"),
+        ("train.candidate", {"candidates": []}, r"candidates=\[\] is out of range"),
+        ("train.candidate", {"candidates": [[5] * 16]}, "a path must be 15 columns of ops"),
+        (
+            "evaluate.candidates",
+            {"candidates": 1001 * [[5] * 15]},
+            "candidates=.* expected 1 to 1000",
+        ),
+        ("evaluate.candidates", {"candidates": {"a": 1}}, "candidates={a: 1} has the wrong type"),
+    ],
+)
+def test_requests_outside_the_rules_are_refused_before_data_is_read(
+    action, change, words, make_site, no_record
+):
+    site = make_site()
+    with pytest.raises(ConfigError, match=words) as refusal:
+        site.ask(action, **change)
+    assert len(str(refusal.value)) < 250
+    assert site.rows() == []
+
+
+TERM_KEYS = ["releases", "schedule", *(f"{key}_of" for key in TERMS), "sample_rate", "sigma"]
+
+
+def test_a_request_can_name_no_terms_of_its_own(make_site, no_record):
+    """Wherever in it they stand; what is noised are the terms that were committed to."""
+    site = make_site(committed=EVERYTHING)
+    terms = {kind: TERMS | {"noise_multiplier": 0.1} for kind in TERMS_OF}
+    for action in ASKED:
+        places = groups(encode(site.request(action).settings))
+        assert ("site",) in places
+        assert len(places) > (
+            3 if action in ("train.search", "train.probe", "train.weights") else 1
+        )
+        for place in places:
+            for key in (*TERM_KEYS, "noise_multiplier", "max_grad_norm"):
+                path = ".".join((*place, key))
+                with pytest.raises(ConfigError, match=f"setting={path} is unknown"):
+                    site.ask(action, **{path: terms})
+    assert site.rows() == []
+
+
+def groups(values, path=()):
+    """Return the paths of all groups of settings, the free description of a network left out."""
+    found = [path]
+    for key, value in values.items():
+        if isinstance(value, dict) and key not in ("network", "local_lrs"):
+            found += groups(value, (*path, key))
+    return found
+
+
+def test_every_action_refuses_what_its_run_has_not_committed_to(make_site, no_record):
+    """A kind, a stage, a split, a number of steps, a run, and a plan of nothing."""
+    for action, (stage, kinds) in ASKED.items():
+        for kind in kinds:
+            others = [p for p in schedule() if (p.action, p.kind) != (action, kind)]
+            (own,) = (p for p in schedule() if (p.action, p.kind) == (action, kind))
+            for plan in (
+                others,
+                [*others, replace(own, stage="evaluate")],
+                [*others, replace(own, splits=("test",))],
+                [*others, replace(own, splits=(*own.splits, "test"))],
+                [*others, replace(own, kind="rewards" if kind == "metrics" else "metrics")],
+            ):
+                site = make_site(committed=plan)
+                key = f"release={stage}/{action}/{kind}/"
+                with pytest.raises(ConfigError, match=f"rule committed values: {key}"):
+                    site.ask(action)
+                assert site.rows() == []
+        site = make_site()
+        for header in ({"run": "another"}, {"stage": "evaluate"}):
+            request = site.request(action)
+            request = replace(request, header=replace(request.header, **header))
+            with pytest.raises(ConfigError, match="rule committed values: release="):
+                site.answer(request)
+        assert site.rows() == []
+
+
+def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_record):
+    site = make_site()
+    description = networks.description | {"norm": "batch"}
+    states = {n: pack(s) for n, s in network_states(make_network(description)).items() if s}
+    asked = {**dict.fromkeys(OF_NETWORKS, "train+validation"), "evaluate.model": "validation"}
+    for action, split in asked.items():
+        request = site.request(action, network=description, split=split)
+        with pytest.raises(ConfigError, match="rule no batch_norm"):
+            site.answer(replace(request, states=states))
+    supernet = replace(networks.space, norm="batch").supernet()
+    site.client.networks['{"name": "supernet"}'] = supernet
+    states = {n: pack(s) for n, s in network_states(supernet).items() if s}
+    for action in sorted({*RELEASING} - {*OF_NETWORKS, "evaluate.model", *CANDIDATES}):
+        with pytest.raises(ConfigError, match="rule no batch_norm"):
+            site.answer(replace(site.request(action), states=states))
+    assert site.rows() == []
+
+
+TRAPS = [  # requests that could fail on some records and not on others, and sound ones
+    *((action, {}) for action in RELEASING),
+    *((action, {"moments": True}) for action in MOVING),
+    ("train.search", {"sparse": True, "moments": True}),
+    ("train.probe", {"trials": [TRIAL, TRIAL], "steps": 2}),
+    ("evaluate.model", {"network": {"num_classes": 2}}),
+    ("train.weights", {"network": {"num_classes": 2}}),
+    ("train.weights", {"network": {"input_shape": [1, 8, 8]}}),
+    ("train.weights", {"network": {"input_shape": [3, 4, 4]}}),
+    ("train.weights", {"drop_path_prob": "x"}),
+    ("train.weights", {"drop_path_prob": 1}),
+    ("train.weights", {"auxiliary_weight": "x"}),
+    ("train.weights", {"auxiliary_weight": -1}),
+    ("train.weights", {"site.micro_batch_size": 4}),  # the policy's
+    ("train.alpha_gradient", {"site.threads": 1}),
+    ("train.alpha_gradient", {"local_lrs": {"alphas": "x"}}),
+    ("train.alpha_gradient", {"local_lrs": {}}),
+    ("train.alpha_gradient", {"local_lrs": {"weights": 0.1}}),
+    ("train.alpha_gradient", {"local_lrs": {"alphas": 0.1, "betas": 0.1}}),
+    ("train.alpha_gradient", {"inner_lr": -1}),
+    ("train.search", {"alphas": {"lr": "x", "weight_decay": 0.0}}),
+    ("train.search", {"validation_weight": -1}),
+    ("train.candidate", {"candidates": [[5] * 15, [10] * 15]}),
+    ("train.candidate", {"weights": {}}),
+    ("evaluate.candidates", {"candidates": [[5] * 14]}),
+    ("train.probe", {"loss_bound": "x"}),
+    ("train.probe", {"trials": [TRIAL, asdict(TRIAL) | {"weights": {}}]}),
+    ("train.probe", {"trials": [TRIAL, asdict(TRIAL) | {"drop_path_prob": 2.0}]}),
+]
+
+
+def only(choose):
+    def edit(data):
+        splits = vars(data)
+        return replace(data, **{n: replace(s, rows=choose(s, s.rows)) for n, s in splits.items()})
+
+    return edit
+
+
+HELD = {
+    "all": None,
+    "none": only(lambda split, rows: rows[:0]),
+    "one": only(lambda split, rows: rows[:1]),
+    "no record of the last class": only(lambda split, rows: rows[split.labels[rows] < 2]),
+}
+
+
+@pytest.mark.parametrize(("action", "change"), TRAPS)
+def test_whether_a_request_fails_does_not_depend_on_the_records(
+    action, change, make_site, networks
+):
+    """An error would be a release: that there is a record of a class, or any record at all."""
+    outcomes = {}
+    for name, hold in HELD.items():
+        site = make_site(hold=hold, committed=EVERYTHING)
+        asked, states = copy.deepcopy(change), None
+        if "network" in asked:
+            asked["network"] = networks.description | asked["network"]
+            network = make_network(asked["network"])
+            states = {"weights": pack(dict(network.named_parameters()))}
+        try:
+            request = site.request(action, **asked)
+            request = request if states is None else replace(request, states=states)
+            outcomes[name] = unreleased(site.answer(request))
+        except ConfigError as error:
+            outcomes[name] = str(error), len(site.rows())
+    assert all(outcome == outcomes["all"] for outcome in outcomes.values()), outcomes
+
+
+def edited(name, edit):
+    """Return an edit of a request's states that changes a copy of one."""
+
+    def change(states):
+        return {**states, name: edit({d: v.clone() for d, v in states[name].items()})}
+
+    return change
+
+
+def with_steps(value):
+    """Return an edit of moments of a supernet that sets the number of steps of the alphas."""
+
+    def edit(packed, supernet):
+        moments = unpack(packed, Layout.of(no_moments(supernet)))
+        for moment, tensor in moments.items():
+            if moment.startswith("alphas.step."):
+                tensor.fill_(value)
+        return packed
+
+    return edit
+
+
+def misfits(name):
+    """Return edits that make a state one of another network."""
+    return {
+        f"short {name}": edited(name, lambda s: {d: v[:-1] for d, v in s.items()}),
+        f"double {name}": edited(name, lambda s: {"float64": s["float32"].double()}),
+        f"empty {name}": edited(name, lambda s: {}),
+    }
+
+
+MISFITS = misfits("weights") | {
+    "a state of no network": lambda states: {**states, "rows": states["weights"]},
+    "buffers": lambda states: {**states, "buffers": {"float32": torch.zeros(3)}},
+}
+
+
+@pytest.mark.parametrize(
+    ("action", "edit"),
+    [
+        *((action, edit) for action in RELEASING for edit in MISFITS),
+        *((action, edit) for action in MOVING for edit in misfits(MOMENTS)),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_before_data_is_read(action, edit, make_site, no_record):
+    site = make_site(committed=EVERYTHING)
+    request = site.request(action, moments="moments" in edit)
+    states = (MISFITS | misfits(MOMENTS))[edit](request.states)
+    with pytest.raises(ConfigError, match=f"do not fit {action}: ValueError"):
+        site.answer(replace(request, states=states))
+    assert site.rows() == []
+
+
+@pytest.mark.parametrize("steps", [-1.0, -7.0, -math.inf, math.nan])
+def test_moments_of_a_number_of_steps_that_adam_cannot_go_on_from_are_refused(
+    steps, make_site, networks, no_record
+):
+    site = make_site(committed=EVERYTHING)
+    request = site.request("train.search", moments=True)
+    edit = edited(MOMENTS, lambda packed: with_steps(steps)(packed, networks.supernet))
+    request = replace(request, states=edit(request.states))
+    with pytest.raises(ConfigError, match="do not fit train.search: ValueError: .*steps"):
+        site.answer(request)
+    assert site.rows() == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30, 1e-30])
+@pytest.mark.parametrize("action", MOVING)
+def test_wild_moments_are_stepped_from_and_booked_as_ever(action, bad, make_site):
+    site = make_site(committed=EVERYTHING)
+    client = site.of_cells if action in CANDIDATES else site.client
+    request = site.request(action, moments=True)
+    name = request.settings.local.network if action == "train.weights" else {"name": "supernet"}
+    layout = Layout.of(no_moments(client.network(name)))
+    for sign in (1, -1):
+
+        def wild(packed, sign=sign):
+            for moment, tensor in unpack(packed, layout).items():
+                if not moment.startswith("alphas.step."):
+                    tensor.fill_(sign * bad)
+            return packed
+
+        reply = site.answer(replace(request, states=edited(MOMENTS, wild)(request.states)))
+        assert set(reply.states) == ACTIONS[action].releases
+    assert len(site.rows()) == 2 * len(ASKED[action][1])
+
+
+def test_a_sparse_reply_needs_the_states_that_it_is_told_against(make_site, no_record):
+    site = make_site(committed=EVERYTHING)
+    for missing in ("weights", "alphas"):
+        request = site.request("train.search", sparse=True)
+        states = {name: state for name, state in request.states.items() if name != missing}
+        with pytest.raises(ConfigError, match=f"do not fit train.search: .*{missing}"):
+            site.answer(replace(request, states=states))
+    assert site.rows() == []
+
+
+JUNK = [None, True, False, "1", "", [], [1], {}, math.nan, math.inf, -math.inf, 0, -1, -0.0]
+JUNK += [1e-300, 1e300, 10**400, 2**63, 0.5, 1, 1.0, 2, 8, 1.5, 4.0, "train", "validation"]
+JUNK += [GONE]
+JUNK_OF = {
+    "candidates": [*JUNK, [[0] * 14], [[10] * 15], [[1.0] * 15], [["5"] * 15], ["5" * 15]],
+    **dict.fromkeys(("channels", "num_cells"), [None, "x", 0, -1, 2.5, [], {}, GONE]),
+}
+ADDED = ["oversampling", "raw_metrics", "releases", "schedule", "noise_multiplier", "terms"]
+
+
+def paths_of(values, path=()):
+    """Return the dotted paths of all keys of nested settings."""
+    found = []
+    for key, value in values.items():
+        found.append((*path, key))
+        if isinstance(value, dict) and key != "genotype":
+            found += paths_of(value, (*path, key))
+    return found
+
+
+def num_releases(action, values):
+    """Return how many states are noised per measure, how often, and how many measures follow."""
+    steps = {
+        "train.search": lambda: values["local"]["amount"]["steps"],
+        "train.weights": lambda: values["local"]["amount"]["steps"],
+        "train.probe": lambda: values["search"]["amount"]["steps"],
+        "train.candidate": lambda: values["local_steps"] * len(values["candidates"]),
+        "train.network_gradient": lambda: 1,
+        "evaluate.model": lambda: 0,
+        "evaluate.candidates": lambda: 0,
+    }
+    states = [kind for kind in ASKED[action][1] if TERMS_OF[kind] is TERMS]
+    return len(states) * steps.get(action, lambda: values["local_steps"])()
+
+
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hostile):
+    site, noised, read = hostile
+    action = data.draw(st.sampled_from(RELEASING))
+    sound = site.request(action)
+    values = json.loads(json.dumps(encode(sound.settings)))
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(sorted([*paths_of(values), *((key,) for key in ADDED)])))
+        value = data.draw(st.sampled_from(JUNK_OF.get(path[-1], JUNK)))
+        if value is not GONE or path[-1] not in ADDED:
+            put(values, ".".join(path), copy.deepcopy(value))
+    before = len(site.rows())
+    noised.clear(), read.clear()
+    try:
+        request = received(action, sound.header, values, sound.states)
+        reply = site.answer(request)
+    except (ConfigError, BudgetExceededError):
+        assert (noised, read) == ([], [])
+        assert len(site.rows()) == before
+    else:
+        steps = num_releases(action, values)
+        once = sum(TERMS_OF[kind] is METRICS for kind in ASKED[action][1])
+        assert len(noised) == steps + once
+        assert len(site.rows()) == before + len(noised)
+        for term in ("noise_multiplier", "max_grad_norm"):
+            assert [call[term] for call in noised] == [TERMS[term]] * steps + [METRICS[term]] * once
+        assert {*reply.states, *reply.metrics} == ACTIONS[action].releases - {MOMENTS}
+
+
+@pytest.fixture
+def hostile(make_site, monkeypatch):
+    """A site, what was noised and which batches were read."""
+    noised, read = [], []
+    add_noise, batch = release_guard.add_noise, Split.batch
+
+    def noted_noise(*arguments, **terms):
+        noised.append(terms)
+        return add_noise(*arguments, **terms)
+
+    def noted_batch(*arguments):
+        read.append(arguments)
+        return batch(*arguments)
+
+    monkeypatch.setattr(release_guard, "add_noise", noted_noise)
+    monkeypatch.setattr(Split, "batch", noted_batch)
+    return make_site(committed=schedule(steps=1000)), noised, read
+
+
+def test_the_noised_mean_is_clipped_as_retraining_is_told(make_site):
+    site = make_site()
+    for clip_norm, moved in ((0.01, 0.001), (0.02, 0.002)):
+        plain = replace(STEP, momentum=0.0, weight_decay=0.0, clip_norm=clip_norm)
+        request = site.request("train.weights", weights=plain)
+        (after,) = site.answer(request).states["weights"].values()
+        (before,) = request.states["weights"].values()
+        assert (after - before).norm() == pytest.approx(moved, rel=1e-3)
+
+
+def test_a_private_client_never_oversamples_whatever_the_run_says(site_config, prepared, make_site):
+    guard = make_site().guard
+    config = replace(
+        site_config, privacy=NoPrivacy("none"), algorithm=FedAvgSettings("fedavg", "linear", 0.0)
+    )
+    config = replace(config, training=replace(config.training, oversample=True))
+    data = (prepared, [np.arange(80)])
+    assert make_client(config, 0, data=data, networks={}).oversample
+    assert not make_client(config, 0, data=data, networks={}, guard=guard).oversample

@@ -1,0 +1,477 @@
+"""The guard of private mode: what is booked, drawn and released, and in which order."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fednas_flwr
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
+from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism.accounting import prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.policy import Policy
+from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.states import network_states
+from fednas_flwr.settings.names import SPLITS
+
+from .conftest import ASKED, RECORDS, TERMS, schedule
+
+STD = TERMS["noise_multiplier"] * TERMS["max_grad_norm"]
+
+
+HEADER = Header("run", "search", 1, 1, 0, "nonce")
+
+
+def admit(site, action="train.weight_gradient", kind="weights", splits=("train",), **asked):
+    return site.guard.admit(HEADER, action, kind, splits=splits, **asked)
+
+
+def release(guard, planned, num_records, clipped_sum):
+    return guard.release(planned, HEADER, num_records, clipped_sum)
+
+
+def zeros(rows):
+    sums = {"a": torch.zeros(200, 100), "b": torch.zeros(5)}
+    return ClippedSum(sums, norm=TERMS["max_grad_norm"])
+
+
+def test_a_release_is_the_sum_over_a_poisson_batch_plus_noise_of_std_sigma_times_norm(make_site):
+    site, drawn = make_site(), []
+
+    def total(rows):
+        drawn.append(rows)
+        sums = {"a": torch.full((200, 100), 3.0), "b": torch.arange(5.0)}
+        return ClippedSum(sums, norm=TERMS["max_grad_norm"])
+
+    records = 20_000
+    released = release(site.guard, admit(site), records, total)
+    assert {name: tuple(t.shape) for name, t in released.items()} == {"a": (200, 100), "b": (5,)}
+    noise = released["a"].double() - 3.0  # 20,000 values: six standard errors
+    assert abs(noise.mean()) < 6 * STD / math.sqrt(noise.numel())
+    assert noise.std() == pytest.approx(STD, rel=6 / math.sqrt(2 * noise.numel()))
+    assert (released["b"] - torch.arange(5.0)).abs().max() < 7 * STD
+    # p comes from the declared number of records, not from those that are there
+    p = TERMS["batch_size"] / RECORDS["train"]
+    (rows,) = drawn
+    assert len(rows.unique()) == len(rows)
+    assert abs(len(rows) - p * records) < 6 * math.sqrt(records * p * (1 - p))
+
+
+def test_an_empty_batch_releases_pure_noise_and_is_booked_like_any_other(make_site):
+    site = make_site()
+    released = release(site.guard, admit(site), 0, zeros)["a"]
+    assert released.std() == pytest.approx(STD, rel=0.03)
+    assert len(site.rows()) == 1
+
+
+def test_the_batch_size_that_the_server_divides_by_is_the_expected_one_exactly(make_site):
+    fractions = {"train": 0.49, "validation": 0.51, "test": 0.0}
+    policy = {"records": 100, "fractions": fractions}
+    for size, expected in ((1, 1.0), (8, 8.0), (1000, 49.0), (None, 49.0)):
+        plan = [p for p in schedule(batch_size=size) if p.action == "train.gradients"]
+        site = make_site(policy=policy, committed=plan)
+        assert site.guard.expected_batch(admit(site, "train.gradients")) == expected
+
+
+def test_first_reserved_then_drawn_then_read_then_noised(make_site, monkeypatch):
+    site, order = make_site(), []
+
+    def noted(owner, name):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (order.append(name), real(*a, **k))[1])
+
+    noted(site.guard._ledger, "reserve")
+    noted(SecureGenerator, "poisson_mask")
+    noted(SecureGenerator, "discrete_gaussian")
+    release(site.guard, admit(site), 30, lambda rows: (order.append("read"), zeros(rows))[1])
+    assert order == ["reserve", "poisson_mask", "read", "discrete_gaussian"]
+
+
+def test_masks_and_noise_are_new_for_every_step_retry_and_reopened_site(make_site):
+    """The same request in the same run, again, and by the same site after a restart."""
+    site = make_site()
+    again = make_site(folder=site.folder)
+    drawn = []
+    for guard in (site.guard, site.guard, again.guard):
+        batches = []
+        noise = release(guard, admit(site), 64, lambda r, b=batches: (b.append(r), zeros(r))[1])
+        drawn.append((tuple(batches[0].tolist()), noise["a"]))
+    assert len({rows for rows, _ in drawn}) == 3
+    for (_, a), (_, b) in ((drawn[0], drawn[1]), (drawn[0], drawn[2])):
+        assert (a == b).float().mean() < 0.01
+    assert len(again.rows()) == len(site.rows()) == 3
+
+
+def test_a_test_seed_repeats_the_draws_is_marked_and_needs_a_policy_that_allows_it(make_site):
+    sites = [make_site(test_seed=b"1") for _ in range(2)]
+    noise = [release(site.guard, admit(site), 64, zeros)["a"] for site in sites]
+    assert torch.equal(*noise)
+    assert [site.guard.is_secure for site in sites] == [False, False]
+    strict = make_site()
+    strict.guard._generator = SecureGenerator(b"1")
+    with pytest.raises(ConfigError, match="rule secure_noise"):
+        admit(strict)
+
+
+def test_rows_name_what_was_read_and_both_splits_pay_for_a_release_that_reads_both(make_site):
+    site = make_site()
+    asked = {
+        "train.weight_gradient": [("train",)],
+        "train.alpha_gradient": [("validation",)],
+        "train.gradients": [("train",), ("validation",)],
+        "evaluate.model": [("validation",)],
+        "train.weights": [("train", "validation")],
+    }
+    before = 0.0
+    for action, splits in asked.items():
+        booked = len(site.rows())
+        site.ask(action)
+        assert [row.splits for row in site.rows()[booked:]] == splits
+        assert site.guard.spent() >= before
+        before = site.guard.spent()
+    releases = {"train": [], "validation": []}
+    for row in site.rows():
+        for split in row.splits:
+            releases[split].append(row.release)
+    assert {split: len(rows) for split, rows in releases.items()} == {"train": 3, "validation": 4}
+
+
+def test_epsilon_is_what_other_runs_booked_and_this_one_promised_by_split_and_accountant(make_site):
+    """By hand: releases compose per split that they read, over all runs on the same ledger."""
+    plan = [p for p in schedule(steps=7) if p.action in ("train.gradients", "train.weights")]
+    site = make_site(committed=plan)
+    site.ask("train.gradients")
+    site.ask("train.weights", steps=2)
+    epsilon = site.ask("query.commit", run="second", releases=plan).properties["epsilon"]
+    sigma = TERMS["noise_multiplier"]
+    both = Release(noise_multiplier=sigma, sample_rate=8 / 60, steps=7 + 2)
+    by_hand = {
+        "train": [Release(noise_multiplier=sigma, sample_rate=8 / 40, steps=7 + 1), both],
+        "validation": [Release(noise_multiplier=sigma, sample_rate=8 / 20, steps=7 + 1), both],
+    }
+    for name, accountant in (("prv", prv_epsilon), ("rdp", rdp_epsilon), ("gdp", gdp_epsilon)):
+        expected = {split: accountant(releases, 1e-5) for split, releases in by_hand.items()}
+        assert epsilon[name] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("action", ["train.gradients", "train.weights"])
+def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
+    make_site, no_record, action
+):
+    """The networks have about a thousand weights."""
+    policy = {"largest_noise_multiplier": 1e6}
+    site = make_site(policy=policy, committed=schedule(noise_multiplier=9e5))
+    with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=900000.0, not"):
+        site.ask(action)
+    assert site.rows() == []
+
+
+def test_two_policies_that_name_one_account_pay_on_every_split_but_for_the_first(make_site):
+    """The second policy knows nothing of the first: what they share is the ledger."""
+    first = make_site(policy={"account": "shared"})
+    release(first.guard, admit(first), 30, zeros)
+    second = Policy({"lab": replace(first.guard.allowed, data_set="lab")})
+    guard = ReleaseGuard(second, first.guard._ledger, SecureGenerator(), data_set="lab")
+    guard.hold("the same")
+    header = replace(HEADER, run="second")
+    guard.commit("second", schedule())
+    planned = admit(first)
+    guard.release(planned, header, 30, zeros)
+    release(first.guard, planned, 30, zeros)
+    booked = [(row.data_set, row.splits) for row in first.rows()]
+    assert booked == [("ward", ("train",)), ("lab", SPLITS), ("ward", ("train",))]
+    # and what is told beforehand is what will be booked
+    told = guard.epsilons("second")["rdp"]
+    assert set(told) == set(SPLITS)
+    assert told["test"] > first.guard.epsilons("run")["rdp"].get("test", 0)
+    assert first.guard._ledger.verify() == 3
+
+
+def test_a_run_whose_account_was_used_with_other_records_meanwhile_is_refused(make_site):
+    """Both committed when nothing was booked; who books first pays by split."""
+    site = make_site()
+    other = make_site(folder=site.folder, committed=[], records=np.arange(79))
+    other.guard.commit("other", schedule())
+    release(site.guard, admit(site), 30, zeros)
+    with pytest.raises(ConfigError, match="used with other records or splits: start a new run"):
+        other.guard.release(admit(site), replace(HEADER, run="other"), 30, zeros)
+    other.guard.commit("third", schedule())
+    other.guard.release(admit(site), replace(HEADER, run="third"), 30, zeros)
+    assert [row.splits for row in site.rows()] == [("train",), SPLITS]
+
+
+def test_a_run_is_refused_once_records_have_changed_sides(make_site, no_record):
+    site = make_site()
+    release(site.guard, admit(site), 30, zeros)
+    fractions = {"train": 0.4, "validation": 0.4, "test": 0.2}
+    for change in ({"records": np.arange(79)}, {"policy": {"fractions": fractions}}):
+        changed = make_site(folder=site.folder, committed=[], **change)
+        with pytest.raises(ConfigError, match="their splits have changed: start a new run"):
+            changed.ask("train.gradients")
+    assert len(site.rows()) == 1
+
+
+def test_a_person_approves_a_schedule_before_anything_is_released(make_site):
+    site = make_site(policy={"approve": "manual"}, committed=[])
+    waits = [site.commit().properties for _ in range(2)]  # as a server that asks again
+    assert waits[0] == waits[1]
+    assert set(waits[0]) == {"awaits"}
+    awaited = waits[0]["awaits"]
+    for action in ASKED:
+        with pytest.raises(ConfigError, match=f"rule approve: schedule={awaited}, not approved by"):
+            site.ask(action)
+    assert site.rows() == []
+    again = make_site(folder=site.folder, policy={"approve": "manual"}, committed=[])
+    again.guard._ledger.approve("run")
+    assert set(site.commit().properties) == {"epsilon", "covered_steps"}
+    for asked in (site, again):
+        asked.ask("train.weight_gradient")
+    with pytest.raises(ConfigError, match="other terms"):  # it is approved as it was seen
+        site.commit(steps=51)
+    with pytest.raises(ConfigError, match="committed values: release="):
+        site.ask("train.weight_gradient", run="another")
+
+
+def test_a_model_larger_than_the_one_that_was_approved_is_refused(make_site, networks):
+    site = make_site(policy={"approve": "manual"}, committed=[])
+    site.commit()
+    kept = read_commitment(site.guard._ledger.committed("run"))
+    sizes = {
+        kind: sum(tensor.numel() for tensor in states.values())
+        for kind, states in network_states(networks.supernet).items()
+        if kind in ("weights", "alphas")
+    }
+    assert kept.sizes == sizes
+    site.guard._ledger.approve("run")
+    for kind, splits in (("weights", ("train",)), ("alphas", ("validation",))):
+        asked = {"action": "train.gradients", "kind": kind, "splits": splits}
+        admit(site, **asked, num_values=sizes[kind])
+        with pytest.raises(ConfigError, match=f"number of {kind}={sizes[kind] + 1}, not at most "):
+            admit(site, **asked, num_values=sizes[kind] + 1)
+
+
+def test_a_gate_that_holds_no_records_commits_to_nothing(make_site):
+    allowed = make_site().guard.allowed
+    ledger = make_site(committed=[]).guard._ledger
+    guard = ReleaseGuard(Policy({"a": allowed}), ledger, SecureGenerator(), data_set="a")
+    with pytest.raises(ValueError, match="call hold first"):
+        guard.commit("run", schedule())
+
+
+def test_a_request_that_the_ledger_refuses_reads_no_record(make_site, no_record):
+    site = make_site(policy={"epsilon": 0.5})
+    for action in ("train.gradients", "train.weights"):
+        with pytest.raises(BudgetExceededError, match="budget is 0.5"):
+            site.ask(action)
+    assert site.rows() == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"action": "train.weights"},
+        {"kind": "alphas"},
+        {"splits": ("validation",)},
+        {"splits": ("train", "validation")},
+        {"splits": ()},
+        {"header": replace(HEADER, stage="retrain")},
+        {"header": replace(HEADER, run="another")},
+    ],
+)
+def test_what_a_run_has_not_committed_to_is_refused(make_site, asked):
+    site = make_site()
+    terms = {"header": HEADER, "action": "train.weight_gradient", "kind": "weights"}
+    with pytest.raises(ConfigError, match="rule committed values: release="):
+        site.guard.admit(**{**terms, "splits": ("train",), **asked})
+
+
+def test_a_budget_ends_the_releases_and_is_never_overspent(make_site):
+    site, released = make_site(policy={"epsilon": 4.0}), []
+    with pytest.raises(BudgetExceededError):
+        released.extend(release(site.guard, admit(site), 30, zeros) for _ in range(50))
+    assert len(site.rows()) == len(released) > 0
+    assert 3.0 < site.guard.spent() <= 4.0
+    releases = [row.release for row in site.rows()]
+    assert prv_epsilon(releases, 1e-5) <= 4.0
+
+
+def test_a_run_keeps_to_its_first_schedule_and_to_its_steps(make_site):
+    site = make_site(committed=schedule(steps=2))
+    with pytest.raises(ConfigError, match="has committed to other terms"):
+        site.commit(steps=3)
+    site.commit(steps=2)  # the same again, as a retried message brings it
+    again = make_site(folder=site.folder, committed=[])
+    for guard in (site.guard, again.guard):
+        release(guard, admit(site), 30, zeros)
+    with pytest.raises(ConfigError, match="committed to 2 steps"):
+        release(site.guard, admit(site), 30, zeros)
+    with pytest.raises(ConfigError, match="rule committed values: steps=3"):
+        site.ask("train.gradients", local_steps=3)
+    with pytest.raises(ConfigError, match="rule committed values: steps=0, not 1 to at most the"):
+        admit(site, steps=0)
+    assert len(site.rows()) == 2
+
+
+def refused(site, *releases):
+    """Return the sentence with which a site refuses to commit to a plan; it keeps nothing."""
+    with pytest.raises(ConfigError) as refusal:
+        site.ask("query.commit", releases=releases)
+    with pytest.raises(ConfigError, match="rule committed values: release=.*, not one in the run"):
+        site.ask("train.weight_gradient")
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"noise_multiplier": 0}, "rule least_noise_multiplier: noise_multiplier=0.0, not 0.1"),
+        ({"noise_multiplier": 0.05}, "rule least_noise_multiplier"),
+        ({"noise_multiplier": -0.0}, "rule least_noise_multiplier"),
+        ({"noise_multiplier": 1e7}, "rule least_noise_multiplier"),
+        ({"noise_multiplier": None}, "rule least_noise_multiplier: noise_multiplier=null"),
+        ({"max_grad_norm": 2.1}, "rule largest_grad_norm: max_grad_norm=2.1, not 1e-06 to 2.0"),
+        ({"max_grad_norm": 1e-7}, "rule largest_grad_norm"),
+        ({"max_grad_norm": None}, "max_grad_norm=null has the wrong type"),
+        ({"batch_size": 0}, "rule sample_rate: batch_size=0.0"),
+        ({"batch_size": -8}, "rule sample_rate: batch_size=-8.0"),
+        ({"steps": 1001}, "rule largest_steps: steps=1001, not 1 to 1000"),
+        ({"steps": 0}, "rule largest_steps"),
+        ({"steps": -1}, "rule largest_steps"),
+        ({"steps": 2**62}, "rule largest_steps"),
+        ({"steps": 1e3}, "steps=1000.0 has the wrong type: expected a whole number"),
+        ({"splits": []}, "rule splits"),
+        ({"splits": ["train", "train"]}, "rule splits: .*, not different ones of train, validat"),
+        ({"splits": "train"}, "splits=train has the wrong type: expected a list"),
+        ({"splits": ["secret"]}, "rule splits: splits=.secret."),
+        ({"splits": [5]}, "splits.0.=5 has the wrong type: expected text"),
+        *(
+            ({term: value}, f"{term}=.* has the wrong type: expected a")
+            for term in ("noise_multiplier", "max_grad_norm", "batch_size", "steps")
+            for value in (math.nan, math.inf, -math.inf, 10**400, True, "8", [1], {})
+        ),
+    ],
+)
+def test_a_schedule_outside_the_policy_is_refused_and_nothing_is_kept(make_site, change, words):
+    site = make_site(committed=[])
+    first, *others = map(asdict, schedule())
+    sentence = refused(site, *others, first | change)
+    assert re.search(words, sentence)
+    assert len(sentence) < 250
+
+
+LONG = "x" * 10**6
+
+
+@pytest.mark.parametrize(
+    ("releases", "words"),
+    [
+        ([{"stage": LONG}], "stage=x+ is unknown: choose one of evaluate, retrain, search"),
+        ([{"action": LONG}], "action=x+.* is unknown"),
+        ([{"kind": LONG}], "kind=x+.* is unknown"),
+        ([{"splits": ["train"] * 10**5}], "expected 0 to 3 entries"),
+        ([{}] * 33, "releases=.* expected 0 to 32 entries"),
+    ],
+)
+def test_a_server_cannot_fill_a_sites_disk_by_what_it_commits_to(
+    make_site, monkeypatch, releases, words
+):
+    """Refused before the ledger is touched."""
+    site = make_site()
+    first = asdict(schedule()[0])
+    monkeypatch.setattr(Ledger, "_exclusive", None)
+    with pytest.raises(ConfigError) as refusal:
+        site.ask("query.commit", run="new", releases=[first | change for change in releases])
+    assert re.search(words, str(refusal.value))
+    assert len(str(refusal.value)) < 500
+
+
+def test_a_schedule_in_which_a_kind_of_release_stands_twice_is_refused(make_site):
+    first, *others = schedule()
+    twice = [first, *others, replace(first, noise_multiplier=3.0)]
+    assert "twice" in refused(make_site(committed=[]), *twice)
+
+
+def test_a_schedule_that_reads_a_split_without_declared_records_is_refused(make_site):
+    fractions = {"train": 0.8, "validation": 0.0, "test": 0.2}
+    site = make_site(policy={"fractions": fractions}, committed=[])
+    words = "rule records: validation has no declared record"
+    plans = [p for p in schedule() if p.splits == ("validation",)]
+    assert len(plans) == 7
+    for planned in plans:
+        assert words in refused(site, planned)
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(PlannedRelease)])
+def test_a_planned_release_with_a_key_missing_or_too_many_is_refused(make_site, key):
+    site = make_site(committed=[])
+    (item, *others) = map(asdict, schedule())
+    without = {name: value for name, value in item.items() if name != key}
+    assert f"releases[0].{key} is missing" in refused(site, without, *others)
+    assert f"releases[0].{key}_ is unknown" in refused(site, item | {f"{key}_": 1}, *others)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [
+        ({"least_noise_multiplier": 4.5}, "least_noise_multiplier"),
+        ({"largest_grad_norm": 0.4}, "largest_grad_norm"),
+        ({"largest_steps": 49}, "largest_steps"),
+        ({"actions": ["query.describe"]}, "actions"),
+        ({"secure_noise": True, "test_seed": False}, "secure_noise"),
+    ],
+)
+def test_a_policy_that_was_tightened_since_refuses_what_a_run_has_committed_to(
+    make_site, no_record, policy, rule
+):
+    site = make_site()
+    tight = make_site(folder=site.folder, policy=policy, committed=[])
+    if rule == "secure_noise":
+        tight.guard._generator = SecureGenerator(b"1")
+    for action in ASKED:
+        with pytest.raises(ConfigError, match=f"rule {rule}"):
+            tight.ask(action)
+    with pytest.raises(ConfigError, match=f"rule {rule}"):
+        tight.commit()
+    assert tight.rows() == []
+
+
+def test_a_sum_that_says_no_norm_is_not_released(make_site):
+    """Whatever is computed of a clipped sum is one no more."""
+    site = make_site()
+    for computed in (lambda sums: dict(sums), lambda sums: {n: 2 * t for n, t in sums.items()}):
+        with pytest.raises(TypeError, match="says no norm"):
+            release(site.guard, admit(site), 30, lambda rows, f=computed: f(zeros(rows)))
+
+
+def test_noise_is_scaled_by_the_norm_of_the_sum_and_not_by_a_committed_one(make_site):
+    site = make_site()
+    wide = ClippedSum({"a": torch.zeros(20_000)}, norm=10 * TERMS["max_grad_norm"])
+    noise = release(site.guard, admit(site), 30, lambda rows: wide)["a"]
+    assert noise.std() == pytest.approx(10 * STD, rel=0.03)
+
+
+def test_only_what_clips_makes_clipped_sums():
+    """The three modules that scale contributions down; anything else has to call them."""
+    package = Path(fednas_flwr.__file__).parent
+    makers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"\bClippedSum\(", path.read_text().replace("class ClippedSum(", ""))
+    }
+    assert makers == {
+        "privacy/mechanism/micro_batches.py",
+        "privacy/mechanism/clipping.py",
+        "client/noised_updates.py",
+    }

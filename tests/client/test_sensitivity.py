@@ -1,0 +1,557 @@
+"""Every action on every network: a unit changes what is noised by the norm of its noise at most.
+
+Whoever answers a request twice, with one record or person more and the same earlier releases, gets
+totals before noise that differ by no more than the norm by which their noise is scaled. The actions
+are those of ``ACTIONS``, the networks those of the registries, so that a new one is tested by
+itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+from torchvision.ops import StochasticDepth
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.admission import asked_kinds
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client, make_site_guard
+from fednas_flwr.data.loaders import ClientData
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.models.networks import (
+    describe_derived,
+    describe_pool,
+    make_network,
+    supernet_sizes,
+    supernet_space,
+)
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.messages import Header, Request
+from fednas_flwr.protocol.requests import (
+    Amount,
+    Evaluate,
+    LocalSearch,
+    LocalTraining,
+    Probe,
+    RewardCandidates,
+    Search,
+    Site,
+    TakeGradients,
+    TakeNetworkGradient,
+    TellStatistics,
+    Train,
+    TrainCandidates,
+    Trial,
+)
+from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.protocol.states import network_states, pack
+from fednas_flwr.protocol.sum_requests import Summed
+from fednas_flwr.search.candidate import all_alike
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.proxyless import SampledPaths
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
+from fednas_flwr.spaces.space_costs import space_costs
+from fednas_flwr.spaces.space_entries import SEARCH_SPACES
+
+from ..patients import patients
+from .conftest import POLICY
+
+SITE = Site("ward")
+NORM, SIGMA = 0.25, 1.5
+STEP = SGD(lr=0.5, min_lr=0.0, momentum=0.9, weight_decay=0.01, clip_norm=None)
+ALPHAS = Adam(lr=0.05, weight_decay=0.0)
+TWO_STEPS = Amount(epochs=None, steps=2, batch_size=None)
+ROWS = 20  # of each client
+LARGE = 3.0  # times what a network starts with
+# How a space is made small; a space that is new here must say it, too.
+SPACES = {
+    "darts": "darts_small",
+    "dp_cells": "dp_cells_small",
+    "dp_cells_darts": "dp_cells_darts",
+    "mbconv": "mbconv_small",
+    "mlp": "mlp_small",
+    "nasbench201": "nasbench201_small",
+}
+SIZES = {
+    "darts": ("search_space.channels=2", "search_space.num_cells=3"),
+    "mlp": ("search_space.channels=8",),
+}
+OF_TABLES = ("mlp",)
+WITH_AUXILIARY_HEADS = ("darts",)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: its settings, and the states that it carries."""
+
+    settings: Any
+    states: Any
+
+
+def training(described, split="train"):
+    return LocalTraining(described, split, TWO_STEPS, STEP, 0.4, 0.0)
+
+
+def of_network(action, described, states):
+    """Requests of an action about a network that they describe."""
+    trial = Trial(STEP, ALPHAS, 0.0)
+    return {
+        "train.network_gradient": lambda: TakeNetworkGradient(
+            network=described,
+            split="train+validation",
+            step=0,
+            batch_size=None,
+            auxiliary_weight=0.4,
+            drop_path_prob=0.0,
+            site=SITE,
+        ),
+        "train.weights": lambda: Train(local=training(described, "train+validation"), site=SITE),
+        "train.probe": lambda: Probe(
+            search=None, training=training(described), trials=[trial] * 2, loss_bound=0.3, site=SITE
+        ),
+        "evaluate.model": lambda: Evaluate(network=described, split="validation", site=SITE),
+        "evaluate.candidates": lambda: RewardCandidates(network=described, site=SITE),
+    }[action]()
+
+
+def of_supernet(action, kit):
+    """All requests of an action about the supernet."""
+    search = LocalSearch(TWO_STEPS, STEP, ALPHAS, Alternating("first_order"))
+    gradients = TakeGradients(
+        step=0,
+        local_steps=2,
+        local_lrs={"weights": 0.1, "alphas": 0.1},
+        batch_size=None,
+        order=1,
+        inner_lr=0.1,
+        site=SITE,
+    )
+    if action in ("train.weight_gradient", "train.alpha_gradient", "train.gradients"):
+        return [gradients]
+    if action == "train.search" and kit.name == "mbconv":
+        costs = space_costs(kit.space, None)
+        target = (costs.lowest + costs.highest) / 2
+        losses = [
+            HardwareTerms.of(HardwareLoss(costs, target, "multiply_adds", form, 0.5, 0.7))
+            for form in ("additive", "multiplicative")
+        ]
+        paths = [
+            SampledPaths(gates=gates, warm_up=False, hardware=loss)
+            for gates, loss in itertools.product(("two", "full"), (None, *losses))
+        ]
+        paths.append(SampledPaths(gates="two", warm_up=True, hardware=None))
+        return [
+            Search(local=LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p), site=SITE) for p in paths
+        ]
+    if action == "train.search":
+        return [Search(local=search, site=SITE)]
+    if action == "train.probe":
+        return [
+            Probe(
+                search=search,
+                training=None,
+                trials=[Trial(STEP, ALPHAS, 0.0)] * 2,
+                loss_bound=0.3,
+                site=SITE,
+            )
+        ]
+    if action == "evaluate.model":
+        return [Evaluate(network={"name": "supernet"}, split="validation", site=SITE)]
+    if action in ("train.candidate", "evaluate.candidates"):
+        if not kit.name.startswith("dp_cells"):
+            return []  # a candidate is a path of these spaces
+        paths = all_alike(kit.supernet)[:3]
+        if action == "evaluate.candidates":
+            return [RewardCandidates(candidates=paths, site=SITE)]
+        return [
+            TrainCandidates(
+                candidates=paths,
+                step=0,
+                local_steps=2,
+                batch_size=None,
+                weights=STEP,
+                dp_aware=None,
+                site=SITE,
+            )
+        ]
+    assert action == "train.network_gradient"
+    return [
+        TakeNetworkGradient(
+            network={"name": "supernet"},
+            split="train",
+            step=0,
+            batch_size=None,
+            auxiliary_weight=0.0,
+            drop_path_prob=0.0,
+            site=SITE,
+        )
+    ]
+
+
+NETWORK_ACTIONS = (
+    *("train.network_gradient", "train.weights", "train.probe"),
+    *("evaluate.model", "evaluate.candidates"),
+)
+SUPERNET_ACTIONS = (
+    *("train.weight_gradient", "train.alpha_gradient", "train.gradients", "train.search"),
+    *("train.probe", "train.candidate", "evaluate.candidates", "evaluate.model"),
+    "train.network_gradient",
+)
+
+
+def test_every_action_that_releases_something_is_here():
+    releasing = {action for action in PRIVATE_ACTIONS if not ACTIONS[action].is_public}
+    assert {*NETWORK_ACTIONS, *SUPERNET_ACTIONS, "query.statistics"} == releasing
+    assert set(SPACES) == set(SEARCH_SPACES)
+
+
+# --- sites
+
+
+@pytest.fixture(scope="module")
+def data_overrides(tmp_path_factory):
+    """Overrides of the digits' configuration and of a table's, by kind of data."""
+    folder = tmp_path_factory.mktemp("patients")
+    table = patients().drop(columns=["seen"])
+    table["age"] = table["age"].str.replace(",", ".")
+    table.to_csv(folder / "patients.csv", index=False)
+    cache = f"dataset.cache={folder / 'cache'}"
+    return {
+        "digits": [cache],
+        "table": [
+            *("dataset=csv", f"dataset.root={folder / 'patients.csv'}", cache),
+            *("dataset.ranges={age: [0, 120]}", "dataset.server_test=false"),
+            "dataset.categories={ward: [north, south, west]}",
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def kits(compose_config, data_overrides):
+    """``kits(name)``: configuration, data, space and supernet of a search space, made once."""
+    made: dict[str, SimpleNamespace] = {}
+
+    def make(name):
+        if name not in made:
+            kind = "table" if name in OF_TABLES else "digits"
+            config = compose_config(
+                *("algorithm=dp_fnas", "privacy=dp", "clients=1", *data_overrides[kind]),
+                *(f"search_space={SPACES[name]}", "search_space.norm=group"),
+                *SIZES.get(name, ()),
+            )
+            prepared = make_data(config)[0]
+            space = supernet_space(config, prepared)
+            with seeded(1, "kit"):
+                supernet = space.supernet()
+            classes = len(prepared.train.class_names)
+            shapes = {"input_shape": list(prepared.input_shape), "num_classes": classes}
+            made[name] = SimpleNamespace(
+                name=name, config=config, prepared=prepared, space=space, supernet=supernet,
+                shapes=shapes, networks={},
+            )  # fmt: skip
+        return made[name]
+
+    return make
+
+
+def descriptions(kit, *, pools):
+    """Descriptions of derived networks of a space, with and without auxiliary heads, or pools."""
+    settings = {"shapes": kit.shapes, "sizes": supernet_sizes(kit.config.search_space)}
+    settings["norm"] = "group"
+    genotypes = [kit.space.random_genotype(make_generator(1, "kit", n)) for n in range(3)]
+    has_heads = kit.name in WITH_AUXILIARY_HEADS
+    for auxiliary in (False, True) if has_heads and not pools else (has_heads,):
+        if pools:
+            yield describe_pool(genotypes, auxiliary=auxiliary, **settings)
+        else:
+            yield describe_derived(genotypes[0], auxiliary=auxiliary, **settings)
+
+
+def packed(network, scale):
+    """States of a network whose weights are so many times as large."""
+    states = {name: state for name, state in network_states(network).items() if state}
+    with torch.no_grad():
+        large = {n: t * scale for n, t in states["weights"].items()}
+    return {name: pack(state) for name, state in {**states, "weights": large}.items()}
+
+
+def without(split_name):
+    """Return an edit of a client's data that leaves one unit out of a split."""
+
+    def edit(data):
+        split = getattr(data, split_name)
+        gone = split.rows[-1:] if split.persons is None else split.persons[-1]
+        keep = torch.ones(len(split), dtype=torch.bool)
+        keep[-1:] = False
+        if split.persons is not None:
+            keep = split.persons != gone
+            return replace(
+                data,
+                **{split_name: replace(split, rows=split.rows[keep], persons=split.persons[keep])},
+            )
+        return replace(data, **{split_name: replace(split, rows=split.rows[keep])})
+
+    return edit
+
+
+def of_persons(data):
+    """Give every two records to a person."""
+
+    def held(split):
+        return replace(split, persons=torch.arange(len(split)) // 2)
+
+    return ClientData(held(data.train), held(data.validation), held(data.test))
+
+
+def without_dropout(network):
+    """Take out what is drawn for each record by itself, so that two answers draw alike."""
+    for module in network.modules():
+        if isinstance(module, nn.Dropout | StochasticDepth):
+            module.p = 0.0
+    return network
+
+
+@dataclass
+class Totals:
+    """What was to be noised, and the norm of its noise; the second answer gets the first's noise.
+
+    Attributes:
+        seen: Total and norm of every release of the answer that is being given.
+        released: What the first answer has released.
+        repeats: Whether this is a later answer.
+    """
+
+    seen: list
+    released: list
+    repeats: bool = False
+
+
+@pytest.fixture
+def totals(monkeypatch):
+    kept = Totals([], [])
+    for name in ("add_noise", "add_shared_noise"):
+
+        def noted(total, generator, real=getattr(release_guard, name), **terms):  # noqa: B008
+            kept.seen.append((total.clone(), terms["max_grad_norm"]))
+            if kept.repeats:
+                return kept.released[len(kept.seen) - 1].clone()
+            kept.released.append(real(total, generator, **terms))
+            return kept.released[-1].clone()
+
+        monkeypatch.setattr(release_guard, name, noted)
+    return kept
+
+
+@pytest.fixture
+def ask(tmp_path, totals):
+    """``ask(kit, action, asked, hold=, unit=, sums=)``: totals and norms of one answer."""
+    numbers = itertools.count()
+
+    def asked_of(kit, action, asked, *, hold=None, persons=False, unit="record", sums=False):
+        folder = tmp_path / f"site-{next(numbers)}"
+        folder.mkdir()
+        policy = POLICY | {"secure_noise": False, "test_seed": True, "unit": unit, "epsilon": 1e6}
+        policy["micro_batch_size"] = 2  # rehearsals are short
+        policy |= {"records": 1} if unit == "client" else {}
+        keys = [SiteKeys.at(tmp_path / f"{i}.keys") for i in range(3)]
+        roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
+        terms = SumTerms(roster.fingerprint, 3, 0)
+        policy |= {"secure_sum": asdict(terms)} if sums else {}
+        (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": {"ward": policy}}))
+        node = {"policy": str(folder / "policy.yaml"), "data-set": "ward"}
+        node |= {"ledger": str(folder / "l" / "rows.sqlite"), "ledger-key": str(folder / "key")}
+        node |= {"data-path": "x", "dataset": "x", "cache": str(kit.config.dataset.cache)}
+        guard = make_site_guard(node | {"split-key": kit.config.dataset.split_key})
+        guard._generator = SecureGenerator(b"1")
+        if sums:
+            (folder / "roster.json").write_text(json.dumps([asdict(s) for s in roster.sites]))
+            node |= {"roster": str(folder / "roster.json"), "sum-key": str(tmp_path / "0.keys")}
+            node["sums"] = str(folder / "sums.sqlite")
+        # the data does not say whose its records are; unit decides what a policy may say alone
+        checked = replace(guard.allowed, unit="record") if unit == "person" else guard.allowed
+        guard.allowed, allowed = checked, guard.allowed
+        client = make_client(
+            kit.config, 0, data=(kit.prepared, [np.arange(ROWS)]), networks=kit.networks,
+            site={k: v for k, v in node.items() if k != "policy"} if not sums else node,
+            guard=guard,
+        )  # fmt: skip
+        guard.allowed = allowed
+        if sums:
+            client = replace(client, sums=SumSite(0, keys[0], roster, terms, folder / "j.sqlite"))
+        data = of_persons(client.data) if persons else client.data
+        client = replace(
+            client,
+            data=data if hold is None else hold(data),
+            make_network=lambda described, make=client.make_network: without_dropout(
+                make(described)
+            ),
+        )
+        header = Header("run", "search", 1, 1, 0, "nonce")
+        request = Request(action, header, asked.settings, asked.states)
+        kinds = asked_kinds(request, of_client=unit == "client")
+        plan = [
+            PlannedRelease(
+                *("search", action, kind, splits, None, 50, NORM, SIGMA),
+                shared=sums and kind != "rewards",
+                of_client=unit == "client",
+            )
+            for kind, (splits, _) in kinds.items()
+        ]
+        client.guard.commit("run", plan)
+        if sums:
+            records = guard.allowed.records
+            ranges = {p.kind: 2 * p.sum_range(records) for p in plan if p.shared}
+            request = replace(request, summed=Summed("a", (0, 1, 2), ranges))
+        totals.seen.clear()
+        answer(client, request)
+        return list(totals.seen)
+
+    return asked_of
+
+
+def check(ask, totals, kit, action, asked, **how):
+    """Answer with and without one unit of each split; return the largest share of a norm moved."""
+    totals.released.clear()
+    totals.repeats = False
+    first = ask(kit, action, asked, **how)
+    assert first, "nothing was released"
+    totals.repeats = True
+    largest = 0.0
+    request = Request(
+        action, Header("run", "search", 1, 1, 0, "nonce"), asked.settings, asked.states
+    )
+    for split in sorted({split for splits, _ in asked_kinds(request).values() for split in splits}):
+        second = ask(kit, action, asked, hold=without(split), **how)
+        assert len(second) == len(first)
+        for (total, norm), (other, other_norm) in zip(first, second, strict=True):
+            assert other_norm == norm
+            moved = float((total - other).norm())
+            assert moved <= norm * (1 + 1e-9)
+            largest = max(largest, moved / norm)
+    return largest
+
+
+def least(action):
+    """Return what a unit moves at least; none of the candidates may be right about it."""
+    return 0.0 if action == "evaluate.candidates" else 1e-6
+
+
+# --- the contract
+
+
+@pytest.mark.parametrize("action", SUPERNET_ACTIONS)
+@pytest.mark.parametrize("name", sorted(SPACES))
+def test_supernets(name, action, kits, ask, totals):
+    kit = kits(name)
+    states = packed(kit.supernet, LARGE)
+    for settings in of_supernet(action, kit):
+        sent = states
+        if action in ("train.candidate", "evaluate.candidates"):
+            sent = {"weights": states["weights"]}
+        assert check(ask, totals, kit, action, Asked(settings, sent)) >= least(action)
+
+
+@pytest.mark.parametrize("action", NETWORK_ACTIONS)
+@pytest.mark.parametrize("pools", [False, True])
+@pytest.mark.parametrize("name", sorted(SPACES))
+def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, kits, ask, totals):
+    kit = kits(name)
+    if action == "evaluate.candidates" and not pools:
+        pytest.skip("of pools alone")
+    for described in descriptions(kit, pools=pools):
+        with seeded(2, "network"):
+            states = packed(make_network(described), LARGE)
+        asked = Asked(of_network(action, described, states), states)
+        if pools and action in ("train.probe", "evaluate.model"):
+            with pytest.raises(ConfigError, match="refused, the settings do not fit"):
+                ask(kit, action, asked)
+            assert totals.seen == []
+            continue
+        assert check(ask, totals, kit, action, asked) >= least(action)
+
+
+@pytest.mark.parametrize(
+    "action", [action for action in NETWORK_ACTIONS if action != "evaluate.candidates"]
+)
+@pytest.mark.parametrize("name", sorted(FIXED_NETWORKS))
+def test_fixed_networks(name, action, kits, ask, totals):
+    kit = kits("nasbench201")
+    described = {"name": name, **kit.shapes, "norm": "group"}
+    with seeded(2, "network"):
+        states = packed(make_network(described), 1.0)
+    asked = Asked(of_network(action, described, states), states)
+    assert check(ask, totals, kit, action, asked) > 1e-6
+
+
+@pytest.mark.parametrize("action", SUPERNET_ACTIONS)
+def test_persons_with_several_records(action, kits, ask, totals):
+    kit = kits("dp_cells" if "candidate" in action else "nasbench201")
+    states = packed(kit.supernet, 1.0)
+    for settings in of_supernet(action, kit):
+        sent = {"weights": states["weights"]} if "candidate" in action else states
+        asked = Asked(settings, sent)
+        moved = check(ask, totals, kit, action, asked, persons=True, unit="person")
+        assert moved >= least(action)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("action", ["train.weight_gradient", "train.network_gradient"])
+def test_secure_sums_of_gradients(action, pool, kits, ask, totals):
+    kit = kits("nasbench201")
+    described = next(descriptions(kit, pools=pool))
+    settings, states = replace(of_supernet("train.gradients", kit)[0], local_steps=1), None
+    if action == "train.network_gradient":
+        with seeded(2, "network"):
+            states = packed(make_network(described), 1.0)
+        settings = of_network(action, described, states)
+    asked = Asked(settings, states or packed(kit.supernet, 1.0))
+    if pool and action == "train.network_gradient":
+        with pytest.raises(ConfigError, match="rule secure_sum: norm of weights"):
+            ask(kit, action, asked, sums=True)
+        return
+    assert check(ask, totals, kit, action, asked, sums=True) > 1e-6
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("action", ["train.search", "train.probe", "train.weights"])
+def test_whole_clients(action, sums, kits, ask, totals):
+    """Their updates are replaced by zeros: every total is a contribution."""
+    kit = kits("nasbench201")
+    states, local = packed(kit.supernet, 1.0), Amount(epochs=2, steps=None, batch_size=4)
+    settings = of_supernet("train.search" if action == "train.weights" else action, kit)[0]
+    if action == "train.weights":
+        described = next(descriptions(kit, pools=True))
+        with seeded(2, "network"):
+            states = packed(make_network(described), 1.0)
+        settings = Train(local=replace(training(described), amount=local), site=SITE)
+    elif action == "train.search":
+        settings = replace(settings, local=replace(settings.local, amount=local))
+    else:
+        settings = replace(settings, search=replace(settings.search, amount=local))
+    moved = 0.0
+    for total, norm in ask(kit, action, Asked(settings, states), unit="client", sums=sums):
+        assert total.norm() <= norm
+        moved += float(total.norm())
+    assert moved > 1e-6
+
+
+def test_statistics_of_a_table(kits, ask, totals):
+    asked = Asked(TellStatistics(site=SITE), {})
+    assert check(ask, totals, kits("mlp"), "query.statistics", asked) > 1e-6

@@ -1,0 +1,133 @@
+"""What self-tests have shown is kept, and the site decides how it computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import admission, shown_sizes
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import make_client
+from fednas_flwr.client.shown_sizes import FOLDER, machine, shown_size, structure
+from fednas_flwr.privacy.mechanism import clipping
+from fednas_flwr.privacy.mechanism.micro_batches import micro_batches
+from fednas_flwr.settings import with_runtime
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def restart(monkeypatch):
+    """Forget what this process has seen, as a new one has."""
+    return lambda: monkeypatch.setattr(shown_sizes, "_shown", {})
+
+
+def test_a_result_is_found_again_by_a_later_process_unless_its_file_is_damaged(tmp_path, restart):
+    calls = []
+
+    def test():
+        calls.append(1)
+        return 4
+
+    for _ in range(2):
+        restart()
+        assert shown_size(["key", 1.5], tmp_path, test) == 4
+        assert shown_size(["key", 1.5], tmp_path, test) == 4
+        assert len(calls) == 1
+    assert shown_size(["other"], tmp_path, test) == 4
+    assert len(calls) == 2
+    for path in (tmp_path / FOLDER).iterdir():
+        path.write_text(json.dumps({"key": "another", "size": 64}))
+    restart()
+    assert shown_size(["key", 1.5], tmp_path, test) == 4
+    assert len(calls) == 3
+
+
+def test_a_cache_that_there_is_not_yet_is_made(tmp_path, restart):
+    cache = tmp_path / "new" / "cache"
+    assert shown_size(["key"], cache, lambda: 4) == 4
+    restart()
+    assert shown_size(["key"], cache, lambda: 5) == 4
+
+
+def test_a_server_that_asks_for_ever_new_networks_fills_no_disk(tmp_path, restart, monkeypatch):
+    restart()
+    monkeypatch.setattr(shown_sizes, "MOST_FILES", 3)
+    for number in range(6):
+        assert shown_size([number], tmp_path, lambda number=number: number + 1) == number + 1
+    assert len(list((tmp_path / FOLDER).iterdir())) == 3
+
+
+def test_the_key_knows_structure_machine_and_settings_but_no_weights(monkeypatch):
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4))
+    known = structure(network)
+    with torch.no_grad():
+        network[0].weight.mul_(2)
+    assert structure(network.eval()) == known
+    others = [
+        nn.Sequential(nn.Conv2d(3, 4, 5), nn.GroupNorm(2, 4)),
+        nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.GroupNorm(2, 4)),
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(4, 4)),
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)).double(),
+    ]
+    assert len({known, *map(structure, others)}) == 5
+    here = machine(CPU, 1)
+    assert machine(CPU, 2) != here
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert machine(CPU, 1) != here
+
+
+def test_the_site_tests_before_it_reads_and_computes_in_the_size_that_passed(
+    make_site, restart, monkeypatch
+):
+    """Every part that is computed then has this size, whatever the number of records drawn."""
+    restart()
+    monkeypatch.setattr(admission, "largest_size", lambda *_, **__: 2)
+    sizes = []
+
+    def watched(x, y, size):
+        for part in micro_batches(x, y, size):
+            sizes.append(len(part[0]))
+            yield part
+
+    site = make_site(policy={"micro_batch_size": 8})
+    site = replace_cache(site)
+    monkeypatch.setattr(clipping, "micro_batches", watched)
+    site.ask("train.weight_gradient")
+    rehearsal, *computed = sizes
+    assert rehearsal == 8
+    assert computed
+    assert set(computed) == {2}
+
+
+def replace_cache(site):
+    client = replace(site.client, cache=None)
+    site.ask = lambda action, **changes: answer(client, site.request(action, **changes))
+    return site
+
+
+def test_threads_are_those_of_the_policy(make_site, monkeypatch):
+    site = make_site(policy={"threads": 2})
+    assert site.client.threads == 2
+
+
+def test_a_simulation_whose_threads_are_not_those_of_its_policies_is_refused(
+    site_config, prepared, tmp_path
+):
+    privacy = replace(site_config.privacy, sites=str(tmp_path))
+    data = (prepared, [torch.arange(20).numpy()])
+
+    def client(threads):
+        config = replace(site_config, privacy=privacy)
+        config = with_runtime(config, threads=threads)
+        return make_client(config, 0, data=data, networks={})
+
+    assert client(1).threads == 1
+    assert client(1).guard.allowed.micro_batch_size == privacy.micro_batch_size
+    with pytest.raises(ConfigError, match="runtime.threads=2, but the simulated sites' policies"):
+        client(2)

@@ -1,0 +1,184 @@
+"""Faults to build into a private client, by name: what becomes of one kind of release."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fednas_flwr.client.release_guard import ReleaseGuard
+from fednas_flwr.deploy import audit_run
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+
+booked_sum = ReleaseGuard._booked_sum
+discrete_gaussian = SecureGenerator.discrete_gaussian
+poisson_mask = SecureGenerator.poisson_mask
+
+
+@dataclass
+class Now:
+    """The release that is being made, and what a fault remembers of earlier ones.
+
+    Attributes:
+        dice: Draws which tensor has a fault.
+        norm: That every unit is clipped to.
+        sizes: Of its tensors.
+        place: Run and exchange.
+        kept: By what the fault likes.
+    """
+
+    dice: random.Random
+    norm: float = 1.0
+    sizes: tuple[int, ...] = ()
+    place: tuple[str, int] = ("", 0)
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def tensor(self) -> slice:
+        """A tensor of the release, the same one in all releases; of one with one, all of it."""
+        sizes = self.sizes
+        index = self.kept.setdefault("tensor", self.dice.randrange(len(sizes)))
+        start = sum(sizes[:index])
+        return slice(start, start + sizes[index])
+
+
+def no_noise(noise: Tensor, now: Now) -> Tensor:
+    return torch.zeros_like(noise)
+
+
+def half_noise(noise: Tensor, now: Now) -> Tensor:
+    return (noise / 2).round().long()
+
+
+def none_in_one_value(noise: Tensor, now: Now) -> Tensor:
+    noise[now.kept.setdefault("value", now.dice.randrange(len(noise)))] = 0
+    return noise
+
+
+def half_in_one_tensor(noise: Tensor, now: Now) -> Tensor:
+    noise[now.tensor] = (noise[now.tensor] / 2).round().long()
+    return noise
+
+
+def same_noise(noise: Tensor, now: Now) -> Tensor:
+    return now.kept.setdefault("noise", noise)
+
+
+def noise_of_two_releases(noise: Tensor, now: Now) -> Tensor:
+    before = now.kept.pop("noise", None)
+    return now.kept.setdefault("noise", noise) if before is None else before
+
+
+def same_noise_in_a_request(noise: Tensor, now: Now) -> Tensor:
+    return now.kept.setdefault(now.place, noise)
+
+
+def twice_the_norm(total: Tensor, now: Now) -> Tensor:
+    return 2 * total
+
+
+def no_clipping(total: Tensor, now: Now) -> Tensor:
+    return 100 * total  # the audit's canaries have gradients of more norms than that
+
+
+def clipped_after_the_sum(total: Tensor, now: Now) -> Tensor:
+    return total * min(1.0, now.norm / max(1e-30, float(total.norm())))
+
+
+def clipped_by_tensor(total: Tensor, now: Now) -> Tensor:
+    units = float(total.norm()) / now.norm  # all alike, and louder than the norm in every tensor
+    parts = total.split(list(now.sizes))
+    return torch.cat([part * (units * now.norm / max(1e-30, float(part.norm()))) for part in parts])
+
+
+def twice_the_rate(mask: Callable[[float], Tensor], probability: float, now: Now) -> Tensor:
+    return mask(min(1.0, 2 * probability))
+
+
+def same_units(mask: Callable[[float], Tensor], probability: float, now: Now) -> Tensor:
+    drawn = mask(probability)
+    return now.kept.setdefault(len(drawn), drawn)
+
+
+NOISES = {
+    "no noise": no_noise,
+    "half the noise": half_noise,
+    "no noise in one value": none_in_one_value,
+    "half the noise in one tensor": half_in_one_tensor,
+    "the same noise in all releases": same_noise,
+    "noise used twice": noise_of_two_releases,
+}
+REPEATED = {"the same noise in the steps of a request": same_noise_in_a_request}
+SUMS = {"twice the clipping norm": twice_the_norm, "no clipping": no_clipping}
+GRADIENTS = {
+    "clipped after the sum": clipped_after_the_sum,
+    "clipped tensor by tensor": clipped_by_tensor,
+}
+MASKS = {"twice the rate": twice_the_rate, "the same batch in every step": same_units}
+FAULTS: dict[str, Any] = {**NOISES, **REPEATED, **SUMS, **GRADIENTS, **MASKS}
+
+
+@contextmanager
+def broken(fault: str, key: str, *, seed: int = 0) -> Iterator[None]:
+    """Build a fault into one kind of release of all clients, inside the block.
+
+    Args:
+        fault: Name out of ``FAULTS``.
+        key: Of the planned release.
+        seed: Draws the tensor.
+    """
+    now, change = Now(random.Random(seed)), FAULTS[fault]
+    is_now = False
+
+    def booked(guard: ReleaseGuard, planned: Any, header: Any, *arguments: Any) -> Any:
+        nonlocal is_now
+        is_now, now.norm = planned.key == key, planned.max_grad_norm
+        now.place = header.run, header.phase
+        sums, total = booked_sum(guard, planned, header, *arguments)
+        if is_now:
+            now.sizes, now.norm = tuple(t.numel() for t in sums.values()), sums.norm
+            if fault in SUMS | GRADIENTS:
+                total = change(total, now)
+        return sums, total
+
+    def noise(generator: SecureGenerator, shape: tuple[int, ...], *, sigma: int) -> Tensor:
+        drawn = discrete_gaussian(generator, shape, sigma=sigma)
+        return change(drawn, now) if is_now and fault in NOISES | REPEATED else drawn
+
+    def mask(generator: SecureGenerator, number: int, *, probability: float) -> Tensor:
+        def drawn(probability: float) -> Tensor:
+            return poisson_mask(generator, number, probability=probability)
+
+        is_fault = is_now and fault in MASKS and probability < 1
+        return change(drawn, probability, now) if is_fault else drawn(probability)
+
+    ReleaseGuard._booked_sum = booked  # type: ignore[method-assign]
+    SecureGenerator.discrete_gaussian = noise  # type: ignore[method-assign]
+    SecureGenerator.poisson_mask = mask  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ReleaseGuard._booked_sum = booked_sum  # type: ignore[method-assign]
+        SecureGenerator.discrete_gaussian = discrete_gaussian  # type: ignore[method-assign]
+        SecureGenerator.poisson_mask = poisson_mask  # type: ignore[method-assign]
+
+
+@contextmanager
+def audited_only(key: str) -> Iterator[None]:
+    """Leave out of audits all requests but those that release a kind, inside the block."""
+    whole = audit_run._findings
+
+    def findings(exchange: Any, miss: float) -> Iterator[audit_run.Finding]:
+        if key in {own.key for own in exchange.planned.values()}:
+            yield from whole(exchange, miss)
+
+    audit_run._findings = findings
+    try:
+        yield
+    finally:
+        audit_run._findings = whole

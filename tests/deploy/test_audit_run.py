@@ -1,0 +1,264 @@
+"""`fednas audit` on made data: the real client passes, one with a fault in any release does not.
+
+An honest client fails a test with a chance of 1e-6 at most, to which the confidence is set; faults
+are so large that they are found with another 1e-6 or so, but where a test says more.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.cli.commands import INCONCLUSIVE, RUN_FAILED
+from fednas_flwr.client import agreement
+from fednas_flwr.deploy import audit_run as audit
+from fednas_flwr.deploy.audit_run import audit_run
+from fednas_flwr.pipeline.schedule import Schedule
+from fednas_flwr.protocol.messages import Request
+from fednas_flwr.settings import Config, dump_config
+
+from .faulty_client import FAULTS, audited_only, broken
+
+SURE = ("--confidence", "0.999999")
+STATED = ("dataset.statistics={a: [0, 1], b: [0, 1], c: [0, 1]}", "dataset.ignore=[id]")
+DP_FNAS = ("algorithm=dp_fnas", *STATED, "privacy.metrics_noise_multiplier=10")
+PERSONS = (
+    *("algorithm=dp_fnas", "dataset.id_column=id", "privacy.statistics_noise_multiplier=3"),
+    *("dataset.ranges={a: [-4, 4], b: [-4, 4], c: [-4, 4]}", "privacy.metrics_noise_multiplier=10"),
+)
+LOCAL = ("algorithm=fed_darts", *STATED)
+TRIALS = ("algorithm=feathers", *STATED)
+POOL = ("algorithm=successive_halving", *STATED)
+SUMS = ("secure_sum={least_sites: 3, colluding: 1}", "clients=3")
+CLIENTS = (
+    *("algorithm=fed_darts", *STATED, *SUMS, "privacy.unit=client", "privacy.epsilon=1000"),
+    *("privacy.weights.noise_multiplier=1", "privacy.alphas.noise_multiplier=1"),
+    "privacy.retrain.noise_multiplier=1",
+)
+
+STATISTICS = "statistics/query.statistics/statistics/train"
+WEIGHTS = "search/train.weight_gradient/weights/train"
+ALPHAS = "search/train.alpha_gradient/alphas/validation"
+VALIDATION = "search/evaluate.model/metrics/validation"
+RETRAIN = "retrain/train.weights/weights/train+validation"
+TEST = "evaluate/evaluate.model/metrics/test"
+SEARCHED = "search/train.search/weights/train"
+REWARDS = "search/train.probe/rewards/validation"
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides of a private run on a made table, whose steps take milliseconds."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(360, 3)).round(3)
+    lines = [
+        f"p{i // 3},{a},{b},{c},{'no' if a < b else 'yes'}" for i, (a, b, c) in enumerate(rows)
+    ]
+    folder = tmp_path_factory.mktemp("table")
+    (folder / "table.csv").write_text("\n".join(["id,a,b,c,label", *lines]) + "\n")
+    return [
+        *(
+            "privacy=dp",
+            "clients=1",
+            "runtime.device=cpu",
+            "runtime.threads=1",
+            "rounds=1",
+            "retrain.rounds=1",
+        ),
+        *("dataset=csv", f"dataset.root={folder / 'table.csv'}", "dataset.label=label"),
+        *(f"dataset.cache={folder / 'cache'}", "search_space=mlp_small"),
+        "search_space.channels=8",
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _begun_once() -> Iterator[None]:
+    """Begin each run once: what it asks clients does not depend on what they answer."""
+    recorded, known = audit._recorded, {}
+
+    def once(config: Config, folder: Path) -> tuple[Schedule, dict[str, Request]]:
+        text = dump_config(config)
+        if text not in known:
+            known[text] = recorded(config, folder)
+        return known[text]
+
+    audit._recorded = once
+    yield
+    audit._recorded = recorded
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    """Return exit code and output of `fednas audit`."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = main(["audit", *arguments])
+    return code, said.getvalue()
+
+
+def faulty(fault: str, key: str, *overrides: str) -> tuple[int, str]:
+    """Return those of a client with a fault in the one kind of release that is asked for."""
+    with audited_only(key), broken(fault, key):
+        return command(*SURE, *overrides)
+
+
+def test_every_kind_of_release_of_an_honest_run_is_audited_and_passes(table: list[str]) -> None:
+    code, said = command(*SURE, *table, *PERSONS)
+    assert code == 0, said
+    lines = said.splitlines()
+    keys = [line.partition(": ")[0] for line in lines]
+    assert keys[:-2] == [STATISTICS, WEIGHTS, ALPHAS, VALIDATION, RETRAIN, TEST]
+    assert all("noise" in line and "a unit" in line for line in lines[:-2])
+    assert all("rate" in lines[keys.index(key)] for key in (WEIGHTS, ALPHAS, RETRAIN))
+    assert lines[-2] == "An honest client passes with probability 0.999999 or more."
+    assert lines[-1] == "The audit does not refute what the run commits to."
+
+
+@pytest.mark.parametrize("key", [ALPHAS, VALIDATION, RETRAIN, TEST])
+def test_no_noise_is_found_in_any_kind_of_release(table: list[str], key: str) -> None:
+    code, said = faulty("no noise", key, *table, *DP_FNAS)
+    assert code == RUN_FAILED, said
+    assert f"{key}: noise 0.00" in said
+    assert "REFUTED: " in said
+    assert "the audit refutes what the run commits to" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("half the noise in one tensor", "where 1 was committed to"),
+        ("no noise in one value", "1 of 108 values have no noise"),
+        ("noise used twice", "have no noise"),
+        ("twice the clipping norm", "of the clipping norm"),
+        ("clipped after the sum", "no sum over units"),
+        ("twice the rate", "units are drawn at a rate of 0.2"),
+        ("the same batch in every step", "the same units are drawn in several steps"),
+    ],
+)
+def test_faults_of_gradients_are_found_and_named(table: list[str], fault: str, told: str) -> None:
+    code, said = faulty(fault, ALPHAS, *table, *DP_FNAS)
+    assert code == RUN_FAILED, said
+    assert told in said
+
+
+def test_noise_that_the_steps_of_one_request_share_is_found(table: list[str]) -> None:
+    code, said = faulty("the same noise in the steps of a request", SEARCHED, *table, *LOCAL)
+    assert code == RUN_FAILED, said
+    assert "two steps together have 1." in said
+
+
+@pytest.mark.parametrize("fault", ["half the noise", "no clipping"])
+def test_faults_of_statistics_within_ranges_are_found(table: list[str], fault: str) -> None:
+    code, said = faulty(fault, STATISTICS, *table, *PERSONS)
+    assert code == RUN_FAILED, said
+
+
+@pytest.mark.parametrize(
+    ("fault", "key", "overrides"),
+    [
+        ("half the noise", ALPHAS, (*DP_FNAS, *SUMS)),
+        ("half the noise", "search/train.search/alphas/train+validation+test", CLIENTS),
+        ("no clipping", "search/train.search/weights/train+validation+test", CLIENTS),
+    ],
+)
+def test_faults_are_found_in_totals(
+    table: list[str], fault: str, key: str, overrides: tuple[str, ...]
+) -> None:
+    code, said = faulty(fault, key, *table, *overrides)
+    assert code == RUN_FAILED, said
+
+
+def test_sites_with_other_commitments_in_one_sum_are_found(
+    table: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agreed = agreement.agreed
+    monkeypatch.setattr(agreement, "agreed", lambda *args: agreed(*args) | {"releases": None})
+    with audited_only(ALPHAS):
+        code, said = command(*SURE, *table, *DP_FNAS, *SUMS)
+    assert code == RUN_FAILED
+    assert "REFUTED: sites that have committed to other norms are in one sum" in said
+
+
+def test_what_no_reply_tells_is_said_and_inconclusive(table: list[str]) -> None:
+    with audited_only(REWARDS):
+        code, said = command(*SURE, *table, *TRIALS)
+    assert code == INCONCLUSIVE, said
+    assert "search/train.probe/weights/train\n  not audited: no reply tells it" in said
+    assert f"{REWARDS}: noise " in said
+    assert f"{SEARCHED}\n  not audited: no request of the run has asked for it" in said
+    assert "does not refute" not in said
+
+
+def test_more_noise_than_canaries_can_show_is_inconclusive(table: list[str]) -> None:
+    alphas = "privacy.alphas.noise_multiplier=5000"
+    with audited_only(ALPHAS):
+        code, said = command(*SURE, *table, "algorithm=dp_fnas", *STATED, alphas)
+    assert code == INCONCLUSIVE
+    assert "not audited: twice the contribution of a unit" in said
+
+
+def test_canaries_move_nearly_all_layers(table: list[str], compose_config: object) -> None:
+    """Loud ones, whose clipping is seen; of a probe and of statistics nobody tells them exactly."""
+    with audited_only(WEIGHTS):
+        said = command(*SURE, *table, *DP_FNAS)[1]
+    (line,) = [line for line in said.splitlines() if line.startswith(WEIGHTS)]
+    reached, whole = (
+        int(word.replace(",", "")) for word in line.partition(" in ")[2].split()[-9:] if "," in word
+    )
+    assert reached > 0.7 * whole
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("privacy=none",), "there is no release to audit; set privacy=dp"),
+        (("runtime=deployment", "runtime.superlink=site"), "only the sites have records"),
+    ],
+)
+def test_what_cannot_be_audited_is_said(compose_config, overrides, reason) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        audit_run(compose_config("privacy=dp", *overrides))
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0, math.nan])
+def test_a_confidence_out_of_range_is_refused(compose_config, confidence: float) -> None:
+    with pytest.raises(ConfigError, match="expected a number between 0 and 1"):
+        audit_run(compose_config("privacy=dp"), confidence=confidence)
+
+
+def test_nothing_is_booked_on_budgets_of_the_user(table: list[str], tmp_path: Path) -> None:
+    sites = tmp_path / "sites"
+    sites.mkdir()
+    with audited_only(ALPHAS):
+        command(*SURE, *table, *DP_FNAS, f"privacy.sites={sites}", "stages=[search]")
+    assert not list(sites.rglob("*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [LOCAL, POOL, (*DP_FNAS, *SUMS), CLIENTS])
+def test_honest_runs_of_other_kinds_pass(table: list[str], overrides: tuple[str, ...]) -> None:
+    code, said = command(*SURE, *table, *overrides)
+    assert code == 0, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm", ["dp_fnas", "fed_darts", "fdnas", "dpnas", "fedavg", "successive_halving"]
+)
+def test_private_algorithms_pass_on_the_first_data_set(algorithm: str) -> None:
+    code, said = command(*SURE, f"algorithm={algorithm}", "privacy=dp")
+    assert code == 0, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found(table: list[str], fault: str) -> None:
+    code, said = faulty(fault, SEARCHED, *table, *LOCAL)
+    assert code == RUN_FAILED, said

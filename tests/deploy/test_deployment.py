@@ -1,0 +1,610 @@
+"""``runtime=deployment`` and the settings of a real site's node."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from flwr.app import Context, RecordDict
+from flwr.common.config import parse_config_args
+
+from fednas_flwr.api import execute
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.data.prepared import make_server_data
+from fednas_flwr.deploy import deployment, server_app
+from fednas_flwr.deploy.bundle import CONFIG_KEY, write_bundle
+from fednas_flwr.deploy.client_app import make_client_app, site_config
+from fednas_flwr.deploy.deployment import (
+    EventPrinter,
+    deploy,
+    read_event,
+    read_status,
+    write_run_config,
+)
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.messages import Header, decode_reply, encode_request
+from fednas_flwr.protocol.requests import Describe
+from fednas_flwr.protocol.signed_model import SIGNING_KEY, make_signing_key
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings.configuration import load_config
+
+DEPLOYMENT = ("runtime=deployment", "runtime.superlink=site")
+REAL_SITES = (*DEPLOYMENT, "partition=sites", "dataset.server_test=false")
+
+# As `flwr ls site --run-id 12884540773031768585 --format json` of Flower 1.41 printed it.
+LISTING = """{
+  "success": true,
+  "runs": [
+    {
+      "run-id": "12884540773031768585",
+      "federation-id": "@none/default",
+      "fab-id": "fednas/fednas-launched",
+      "fab-name": "fednas-launched",
+      "fab-version": "0.1.0",
+      "fab-hash": "1ea5f14b6817acb703f02d43c38777fd1d47a1c505371f2ffe561b9725344e19",
+      "status": "running",
+      "status-details": "N/A",
+      "elapsed": 156.77317,
+      "pending-at": "2026-11-20 18:45:08Z",
+      "starting-at": "2026-11-20 18:45:09Z",
+      "running-at": "2026-11-20 18:45:15Z",
+      "finished-at": "N/A",
+      "network-traffic": {
+        "inbound-bytes": 1225894,
+        "outbound-bytes": 1523792,
+        "total-bytes": 2749686
+      },
+      "compute-time": {
+        "serverapp-seconds": 156.77317,
+        "clientapp-seconds": 250.78146600723267,
+        "total-seconds": 407.55463600723266
+      }
+    }
+  ]
+}"""
+
+
+# --- what is handed to Flower
+
+
+def test_flower_builds_the_bundle_and_it_holds_no_code_of_ours(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / deployment.BUNDLE)
+    done = subprocess.run(
+        [sys.executable, "-m", "flwr.cli.app", "build", "--app", str(bundle)],
+        cwd=tmp_path,
+        env=os.environ | {"FLWR_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (fab,) = tmp_path.glob("*.fab")
+    with zipfile.ZipFile(io.BytesIO(fab.read_bytes())) as archive:
+        names = set(archive.namelist())
+        project = tomllib.loads(archive.read("pyproject.toml").decode())
+    assert names == {"pyproject.toml", "LICENSE", "hatch_build.py", ".info/CONTENT"}
+    apps = project["tool"]["flwr"]["app"]["components"]
+    assert apps["clientapp"] == "fednas_flwr.deploy.client_app:app"
+
+
+def test_run_configuration_survives_flowers_toml(
+    tmp_path: Path, compose_config: Callable[..., Config]
+) -> None:
+    config = compose_config(*DEPLOYMENT)
+    awkward = ["Größe", 'a "quoted" name', "back\\slash", "new\nline", "😀", "key = 'value'"]
+    config = replace(config, dataset=replace(config.dataset, class_names=awkward))
+    path = write_run_config(tmp_path / "run-config.toml", config, resumed=True)
+    values = parse_config_args([str(path)])
+    assert load_config(values[CONFIG_KEY]) == config
+    assert values["resumed"] is True
+
+
+# --- what Flower says
+
+
+def test_status_of_a_real_listing() -> None:
+    listing = json.loads(LISTING)
+    assert read_status(listing) == ("running", "")
+    failed = {"status": "finished:failed", "status-details": "ServerApp failed"}
+    listing["runs"][0] |= failed
+    assert read_status(listing) == ("finished:failed", "ServerApp failed")
+
+
+def test_events_are_lines_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    event = {"event": "client_failed", "client": 1, "reason": "no\nöther", "loss": None}
+    EventPrinter()(event)
+    line, rest = capsys.readouterr().out.split("\n")
+    assert rest == ""
+    assert read_event(line) == event
+    assert read_event(line[:-3]) is None
+    assert read_event("\x1b[92mINFO \x1b[0m:      Starting logstream") is None
+
+
+FAKE_FLWR = """
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+command = sys.argv[2]
+with (folder / "commands").open("a") as file:
+    print(*sys.argv[2:], file=file)
+calls = (folder / "commands").read_text().count(command + " ")
+if command == "run":
+    answer = json.loads((folder / "run.json").read_text())
+    print(json.dumps(answer))
+elif command == "log":
+    lines = (folder / "log").read_text().splitlines()
+    print("\\n".join(lines[:2] if calls == 1 else lines))  # the first connection breaks
+elif command == "ls":
+    status = json.loads((folder / "status.json").read_text())
+    run = ["running", "N/A"] if calls == 1 else status
+    print(json.dumps({"success": True, "runs": [{"status": run[0], "status-details": run[1]}]}))
+else:
+    print(json.dumps({"success": True}))
+"""
+
+
+@pytest.fixture
+def fake_flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """``fake_flwr(events, status)``: commands that answer as Flower's; returns their folder."""
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    (folder / "flwr.py").write_text(FAKE_FLWR)
+    (folder / "run.json").write_text('{"success": true, "run-id": "7"}')
+    monkeypatch.setattr(deployment, "_FLWR", (sys.executable, str(folder / "flwr.py"), str(folder)))
+
+    def prepare(events: list[dict], *status: str) -> Path:
+        lines = [
+            "INFO : flower's own",
+            *(f"{deployment.EVENT_MARK}{json.dumps(e)}" for e in events),
+        ]
+        (folder / "log").write_text("\n".join([*lines, "Traceback (most recent call last):", ""]))
+        (folder / "status.json").write_text(json.dumps(status))
+        return folder
+
+    return prepare
+
+
+STAMP = {"time": "2026-11-20T18:45:16.000+00:00", "elapsed": 1.0}
+STARTED = STAMP | {"event": "run_started", "resumed": False}
+FINISHED = STAMP | {"event": "run_finished", "status": "completed", "reason": None, "seconds": 1.0}
+
+
+@pytest.fixture
+def deployed_config(tmp_path: Path, compose_config: Callable[..., Config]) -> Config:
+    return create_run_folder(compose_config(*DEPLOYMENT, f"run_dir={tmp_path / 'run'}"))
+
+
+def test_events_of_another_machine_are_seen_once_each_and_kept_here(
+    fake_flwr: Callable[..., Path], deployed_config: Config
+) -> None:
+    events = [STARTED, STAMP | {"event": "warning", "message": "it is slow"}, FINISHED]
+    folder = fake_flwr(events, "finished:completed", "N/A")
+    seen: list[dict] = []
+    deploy(deployed_config, listeners=[seen.append], resumed=False)
+    assert seen == events
+    run_dir = Path(str(deployed_config.run_dir))
+    assert read_events(run_dir / "events.jsonl") == events
+    assert (run_dir / "report.html").exists()
+    commands = (folder / "commands").read_text().splitlines()
+    assert commands[0].startswith(f"run {run_dir / 'bundle'} site -c ")
+    assert [command.split()[0] for command in commands[1:]] == ["log", "ls", "log", "ls", "ls"]
+
+
+def test_a_model_on_another_machine_has_no_baselines_here_and_that_is_told(
+    fake_flwr: Callable[..., Path],
+    tmp_path: Path,
+    compose_config: Callable[..., Config],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "run"
+    config = compose_config(*DEPLOYMENT, "evaluation.baselines=2", f"run_dir={folder}")
+    fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
+    execute(create_run_folder(config), resumed=False)
+    told = [
+        line for line in capsys.readouterr().out.splitlines() if "evaluation.baselines=2" in line
+    ]
+    assert len(told) == 1
+    assert f"fednas run resume={folder}" in told[0]
+    assert not (folder / "baselines").exists()
+
+
+def test_events_of_this_machine_are_not_written_twice(
+    fake_flwr: Callable[..., Path], deployed_config: Config
+) -> None:
+    fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
+    file = Path(str(deployed_config.run_dir)) / "events.jsonl"
+    text = f"{json.dumps(STARTED)}\n{json.dumps(FINISHED)}\n"
+    file.write_text(text)
+    deploy(deployed_config, listeners=[], resumed=False)
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("events", "details", "kind", "message"),
+    [
+        (
+            [STARTED, FINISHED | {"status": "failed", "reason": "QuorumError: client 1: no data"}],
+            "ServerApp failed with exception: long",
+            QuorumError,
+            "client 1: no data",
+        ),
+        (
+            [STARTED, FINISHED | {"status": "failed", "reason": "ConfigError: a is b."}],
+            "N/A",
+            ConfigError,
+            "a is b.",
+        ),
+        (
+            [],
+            "ServerApp failed with exception: No module named 'fednas_flwr'",
+            RuntimeError,
+            "ServerApp failed with exception: No module named 'fednas_flwr' (finished:failed)",
+        ),
+    ],
+)
+def test_failed_run_says_the_first_error_and_keeps_the_log_for_debugging(
+    fake_flwr: Callable[..., Path],
+    deployed_config: Config,
+    events: list[dict],
+    details: str,
+    kind: type[Exception],
+    message: str,
+) -> None:
+    fake_flwr(events, "finished:failed", details)
+    with pytest.raises(kind) as caught:
+        deploy(deployed_config, listeners=[], resumed=False)
+    assert str(caught.value) == message
+    assert "Traceback" in str(caught.value.__cause__)
+
+
+def test_run_is_stopped_with_its_launcher(
+    fake_flwr: Callable[..., Path], deployed_config: Config
+) -> None:
+    folder = fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
+
+    def ctrl_c(event: dict) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        deploy(deployed_config, listeners=[ctrl_c], resumed=False)
+    assert (folder / "commands").read_text().splitlines()[-1] == "stop 7 site --format json"
+
+
+def test_unknown_superlink_is_one_sentence(
+    fake_flwr: Callable[..., Path], deployed_config: Config
+) -> None:
+    folder = fake_flwr([], "finished:completed", "N/A")
+    answer = {"success": False, "error-message": "SuperLink connection\n 'site' not found."}
+    (folder / "run.json").write_text(json.dumps(answer))
+    with pytest.raises(RuntimeError, match="^flwr run failed: SuperLink connection 'site' not "):
+        deploy(deployed_config, listeners=[], resumed=False)
+
+
+# --- the server app
+
+
+def server_context(config: Config, *, resumed: bool) -> Context:
+    return Context(
+        run_id=1,
+        node_id=1,
+        node_config={},
+        state=RecordDict(),
+        run_config={CONFIG_KEY: dump_config(config), "resumed": resumed, "overrides": ""},
+    )
+
+
+def test_resumed_is_what_the_launcher_says(
+    tmp_path: Path, compose_config: Callable[..., Config]
+) -> None:
+    config = create_run_folder(compose_config("stages=[search]", f"run_dir={tmp_path / 'run'}"))
+    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    file = tmp_path / "run" / "events.jsonl"
+
+    server_app.main(grid, server_context(config, resumed=False))  # config.yaml is there
+    assert [e["resumed"] for e in read_events(file) if e["event"] == "run_started"] == [False]
+    with pytest.raises(ConfigError, match="already holds a run on the SuperLink's machine"):
+        server_app.main(grid, server_context(config, resumed=False))
+    server_app.main(grid, server_context(config, resumed=True))
+    events = read_events(file)
+    assert [e["resumed"] for e in events if e["event"] == "run_started"] == [False, True]
+    assert sum(event["event"] == "round" for event in events) == config.rounds
+
+
+def test_server_app_makes_a_missing_folder(
+    tmp_path: Path, compose_config: Callable[..., Config]
+) -> None:
+    config = compose_config("stages=[search]", "rounds=1", f"run_dir={tmp_path / 'new'}")
+    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    server_app.main(grid, server_context(config, resumed=False))
+    assert (tmp_path / "new" / "config.yaml").exists()
+
+
+# --- real sites
+
+
+@pytest.fixture
+def sites(tmp_path: Path, made_data: Path) -> Path:
+    """A folder with an npz file per site, of unequal sizes."""
+    folder = tmp_path / "sites"
+    folder.mkdir()
+    with np.load(made_data) as arrays:
+        for name, rows in {"a": slice(0, 50), "b": slice(30, 65), "c": slice(45, 80)}.items():
+            np.savez(
+                folder / f"{name}.npz",
+                x_train=arrays["x_train"][rows],
+                y_train=arrays["y_train"][rows],
+            )
+    return folder
+
+
+def site_grid(config: Config, sites: Path) -> InProcessGrid:
+    """Return a grid whose nodes have the configuration of real sites."""
+    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    for context, name in zip(grid._contexts.values(), "abc", strict=True):
+        context.node_config |= {"data-path": str(sites / f"{name}.npz"), "tag": f"site {name}"}
+    return grid
+
+
+def describe(config: Config, node_config: dict[str, str | int]) -> dict:
+    """Return the properties in a client app's answer, or raise its error."""
+    grid = InProcessGrid(make_client_app(dump_config(config)), 1)
+    (context,) = grid._contexts.values()
+    context.node_config |= node_config
+    content = encode_request(Header("run", "connect", 0, 1, 0, "n"), Describe(), {})
+    message = grid.create_message(content, "query.describe", context.node_id, "")
+    (reply,) = grid.send_and_receive([message])
+    if reply.has_error():
+        raise RuntimeError(reply.error.reason)
+    return dict(decode_reply(reply.content)[1].properties)
+
+
+def test_nodes_own_data_are_all_the_clients(
+    tmp_path: Path, sites: Path, compose_config: Callable[..., Config]
+) -> None:
+    config = compose_config(*REAL_SITES, "dataset.root=/nowhere", "runtime.device=cuda")
+    properties = describe(
+        config,
+        {
+            "partition-id": 2,
+            "data-path": str(sites / "a.npz"),
+            "tag": "north",
+            "device": "cpu",
+            "cache": str(tmp_path / "own cache"),
+        },
+    )
+    assert sum(properties["splits"].values()) == 50
+    assert (properties["client"], properties["tag"]) == (2, "north")
+    assert properties["hardware"].startswith("cpu ")
+    assert properties["input_shape"] == [3, 8, 8]
+    assert list((tmp_path / "own cache").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "node_config"),
+    [(DEPLOYMENT, {"data-path": "/x"}), (REAL_SITES, {}), ((), {"data-path": "/x"})],
+)
+def test_own_data_and_pooled_data_do_not_mix(
+    compose_config: Callable[..., Config],
+    overrides: tuple[str, ...],
+    node_config: dict[str, str | int],
+) -> None:
+    with pytest.raises(RuntimeError, match="a node with data of its own needs runtime=deploy"):
+        describe(compose_config(*overrides), node_config)
+
+
+def test_node_overrules_the_servers_settings(compose_config: Callable[..., Config]) -> None:
+    config = compose_config(*REAL_SITES)
+    own = site_config(config, {"data-path": "/data", "device": "cuda", "cache": "/fast"})
+    assert (own.dataset.root, own.device, own.dataset.cache) == ("/data", "cuda", "/fast")
+    assert site_config(config, {"data-path": str(config.dataset.root)}) == config
+    with pytest.raises(ConfigError, match="device"):
+        site_config(config, {"data-path": "/data", "device": "gpu"})
+
+
+FEATURES = ("dataset.scattering={scales: 1, angles: 2}",)
+
+
+@pytest.mark.parametrize("features", [(), FEATURES], ids=["images", "features"])
+def test_real_sites_give_the_same_bits_as_simulated_ones(
+    tmp_path: Path, sites: Path, compose_config: Callable[..., Config], features: tuple[str, ...]
+) -> None:
+    common = ("partition=sites", "dataset.server_test=false", *features)
+    simulated = create_run_folder(
+        compose_config(*common, f"dataset.root={sites}", f"run_dir={tmp_path / 'inline'}")
+    )
+    own = ("dataset.root=null", f"run_dir={tmp_path / 'deployed'}", *features)
+    real = create_run_folder(compose_config(*REAL_SITES, *own))
+    inline_grid = InProcessGrid(make_client_app(dump_config(simulated)), simulated.clients)
+    server_app.serve(simulated, inline_grid, listeners=[], resumed=False)
+    server_app.serve(real, site_grid(real, sites), listeners=[], resumed=False)
+    for name in ("genotype.json", "model.safetensors", "checkpoints/search-000002.safetensors"):
+        one, other = ((tmp_path / kind / name).read_bytes() for kind in ("inline", "deployed"))
+        assert one == other, name
+    counts = [
+        next(e["counts"] for e in read_events(tmp_path / k / "events.jsonl") if "counts" in e)
+        for k in ("inline", "deployed")
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_server_of_real_sites_may_hold_a_public_test_set(
+    tmp_path: Path, sites: Path, made_data: Path, compose_config: Callable[..., Config]
+) -> None:
+    overrides = (*DEPLOYMENT, "partition=sites", "rounds=1", "retrain.rounds=1")
+    config = create_run_folder(compose_config(*overrides, f"run_dir={tmp_path / 'run'}"))
+    server_app.serve(config, site_grid(config, sites), listeners=[], resumed=False)
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    (evaluated,) = (event for event in events if event["event"] == "evaluated")
+    assert evaluated["central"]["num_examples"] == 80
+    assert len(evaluated["clients"]) == 3
+
+
+def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(
+    compose_config: Callable[..., Config],
+) -> None:
+    config = compose_config(*REAL_SITES)
+    properties = {
+        "input_shape": [3, 8, 8],
+        "image_shape": [],
+        "scattering": [],
+        "schema": [],
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.5, 0.5, 0.5],
+        "class_names": ["0", "1", "2"],
+        "multi_label": False,
+    }
+    assert make_server_data(config, properties).num_classes == 3
+    public = replace(config.dataset, server_test=True)
+    with pytest.raises(ConfigError, match="the server's test set"):
+        make_server_data(
+            replace(config, dataset=public), properties | {"class_names": ["0", "1", "2", "3"]}
+        )
+
+
+@pytest.mark.parametrize(
+    ("run", "own"),
+    [(FEATURES, None), (FEATURES, [2, 2]), (FEATURES, [1, 4])],
+    ids=["sites lack it", "other scales", "other angles"],
+)
+def test_a_transform_that_the_run_names_and_sites_do_not_share_is_refused(
+    tmp_path: Path,
+    sites: Path,
+    compose_config: Callable[..., Config],
+    run: tuple[str, ...],
+    own: list[int] | None,
+) -> None:
+    """The sites' dataset.yaml decides what they do; the run's setting would do nothing."""
+    folder = tmp_path / "run"
+    config = create_run_folder(compose_config(*REAL_SITES, *run, f"run_dir={folder}"))
+    dataset: dict[str, object] = {"name": "npz", "class_names": ["0", "1", "2"]}
+    if own is not None:
+        scales, angles = own
+        dataset |= {"scattering": {"scales": scales, "angles": angles}}
+    (tmp_path / "dataset.yaml").write_text(yaml.safe_dump(dataset))
+    grid = site_grid(config, sites)
+    for context in grid._contexts.values():
+        cache = str(tmp_path / "cache")
+        context.node_config |= {"dataset": str(tmp_path / "dataset.yaml"), "cache": cache}
+    with pytest.raises(ConfigError, match=r"^the run has scattering=.*, but its sites scattering="):
+        server_app.serve(config, grid, listeners=[], resumed=False)
+    assert "round" not in {event["event"] for event in read_events(folder / "events.jsonl")}
+
+
+def test_first_error_of_a_site_is_in_the_runs_error(
+    tmp_path: Path, sites: Path, compose_config: Callable[..., Config]
+) -> None:
+    config = create_run_folder(compose_config(*REAL_SITES, f"run_dir={tmp_path / 'run'}"))
+    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    for context in grid._contexts.values():
+        context.node_config["data-path"] = str(sites / "missing.npz")
+    with pytest.raises(QuorumError, match=r"ConfigError: dataset\.root=.*missing\.npz is not a fi"):
+        server_app.serve(config, grid, listeners=[], resumed=False)
+
+
+# --- the model returns
+
+
+def run_where_sites_keep_models(
+    config: Config, sites: Path, folder: Path, *, keeping: str
+) -> tuple[list[dict], dict[str, Path]]:
+    """Run; return its events, and where each site that keeps models has them."""
+    config = create_run_folder(replace(config, run_dir=str(folder / "run")))
+    grid, places = site_grid(config, sites), {}
+    for context, name in zip(grid._contexts.values(), "abc", strict=True):
+        if name in keeping:
+            places[name] = folder / name / "models"
+            signer = str(folder / "signing.pub")
+            context.node_config |= {"models": str(places[name]), "signer": signer}
+    server_app.serve(config, grid, listeners=[], resumed=False)
+    return read_events(folder / "run" / "events.jsonl"), places
+
+
+ONE_ROUND = (*REAL_SITES, "rounds=1", "retrain.rounds=1")
+
+
+def test_every_site_that_keeps_models_has_the_runs(
+    tmp_path: Path,
+    sites: Path,
+    compose_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_signing_key(tmp_path / "signing.key")
+    monkeypatch.setenv(SIGNING_KEY, str(tmp_path / "signing.key"))
+    config = compose_config(*ONE_ROUND)
+    events, places = run_where_sites_keep_models(config, sites, tmp_path, keeping="ac")
+    (handed,) = (event for event in events if event["event"] == "handed_over")
+    assert (handed["clients"], handed["asked"]) == ([0, 2], [0, 2])
+    assert not [event for event in events if event["event"] in ("client_failed", "warning")]
+    (evaluated,) = (event for event in events if event["event"] == "evaluated")
+    file = (tmp_path / "run" / "model.safetensors").read_bytes()
+    for name, place in places.items():
+        (folder,) = place.iterdir()
+        assert (folder / "model.safetensors").read_bytes() == file
+        assert "unfinished" not in (folder / "MODEL_CARD.md").read_text()
+        tested = json.loads((folder / "test.json").read_text())
+        own = next(c for c in evaluated["clients"] if c["client"] == "abc".index(name))
+        assert tested["num_examples"] == own["num_examples"]
+        assert tested["accuracy"] == pytest.approx(own["accuracy"])
+    output = tmp_path / "predictions.csv"
+    assert main(["predict", str(folder), str(sites / "a.npz"), "--output", str(output)]) == 0
+    assert "50 records" in capsys.readouterr().out
+    assert len(output.read_text().splitlines()) == 51
+
+
+def test_a_server_without_a_key_warns_and_its_run_has_its_model(
+    tmp_path: Path,
+    sites: Path,
+    compose_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_signing_key(tmp_path / "signing.key")
+    monkeypatch.delenv(SIGNING_KEY, raising=False)
+    config = compose_config(*ONE_ROUND)
+    events, places = run_where_sites_keep_models(config, sites, tmp_path, keeping="a")
+    (warning,) = (event["message"] for event in events if event["event"] == "warning")
+    assert f"the model does not return to the sites: {SIGNING_KEY} is not set" in warning
+    assert not places["a"].exists()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_a_site_that_does_not_say_whose_models_it_keeps_is_refused(
+    sites: Path, compose_config: Callable[..., Config]
+) -> None:
+    node = {"partition-id": 0, "data-path": str(sites / "a.npz"), "models": "/models"}
+    with pytest.raises(RuntimeError, match="the node keeps models but lacks signer"):
+        describe(compose_config(*REAL_SITES), node)
+
+
+# --- all of it
+
+
+@pytest.mark.slow
+def test_deployment_on_loopback_gives_the_bits_of_inline(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "deploy_local.sh"
+    environment = os.environ | {"FEDNAS_VENV": str(Path(sys.executable).parents[1])}
+    done = subprocess.run(
+        ["bash", str(script), "rounds=1", "retrain.rounds=1"],
+        env=environment | {"FEDNAS_RESULTS": str(tmp_path / "results")},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "deployment and inline agree in every bit." in done.stdout
+    assert "equal: model.safetensors" in done.stdout
+    assert done.stdout.count(": keeps the model, which it has tested on ") == 3

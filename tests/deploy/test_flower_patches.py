@@ -1,0 +1,132 @@
+"""What is changed in Flower: all of it is in one table, and missing in Flower it is refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode import start_client_internal
+from flwr.supernode.runtime import run_clientapp
+
+from fednas_flwr.deploy import flower_patches
+from fednas_flwr.deploy.grids import InProcessGrid
+
+ROOT = Path(__file__).parents[2]
+CHANGES = {  # of each function: what it replaces, and a call of it
+    "guard_superlink": ([(uvicorn, "run")], lambda: flower_patches.guard_superlink(print)),
+    "give_up_replies": (
+        [(start_client_internal, "_push_messages")],
+        lambda: flower_patches.give_up_replies(list),
+    ),
+    "ask_sooner": (
+        [(start_client_internal, "time")],
+        lambda: flower_patches.ask_sooner(float),
+    ),
+    "start_clients_by": (
+        [(SubprocessExecutor, "launch")],
+        lambda: flower_patches.start_clients_by(print),
+    ),
+    "answer_with": (
+        [(run_clientapp, "install_from_fab"), (run_clientapp, "get_load_client_app_fn")],
+        lambda: flower_patches.answer_with(print, print),
+    ),
+    "finish_only_with_a_reply": (
+        [(run_clientapp, "push_message"), (run_clientapp, "push_task_output")],
+        flower_patches.finish_only_with_a_reply,
+    ),
+    "begin_task": (
+        [(TaskIdentity, name) for name in ("_task_id", "_run_id", "_node_id")],
+        lambda: flower_patches.begin_task(1),
+    ),
+}
+CASES = [(name, owner, attribute) for name, (o, _) in CHANGES.items() for owner, attribute in o]
+
+
+@pytest.mark.parametrize(("name", "owner", "attribute"), CASES)
+def test_what_flower_no_longer_has_is_not_replaced(name, owner, attribute, monkeypatch):
+    for other, present in CHANGES[name][0]:  # restored after the test
+        monkeypatch.setattr(other, present, getattr(other, present))
+    monkeypatch.delattr(owner, attribute)
+    with pytest.raises(AttributeError, match=attribute):
+        CHANGES[name][1]()
+
+
+def test_objects_of_another_flower_are_not_changed_either():
+    with pytest.raises(AttributeError, match="activate_node"):
+        flower_patches.let_be_missed(SimpleNamespace, 1.0)
+    with pytest.raises(AttributeError, match="push_messages"):
+        flower_patches.send_along(SimpleNamespace(), {})
+    with pytest.raises(AttributeError, match="_message_id"):
+        flower_patches.set_message_id(SimpleNamespace(metadata=SimpleNamespace()), "1")
+
+
+def test_the_table_has_every_function():
+    functions = [
+        name
+        for name, value in vars(flower_patches).items()
+        if inspect.isfunction(value)
+        and value.__module__ == flower_patches.__name__
+        and name[0] != "_"
+    ]
+    table = re.split(r"^=+ .*$\n", flower_patches.__doc__, flags=re.MULTILINE)[2]
+    assert re.findall(r"^(\w+)", table, flags=re.MULTILINE) == functions
+
+
+def test_nothing_else_replaces_attributes_of_others():
+    assigned = re.compile(r"setattr\(|ignore\[(method-assign|assignment)|metadata\.__dict__")
+    modules = (ROOT / "fednas_flwr/deploy").rglob("*.py")
+    found = [path.name for path in modules if assigned.search(path.read_text())]
+    assert found == ["flower_patches.py"]
+
+
+def test_the_version_is_the_one_that_is_installed_and_required():
+    assert importlib.metadata.version("flwr").rpartition(".")[0] in flower_patches.VERSIONS
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    project = tools["hatch"]["metadata"]["hooks"]["custom"]
+    major, minor = flower_patches.VERSIONS[-1].split(".")
+    required = f"flwr[simulation]>={flower_patches.VERSIONS[0]},<{major}.{int(minor) + 1}"
+    assert required in project["dependencies"]
+
+
+def test_what_is_sent_along_comes_with_every_message():
+    grid = InProcessGrid(ClientApp(), 1)
+    flower_patches.send_along(grid, {"key": "value"})
+    message = grid.create_message(RecordDict(), "query.x", 2, "")
+    grid.push_messages([message])
+    assert flower_patches.take_along(message) == {"key": "value"}
+    assert list(message.content) == []
+    assert flower_patches.take_along(message) == {}
+
+
+def test_a_client_process_says_that_it_has_finished_only_after_its_reply(monkeypatch):
+    said = []
+    monkeypatch.setattr(run_clientapp, "push_message", lambda *_: said.append("reply"))
+    monkeypatch.setattr(run_clientapp, "push_task_output", lambda *_: said.append("finished"))
+    flower_patches.finish_only_with_a_reply()
+    run_clientapp.push_task_output(None, None, "", "")  # it is stopped before
+    assert said == []
+    run_clientapp.push_message(None, None, None)
+    run_clientapp.push_task_output(None, None, "", "")
+    assert said == ["reply", "finished"]
+
+
+def test_an_error_of_a_client_has_flowers_code():
+    app = ClientApp()
+
+    @app.query("x")
+    def fail(message: Message, context: object) -> Message:
+        raise ValueError("no")
+
+    grid = InProcessGrid(app, 1)
+    (reply,) = grid.send_and_receive([grid.create_message(RecordDict(), "query.x", 2, "")])
+    assert (reply.error.code, reply.error.reason) == (2, "ValueError: no")

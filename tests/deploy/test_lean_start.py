@@ -1,0 +1,80 @@
+"""Sites fork a process for every message: what it imports itself is imported anew in each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from flwr.app import Message
+from flwr.common.serde import recorddict_to_proto
+
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import Config, dump_config
+
+# What takes long to import and has no part in a step on prepared data.
+HEAVY = {
+    *("datasets", "dp_accounting", "flwr_datasets", "hydra", "onnx", "onnxruntime", "opacus"),
+    *("pandas", "plotly", "ray", "scipy", "sklearn", "sqlalchemy", "tensorboard", "torchvision"),
+}
+PROCESS = """
+import json, sys
+from pathlib import Path
+import fednas_flwr.deploy.sites.client_process
+from flwr.common.serde import recorddict_from_proto
+from flwr.proto.recorddict_pb2 import RecordDict
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+
+config, content, action = sys.argv[1:]
+grid = InProcessGrid(make_client_app(config), 3)
+assert "torch.utils.flop_counter" not in sys.modules  # imports triton
+content = recorddict_from_proto(RecordDict.FromString(Path(content).read_bytes()))
+(reply,) = grid.send_and_receive([grid.create_message(content, action, 2, "")])
+assert reply.has_content(), reply.error.reason
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+class Recorded(Exception):
+    """The first request to train is on disk."""
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=1000", "search_space.norm=group")],
+    ids=["exact", "private"],
+)
+def test_a_process_that_searches_on_prepared_data_imports_little(
+    compose_config: Callable[..., Config], tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    config = create_run_folder(
+        compose_config(*overrides, "stages=[search]", f"run_dir={tmp_path / 'run'}")
+    )
+    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    push, file, actions = grid.push_messages, tmp_path / "request", []
+
+    def record(messages: Iterable[Message]) -> Iterable[str]:
+        first, *others = messages  # to client 0
+        if first.metadata.message_type.startswith("train."):
+            actions.append(first.metadata.message_type)
+            file.write_bytes(recorddict_to_proto(first.content).SerializeToString())
+            raise Recorded
+        return push([first, *others])
+
+    grid.push_messages = record  # type: ignore[method-assign]
+    with pytest.raises(Recorded):
+        serve(config, grid, listeners=[], resumed=False)  # prepares the data, as ever before
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, dump_config(config), str(file), actions[0]],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not HEAVY & set(json.loads(done.stdout.splitlines()[-1]))

@@ -1,0 +1,63 @@
+"""Our strategies in a ServerApp of the user's own, written as Flower's quickstart-pytorch is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.models.networks import describe_network
+from fednas_flwr.settings import Config
+
+
+@pytest.mark.parametrize("algorithm", ["fed_darts", "fnas", "random_search", "fedavg"])
+def test_a_strategy_runs_in_a_server_app(
+    algorithm: str,
+    compose_config: Callable[..., Config],
+    federate: Callable[..., SimpleNamespace],
+) -> None:
+    federation = federate(
+        compose_config("algorithm=fed_darts" if algorithm == "fedavg" else f"algorithm={algorithm}")
+    )
+    strategy = federation.strategy
+    if algorithm == "fedavg":
+        given = compose_config("algorithm=fedavg", "algorithm.network=plain_cnn")
+        described = describe_network(given, federation.data[0], None)
+        strategy, _ = make_retraining(given, described, federation.cohort, None)
+    app, seen = ServerApp(), {}
+
+    def global_evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        seen[server_round] = arrays.to_torch_state_dict()
+        return MetricRecord({"weights": float(len(seen[server_round]))})
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        num_rounds = context.run_config["num-server-rounds"]
+        assert isinstance(num_rounds, int)
+        initial = strategy.named_arrays().to_torch_state_dict()
+        initial = {n: t / 2 if t.is_floating_point() else t for n, t in initial.items()}
+        result = strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(initial),
+            train_config=ConfigRecord({"lr": 0.01}),
+            num_rounds=num_rounds,
+            evaluate_fn=global_evaluate,
+        )
+        seen["result"] = result.arrays.to_torch_state_dict()
+        seen["rounds"] = list(result.train_metrics_clientapp)
+        seen["initial"] = initial
+
+    context = Context(1, 1, {}, RecordDict(), {"num-server-rounds": 2})
+    app(federation.grid, context)
+    assert seen["rounds"] == [1, 2]
+    assert not [event for event in federation.events if event["event"] == "client_failed"]
+    assert all(torch.equal(seen[0][name], tensor) for name, tensor in seen["initial"].items())
+    assert seen["result"].keys() == seen[0].keys()
+    assert all(torch.equal(tensor, seen[2][name]) for name, tensor in seen["result"].items())
+    if algorithm != "random_search":  # whose networks are the clients' alone
+        assert any(not torch.equal(t, seen[0][name]) for name, t in seen["result"].items())

@@ -1,0 +1,99 @@
+"""A Ray that is silent or too small, or an unknown SuperLink, is refused before a run begins."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fednas_flwr import api
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.deploy.ray_clusters import check_cluster
+from fednas_flwr.settings import Config
+
+Compose = Callable[..., Config]
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a host that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def closed() -> str:
+    """The address of a port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", [pytest.param("silent", marks=pytest.mark.slow), "closed"])
+def test_a_cluster_that_does_not_answer_is_refused(
+    compose_config: Compose, request: pytest.FixtureRequest, kind: str
+) -> None:
+    address = request.getfixturevalue(kind)
+    config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
+    with pytest.raises(ConfigError, match=f"^runtime.ray_address={address}: no Ray cluster answer"):
+        api.check([config])
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "127.0.0.1:99999999"])
+def test_what_is_no_address_is_refused(compose_config: Compose, address: str) -> None:
+    config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
+    with pytest.raises(ConfigError, match=f"^runtime.ray_address={address}: "):
+        check_cluster(config)
+
+
+@pytest.mark.parametrize("kind", ["client_cpus", "client_gpus"])
+def test_clients_that_fit_on_no_machine_are_refused(compose_config: Compose, kind: str) -> None:
+    config = compose_config("runtime=ray", f"runtime.{kind}=5000")
+    with pytest.raises(ConfigError, match=rf"runtime.{kind}=5000.*there are {os.cpu_count()} CPUs"):
+        check_cluster(config)
+    check_cluster(compose_config("runtime=inline"))
+    check_cluster(compose_config("runtime=ray"))
+
+
+@pytest.mark.parametrize(
+    ("text", "good", "known"),
+    [
+        (None, "local", "local, supergrid"),  # as Flower writes it then
+        ('[superlink]\ndefault = "a"\n[superlink.a]\naddress = "x"', "a", "a"),
+    ],
+)
+def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
+    compose_config: Compose,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+    good: str,
+    known: str,
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    if text is not None:
+        (tmp_path / "config.toml").write_text(text)
+    api.check([compose_config("runtime=deployment", f"runtime.superlink={good}")])
+    for wrong in ("nothing", "default"):
+        config = compose_config(
+            "runtime=deployment", f"runtime.superlink={wrong}", f"run_dir={tmp_path / 'run'}"
+        )
+        with pytest.raises(ConfigError) as told:
+            api.run(config)
+        assert str(told.value) == (
+            f"runtime.superlink={wrong} is unknown: choose one of {known}, or add "
+            f"[superlink.{wrong}] with its address to {tmp_path / 'config.toml'}."
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["=", "superlink = 3", "", "\x00"])
+def test_a_broken_configuration_of_flower_is_named(
+    compose_config: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(ConfigError, match=f"^runtime.superlink=a: {tmp_path / 'config.toml'} has"):
+        check_cluster(compose_config("runtime=deployment", "runtime.superlink=a"))

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pandas as pd
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from fednas_flwr import load
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.schema import Column, Inputs
+from fednas_flwr.models.export import export_onnx, export_safetensors
+from fednas_flwr.models.networks import make_network, make_space
+from fednas_flwr.models.prediction import METADATA_KEY, Model
+from fednas_flwr.spaces.genotype import to_json
+
+SHAPE = (3, 10, 12)
+
+
+def derived(name: str, norm: str, *, auxiliary: bool = False, **sizes: Any) -> dict[str, Any]:
+    """Return the description of a random derived network."""
+    space = make_space(name, input_shape=SHAPE, num_classes=5, norm=norm, **sizes)
+    genotype = space.random_genotype(torch.Generator().manual_seed(3))
+    shapes = {"input_shape": list(SHAPE), "num_classes": 5}
+    cells = {"genotype": json.loads(to_json(genotype)), "norm": norm, "auxiliary": auxiliary}
+    return {"name": "derived", **shapes, **sizes, **cells}
+
+
+DESCRIPTIONS = {
+    "darts": derived("darts", "batch", auxiliary=True, channels=4, num_cells=5),
+    "darts_group": derived("darts", "group", channels=4, num_cells=3),
+    "nasbench201": derived("nasbench201", "batch", channels=4, num_cells=1),
+    "mbconv": derived("mbconv", "batch", skeleton="small", candidates="proxyless", width=1.0),
+    "plain_cnn": {"name": "plain_cnn", "input_shape": list(SHAPE), "num_classes": 5},
+}
+
+
+def trained(description: dict[str, Any]) -> nn.Module:
+    """Return the network with weights and batch statistics that are not the initial ones."""
+    torch.manual_seed(0)
+    network = make_network(description)
+    network.train()
+    for _ in range(3):
+        network(torch.randn(8, *SHAPE))
+    return network
+
+
+IMAGES = Inputs(
+    shape=SHAPE,
+    schema=(),
+    mean=(0.3, 0.5, 0.6),
+    std=(0.2, 0.25, 0.3),
+    class_names=("ant", "bee", "cat", "dog", "elk"),
+)
+TABLE = Inputs(
+    shape=(7,),
+    schema=(
+        Column("age", indicator=True),
+        Column("site", "category", ("A", "B", "C")),
+        Column("seen", "date"),
+        Column("sex", "category", ("f",)),
+    ),
+    mean=(50.0, 19_000.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+    std=(10.0, 300.0, 1.0, 1.0, 1.0, 1.0, 1.0),
+    class_names=("ill", "well"),
+    label="outcome",
+)
+
+
+def images(count: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count, *SHAPE), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_safetensors_gives_the_same_model_back(name: str, tmp_path: Path) -> None:
+    description = DESCRIPTIONS[name]
+    model = Model(trained(description), IMAGES, description)
+    path = export_safetensors(model, tmp_path)
+    loaded = load(tmp_path)
+    assert not loaded.training
+    assert loaded.inputs == IMAGES
+    x = images(6)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+        own = (x / 255 - torch.tensor(IMAGES.mean)[:, None, None]) / torch.tensor(IMAGES.std)[
+            :, None, None
+        ]
+        expected = torch.softmax(model.network(own), 1)
+        torch.testing.assert_close(loaded(x), expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(loaded(x / 255), expected, rtol=1e-3, atol=1e-5)
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()[METADATA_KEY])
+    assert about["network"] == description
+    assert about["inputs"]["class_names"][0] == "ant"
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_loading_before_the_export_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has not reached its export"):
+        load(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="lacks fednas_model"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_onnx_equals_torch_for_any_batch_size(name: str, tmp_path: Path) -> None:
+    model = Model(trained(DESCRIPTIONS[name]), IMAGES)
+    path, difference = export_onnx(model, tmp_path)
+    assert difference < 1e-4
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    onnx.checker.check_model(onnx.load(path))
+    session = onnxruntime.InferenceSession(path)
+    assert [(i.name, i.type) for i in session.get_inputs()] == [("images", "tensor(uint8)")]
+    for batch in (1, 3, 9):
+        x = images(batch)
+        labels, probabilities = session.run(["label", "probabilities"], {"images": x.numpy()})
+        with torch.no_grad():
+            np.testing.assert_allclose(probabilities, model(x).numpy(), rtol=1e-3, atol=1e-4)
+        assert labels.tolist() == [IMAGES.class_names[i] for i in probabilities.argmax(1)]
+
+
+def test_onnx_of_a_table_has_an_input_for_every_column(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Model(nn.Linear(7, 2), TABLE)
+    path, _ = export_onnx(model, tmp_path)
+    session = onnxruntime.InferenceSession(path)
+    columns = [(i.name, i.type, i.shape) for i in session.get_inputs()]
+    number, text = ("tensor(float)", ["batch", 1]), ("tensor(string)", ["batch", 1])
+    assert columns == [("age", *number), ("site", *text), ("seen", *number), ("sex", *text)]
+    table = pd.DataFrame(
+        {
+            "age": [40, None, 61.5],
+            "site": ["C", "never seen", None],
+            "seen": ["2024-05-31", "1.2.2020", None],
+            "sex": ["f", "m", ""],
+        }
+    )
+    found = model.predict(table)
+    rows = [  # age, seen, age is missing, site=A, B, C, sex=f
+        [-1.0, (19_874 - 19_000) / 300, 0, 0, 0, 1, 1],
+        [0.0, (18_293 - 19_000) / 300, 1, 0, 0, 0, 0],
+        [1.15, 0.0, 0, 0, 0, 0, 0],
+    ]
+    with torch.no_grad():
+        expected = torch.softmax(model.network(torch.tensor(rows)), 1).numpy()
+    np.testing.assert_allclose(found.probabilities, expected, rtol=1e-4)
+    answers = session.run(
+        ["label", "probabilities"],
+        {
+            "age": np.array([[40], [np.nan], [61.5]], dtype=np.float32),
+            "site": np.array([["C"], ["never seen"], [""]], dtype=object),
+            "seen": np.array([[19_874], [18_293], [np.nan]], dtype=np.float32),
+            "sex": np.array([["f"], ["m"], [""]], dtype=object),
+        },
+    )
+    np.testing.assert_allclose(answers[1], expected, rtol=1e-4)
+    assert answers[0].tolist() == found.labels
+
+
+class _Treacherous(nn.Module):
+    """Answers differently while it is exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(7, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1.5 if torch.onnx.is_in_onnx_export() else 1.0
+        logits: torch.Tensor = self.dense(x) * scale
+        return logits
+
+
+def test_onnx_that_differs_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    (tmp_path / "model.onnx").write_text("of an earlier run")
+    with pytest.raises(RuntimeError, match=r"differs from torch by 0\.0"):
+        export_onnx(Model(_Treacherous(), TABLE), tmp_path)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "model.onnx": "of an earlier run"
+    }
+
+
+def test_data_that_a_model_does_not_take(tmp_path: Path) -> None:
+    pictures = Model(trained(DESCRIPTIONS["plain_cnn"]), IMAGES)
+    patients = Model(nn.Linear(7, 2), TABLE)
+    (tmp_path / "t.csv").write_text("age,site\n1,A\n")
+    (tmp_path / "b.csv").write_text("age,site,seen,sex\nold,A,2020-01-01,f\n")
+    (tmp_path / "empty").mkdir()
+    for model, data, message in [
+        (pictures, np.full((1, *SHAPE), 16.0), "values from 16 to 16: expected float images from"),
+        (pictures, np.zeros((1, 3, 8, 8), np.uint8), r"\[N, 3, 10, 12\]"),
+        (pictures, np.zeros((1, *SHAPE), np.int64), "int64 of shape"),
+        (pictures, tmp_path / "none.png", "none.png does not exist"),
+        (pictures, tmp_path / "empty", "holds no images"),
+        (patients, tmp_path / "t.csv", "has no column seen: it has age, site"),
+        (patients, tmp_path / "b.csv", "column age .* numeric but holds old in row 1"),
+        (
+            patients,
+            np.zeros((2, 4)),
+            r"numbers \[N, 7\], whose columns are age, seen, age",
+        ),
+        (patients, tmp_path / "empty", "is no table"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            model.predict(data)

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
+from torch import Tensor, nn
+
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.models import metrics
+from fednas_flwr.models.metrics import (
+    Metrics,
+    accuracies_of_parts,
+    evaluate,
+    pooled_baselines,
+    record_losses,
+)
+from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.spaces.skip import SkipNetwork
+
+from ..search.test_objective import pairs_ranked_right, slow_scores
+
+CPU = torch.device("cpu")
+
+
+def make_split(rows: list[int], *, seed: int = 0) -> Split:
+    """Rows of 600 made 2x4x4 images whose brightness tells the class, of 3."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 3, 600)
+    images = rng.integers(0, 160, (600, 2, 4, 4)) + 40 * labels[:, None, None, None]
+    return Split(
+        features=torch.from_numpy(images.clip(0, 255).astype(np.uint8)),
+        labels=torch.from_numpy(labels),
+        rows=torch.tensor(rows),
+        mean=(0.4, 0.5),
+        std=(0.2, 0.3),
+    )
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+
+
+def test_evaluate_equals_a_loop_over_single_examples(network: nn.Module) -> None:
+    split = make_split(list(range(599, 0, -2)))  # more than one batch, the last one smaller
+    network.eval()
+    losses, hits = [], 0
+    for row in split.rows.tolist():
+        mean, std = torch.tensor(split.mean)[:, None, None], torch.tensor(split.std)[:, None, None]
+        image = (split.features[row].float() / 255 - mean) / std
+        with torch.no_grad():
+            (logits,) = network(image[None])
+        losses.append(-float(logits.double().log_softmax(0)[split.labels[row]]))
+        hits += int(logits.argmax()) == int(split.labels[row])
+    result = evaluate(network, split, CPU)
+    assert result.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert result.accuracy == hits / 300
+    assert result.num_examples == 300
+    assert result.as_dict() == {"loss": result.loss, "accuracy": result.accuracy}
+    no_scores = {"f1": None, "auroc": None, "average_precision": None}
+    assert result.as_json() == {**result.as_dict(), "num_examples": 300, **no_scores}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluate_leaves_the_network_as_it_was(network: nn.Module, training: bool) -> None:
+    network.train(training)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    evaluate(network, make_split(list(range(100))), CPU)
+    assert network.training is training
+    assert all(module.training is training for module in network.modules())
+    assert all(torch.equal(before[name], t) for name, t in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_evaluate_does_not_depend_on_batches_or_order(
+    network: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = list(range(50))
+    whole = evaluate(network.train(), make_split(rows), CPU, with_scores=True)
+    monkeypatch.setattr(metrics, "BATCH_SIZE", 7)
+    for order in (rows, rows[::-1]):
+        parts = evaluate(network, make_split(order), CPU, with_scores=True)
+        assert (parts.accuracy, parts.f1) == (whole.accuracy, whole.f1)
+        assert parts.auroc == pytest.approx(whole.auroc)
+        assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+def test_evaluate_refuses_an_empty_split(network: nn.Module) -> None:
+    with pytest.raises(ValueError, match="the split is empty"):
+        evaluate(network, make_split([]), CPU)
+
+
+def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records() -> None:
+    clients = [make_split(list(range(0, 150))), make_split(list(range(150, 400)))]
+    test = make_split(list(range(400, 600)))
+
+    def arrays(split: Split) -> tuple[np.ndarray, np.ndarray]:
+        x, y = split.batch(torch.arange(len(split)), CPU)
+        return x.flatten(1).numpy(), y.numpy()
+
+    x = np.concatenate([arrays(split)[0] for split in clients])
+    y = np.concatenate([arrays(split)[1] for split in clients])
+    model = LogisticRegression(max_iter=1000).fit(x, y)
+    scores = pooled_baselines(clients, test, num_classes=3)["linear"]
+    assert scores["accuracy"] == pytest.approx(model.score(*arrays(test)))
+    predictions = torch.from_numpy(model.predict(arrays(test)[0]))
+    expected = f1_score(arrays(test)[1], predictions, average="macro")
+    assert scores["f1"] == pytest.approx(expected)
+    assert scores["accuracy"] > 0.6
+
+
+@pytest.mark.parametrize("classes", [(0, 1, 2), (1, 2), (1,)])
+def test_scores_are_those_of_the_networks_logits(network: nn.Module, classes: tuple) -> None:
+    """Against counts of records and of pairs; a class alone has no area."""
+    made = make_split(list(range(300)))
+    rows = torch.tensor([row for row in made.rows.tolist() if made.labels[row] in classes])
+    split = replace(made, rows=rows, labels=made.labels - min(classes))
+    network[3] = nn.Linear(16, 3 - min(classes))
+    x, y = split.batch(torch.arange(len(rows)), CPU)
+    with torch.no_grad():
+        expected = slow_scores(network.eval()(x), y.tolist())
+    found = evaluate(network, split, CPU, with_scores=True)
+    assert {"f1": found.f1, "auroc": found.auroc} == pytest.approx(expected)
+    assert (found.as_json()["auroc"] is None) == (len(classes) == 1)
+    plain = evaluate(network, split, CPU)
+    own = {"f1": found.f1, "auroc": found.auroc, "average_precision": found.average_precision}
+    assert found == Metrics(plain.loss, plain.accuracy, len(rows), **own)
+    assert found.as_dict() == plain.as_dict()  # what clients send has no scores
+
+
+def test_measured_losses_are_without_class_factors(network: nn.Module) -> None:
+    split, weighed = make_split(list(range(60))), Objective(torch.tensor([1.0, 0.1, 0.2]))
+    found = evaluate(network, split, CPU, objective=weighed)
+    assert found == evaluate(network, split, CPU)
+    losses = record_losses(network, split, CPU)
+    assert (losses.dtype, losses.shape) == (torch.float64, (60,))
+    assert found.loss == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties() -> None:
+    """Class 1 is in no training record: every record of it has the same score for it."""
+    made = make_split(list(range(300)))
+    seen = made.rows[made.labels[made.rows] != 1]
+    train = Split(made.features, made.labels, seen, made.mean, made.std)
+    test = make_split(list(range(300, 600)))
+    x, y = (torch.cat(part) for part in zip(train.batch(torch.arange(len(seen)), CPU), strict=True))
+    model = LogisticRegression(max_iter=1000).fit(x.flatten(1).numpy(), y.numpy())
+    x_test, y_test = test.batch(torch.arange(300), CPU)
+    p = model.predict_proba(x_test.flatten(1).numpy())
+    scores = pooled_baselines([train], test, num_classes=3)["linear"]
+    area = {
+        c: pairs_ranked_right((y_test == c).tolist(), p[:, column].tolist())
+        for column, c in enumerate((0, 2))
+    }
+    assert min(area.values()) > 0.6
+    assert scores["auroc"] == pytest.approx((area[0] + 0.5 + area[2]) / 3, rel=1e-12)
+    predictions = torch.from_numpy(model.predict(x_test.flatten(1).numpy()))
+    assert scores["accuracy"] == int((predictions == y_test).sum()) / 300
+    assert scores["f1"] == pytest.approx(f1_score(y_test, predictions, average="macro"))
+
+
+def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one() -> None:
+    """Features so far apart that the probabilities underflow."""
+    features = torch.tensor([[-1.0], [1.0]] * 20 + [[-1e4], [1e4], [2e4], [-2e4]])
+    labels = torch.tensor([0, 1] * 20 + [0, 1, 0, 1])
+    train = Split(features, labels, torch.arange(40), (0.0,), (1.0,))
+    test = Split(features, labels, torch.arange(40, 44), (0.0,), (1.0,))
+    scores = pooled_baselines([train], test, num_classes=2)["linear"]
+    assert scores["auroc"] == 0.25  # of four pairs of a 1 and a 0 only (1e4, -1e4) is right
+    assert scores["accuracy"] == 0.5
+
+
+def test_boosted_trees_are_a_baseline_of_tables_alone() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 3)).astype(np.float32)
+    labels = torch.from_numpy((x[:, 0] * x[:, 1] > 0).astype(np.int64))  # no line parts these
+    parts = [
+        Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3)
+        for rows in torch.arange(600).split([250, 150, 200])
+    ]
+    found = pooled_baselines(parts[:2], parts[2], num_classes=2)
+    assert found["trees"]["accuracy"] > 0.85 > 0.6 > found["linear"]["accuracy"]
+    assert found["trees"]["auroc"] > found["linear"]["auroc"] + 0.2
+    images = [make_split(list(range(150)))]
+    assert set(pooled_baselines(images, make_split(list(range(150, 200))), num_classes=3)) == {
+        "linear"
+    }
+
+
+class Bright(SkipNetwork):
+    """Calls every record class 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joined(torch.tensor([0.0, 1.0, 0.0]).expand(len(x), 3), x)
+
+
+def test_parts_of_a_network_with_a_skip_are_measured_alone() -> None:
+    split, network = make_split(list(range(200))), Bright()
+    network.skip = nn.Linear(32, 3)
+    nn.init.zeros_(network.skip.weight)
+    with torch.no_grad():
+        network.skip.bias.copy_(torch.tensor([0.0, 0.0, 5.0]))  # always class 2, and stronger
+    shares = [float((split.labels[:200] == label).float().mean()) for label in range(3)]
+    assert len(set(shares)) == 3
+    skip = network.skip
+    found = accuracies_of_parts(network, split, CPU, objective=CLASSIFICATION)
+    assert found["without_skip"] == pytest.approx(shares[1])
+    assert found["without_cells"] == pytest.approx(shares[2])
+    assert network.skip is skip
+    assert evaluate(network, split, CPU).accuracy == pytest.approx(shares[2])

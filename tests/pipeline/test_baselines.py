@@ -1,0 +1,267 @@
+"""``evaluation.baselines=2``: networks that were not searched, trained beside the found one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
+from fednas_flwr.api import compose, run
+from fednas_flwr.base.errors import NoEffectError
+from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.models.networks import load_description
+from fednas_flwr.pipeline import baselines
+from fednas_flwr.pipeline.schedule import make_schedule
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.report.comparison import run_folders
+from fednas_flwr.report.texts import baselines_text
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.runs.run_folder import open_run_folder
+from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings.optimizers import RESNETS
+from fednas_flwr.spaces.flops import count_multiply_adds
+
+SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "threads", "wire", "momentum")
+
+RANGES = {
+    **dict.fromkeys(("lr", "momentum", "alpha_lr", "dropout"), (0.02, 0.03)),
+    **dict.fromkeys(("weight_decay", "alpha_weight_decay"), (1e-4, 2e-4)),
+}
+
+
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take fewer networks for the data-free choice, for time alone."""
+    shipped = baselines._shipped_settings
+
+    def fewer(file: str) -> dict[str, Any]:
+        settings = shipped(file)
+        if file == baselines.DATA_FREE:
+            settings["algorithm"]["draws"] = 4
+            settings["algorithm"]["shortlist"]["keep"] = 2
+        return settings
+
+    monkeypatch.setattr(baselines, "_shipped_settings", fewer)
+
+
+def told(folder: Path) -> dict[str, dict[str, Any]]:
+    return {own.folder.name: own.config for own in read_run(folder).baselines()}
+
+
+REAL_SITES = ("runtime=deployment", "runtime.superlink=site", "partition=sites")
+
+
+def test_real_sites_pay_for_baselines_by_a_share_of_their_epsilon_or_not_at_all(
+    compose_config: Callable[..., Config],
+) -> None:
+    private = ("algorithm=dp_fnas", "privacy=dp", *REAL_SITES)
+    share = "privacy.baseline_share=0.25"
+    with pytest.raises(
+        NoEffectError, match=r"evaluation.baselines=2 .* set privacy.baseline_share to what"
+    ):
+        compose(*private, "evaluation.baselines=2")
+    with pytest.raises(NoEffectError, match="baseline_share=0.25 has no effect .* a ledger of its"):
+        compose("algorithm=dp_fnas", "privacy=dp", "evaluation.baselines=2", share)
+    with pytest.raises(
+        NoEffectError, match="baseline_share=0.25 has no effect with evaluation.baselines=null"
+    ):
+        compose(*private, share)
+    assert compose(*private, share, "evaluation.baselines=2").evaluation.baselines == 2
+    assert (
+        compose(*REAL_SITES, "evaluation.baselines=2").evaluation.baselines == 2
+    )  # they cost time alone
+
+
+@pytest.mark.usefixtures("few_draws")
+def test_a_run_and_its_baselines_cost_no_more_than_the_epsilon(
+    compose_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Counted as a site does that has one ledger for all.
+
+    Metrics of the test records, whose noise is given, would cost 4 each time.
+    """
+    folder = tmp_path / "run"
+    settings = ("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group")
+    settings += ("privacy.metrics_noise_multiplier=1.2",)
+    budget = ("privacy.epsilon=40", "privacy.retrain.local_steps=2", "clients=2")
+    config = compose_config(*settings, *budget, f"run_dir={folder}")
+    run(config)
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    sharing = replace(privacy, baseline_share=0.25)
+    paying = replace(config, privacy=sharing, run_dir=str(folder))
+    paying = replace(paying, evaluation=replace(config.evaluation, baselines=1))
+    records = [dict.fromkeys(("train", "validation", "test"), number) for number in (30, 20)]
+    beside = [open_run_folder(str(own)) for own in baselines.prepare_baselines(paying)]
+    assert len(beside) == 4  # random, data-free, linear and a ResNet-8
+    shares = [own.privacy.epsilon for own in beside if isinstance(own.privacy, DifferentialPrivacy)]
+    assert shares == [pytest.approx(40 * 0.25 / 4)] * 4
+    schedules = [make_schedule(own, records, done={}) for own in (paying, *beside)]
+    for split in ("train", "validation", "test"):
+        booked = [
+            [planned.release(records[1]) for planned in schedule if split in planned.splits]
+            for schedule in schedules
+        ]
+        costs = [filter_epsilon(releases, privacy.delta) for releases in booked]
+        assert costs[0] <= 30
+        assert max(costs[1:]) <= 2.5
+        whole = filter_epsilon([release for releases in booked for release in releases], 1e-5)
+        assert whole <= sum(costs) <= 40
+        assert whole > 20 or split == "test"  # and not much less
+
+
+@pytest.mark.usefixtures("few_draws")
+def test_baselines_are_trained_as_the_found_network(
+    compose_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    result = run(compose_config("evaluation.baselines=2", f"run_dir={folder}"))
+    configs = told(folder)
+    names = ["data_free", "linear", "random_1", "random_2"]
+    assert [name for name in configs if not name.startswith("resnet8_")] == names
+    assert len(configs) == 5
+    own = read_run(folder)
+    for config in configs.values():
+        assert config["evaluation"]["baselines"] == 0
+        assert all(config[setting] == own.config[setting] for setting in SETTINGS)
+    genotypes = {b.folder.name: load_description(b.folder).get("genotype") for b in own.baselines()}
+    drawn = [genotypes[name] for name in ("data_free", "random_1", "random_2")]
+    assert drawn[1] != drawn[2]
+    found = load_description(folder)["genotype"]
+    assert len({len(genotype["cells"]) for genotype in [found, *drawn]}) == 1
+    assert all(0 <= b.accuracy() <= 1 for b in own.baselines())
+    shape = tuple(load_description(folder)["input_shape"])
+    costs = {}
+    for name in RESNETS:
+        network = FIXED_NETWORKS[name](shape, 3, norm="batch")
+        costs[name] = count_multiply_adds(network, shape) / own.numbers()["multiply_adds"]
+    nearest = min(costs, key=lambda name: max(costs[name], 1 / costs[name]))
+    assert {name for name, one in genotypes.items() if one is None} == {"linear", nearest}
+    assert nearest != RESNETS[0]
+    assert told(folder)["data_free"]["algorithm"]["shortlist"]["scores"][0] == "learning"
+    space = told(folder)["data_free"]["search_space"]
+    assert (space["channels"], space["num_cells"]) == (4, 5)
+    page = (folder / "report.html").read_text()
+    assert "What the search was worth" in page
+    assert "random ones of the search space, the choice of scores that read no record" in page
+    assert "FEATHERS also retrained" not in page
+    tuned = replace(own, config={**own.config, "algorithm": {"name": "feathers"}})
+    assert "FEATHERS also retrained the random ones" in baselines_text(tuned)
+    assert "random_2" in page
+    assert run_folders([tmp_path]) == [folder]
+
+    # A run that is resumed trains what is missing, to the same, and nothing else.
+    times = {b.folder.name: b.events[-1]["time"] for b in own.baselines()}
+    (missing,) = (b for b in own.baselines() if b.folder.name == "random_2")
+    accuracy = missing.accuracy()
+    (missing.folder / "events.jsonl").unlink()
+    run(result.folder)
+    again = {b.folder.name: b for b in read_run(folder).baselines()}
+    assert {n for n, b in again.items() if b.events[-1]["time"] == times[n]} == {*configs} - {
+        "random_2"
+    }
+    assert again["random_2"].accuracy() == accuracy
+    assert read_run(folder).events == own.events
+
+
+@pytest.mark.usefixtures("few_draws")
+def test_private_baselines_have_a_ledger_of_their_own(
+    compose_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    overrides = ["algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=50", "clients=2"]
+    overrides += ["search_space.norm=group", "retrain.norm=group", "evaluation.baselines=1"]
+    sites = tmp_path / "sites"  # whose budgets the run spends, and no baseline
+    run(compose_config(*overrides, f"privacy.sites={sites}", f"run_dir={folder}"))
+    own = read_run(folder)
+    assert not (folder / "sites").exists()
+    assert (sites / "client-0" / "ledger").is_dir()
+    assert {b.status for b in [own, *own.baselines()]} == {"completed"}
+    assert "linear" in {b.folder.name for b in own.baselines()}
+    for single in [own, *own.baselines()]:
+        epsilon = single.numbers()["epsilon"]
+        assert epsilon is not None
+        assert 0 < epsilon <= 50
+    assert "a ledger of its own" in (folder / "report.html").read_text()
+    assert {b.numbers()["linear_accuracy"] for b in [own, *own.baselines()]} == {None}
+
+
+def test_a_completed_run_that_is_resumed_releases_nothing_more(
+    compose_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    overrides = ["algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=50", "clients=2"]
+    overrides += ["search_space.norm=group", "retrain.norm=group", "rounds=1"]
+    run(compose_config(*overrides, "privacy.metrics_noise_multiplier=5", f"run_dir={folder}"))
+
+    def booked() -> list[str]:
+        site = folder / "sites" / "client-0"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
+            return [row.entry.action for row in ledger.entries()]
+
+    before = booked()
+    assert before[-1] == "evaluate.model:metrics"
+    run(folder)
+    assert booked() == before
+
+
+@pytest.mark.parametrize(
+    ("search", "retrain", "evaluate", "number"),
+    [(200.0, 10.0, 1.0, 2), (40.0, 1.0, 0.0, 0), (200.0, 30.0, 0.0, 0), (200.0, 10.0, 20.0, 0)],
+)
+def test_baselines_are_made_by_default_where_they_add_little(
+    tmp_path: Path, search: float, retrain: float, evaluate: float, number: int
+) -> None:
+    """The run takes over a minute, and five times all but its search is less than half of it."""
+    stages = {"search": search, "retrain": retrain, "evaluate": evaluate}
+    lines = [{"event": "run_started"}]
+    for name, seconds in stages.items():
+        lines += [
+            {"event": "stage_started", "stage": name, "elapsed": 0.0},
+            {"event": "stage_finished", "stage": name, "seconds": seconds, "elapsed": seconds},
+        ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert baselines.affordable(tmp_path) == number
+    (tmp_path / "baselines").mkdir()
+    assert baselines.affordable(tmp_path) == 2  # it goes on with what it has begun
+
+
+def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(
+    compose_config: Callable[..., Config],
+) -> None:
+    """Of DARTS' cells: in the run's own space, without a shortlist."""
+    config = compose_config("search_space=darts_small")
+    own = baselines._data_free(config)
+    assert own.search_space == config.search_space
+    assert isinstance(own.algorithm, ZeroCostSettings)
+    assert (own.algorithm.draws, own.algorithm.shortlist, own.rounds) == (250, None, 1)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.02, 0.03), (2e-4, 3e-4)])
+def test_found_hyper_parameters_are_taken_over(
+    compose_config: Callable[..., Config], tmp_path: Path, low: float, high: float
+) -> None:
+    """Also a learning rate below the one to which retraining's would fall."""
+    folder = tmp_path / "run"
+    ranges = ",".join(
+        f"{name}: {{low: {least}, high: {most}, log: false}}"
+        for name, (least, most) in (RANGES | {"lr": (low, high)}).items()
+    )
+    config = compose_config(
+        *("algorithm=random_search", "rounds=1"),
+        f"algorithm.ranges={{{ranges}}}",
+        f"run_dir={folder}",
+    )
+    run(config)
+    found = read_run(folder).last("derived")["configuration"]
+    assert low <= found["lr"] <= high
+    again = replace(open_run_folder(str(folder)), baselines=1)
+    (own, *_) = [config for _, config in baselines._baselines(again)]
+    assert own.retrain.weights.lr == found["lr"]
+    assert own.retrain.weights.min_lr == min(config.retrain.weights.min_lr, found["lr"])

@@ -1,0 +1,394 @@
+"""CFDNAS: groups of clients, each a run of its own that inherits the supernet of all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fednas_flwr.algorithms.fdnas.client_clusters import group_by_alphas
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import USER_ERROR, main
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.models.networks import load
+from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
+
+COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
+CFDNAS = [
+    *("algorithm.group_by=tag", "algorithm.num_groups=null"),
+    *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=5"),
+    *("search_space.width=0.25", "search_space.candidates=fdnas", "retrain.local_epochs=1"),
+    *("algorithm.search.batch_size=16", "algorithm.search.local_epochs=1", "retrain.batch_size=16"),
+    *("algorithm.search.alphas.lr=0.3", "algorithm.search.warm_up_rounds=0", "rounds=2"),
+    *("algorithm.group_rounds=2", "retrain.rounds=1", "algorithm.client_tags=[b,a,b,a,b]"),
+]
+HARDWARE = f"algorithm.group_hardware={{a: {COST % 1000.0}}}"
+
+
+@pytest.fixture(scope="module")
+def run(run_inline):
+    """``run(*overrides)``: a whole run inline; its folder, events and error."""
+    return lambda *overrides, resume=None: run_inline(
+        *CFDNAS, *(overrides or [HARDWARE]), resume=resume
+    )
+
+
+def named(events, name):
+    return [event for event in events if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    return run()
+
+
+def test_each_group_gets_its_network_report_and_results(whole):
+    assert whole.error is None
+    assert json.loads((whole.folder / "groups.json").read_text()) == {"a": [1, 3], "b": [0, 2, 4]}
+    finished = {event["group"]: event for event in named(whole.events, "group_finished")}
+    assert {name: event["clients"] for name, event in finished.items()} == {
+        "a": [1, 3],
+        "b": [0, 2, 4],
+    }
+    for name, event in finished.items():
+        assert event["status"] == "completed"
+        folder = whole.folder / event["folder"]
+        assert folder == whole.folder / "groups" / name
+        for file in ("report.html", "MODEL_CARD.md", "genotype.json", "model.onnx", "config.yaml"):
+            assert (folder / file).stat().st_size > 0
+        network = load(folder)
+        assert network(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
+        parameters = sum(p.numel() for p in network.parameters())
+        assert event["results"]["num_parameters"] == parameters
+        rounds = named(read_events(folder / "events.jsonl"), "round")
+        assert [(e["stage"], e["round"]) for e in rounds] == [
+            *(("search", 1), ("search", 2), ("retrain", 1))
+        ]
+        assert all(set(e["clients"]) == set(map(str, event["clients"])) for e in rounds)
+    report = (whole.folder / "report.html").read_text()
+    assert 'href="./groups/a/report.html"' in report
+
+
+def test_only_the_group_with_a_hardware_loss_becomes_cheaper(whole):
+    costs = {
+        event["group"]: event["results"]["multiply_adds"]
+        for event in named(whole.events, "group_finished")
+    }
+    assert costs["a"] < costs["b"]
+
+
+def test_groups_go_on_from_the_supernet_of_all_clients(whole, run):
+    rounds = [e["round"] for e in named(whole.events, "round")]
+    assert rounds == [1, 2]
+    shared = load_file(whole.folder / "checkpoints" / "search-000002.safetensors")
+    first = "groups/b/checkpoints/search-000001.safetensors"
+    of_group = load_file(whole.folder / first)
+    naive = run("algorithm.inherit=false")
+    assert naive.error is None
+    assert not named(naive.events, "round")
+    from_scratch = load_file(naive.folder / first)
+    batches = [int(s["buffers.int64"][0]) for s in (shared, of_group, from_scratch)]
+    assert batches[1] == batches[0] + batches[2] > batches[2] > 0  # seen by the stem's batch norm
+
+
+def test_inline_groups_run_where_ctrl_c_reaches_them(run, monkeypatch):
+    def interrupted(client, request, asked):
+        assert threading.current_thread() is threading.main_thread()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    monkeypatch.setitem(ANSWERS, "train.search", interrupted)
+    others = signal.signal(signal.SIGINT, signal.default_int_handler)  # Flower's, after other tests
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(HARDWARE, "algorithm.inherit=false")
+    finally:
+        signal.signal(signal.SIGINT, others)
+
+
+def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(run, monkeypatch):
+    honest = ANSWERS["train.search"]
+
+    def failing(client, request, asked):
+        if client.index == 3 and asked.local.paths.hardware is not None:
+            raise ValueError("the disk is full")
+        return honest(client, request, asked)
+
+    monkeypatch.setitem(ANSWERS, "train.search", failing)
+    broken = run(HARDWARE, "runtime.quorum=1.0")
+    assert broken.error is None
+    finished = {event["group"]: event for event in named(broken.events, "group_finished")}
+    assert finished["b"]["status"] == "completed"
+    assert finished["a"]["status"] == "failed"
+    assert "the disk is full" in finished["a"]["reason"]
+    failures = [e for e in named(broken.events, "client_failed") if e["stage"] == "search"]
+    assert {(failure["group"], failure["client"]) for failure in failures} == {("a", 3)}
+    assert "the disk is full" in (broken.folder / "groups" / "a" / "report.html").read_text()
+
+
+def test_a_group_whose_clients_cannot_reach_its_target_ends_alone(run):
+    """Which is known when they have measured."""
+    unreachable = (COST % 1.0).replace("multiply_adds", "ms").replace("7e4", "1e6")
+    found = run(
+        *(f"algorithm.group_hardware={{a: {unreachable}}}", "algorithm.inherit=false"),
+        *("stages=[search]", "algorithm.group_rounds=1"),
+    )
+    assert found.error is None
+    finished = {event["group"]: event for event in named(found.events, "group_finished")}
+    assert "target=1e+06 ms cannot be reached" in finished["a"]["reason"]
+    assert finished["b"]["status"] == "completed"
+
+
+def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole.folder, folder)
+    shutil.rmtree(folder / "groups" / "b")
+    for path in (folder / "groups" / "a" / "checkpoints").glob("retrain-*"):
+        path.unlink()
+    (folder / "groups" / "a" / "genotype.json").unlink()
+    (folder / "groups" / "a" / "checkpoints" / "search-000002.safetensors").write_bytes(b"torn")
+    text = (folder / "config.yaml").read_text().replace(str(whole.folder), str(folder))
+    (folder / "config.yaml").write_text(text)
+    again = run(resume=folder)
+    assert again.error is None
+    warnings = named(read_events(folder / "groups" / "a" / "events.jsonl"), "warning")
+    assert any("search-000002" in warning["message"] for warning in warnings)
+    for name in ("a", "b"):
+        one, other = (
+            load_file(base / "groups" / name / "model.safetensors")
+            for base in (whole.folder, folder)
+        )
+        assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
+def test_a_group_is_not_resumed_alone(whole, capsys):
+    """Of the run's configuration it has the number of clients."""
+    assert main(["run", f"resume={whole.folder / 'groups' / 'a'}"]) == USER_ERROR
+    assert f"continue that with resume={whole.folder}." in capsys.readouterr().err
+
+
+def test_clients_with_similar_updates_of_the_alphas_form_a_group():
+    torch.manual_seed(0)
+    directions = torch.randn(2, 12)
+    updates = {
+        client: (directions[client % 2] * (1 + client) + 0.1 * torch.randn(12)).double()
+        for client in range(6)
+    }
+    assert group_by_alphas(updates, num_groups=2) == {"1": [0, 2, 4], "2": [1, 3, 5]}
+    with pytest.raises(ConfigError, match="num_groups=7 for 6 clients"):
+        group_by_alphas(updates, num_groups=7)
+
+
+BY_ALPHAS = (
+    *("algorithm.group_by=alphas", "algorithm.num_groups=2", "algorithm.client_tags=[]"),
+    *("algorithm.group_hardware={}", "algorithm.group_rounds=1"),
+)
+
+
+def test_groups_of_alphas_come_from_all_updates_of_the_search(run, monkeypatch):
+    """Checked against what the clients were sent and answered."""
+    asked_and_answered = []
+    honest = ANSWERS["train.search"]
+
+    def noted(client, request, asked):
+        before = torch.cat(list(request.states["alphas"].values())).double()
+        reply = honest(client, request, asked)
+        after = torch.cat(list(reply.states["alphas"].values())).double()
+        asked_and_answered.append((client.index, after - before))
+        return reply
+
+    monkeypatch.setitem(ANSWERS, "train.search", noted)
+    found = run(*BY_ALPHAS, "stages=[search]")
+    assert found.error is None
+    of_all = asked_and_answered[: 2 * 5]  # rounds, clients; the groups' own searches follow
+    sums = {k: sum(moved for client, moved in of_all if client == k) for k in range(5)}
+    kept = (
+        CheckpointFolder(found.folder / "checkpoints", pytest.fail)
+        .latest("search")
+        .values["updates"]
+    )
+    for client, moved in sums.items():
+        assert moved.abs().max() > 0
+        torch.testing.assert_close(torch.tensor(kept[str(client)], dtype=torch.float64), moved)
+    groups = json.loads((found.folder / "groups.json").read_text())
+    assert groups == group_by_alphas(sums, num_groups=2)
+    assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["algorithm.client_tags=[]"], "client 0 has no tag: give the node a tag"),
+        (["algorithm.client_tags=[a,b,a,b,../x]"], "group '../x' cannot name a folder"),
+        (
+            ["algorithm.group_hardware={c: %s}" % (COST % 1.0)],
+            "group_hardware=c is unknown: .* a, b",
+        ),
+        (
+            [HARDWARE.replace("7e4", "7e9")],
+            "cannot be reached",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sentence):
+    failed = run(*overrides)
+    assert isinstance(failed.error, ConfigError)
+    with pytest.raises(ConfigError, match=sentence):
+        raise failed.error
+    assert not named(failed.events, "round")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("algorithm.client_tags=[a]", "algorithm.client_tags=.* give one for each client, or none"),
+        ("algorithm.group_by=colour", "algorithm.group_by=colour is unknown"),
+        ("algorithm.group_by=alphas", "num_groups=null: a number is needed"),
+        ("algorithm.num_groups=2", "group_by=tag with num_groups=2"),
+        ("algorithm.group_rounds=0", "algorithm.group_rounds=0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(compose_config, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(*CFDNAS, override)
+
+
+PRIVATE = (
+    *("privacy=dp", "privacy.epsilon=100", "privacy.local_steps=2", "rounds=1"),
+    *("privacy.retrain.local_steps=3", "algorithm.group_hardware={}"),
+)
+
+
+def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
+    """Before the first release, under one promise; groups are of tags, which are public."""
+    whole = run(*PRIVATE)
+    assert whole.error is None
+    (promised,) = named(whole.events, "privacy")
+    steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
+    assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
+    first = next(event for event in whole.events if event["event"] == "round")
+    assert whole.events.index(promised) < whole.events.index(first)
+    for client in range(5):
+        site = whole.folder / "sites" / f"client-{client}"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as books:
+            entries = [row.entry for row in books.entries()]
+        booked = Counter((entry.stage, entry.action.rpartition(":")[2]) for entry in entries)
+        assert booked == Counter(steps)
+        assert {entry.run for entry in entries} == {entries[0].run}
+    for name, clients in (("a", [1, 3]), ("b", [0, 2, 4])):
+        events = read_events(whole.folder / "groups" / name / "events.jsonl")
+        (own,) = named(events, "privacy")
+        assert [told["client"] for told in own["clients"]] == clients
+        (spent,) = named(events, "privacy_spent")
+        assert all(told["spent"] > 0 for told in spent["clients"])
+        budget = max(told["epsilon"]["prv"]["train"] for told in own["clients"])
+        assert read_run(whole.folder / "groups" / name).numbers()["epsilon"] >= budget
+
+
+def test_a_private_run_repeats_no_more_than_the_round_that_was_lost(run):
+    whole = run(*PRIVATE)
+    for path in (whole.folder / "groups" / "b" / "checkpoints").glob("retrain-*"):
+        path.unlink()
+    again = run(resume=whole.folder)
+    assert again.error is None
+    for client in range(5):
+        site = whole.folder / "sites" / f"client-{client}"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as books:
+            stages = Counter(row.entry.stage for row in books.entries())
+        assert stages["search"] == 2 * 6
+        assert stages["retrain"] == (3 if client in (1, 3) else 2 * 3)
+    numbers = read_run(whole.folder).numbers()
+    assert numbers["epsilon"] is not None
+    assert numbers["epsilon"] <= 100
+
+
+def test_private_groups_of_similar_updates_cost_no_release_more(run):
+    """They come from what the search has released; a resumed run keeps them."""
+    whole = run(*PRIVATE, *BY_ALPHAS, "algorithm.group_rounds=2")
+    assert whole.error is None
+    (promised,) = named(whole.events, "privacy")
+    steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
+    assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
+    for client in range(5):
+        site = whole.folder / "sites" / f"client-{client}"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as books:
+            stages = Counter(row.entry.stage for row in books.entries())
+        assert stages == {"search": 12, "retrain": 3}
+    groups = json.loads((whole.folder / "groups.json").read_text())
+    assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
+    (whole.folder / "groups" / "1" / "genotype.json").unlink()
+    assert run(resume=whole.folder).error is None
+    assert json.loads((whole.folder / "groups.json").read_text()) == groups
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*PRIVATE, *BY_ALPHAS, "rounds=2", "algorithm.search.warm_up_rounds=1"),
+        (*BY_ALPHAS, "algorithm.search.sparse=true", "algorithm.search.warm_up_rounds=1"),
+    ],
+)
+def test_groups_of_alphas_come_about_after_rounds_in_which_they_rest(run, overrides):
+    found = run(*overrides, "stages=[search]")
+    assert found.error is None
+    groups = json.loads((found.folder / "groups.json").read_text())
+    assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
+
+
+def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, monkeypatch):
+    honest, asked = ANSWERS["train.search"], Counter()
+
+    def broken_later(client, request, terms):
+        asked[client.index] += 1
+        reply = honest(client, request, terms)
+        if client.index == 4 and asked[4] > 1:
+            for vector in reply.states["weights"].values():
+                vector.fill_(float("nan"))
+        return reply
+
+    monkeypatch.setitem(ANSWERS, "train.search", broken_later)
+    found = run(*BY_ALPHAS, "rounds=4", "stages=[search]")
+    assert found.error is None
+    assert asked[4] == 4
+    groups = json.loads((found.folder / "groups.json").read_text())
+    assert sorted(client for clients in groups.values() for client in clients) == list(range(4))
+
+
+def test_alphas_that_rest_in_all_rounds_group_nobody(compose_config):
+    with pytest.raises(ConfigError, match="rounds=2: alphas rest .* raise rounds to 3 or more"):
+        compose_config(*CFDNAS, *BY_ALPHAS, "algorithm.search.warm_up_rounds=2")
+
+
+def test_groups_of_alphas_have_numbers(compose_config):
+    by_alphas = [*CFDNAS, "algorithm.group_by=alphas", "algorithm.num_groups=2"]
+    with pytest.raises(ConfigError, match="group_hardware=a is unknown: choose one of 1, 2"):
+        compose_config(*by_alphas, HARDWARE)
+    config = compose_config(*by_alphas, HARDWARE.replace("{a:", "{2:"))
+    assert list(config.algorithm.group_hardware) == ["2"]
+
+
+def test_a_target_that_no_network_of_a_group_has_is_refused_at_once(compose_config):
+    config = compose_config(
+        *CFDNAS, f"algorithm.group_hardware={{a: {COST.replace('7e4', '7e9') % 1.0}}}"
+    )
+    with pytest.raises(ConfigError, match=r"target=7e\+09 multiply_adds cannot be reached"):
+        check_buildable(config)
+
+
+def test_a_loss_that_is_none_is_refused_before_clients_measure(compose_config):
+    in_ms = (COST % 1.0).replace("multiply_adds", "ms").replace("additive", "additiv")
+    config = compose_config(*CFDNAS, f"algorithm.group_hardware={{a: {in_ms}}}")
+    with pytest.raises(ConfigError, match=r"hardware\.loss=additiv is unknown.*nearest: additive"):
+        check_buildable(config)

@@ -1,0 +1,225 @@
+"""One hostile client among three: it is named and left out, and the run goes on to a sound network.
+
+Whole runs, inline; the hostile client is the real one, with its answers changed on their way out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fednas_flwr.algorithms.fdnas.client_clusters import group_name
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import answer as entrance
+from fednas_flwr.models.networks import load
+from fednas_flwr.privacy.actions import ACTIONS
+from fednas_flwr.server.cohort import QuorumError
+
+from .test_groups import CFDNAS
+
+BAD = 1
+PRIVATE = [
+    *("privacy=dp", "search_space.norm=group", "retrain.norm=group", "rounds=1"),
+    *("privacy.local_steps=1", "privacy.retrain.local_steps=1", "retrain.rounds=1"),
+    *("retrain.weights.clip_norm=null", "retrain.batch_size=8", "privacy.epsilon=50"),
+]
+EXACT = ["algorithm=fedavg", "stages=[retrain,evaluate,export]", "retrain.rounds=2"]
+SEARCHES = {
+    "train.weight_gradient": ["algorithm=dp_fnas", "algorithm.batch_size=8", *PRIVATE],
+    "train.search": ["algorithm=fed_darts", "algorithm.weights.clip_norm=null", *PRIVATE],
+    "train.weights": ["algorithm=fedavg", "stages=[retrain,evaluate,export]", *PRIVATE],
+}
+
+
+@pytest.fixture
+def lying(monkeypatch):
+    """``lying(action, change)``: ``change`` is made to client 1's replies to ``action``."""
+    answers = dict(entrance.ANSWERS)
+
+    def lie(action, change):
+        def answer(client, request, asked):
+            reply = answers[action](client, request, asked)
+            return change(reply) if client.index == BAD else reply
+
+        monkeypatch.setitem(entrance.ANSWERS, action, answer)
+        monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
+
+    return lie
+
+
+def telling(**properties):
+    return lambda reply: replace(reply, properties={**reply.properties, **properties})
+
+
+def filled(value):
+    def change(reply):
+        states = {
+            name: {d: torch.full_like(v, value) for d, v in packed.items()}
+            for name, packed in reply.states.items()
+        }
+        return replace(reply, states=states)
+
+    return change
+
+
+def failures(run):
+    """Return who failed and why, but for client 2 that has no test records."""
+    failed = [e for e in run.events if e["event"] in ("client_failed", "client_left")]
+    return [(e["client"], e["reason"]) for e in failed if "split is empty" not in e["reason"]]
+
+
+def assert_sound(run):
+    assert run.error is None
+    network = load(run.folder).network
+    assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
+    (exported,) = (e for e in run.events if e["event"] == "exported")
+    assert exported["onnx_max_difference"] < 1e-3
+
+
+# --- what is sent
+
+
+@pytest.mark.parametrize(
+    ("action", "value"),
+    list({"train.weight_gradient": 1e3, "train.search": 1e16, "train.weights": 10}.items()),
+)
+def test_values_that_no_private_client_can_have_spoil_nothing(action, value, lying, run_inline):
+    lying(action, filled(value))
+    run = run_inline(*SEARCHES[action])
+    assert failures(run)
+    assert {client for client, _ in failures(run)} == {BAD}
+    assert "where an honest client's is at most" in failures(run)[0][1]
+    assert_sound(run)
+
+
+def test_values_that_no_clipped_training_can_have_spoil_nothing(lying, run_inline):
+    lying("train.weights", filled(1e3))
+    run = run_inline(*EXACT)
+    assert {client for client, _ in failures(run)} == {BAD}
+    assert_sound(run)
+
+
+def test_a_negative_variance_spoils_nothing(lying, run_inline):
+    def change(reply):
+        return replace(
+            reply, states={**reply.states, "buffers": filled(-1.0)(reply).states["buffers"]}
+        )
+
+    lying("train.weights", change)
+    run = run_inline(*EXACT)
+    assert {client for client, _ in failures(run)} == {BAD}
+    assert "running_var" in failures(run)[0][1]
+    assert_sound(run)
+
+
+def test_no_metric_of_a_client_stands_in_place_of_the_servers(lying, run_inline):
+    for action, name in (("train.weights", "central_accuracy"), ("evaluate.model", "client")):
+        lying(
+            action,
+            lambda reply, name=name: replace(reply, metrics={**reply.metrics, name: 0.125}),
+        )
+    run = run_inline(*EXACT)
+    told = failures(run)
+    assert {client for client, _ in told} == {BAD}
+    assert all("none of the metrics asked for" in reason for _, reason in told)
+    assert told[0][1].startswith("central_accuracy")
+    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    assert [measured["client"] for measured in evaluated["clients"]] == [0]
+    rounds = [e["metrics"] for e in run.events if e["event"] == "round"]
+    assert len(rounds) == 2
+    assert not any("central_accuracy" in metrics for metrics in rounds)
+
+
+# --- what is declared
+
+
+def schedule_of(run):
+    (event,) = (e for e in run.events if e["event"] == "privacy")
+    return event["schedule"], [told["client"] for told in event["clients"]]
+
+
+def test_a_client_that_declares_one_record_raises_nobodys_noise(lying, run_inline):
+    overrides = [*SEARCHES["train.weights"], "stages=[retrain]", "privacy.epsilon=4"]
+    overrides += ["retrain.batch_size=2"]
+    two = run_inline(*overrides, "clients=3")
+    lying("query.describe", telling(splits={"train": 1, "validation": 1, "test": 1}))
+    run = run_inline(*overrides)
+    assert run.error is None
+    (failure,) = failures(run)
+    assert failure[0] == BAD
+    assert f"client {BAD}: it declares 1 train records, where the median client has" in failure[1]
+    schedule, clients = schedule_of(run)
+    assert clients == [0, 2]
+    noise = [planned["noise_multiplier"] for planned in schedule]
+    assert noise == pytest.approx([p["noise_multiplier"] for p in schedule_of(two)[0]], rel=0.2)
+    lenient = run_inline(*overrides, "privacy.fewest_records=0", "runtime.quorum=0.3")
+    assert schedule_of(lenient)[0][0]["noise_multiplier"] > 1.5 * noise[0]
+
+
+def test_a_client_that_declares_a_billion_records_is_left_out(lying, run_inline):
+    lying("query.describe", lambda reply: replace(reply, num_examples=1e9))
+    run = run_inline(*EXACT)
+    (failure,) = failures(run)
+    assert failure[0] == BAD
+    assert "declares 1e+09 records" in failure[1]
+    assert_sound(run)
+
+
+def test_a_client_that_declares_many_records_has_half_of_an_average(lying, run_inline):
+    """As far as it may: its weight is what all others have together."""
+    lying("query.describe", lambda reply: replace(reply, num_examples=2000))
+    lying("train.weights", lambda reply: replace(reply, num_examples=2000))
+    run = run_inline(*EXACT, "stages=[retrain]")
+    assert run.error is None
+    assert failures(run) == []
+    (warning,) = (e["message"] for e in run.events if e["event"] == "warning")
+    assert f"client {BAD} may weigh 2000 of" in warning
+    assert "runtime.largest_share" in warning
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"tag": ["a"]},  # at the guard
+        {"tag": "../../etc"},  # where groups are made
+    ],
+)
+def test_a_tag_that_names_no_group_leaves_a_client_out(properties, lying, run_inline):
+    lying("query.describe", telling(**properties))
+    run = run_inline(
+        *CFDNAS, "algorithm.inherit=false", "stages=[search]", "algorithm.group_rounds=1"
+    )
+    assert run.error is None
+    (failure,) = failures(run)
+    assert failure[0] == BAD
+    groups = json.loads((run.folder / "groups.json").read_text())
+    assert groups == {"a": [3], "b": [0, 2, 4]}
+    assert sorted(path.name for path in (run.folder / "groups").iterdir()) == ["a", "b"]
+
+
+def test_too_few_honest_clients_end_the_run_and_the_sentence_names_the_hostile_one(
+    lying, run_inline
+):
+    lying("query.describe", telling(tag=7))
+    run = run_inline(*EXACT, "runtime.quorum=1")
+    with pytest.raises(QuorumError, match="says tag=7, which is malformed"):
+        raise run.error
+
+
+def test_the_metrics_of_every_action_are_its_own():
+    named = {name for action in ACTIONS.values() for name in action.metrics}
+    assert all(name.endswith(("loss", "accuracy")) for name in named)
+    for action in ACTIONS.values():  # what is released with privacy may be told without
+        assert action.releases & named <= action.metrics
+
+
+@pytest.mark.parametrize(
+    "label", ["../x", "", ".hidden", "a" * 65, "a/b", "a\nb", "\U00010400" * 64, ["a"], None]
+)
+def test_only_what_names_a_folder_names_a_group(label):
+    with pytest.raises(ConfigError):
+        group_name({"tag": label}, BAD, "tag")
+    assert group_name({"tag": "ward 3.b-C_4"}, BAD, "tag") == "ward 3.b-C_4"

@@ -1,0 +1,289 @@
+"""Whatever one client of several declares, the run ends well with the others, and names it.
+
+The properties are those of the server's own table, ``guard.FORMS``: one that is new is tried by
+itself, and the test says so if no run here has it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+
+from fednas_flwr.algorithms.base import FARTHEST
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.client import answer as entrance
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.models.networks import load
+from fednas_flwr.pipeline.stages import _report_spending, begin, describe
+from fednas_flwr.protocol.messages import decode_request, encode_reply
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.reply_checks import FORMS, NO_LIMITS, check_properties
+
+BAD = 1
+NUMBERS = [1e300, -1e300, 1e30, 1e-300, 10**400, 10**18, 10**9, -1, 0, 1, 0.5, math.nan, math.inf]
+OTHERS = [None, True, "", "x" * 10**5, "../x", "\ud800", "\U00010400" * 64, [], {}, [[[[1]]]]]
+LINEAR = ["algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"]
+# by clients of other runs
+SAID = {"awaits": "ab" * 16, "kept": True, "keeps_model": True, "uncounted": ["record"]}
+SUMS = {"context", "boxes", "signature", "parts", "pairs"}  # see tests/pipeline/test_secure_sum.py
+
+
+def variants(honest):
+    """Yield hostile values in place of an honest one, of a part of it, of all parts of a kind."""
+    yield from (*NUMBERS, *OTHERS)
+    if isinstance(honest, list) and honest:
+        yield from (honest * 2, honest[:-1])
+        yield from ([other, *honest[1:]] for other in variants(honest[0]))
+        yield from ([other] * len(honest) for other in NUMBERS)
+    if isinstance(honest, dict):
+        for key, value in honest.items():
+            yield {name: other for name, other in honest.items() if name != key}
+            yield from ({**honest, key: other} for other in variants(value))
+
+
+def passes(name, value):
+    try:
+        check_properties({name: json.loads(json.dumps(value))}, needed=(name,))
+    except ReplyError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def site_files(tmp_path_factory):
+    """Three sites' tables of 60 records and a test table: 2 classes, columns of unlike scales."""
+    folder, rng = tmp_path_factory.mktemp("tables"), np.random.default_rng(0)
+    labels = rng.integers(0, 2, 240)
+    shifts = np.array([[0.0, 30.0], [1e3, 1.2e3], [0.0, 0.02]])
+    columns = [
+        low_high[labels] + rng.normal(0, abs(np.diff(low_high)), 240) / 3 for low_high in shifts
+    ]
+    rows = [f"{a},{b},{c},{'ny'[y]}" for a, b, c, y in zip(*columns, labels, strict=True)]
+    files = [folder / f"{name}.csv" for name in ("0", "1", "2", "new")]
+    for place, file in enumerate(files):
+        file.write_text("\n".join(["a,b,c,y", *rows[place * 60 : place * 60 + 60]]) + "\n")
+    return files
+
+
+@pytest.fixture(scope="module")
+def table(site_files):
+    *_, new = site_files
+    return [
+        *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=3", *LINEAR),
+        *("dataset=csv", f"dataset.root={new}", "dataset.label=y", "retrain.rounds=4"),
+        *("retrain.weights.lr=0.05", f"dataset.cache={new.parent / 'cache'}"),
+    ]
+
+
+PRIVATE = [
+    *("clients=4", "secure_sum={least_sites: 3, colluding: 1}", *LINEAR),
+    *("privacy=dp", "retrain.rounds=1", "privacy.retrain.local_steps=1", "partition=iid"),
+    "privacy.retrain.noise_multiplier=1",
+]
+
+
+@pytest.fixture(scope="module")
+def honest(run_inline, table, site_files):
+    """By run, each client's replies by action, the last of each, and the run."""
+    found, answers = {}, dict(entrance.ANSWERS)
+    for name, overrides, sites in (("table", table, site_files[:3]), ("private", PRIVATE, ())):
+        replies = {}
+
+        def recording(action, replies=replies):
+            def answer(client, request, asked):
+                reply = answers[action](client, request, asked)
+                replies.setdefault(client.index, {}).setdefault(action, reply)
+                return reply
+
+            return answer
+
+        with pytest.MonkeyPatch.context() as patch:
+            for action in answers:
+                patch.setitem(entrance.ANSWERS, action, recording(action))
+            found[name] = replies, run_inline(*overrides, sites=sites)
+        assert found[name][1].error is None
+    return found
+
+
+@pytest.fixture
+def begun(compose_config, tmp_path):
+    """``begun(overrides, replies)``: the events of a run that begins, with these replies."""
+    folders = iter(range(10**6))
+
+    def begin_with(overrides, replies):
+        folder = tmp_path / str(next(folders))
+        config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+        app = ClientApp()
+
+        def answering(action):
+            def answer(message, context):
+                header = decode_request(action, message.content).header
+                reply = replies[context.node_config["partition-id"]][action]
+                return Message(encode_reply(header, reply), reply_to=message)
+
+            return answer
+
+        for action in ("describe", "commit"):
+            app.query(action)(answering(f"query.{action}"))
+        grid = InProcessGrid(app, config.clients)
+        with EventLog(folder / "events.jsonl") as log:
+            with log.attempt(resumed=False, circumstances={}):
+                run = begin(config, grid, log, {}, earlier=())
+                if run.schedule:
+                    _report_spending(run)
+                description = describe(run, None, None)
+        events = read_events(folder / "events.jsonl")
+        if BAD in next(event["clients"] for event in events if event["event"] == "partition"):
+            write_report(folder)  # else it has nothing of what the client says
+            write_model_card(folder)
+        return events, description
+
+    return begin_with
+
+
+def test_every_property_is_tried(honest):
+    told = {
+        name
+        for replies, _ in honest.values()
+        for reply in replies[BAD].values()
+        for name in reply.properties
+    }
+    assert set(FORMS) == told | set(SAID) | SUMS | {"latency"}, (
+        "a run that has the new property, please"
+    )
+    for name, honest_value in SAID.items():
+        assert passes(name, honest_value)
+        others = (value for value in variants(honest_value) if value is not honest_value)
+        assert not any(passes(name, value) for value in others)
+
+
+@pytest.mark.parametrize("kind", ["table", "private"])
+def test_whatever_a_client_declares_a_run_begins_with_the_others(kind, honest, table, begun):
+    """With private clients, what others do not say, too."""
+    replies, _ = honest[kind]
+    overrides = [*(table if kind == "table" else PRIVATE), "dataset.server_test=false"]
+    known = honest["table"][0][BAD]["query.describe"].properties if kind == "private" else {}
+    _, usual = begun(overrides, replies)
+    tried = set()
+    for action in replies[BAD].keys() & {"query.describe", "query.commit"}:
+        own = replies[BAD][action]
+        for name, value in own.properties.items():
+            seen = {json.dumps(value)}
+            for hostile in () if name in known and name != "splits" else variants(value):
+                key = json.dumps(hostile)
+                if key in seen or not passes(name, hostile):
+                    continue
+                seen.add(key)
+                said = replace(own, properties={**own.properties, name: hostile})
+                changed = {**replies, BAD: {**replies[BAD], action: said}}
+                if name == "client" and hostile in replies:  # which of two nodes is right?
+                    with pytest.raises(QuorumError, match="nodes 2 and 3 say that they are the sa"):
+                        begun(overrides, changed)
+                    continue
+                _, description = begun(overrides, changed)
+                assert description == usual
+                tried.add(name)
+    assert len(tried) > 6
+
+
+# --- what is told later, and whole runs
+
+
+def hostile_numbers(value, number):
+    """Return a property with a number in place of every one."""
+    if isinstance(value, dict):
+        return {key: hostile_numbers(item, number) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [hostile_numbers(item, number) for item in value]
+    return number if type(value) in (int, float) else value
+
+
+def within(number, low, high):
+    return low <= number <= high
+
+
+BOUNDED = {"moments", "class_counts", "scores", "histogram"}  # who says so stays in the run
+
+
+@pytest.mark.parametrize("number", [*NUMBERS, 10**29, 1e29], ids=str)
+def test_no_number_of_a_client_spoils_a_whole_run(number, honest, table, run_inline, site_files):
+    """In place of all numbers of its moments, counts, scores and histogram, and of its metrics."""
+    answers, (_, usual) = dict(entrance.ANSWERS), honest["table"]
+
+    def lying(action):
+        def answer(client, request, asked):
+            reply = answers[action](client, request, asked)
+            if client.index != BAD:
+                return reply
+            told = {
+                n: hostile_numbers(v, number) for n, v in reply.properties.items() if n in BOUNDED
+            }
+            kept = {name: value for name, value in told.items() if passes(name, value)}
+            metrics = {
+                name: number
+                for name in reply.metrics
+                if isinstance(number, float) and within(number, *NO_LIMITS.metric_range(name))
+            }
+            return replace(
+                reply, properties={**reply.properties, **kept}, metrics={**reply.metrics, **metrics}
+            )
+
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for action in answers:
+            patch.setitem(entrance.ANSWERS, action, lying(action))
+        run = run_inline(*table, sites=site_files[:3])
+    assert run.error is None
+    write_report(run.folder)
+    write_model_card(run.folder)
+    network = load(run.folder).network
+    assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
+    found, own = (
+        next(event["central"]["accuracy"] for event in of.events if event["event"] == "evaluated")
+        for of in (run, usual)
+    )
+    assert found > own - 0.1
+    rounds = [event["metrics"]["train_loss"] for event in run.events if event["event"] == "round"]
+    assert max(rounds) <= FARTHEST
+
+
+@pytest.mark.parametrize("kind", ["mean", "std"])
+def test_moments_that_are_far_are_named_and_make_nobodys_features_equal(
+    kind, honest, table, run_inline, site_files, monkeypatch
+):
+    answers, (_, usual) = dict(entrance.ANSWERS), honest["table"]
+
+    def answer(client, request, asked):
+        reply = answers["query.describe"](client, request, asked)
+        far = [{**of, kind: 1e6} for of in reply.properties["moments"]]
+        return (
+            reply
+            if client.index != BAD
+            else replace(reply, properties={**reply.properties, "moments": far})
+        )
+
+    monkeypatch.setitem(entrance.ANSWERS, "query.describe", answer)
+    run = run_inline(*table, sites=site_files[:3])
+    assert run.error is None
+    (warning,) = (event["message"] for event in run.events if event["event"] == "warning")
+    assert f"client {BAD} says that " in warning
+    assert "declare dataset.statistics" in warning
+    told, honest_told = (
+        next(event for event in of.events if event["event"] == "statistics") for of in (run, usual)
+    )
+    for column in range(3):
+        assert told["std"][column] < 5 * honest_told["std"][column]
+        moved = abs(told["mean"][column] - honest_told["mean"][column])
+        assert moved < 5 * honest_told["std"][column]

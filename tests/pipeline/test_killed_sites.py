@@ -1,0 +1,148 @@
+"""A site that is killed (SIGKILL) before, in and after every message of a secure sum.
+
+What it has written to its journal is all that a new process of it knows. Either the run ends in the
+total of those whose answers are in it, or it fails with a reason and goes on with ``resume=``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Error, Message
+
+from fednas_flwr.cli import main
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import dump_config
+
+from .test_secure_sum import SUMS, lost_at, run, weights
+
+VICTIM = 2
+BASE = (
+    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain]"),
+    *("retrain.rounds=1", "partition=quantity"),
+)
+ASKED, SIGN, OPEN = "train.weights", "query.sign_survivors", "query.open_masks"
+MOMENTS = ("asked", "recorded", "answered", "sent")
+
+
+@pytest.fixture(scope="module")
+def totals(compose_config, tmp_path_factory):
+    """The weights that runs without secure sums end in, of all clients and without the victim."""
+    found = {}
+    for name, lost in (("all", lambda *_: False), ("others", lost_at(ASKED, {VICTIM}))):
+        folder = tmp_path_factory.mktemp(name) / "run"
+        own = ("clients=4", "runtime.largest_share=1", "runtime.quorum=0.5", f"run_dir={folder}")
+        _, error = run(compose_config(*BASE, *own), lost=lost)
+        assert error is None
+        found[name] = weights(folder)
+    assert not torch.allclose(*(next(iter(w.values())) for w in found.values()), atol=1e-3)
+    return found
+
+
+class KillingGrid(InProcessGrid):
+    """Has one client in a process of its own, started again after its death if it ``returns``."""
+
+    def __init__(self, config, action, moment, *, returns=True):
+        super().__init__(make_client_app(dump_config(config)), config.clients)
+        self._config, self._moment, self._action, self._returns = config, moment, action, returns
+        self.deaths = 0
+        self._start(action, moment)
+
+    def _start(self, action="", moment=""):
+        context = multiprocessing.get_context("forkserver")  # as torch does not survive a fork
+        context.set_forkserver_preload(["fednas_flwr.deploy.client_app"])
+        self._pipe, theirs = context.Pipe()
+        site = importlib.import_module("killed_site")
+        terms = (theirs, dump_config(self._config), self._config.clients, action, moment)
+        self._process = context.Process(target=site.serve, args=terms, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _bury(self):
+        self._process.join()
+        assert self._process.exitcode == -signal.SIGKILL
+        self._pipe.close()
+        self.deaths += 1
+        if self._returns:
+            self._start()
+
+    def answer(self, message):
+        if message.metadata.dst_node_id - 2 != VICTIM:
+            return super().answer(message)
+        gone = Message(Error(5, "the node is gone"), reply_to=message)
+        if self.deaths and not self._returns:
+            return gone
+        try:
+            self._pipe.send(message)
+            reply = self._pipe.recv()
+        except (EOFError, OSError):
+            self._bury()
+            return gone
+        if (message.metadata.message_type, self._moment) == (self._action, "sent"):
+            if not self.deaths:
+                self._bury()
+        return reply
+
+    def close(self):
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+
+
+def seldom(cases):
+    """Return cases of which the last runs by default, and all with ``-m slow``."""
+    *others, last = cases
+    return [*(pytest.param(*case, marks=pytest.mark.slow) for case in others), last]
+
+
+@pytest.mark.parametrize(
+    ("action", "moment", "returns", "total"),
+    [
+        *seldom((ASKED, moment, True, "others") for moment in MOMENTS[:3]),
+        (ASKED, "sent", True, "all"),
+        *((ASKED, moment, False, "others") for moment in MOMENTS[:3]),
+        (ASKED, "sent", False, None),
+        *((SIGN, moment, True, None) for moment in MOMENTS[:3]),
+        (SIGN, "sent", True, "all"),
+        (SIGN, "sent", False, "all"),
+        *seldom((OPEN, moment, True, "all") for moment in MOMENTS),
+        (OPEN, "asked", False, "all"),
+    ],
+)
+def test_a_killed_site_leaves_the_total_of_the_others_or_a_clear_failure(
+    action, moment, returns, total, totals, compose_config, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    folder = tmp_path / "run"
+    own = ("runtime.quorum=0.5", f"run_dir={folder}")
+    config = create_run_folder(compose_config(*BASE, *SUMS, *own))
+    grid, error = KillingGrid(config, action, moment, returns=returns), None
+    try:
+        serve(config, grid, listeners=[], resumed=False)
+    except Exception as caught:
+        error = caught
+    finally:
+        grid.close()
+    assert grid.deaths == 1
+    if total is None:
+        assert "clients [2] have answered, but not signed" in str(error)
+        assert not list((folder / "checkpoints").glob("retrain-*"))
+        assert main(["run", f"resume={folder}"]) == 0
+        total = "all"
+    else:
+        assert error is None
+        failed = {e["client"] for e in read_events(folder / "events.jsonl")
+                  if e["event"] == "client_failed"}  # fmt: skip
+        assert failed == (set() if moment == "sent" and (returns or action == OPEN) else {VICTIM})
+    for name, tensor in weights(folder).items():
+        torch.testing.assert_close(tensor, totals[total][name], rtol=1e-4, atol=1e-6)

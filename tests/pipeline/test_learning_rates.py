@@ -1,0 +1,126 @@
+"""What a private run takes from its records, budget and noise arrives where it acts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.dry_run import private_terms
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.pipeline.learning_rates import with_learning_rate
+from fednas_flwr.pipeline.stages import run_stages
+from fednas_flwr.protocol.messages import decode_request
+from fednas_flwr.protocol.requests import Train
+from fednas_flwr.protocol.states import MOMENTS
+from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.server.limits import norm
+from fednas_flwr.settings import Config, dump_config
+
+LINEAR = (
+    *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]"),
+    *("clients=2", "retrain.rounds=3", "privacy.retrain.local_steps=2", "privacy.epsilon=20"),
+)
+Compose = Callable[..., Config]
+
+
+class Listening(InProcessGrid):
+    """Keeps the learning rates that clients train with, and the norms of moments they are sent."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(make_client_app(dump_config(config)), config.clients)
+        self.trained: list[tuple[float, float]] = []
+
+    def answer(self, message):
+        action = message.metadata.message_type
+        if action == "train.weights":
+            request = decode_request(action, message.content)
+            assert isinstance(request.settings, Train)
+            moments = norm(request.states[MOMENTS])
+            self.trained.append((request.settings.local.weights.lr, moments))
+        return super().answer(message)
+
+
+@pytest.fixture(scope="module")
+def trained(compose_config: Compose, tmp_path_factory: pytest.TempPathFactory):
+    """A private training of a linear model: its configuration, events and requests."""
+    folder = tmp_path_factory.mktemp("recipe") / "run"
+    config = create_run_folder(compose_config(*LINEAR, f"run_dir={folder}"))
+    grid = Listening(config)
+    with EventLog(folder / "events.jsonl") as log:
+        run_stages(config, grid, log, resumed=False)
+    events = read_events(folder / "events.jsonl")
+    return SimpleNamespace(config=config, folder=folder, events=events, trained=grid.trained)
+
+
+def named(events, name):
+    return [event for event in events if event["event"] == name]
+
+
+def test_clients_train_at_the_rate_that_noise_and_records_give(trained) -> None:
+    """By hand: walk (1 - m) / (sigma R sqrt(K) / sum B  sqrt(T)), which falls to a tenth."""
+    (told,) = named(trained.events, "learning_rate")
+    (promised,) = named(trained.events, "privacy")
+    (planned,) = promised["schedule"]
+    records = [c["records"]["train"] + c["records"]["validation"] for c in promised["clients"]]
+    noise = planned["noise_multiplier"] * 0.1 * math.sqrt(2) / sum(n / 8 for n in records)
+    assert told["noise"] == pytest.approx(noise)
+    assert told["lr"] == pytest.approx(0.2 * 0.1 / (noise * math.sqrt(3 * 2)))
+    rates = [lr for lr, _ in trained.trained]
+    assert rates[:2] == [told["lr"]] * 2
+    assert 0.1 * told["lr"] < rates[-1] < 0.5 * told["lr"]
+
+
+def test_report_and_card_tell_the_rates_that_were_taken(trained) -> None:
+    (told,) = named(trained.events, "learning_rate")
+    shown = read_run(trained.folder).settings["retrain"]
+    assert shown["weights"]["lr"] == told["lr"] != trained.config.retrain.weights.lr
+    assert shown["weights"]["min_lr"] == told["min_lr"] == pytest.approx(0.1 * told["lr"])
+    assert shown["sampling_rate"] == 0.125
+    assert "batch_size" not in shown
+
+
+def test_momentum_goes_on_from_round_to_round(trained) -> None:
+    moments = [of_moments for _, of_moments in trained.trained]
+    assert moments[:2] == [0.0, 0.0]
+    assert moments[2] == moments[3] > 0
+
+
+def test_every_step_draws_a_share_of_each_clients_records(trained) -> None:
+    (promised,) = named(trained.events, "privacy")
+    assert {rate for client in promised["clients"] for rate in client["rates"]} == {0.125}
+
+
+def test_a_resumed_run_keeps_its_learning_rate(trained) -> None:
+    """Although all of its clients are gone."""
+    (told,) = named(trained.events, "learning_rate")
+    cohort = SimpleNamespace(properties={})
+    gone = SimpleNamespace(config=trained.config, folder=trained.folder, schedule=[], cohort=cohort)
+    again = with_learning_rate(gone).retrain.weights  # type: ignore[arg-type]
+    assert (again.lr, again.min_lr) == (told["lr"], 0.1 * told["lr"])
+
+
+def test_calibrate_tells_what_the_run_takes(trained, compose_config: Compose) -> None:
+    (told,) = named(trained.events, "learning_rate")
+    (planned,) = named(trained.events, "privacy")[0]["schedule"]
+    lines = private_terms(compose_config(*LINEAR))
+    text = "\n".join(lines)
+    assert f"learning rate from {told['lr']:.4g} to {0.1 * told['lr']:.4g}" in text
+    assert f"noise multiplier {planned['noise_multiplier']:.4g}, the least" in text
+    assert "a share of 0.125 of its records (privacy.retrain.rate)" in text
+    own = "\n".join(private_terms(compose_config(*LINEAR, "retrain.batch_size=5")))
+    assert "retrain.batch_size, since privacy.retrain.rate is null" in own
+    assert lines[-1].startswith("(epsilon, delta) at most (")
+
+
+def test_calibrate_refuses_what_has_no_noise(compose_config: Compose) -> None:
+    with pytest.raises(ConfigError, match="privacy=none: nothing is to be calibrated"):
+        private_terms(compose_config())
+    assert not list(Path().glob("fednas-calibrate-*"))

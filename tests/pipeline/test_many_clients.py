@@ -1,0 +1,172 @@
+"""More clients than anybody wants to see one by one: made when asked, told by quantiles."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fednas_flwr.client.making import make_client, simulated_properties
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy import client_app
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.pipeline.stages import run_stages
+from fednas_flwr.report import plots, score_tables, texts
+from fednas_flwr.runs.events import EventLog, read_events, records_of
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.settings import dump_config
+from fednas_flwr.settings.names import QUANTILES
+
+CLIENTS = 300
+MANY = [
+    *("algorithm=fedavg", "algorithm.network=linear", f"clients={CLIENTS}", "sampling.per_round=4"),
+    *("dataset=digits", "dataset.server_test=false", "retrain.rounds=6", "retrain.batch_size=8"),
+    *(
+        "dataset.fractions={train:0.5,validation:0.25,test:0.25}",
+        "stages=[retrain,evaluate,export]",
+    ),
+    *("partition=iid", "runtime.quorum=0.5"),
+]
+
+
+@pytest.fixture(scope="module")
+def many(compose_config, tmp_path_factory):
+    """A run of many clients, every message that its clients got, and how many were alive."""
+    folder = tmp_path_factory.mktemp("many") / "run"
+    config = create_run_folder(compose_config(*MANY, f"run_dir={folder}"))
+    asked: list[tuple[str, int]] = []
+    client_app._client.cache_clear()
+    run(config, folder, asked, resumed=False)
+    alive = client_app._client.cache_info().currsize
+    events = read_events(folder / "events.jsonl")
+    return SimpleNamespace(folder=folder, config=config, events=events, asked=asked, alive=alive)
+
+
+def run(config, folder, asked, *, resumed):
+    def noted(message, context, call_next):
+        asked.append((message.metadata.message_type, int(context.node_config["partition-id"])))
+        return call_next(message, context)
+
+    grid = InProcessGrid(make_client_app(dump_config(config), mods=[noted]), CLIENTS)
+    with EventLog(folder / "events.jsonl") as log:
+        run_stages(config, grid, log, resumed=resumed)
+
+
+def named(run, name):
+    return [event for event in run.events if event["event"] == name]
+
+
+def test_only_clients_whose_turn_it_is_are_made_and_asked(many):
+    rounds = named(many, "round")
+    turns = [("train.weights", client) for event in rounds for client in event["asked"]]
+    assert [message for message in many.asked if message[0] != "evaluate.model"] == turns
+    assert len(turns) == 6 * 4
+    tested = [client for action, client in many.asked if action == "evaluate.model"]
+    assert len(tested) <= 4
+    assert many.alive == len({client for _, client in many.asked})
+
+
+def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
+    lengths = [len(json.dumps(event)) for event in many.events]
+    assert max(lengths) < 5_000
+    (told,) = named(many, "partition")
+    assert told["summary"]["clients"] == CLIENTS
+    assert sum(told["summary"]["records"].values()) == 1797
+    assert "splits" not in told
+    assert records_of(told) == (CLIENTS, told["summary"]["records"])
+    shown = read_run(many.folder)
+    assert "300 clients hold 1,797 records; the smallest has 5, the largest 6." in (
+        texts.partition_text(told, declared=False)
+    )
+    seen = {client for event in named(many, "round") for client in event["asked"]}
+    assert shown.settings["clients"] == f"{len(seen)} of {CLIENTS}"
+    assert texts.split_rows(told) == []
+
+
+def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(many.folder, folder)
+    text = (folder / "config.yaml").read_text().replace(str(many.folder), str(folder))
+    (folder / "config.yaml").write_text(text)
+    for path in [*(folder / "checkpoints").glob("retrain-000006.*"), *folder.glob("model.*")]:
+        path.unlink()
+    asked: list[tuple[str, int]] = []
+    run(open_run_folder(str(folder)), folder, asked, resumed=True)
+    assert [m for m in asked if m[0] == "train.weights"] == [
+        m for m in many.asked if m[0] == "train.weights"
+    ][5 * 4 :]
+    left, right = (load_file(f / "model.safetensors") for f in (folder, many.folder))
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+def test_the_server_knows_of_simulated_clients_what_they_would_say(many):
+    data = make_data(many.config)
+    properties = simulated_properties(many.config, data)
+    assert list(properties) == list(range(CLIENTS))
+    for index in (0, 7, CLIENTS - 1):
+        own = make_client(many.config, index, data=data, networks={}).data
+        parts = {"train": own.train, "validation": own.validation, "test": own.test}
+        assert properties[index]["splits"] == {name: len(part) for name, part in parts.items()}
+        labels = torch.cat([part.labels[part.rows] for part in parts.values()])
+        assert properties[index]["class_counts"] == torch.bincount(labels, minlength=10).tolist()
+
+
+def test_of_records_with_several_labels_the_server_knows_how_many_have_each(
+    compose_config, tmp_path
+):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, (40, 3))
+    images = rng.integers(0, 255, (40, 3, 8, 8)).astype(np.uint8)
+    np.savez(tmp_path / "several.npz", x_train=images, y_train=labels)
+    config = compose_config(
+        *("algorithm=fedavg", "algorithm.network=linear", "clients=4", "sampling.per_round=2"),
+        *(f"dataset.root={tmp_path / 'several.npz'}", "dataset.server_test=false"),
+    )
+    prepared, parts = make_data(config)
+    assert prepared.train.multi_label
+    properties = simulated_properties(config, (prepared, parts))
+    assert [properties[c]["class_counts"] for c in range(4)] == [
+        prepared.train.labels[torch.from_numpy(part)].sum(0).tolist() for part in parts
+    ]
+
+
+def test_the_moments_of_a_table_are_those_that_its_clients_tell(compose_config, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [f"{a:.3f},{b:.3f},{int(a > b)}" for a, b in rng.normal(size=(90, 2))]
+    (tmp_path / "table.csv").write_text("\n".join(["a,b,label", *rows]))
+    config = compose_config(
+        *("algorithm=fed_darts", "dataset=csv", f"dataset.root={tmp_path / 'table.csv'}"),
+        *("search_space=mlp_small", "clients=6", "sampling.per_round=2"),
+    )
+    data = make_data(config)
+    properties = simulated_properties(config, data)
+    for index in range(6):
+        client = make_client(config, index, data=data, networks={})
+        told = [vars(of) if hasattr(of, "__dict__") else of for of in client.moments]
+        assert properties[index]["moments"] == told
+
+
+def test_more_results_than_can_be_seen_are_shown_by_quantiles():
+    accuracies = [index / 200 for index in range(201)]
+    clients = [
+        {"client": index, "accuracy": value, "f1": 1 - value, "num_examples": 10 + index}
+        for index, value in enumerate(accuracies)
+    ]
+    figure = plots.client_accuracy({"clients": clients, "central": {"accuracy": 0.7}})
+    bars, mean, _ = figure["data"]
+    assert bars["y"] == pytest.approx(list(QUANTILES))
+    assert bars["x"] == ["0%", "5%", "25%", "50%", "75%", "95%", "100%"]
+    assert mean["y"][0] == pytest.approx(0.5)
+    run = SimpleNamespace(client_results=lambda: clients)
+    _, head, rows = score_tables.client_table(run)
+    assert len(rows) == len(QUANTILES)
+    assert rows[0][head.index("accuracy") if "accuracy" in head else 1] == "0.0 %"
+    few = plots.client_accuracy({"clients": clients[:100]})
+    assert len(few["data"][0]["y"]) == 100

@@ -1,0 +1,267 @@
+"""Whole private runs of FEATHERS, federated DARTS, FDNAS and DPNAS: what is booked and promised."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+
+from fednas_flwr.algorithms.feathers.strategy import BOUND_PER_SCALE
+from fednas_flwr.client import release_guard
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.pipeline.stages import run_stages
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.settings import dump_config
+from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND
+
+SIZES = ("norm=group", "channels=2", "num_cells=1")
+PRIVATE = [
+    *("privacy=dp", "clients=2", "algorithm.batch_size=8", "retrain.batch_size=8"),
+    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
+    *("privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"),
+    *(f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")),
+]
+FEATHERS = [
+    *(*PRIVATE, "algorithm=feathers", "algorithm.nas_rounds=2", "algorithm.bandit.beta=1.0"),
+    *("algorithm.num_configurations=7", "rounds=3", "retrain.rounds=3", "privacy.epsilon=30"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(compose_config, tmp_path_factory):
+    """``run(*overrides, resume=None)``: the stages inline; events and all clients' entries."""
+    patch = pytest.MonkeyPatch()
+    patch.setitem(
+        release_guard.ACCOUNTANTS, "prv", rdp_epsilon
+    )  # PRV takes up to a second per client
+
+    def ran(*overrides, resume=None):
+        if resume is None:
+            folder = tmp_path_factory.mktemp("run") / "run"
+            config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+        else:
+            folder, config = resume, open_run_folder(str(resume))
+        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        with EventLog(folder / "events.jsonl", []) as log:
+            run_stages(config, grid, log, resumed=resume is not None)
+        events = read_events(folder / "events.jsonl")
+        booked = [entries(folder / "sites" / f"client-{k}") for k in range(config.clients)]
+        return SimpleNamespace(config=config, folder=folder, events=events, booked=booked)
+
+    yield ran
+    patch.undo()
+
+
+def entries(site: Path):
+    with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
+        return [row.entry for row in ledger.entries()]
+
+
+def named(run, name):
+    return [event for event in run.events if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def searched(run):
+    return run(*FEATHERS)
+
+
+def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(searched):
+    phases = named(searched, "explored")
+    assert [(e["stage"], e["round"]) for e in phases] == [
+        *(("search", 1), ("search", 3), ("retrain", 1), ("retrain", 3))
+    ]
+    tried = Counter()
+    for event in phases:
+        tried[event["stage"]] += event["kappa"]
+    expected = {
+        ("search", "train.search:weights", ("train",)): 2 * 3,
+        ("search", "train.search:alphas", ("validation",)): 2 * 3,
+        ("search", "train.probe:weights", ("train",)): 2 * tried["search"],
+        ("search", "train.probe:alphas", ("validation",)): 2 * tried["search"],
+        ("search", "train.probe:rewards", ("validation",)): tried["search"],
+        ("retrain", "train.weights:weights", ("train",)): 3 * 3,
+        ("retrain", "train.probe:weights", ("train",)): 3 * tried["retrain"],
+        ("retrain", "train.probe:rewards", ("validation",)): tried["retrain"],
+    }
+    (promise,) = named(searched, "privacy")
+    promised = {
+        (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
+        for i in promise["schedule"]
+    }
+    for booked in searched.booked:
+        counts = Counter((row.stage, row.action, row.splits) for row in booked)
+        assert counts == expected
+        assert set(counts) == set(promised)
+        assert all(counts[key] <= promised[key] for key in counts)
+        assert all(
+            row.committed_steps == promised[row.stage, row.action, row.splits] for row in booked
+        )
+    assert not named(searched, "client_left") + named(searched, "client_failed")
+
+
+def test_one_composed_epsilon_covers_search_trials_rewards_and_retraining(searched):
+    for booked in searched.booked:
+        for split in ("train", "validation"):
+            releases = [row.release for row in booked if split in row.splits]
+            assert filter_epsilon(releases, 1e-5) <= 30
+    (spent,) = named(searched, "privacy_spent")
+    assert all(0 < client["spent"] <= 30 for client in spent["clients"])
+    (promise,) = named(searched, "privacy")
+    for client in promise["clients"]:
+        assert max(client["epsilon"]["prv"].values()) <= 30
+        assert client["covers"] == [
+            {"stage": "search", "rounds": 3, "of": 3},
+            {"stage": "retrain", "rounds": 3, "of": 3},
+        ]
+
+
+def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_records(searched):
+    (promise,) = named(searched, "privacy")
+    (sigma,) = {i["noise_multiplier"] for i in promise["schedule"] if i["kind"] == "rewards"}
+    declared = [client["records"]["validation"] for client in promise["clients"]]
+    for event in named(searched, "explored"):
+        bound, noise = event["loss_bound"], event["noise"]
+        assert 0 < bound <= searched.config.algorithm.loss_bound
+        assert noise == pytest.approx(bound * sigma * math.sqrt(2) / sum(declared))
+        assert all(abs(reward) <= bound for reward in event["rewards"].values())
+    first, later = (e for e in named(searched, "explored") if e["stage"] == "search")
+    largest = searched.config.algorithm.loss_bound
+    scale = math.sqrt(fmean(reward**2 for reward in first["rewards"].values()))
+    assert first["loss_bound"] == largest
+    own = max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale)
+    assert later["loss_bound"] == pytest.approx(min(largest, own))
+    for event in named(searched, "round"):
+        assert all(metrics == {} for metrics in event["clients"].values())
+
+
+def test_private_federated_darts_takes_its_steps_and_no_more(run):
+    darts = run(*PRIVATE, "algorithm=fed_darts", "rounds=2", "retrain.rounds=2")
+    for booked in darts.booked:
+        counts = Counter((row.action, row.splits) for row in booked)
+        assert counts == {
+            ("train.search:weights", ("train",)): 2 * 2,
+            ("train.search:alphas", ("validation",)): 2 * 2,
+            ("train.weights:weights", ("train", "validation")): 2 * 3,
+        }
+
+
+FDNAS = [
+    *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "privacy=dp", "clients=2"),
+    *("search_space.norm=group", "search_space.width=0.25", "retrain.norm=group"),
+    *("algorithm.batch_size=8", "retrain.batch_size=8", "algorithm.warm_up_rounds=1"),
+    *("privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"),
+    *("rounds=3", "retrain.rounds=2", "privacy.epsilon=30", "algorithm.sparse=true"),
+    *(f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")),
+]
+
+
+def test_private_fdnas_releases_no_alphas_in_its_warm_up(run):
+    fdnas = run(*FDNAS)
+    assert not named(fdnas, "client_left") + named(fdnas, "client_failed")
+    (promise,) = named(fdnas, "privacy")
+    for booked in fdnas.booked:
+        counts = Counter((row.action, row.splits) for row in booked)
+        assert counts == {
+            ("train.search:weights", ("train",)): 3 * 2,
+            ("train.search:alphas", ("validation",)): 2 * 2,
+            ("train.weights:weights", ("train", "validation")): 2 * 3,
+        }
+        assert [item["steps"] for item in promise["schedule"]] == [6, 4, 6]
+        assert {row.round for row in booked if row.action == "train.search:alphas"} == {2, 3}
+        for split in ("train", "validation"):
+            releases = [row.release for row in booked if split in row.splits]
+            assert filter_epsilon(releases, 1e-5) <= 30
+
+
+def test_a_search_that_only_warms_up_commits_no_alphas(run):
+    warm = run(*FDNAS, "algorithm.warm_up_rounds=4", "stages=[search]", "rounds=1")
+    (promise,) = named(warm, "privacy")
+    assert [item["kind"] for item in promise["schedule"]] == ["weights"]
+    assert {row.action for booked in warm.booked for row in booked} == {"train.search:weights"}
+
+
+DPNAS = [
+    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "privacy=dp", "clients=2"),
+    *("search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"),
+    *("algorithm.trained_candidates=3", "algorithm.rewarded_candidates=4", "rounds=3"),
+    *("algorithm.final_candidates=5", "algorithm.local_steps=2", "algorithm.batch_size=8"),
+    *("retrain.batch_size=8", "retrain.rounds=2", "privacy.retrain.local_steps=3"),
+    *("stages=[search,retrain]", "privacy.epsilon=30", "privacy.weights.noise_multiplier=null"),
+]
+
+
+def test_private_dpnas_books_every_step_of_candidates_and_one_vector_of_rewards(run):
+    """The composed epsilon is that of the committed schedule, by the accountant itself."""
+    dpnas = run(*DPNAS)
+    assert not named(dpnas, "client_left") + named(dpnas, "client_failed")
+    (promise,) = named(dpnas, "privacy")
+    sigma = next(i["noise_multiplier"] for i in promise["schedule"] if i["kind"] == "rewards")
+    for told, booked in zip(promise["clients"], dpnas.booked, strict=True):
+        counts = Counter((row.action, row.splits) for row in booked)
+        assert counts == {
+            ("train.candidate:weights", ("train",)): 3 * 3 * 2,
+            ("evaluate.candidates:rewards", ("validation",)): 2 + 1,
+            ("train.weights:weights", ("train", "validation")): 2 * 3,
+        }
+        assert [item["steps"] for item in promise["schedule"]] == [18, 3, 6]
+        assert {r.round for r in booked if r.action.startswith("evaluate")} == {2, 3}
+        for split in ("train", "validation"):
+            releases = [row.release for row in booked if split in row.splits]
+            assert filter_epsilon(releases, 1e-5) <= 30
+            assert told["epsilon"]["rdp"][split] == pytest.approx(rdp_epsilon(releases, 1e-5))
+        searched = [row for row in booked if row.stage == "search"]
+        assert told["search_epsilon"] == pytest.approx(
+            max(
+                rdp_epsilon([row.release for row in searched if split in row.splits], 1e-5)
+                for split in ("train", "validation")
+            )
+        )
+        assert told["search_epsilon"] < max(told["epsilon"]["rdp"].values())
+        assert told["covers"] == [
+            {"stage": "search", "rounds": 3, "of": 3},
+            {"stage": "retrain", "rounds": 2, "of": 2},
+        ]
+    rewarded = named(dpnas, "rewarded")
+    assert [len(event["paths"]) for event in rewarded] == [4, 4, 5]
+    declared = sum(client["records"]["validation"] for client in promise["clients"])
+    for event in rewarded:
+        expected = sigma * math.sqrt(2 * len(event["paths"])) / declared
+        assert event["noise"] == pytest.approx(expected)
+    for event in named(dpnas, "round"):
+        assert all(metrics == {} for metrics in event["clients"].values())
+
+
+def test_a_resumed_private_dpnas_goes_on_with_its_controller_and_books_the_round_again(run):
+    """The last round, whose checkpoint is gone: it teaches and chooses a second time."""
+    first = run(*DPNAS, "stages=[search]")
+    checkpoints = CheckpointFolder(first.folder / "checkpoints", warn=pytest.fail)
+    for path in checkpoints.path.glob("search-000003.*"):
+        path.unlink()
+    before = checkpoints.latest("search").tensors["server.policy.lstm.weight_ih"]
+    again = run(resume=first.folder)
+    assert not named(again, "client_left") + named(again, "client_failed")
+    assert [e["round"] for e in named(again, "round")] == [1, 2, 3, 3]
+    for booked in again.booked:
+        assert Counter(row.action for row in booked) == {
+            "train.candidate:weights": (3 + 1) * 3 * 2,
+            "evaluate.candidates:rewards": (2 + 1) + (1 + 1),
+        }
+        for split in ("train", "validation"):
+            releases = [row.release for row in booked if split in row.splits]
+            assert filter_epsilon(releases, 1e-5) <= 30
+    promise = named(again, "privacy")[-1]
+    assert [item["steps"] for item in promise["schedule"]] == [6, 2]
+    after = checkpoints.latest("search").tensors["server.policy.lstm.weight_ih"]
+    moved = (after - before).abs().max()
+    assert 0 < moved <= 1.01 * again.config.algorithm.controller.lr  # one step of Adam

@@ -1,0 +1,1279 @@
+"""Whole private runs: what is booked and told, who leaves, and what hostile servers get."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from fednas_flwr import load
+from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.client import release_guard
+from fednas_flwr.client.audit_trail import verify_trail
+from fednas_flwr.client.client import Augmentation
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.client.making import (
+    PRIVATE_SITE_KEYS,
+    check_public,
+    make_client,
+)
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy import client_app
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.pipeline import commitment
+from fednas_flwr.pipeline.commitment import commit
+from fednas_flwr.pipeline.schedule import make_schedule, private_stage
+from fednas_flwr.pipeline.stages import make_cohort, run_stages
+from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
+from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.privacy.mechanism.accounting import prv_epsilon, rdp_epsilon
+from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.messages import Header, encode_request
+from fednas_flwr.protocol.requests import Amount, Commit, Describe, Evaluate, Site
+from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.search.optimizer_step import make_adam, make_sgd
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.settings import dump_config
+
+from ..asked import SUPERNET, smallest
+
+SIZES = ("norm=group", "channels=2", "num_cells=1")
+DP = [
+    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"),
+    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
+    *("clients=2", "privacy.retrain.local_steps=3", "privacy.epsilon=1000"),
+    *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")),
+    *("retrain.weights.lr=0.05", "retrain.weights.min_lr=0.001", "privacy.retrain.max_grad_norm=1"),
+]
+SEARCH = [*DP, "stages=[search]"]
+
+
+def ledger(sites: Path, client: int) -> Ledger:
+    folder = sites / f"client-{client}"
+    return Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
+
+
+def rows(sites: Path, client: int):
+    with ledger(sites, client) as booked:
+        assert booked.verify() == len(booked.entries())
+        return [row.entry for row in booked.entries()]
+
+
+def steps_by_split(entries):
+    counts: dict[str, int] = {}
+    for entry in entries:
+        assert entry.release.steps == 1
+        for split in entry.splits:
+            counts[split] = counts.get(split, 0) + 1
+    return counts
+
+
+def named(events, name):
+    return [event for event in events if event["event"] == name]
+
+
+@pytest.fixture
+def start(compose_config, tmp_path, monkeypatch):
+    """``start(*overrides)``: run the stages inline; folder, sites, events and the error, if any."""
+    numbers = iter(range(100))
+    # PRV takes up to a second per client; the whole run below has it
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
+
+    def started(*overrides, name=None, grid=None, listener=None, resume=None):
+        folder = tmp_path / (name or f"run-{next(numbers)}")
+        if resume is None:
+            config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
+        else:
+            config, folder = open_run_folder(str(resume)), resume
+        grid = grid or InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        error = None
+        with EventLog(folder / "events.jsonl", [listener] if listener else []) as log:
+            try:
+                run_stages(config, grid, log, resumed=resume is not None)
+            except (QuorumError, ConfigError, KeyboardInterrupt) as raised:
+                error = raised
+        events = read_events(folder / "events.jsonl")
+        sites = Path(getattr(config.privacy, "sites", None) or folder / "sites")
+        return SimpleNamespace(
+            folder=folder, sites=sites, events=events, error=error, config=config
+        )
+
+    return started
+
+
+def states(run, stage="search", server_round=1):
+    path = run.folder / "checkpoints" / f"{stage}-{server_round:06d}.safetensors"
+    return load_file(path)
+
+
+def write_policy(sites: Path, client: int, **changes):
+    """Write a simulated site's policy before its first run."""
+    section = {
+        "epsilon": 1000.0,
+        "delta": 1e-5,
+        "least_noise_multiplier": 0.1,
+        "largest_grad_norm": 1.0,
+        "largest_steps": 1000,
+        "actions": list(PRIVATE_ACTIONS),
+        "unit": "record",
+        "records": 40,
+        "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
+        "threads": 1,
+        "micro_batch_size": 8,
+        "secure_noise": True,
+        "test_seed": False,
+        "approve": "automatic",
+        **changes,
+    }
+    path = sites / f"client-{client}" / "policy.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump({"data_sets": {"records": section}}))
+
+
+# --- one whole run through the command line
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_overrides, tmp_path_factory):
+    """A run with retraining, noised metrics and a target epsilon, by the command line."""
+    folder = tmp_path_factory.mktemp("whole")
+    overrides = [*tiny_overrides, *DP, "stages=[search,retrain,evaluate]", "privacy.epsilon=30"]
+    overrides += ["privacy.metrics_noise_multiplier=5", "algorithm.evaluate_every=1"]
+    overrides += ["dataset.fractions={train: 0.4, validation: 0.4, test: 0.2}"]
+    assert main(["run", *overrides, f"run_dir={folder / 'run'}"]) == 0
+    events = read_events(folder / "run" / "events.jsonl")
+    return SimpleNamespace(
+        folder=folder / "run", sites=folder / "run" / "sites", events=events, overrides=overrides
+    )
+
+
+def test_a_whole_run_books_every_step_of_its_schedule_and_no_other(whole):
+    for client in (0, 1):
+        booked = rows(whole.sites, client)
+        assert steps_by_split(booked) == {
+            "train": 2 + 2 * 3,
+            "validation": 2 + 2 + 2 * 3,  # alphas, metrics of every round, retraining
+            "test": 1,
+        }
+        (event,) = named(whole.events, "privacy")
+        promised = {
+            (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
+            for i in event["schedule"]
+        }
+        counts: dict = {}
+        for row in booked:
+            key = (row.stage, row.action, row.splits)
+            counts[key] = counts.get(key, 0) + 1
+            assert row.committed_steps == promised[key]
+        assert counts == promised  # retraining has reached its last step
+    assert not named(whole.events, "client_left") + named(whole.events, "client_failed")
+
+
+def test_the_epsilon_that_is_told_is_that_of_the_schedule_and_within_the_target(whole):
+    (event,) = named(whole.events, "privacy")
+    for client in event["clients"]:
+        records = client["records"]
+        by_split: dict[str, list] = {}
+        for item, told in zip(event["schedule"], client["rates"], strict=True):
+            total = sum(records[split] for split in item["splits"])
+            rate = 1.0 if item["batch_size"] is None else item["batch_size"] / total
+            assert told == pytest.approx(rate)
+            sigma = item["noise_multiplier"]
+            for split in item["splits"]:
+                by_split.setdefault(split, []).append(
+                    Release(noise_multiplier=sigma, sample_rate=rate, steps=item["steps"])
+                )
+        assert set(by_split) == {"train", "validation", "test"}
+        for name, accountant in (("prv", prv_epsilon), ("rdp", rdp_epsilon), ("gdp", gdp_epsilon)):
+            by_hand = {split: accountant(rs, 1e-5) for split, rs in by_split.items()}
+            assert client["epsilon"][name] == pytest.approx(by_hand, rel=1e-6)
+        assert max(client["epsilon"]["prv"].values()) <= 30
+        assert client["secure_noise"] is True
+    (spent,) = named(whole.events, "privacy_spent")
+    assert max(client["spent"] for client in spent["clients"]) <= 30
+    assert max(client["spent"] for client in spent["clients"]) > 24  # and most of it is used
+
+
+def test_only_released_metrics_are_in_the_record_of_a_run(whole):
+    rounds = named(whole.events, "round")
+    assert {e["stage"] for e in rounds} == {"search", "retrain"}
+    for event in rounds:
+        measured = {"loss", "accuracy"} if event["stage"] == "search" else set()
+        assert {name for m in event["clients"].values() for name in m} == measured
+    (partition,) = named(whole.events, "partition")
+    assert partition["counts"] is None
+    (evaluated,) = named(whole.events, "evaluated")
+    assert evaluated["linear"] is None
+    assert {c["num_examples"] for c in evaluated["clients"]} == {
+        split["test"] for split in partition["splits"]
+    }
+
+
+def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, start):
+    """The sites' budget is that of one run: the second run adds up and finds nothing left."""
+    given = [o for o in whole.overrides if not o.startswith(("privacy.epsilon", "stages"))]
+    given += ["privacy.epsilon=500", "privacy.weights.noise_multiplier=0.3", "stages=[search]"]
+    before = rows(whole.sites, 0)
+    run = start(*given, f"privacy.sites={whole.sites}")
+    assert "search takes 2 rounds, more than what is left of budgets covers (client 0: " in str(
+        run.error
+    )
+    assert rows(whole.sites, 0) == before
+    (event,) = named(run.events, "privacy")
+    for client in event["clients"]:
+        assert client["covers"] == [{"stage": "search", "rounds": 0, "of": 2}]
+    assert run.events[-1]["status"] == "failed"
+    assert "Nothing was released." in run.events[-1]["reason"]
+
+
+# --- DP-FNAS
+
+
+@pytest.mark.parametrize(
+    ("local_steps", "fused", "clients"), [(1, False, 1), (2, True, 3), (1, True, 1), (2, False, 3)]
+)
+def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fused, clients):
+    run = start(
+        *SEARCH,
+        f"algorithm.local_steps={local_steps}",
+        f"algorithm.fused={str(fused).lower()}",
+        f"clients={clients}",
+    )
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    whole_search = [{"stage": "search", "rounds": 2, "of": 2}]
+    assert [client["covers"] for client in event["clients"]] == [whole_search] * clients
+    for client in range(clients):
+        booked = rows(run.sites, client)
+        assert steps_by_split(booked) == {"train": 2 * local_steps, "validation": 2 * local_steps}
+        declared = event["clients"][client]["records"]
+        for row in booked:
+            assert row.release.sample_rate == min(1.0, 8 / declared[row.splits[0]])
+    assert len(named(run.events, "round")) == 2
+
+
+def test_two_runs_with_the_same_seed_draw_anew_and_add_up(start, tmp_path):
+    runs = [start(*SEARCH, "rounds=1", f"privacy.sites={tmp_path / 'sites'}") for _ in range(2)]
+    moved = [states(run)["weights.float32"] for run in runs]
+    assert (moved[0] == moved[1]).float().mean() < 0.01
+    for client in (0, 1):
+        booked = rows(tmp_path / "sites", client)
+        assert steps_by_split(booked) == {"train": 2, "validation": 2}
+        assert len({row.run for row in booked}) == 2
+    first, second = (named(run.events, "privacy")[0]["clients"][0]["epsilon"] for run in runs)
+    for split in ("train", "validation"):
+        release_ = [row.release for row in rows(tmp_path / "sites", 0) if split in row.splits]
+        assert second["rdp"][split] == pytest.approx(rdp_epsilon(release_, 1e-5))
+        assert second["rdp"][split] > first["rdp"][split]
+
+
+def test_noise_of_a_test_seed_is_repeated_and_marked(start):
+    runs = [start(*SEARCH, "clients=1", "privacy.test_seed=3", "rounds=1") for _ in range(2)]
+    assert torch.equal(*(states(run)["weights.float32"] for run in runs))
+    for run in runs:
+        assert named(run.events, "privacy")[0]["clients"][0]["secure_noise"] is False
+
+
+def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retraining(start):
+    def stop(event):
+        if event["event"] == "round" and event["stage"] == "retrain":
+            raise KeyboardInterrupt
+
+    given = ["stages=[search,retrain]", "privacy.epsilon=40"]  # which is the sites' budget, too
+    killed = start(*DP, *given, "clients=1", listener=stop)
+    assert isinstance(killed.error, KeyboardInterrupt)
+    before = rows(killed.sites, 0)
+    client_app._client.cache_clear()  # a new process
+    resumed = start(resume=killed.folder)
+    assert resumed.error is None
+    after = rows(killed.sites, 0)
+    assert after[: len(before)] == before
+    assert steps_by_split(before) == {"train": 2 + 3, "validation": 2 + 3}
+    assert steps_by_split(after[len(before) :]) == {"train": 2 * 3, "validation": 2 * 3}
+    assert len({row.run for row in before}) == len({row.run for row in after}) - 1 == 1
+    events = named(resumed.events, "privacy")
+    noise = [event["schedule"][-1]["noise_multiplier"] for event in events]
+    assert noise[0] == noise[1]
+    assert [item["steps"] for item in events[1]["schedule"]] == [6]  # the search is done
+    for split in ("train", "validation"):  # what was repeated is told
+        booked = [row.release for row in after if split in row.splits]
+        told = events[1]["clients"][0]["epsilon"]["rdp"][split]
+        assert told == pytest.approx(rdp_epsilon(booked, 1e-5))
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tmp_path, done):
+    """The budget is for six rounds: when a round is repeated, for four of the five to do."""
+    six_rounds = Release(noise_multiplier=1.0, sample_rate=8 / 16, steps=6)  # of the alphas
+    budget = 1.002 * filter_epsilon([six_rounds], 1e-5)
+
+    def stop(event):
+        name, number = event["event"], event.get("round")
+        if (name, number) == ("round", 2) if done else name == "stage_started":
+            raise KeyboardInterrupt  # its checkpoint would have come after the event
+
+    given = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}", "rounds=6"]
+    write_policy(tmp_path, 0, epsilon=budget)
+    killed = start(*given, listener=stop)
+    assert isinstance(killed.error, KeyboardInterrupt)
+    before = len(rows(tmp_path, 0))
+    if not done:
+        write_policy(tmp_path, 0, epsilon=budget / 2)
+    client_app._client.cache_clear()
+    resumed = start(resume=killed.folder)
+    _, event = named(resumed.events, "privacy")
+    assert [item["steps"] for item in event["schedule"]] == [6 - done] * 2
+    (covers,) = event["clients"][0]["covers"]
+    assert covers["rounds"] < covers["of"] == 6 - done
+    assert covers["rounds"] == 4 or not done
+    after = len(rows(tmp_path, 0)) - before
+    if done:
+        assert {row.committed_steps for row in rows(tmp_path, 0)[-after:]} == {5}
+        assert isinstance(resumed.error, QuorumError)
+        assert "the budget is" in str(resumed.error)
+        assert 8 <= after < 10
+    else:
+        assert isinstance(resumed.error, ConfigError)
+        assert "Nothing more was released." in str(resumed.error)
+        assert after == 0
+
+
+def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optimisers(
+    compose_config, federate, monkeypatch, tmp_path
+):
+    """DP-FNAS, Eq. 3 and 4 and Alg. 1, in float64, at p = 1 and without the noise."""
+    monkeypatch.setattr(release_guard, "add_noise", lambda total, generator, **terms: total)
+    norms = {"weights": 0.8, "alphas": 0.01}
+    config = compose_config(
+        *SEARCH,
+        *("clients=3", "partition=quantity", "partition.fractions=[0.5,0.3,0.2]"),
+        *("algorithm.batch_size=null", f"privacy.sites={tmp_path}", "rounds=1"),
+        "dataset.limit_train=40",
+        *(f"privacy.{state}.max_grad_norm={norm}" for state, norm in norms.items()),
+    )
+    fed = federate(config)
+    fed.cohort.connect(fed.grid)
+    records = [properties["splits"] for properties in fed.cohort.properties.values()]
+    schedule = make_schedule(config, records, done={})
+    commit = Commit(data_set="records", releases=tuple(schedule))
+    list(fed.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
+    private = private_stage(config, schedule, "search")
+    strategy = make_search(config, fed.data[0], fed.cohort, None, private)
+    plain = supernet_space(config, fed.data[0]).supernet()
+    strategy.load_into(plain)
+    plain.double().train()
+    strategy.start(fed.grid, num_rounds=1)
+    parameters = {
+        "weights": list(plain.weights().values()),
+        "alphas": list(plain.alphas().values()),
+    }
+    optimizers = {
+        "weights": make_sgd(parameters["weights"], config.algorithm.weights),
+        "alphas": make_adam(parameters["alphas"], config.algorithm.alphas),
+    }
+    for state, name in (("weights", "train"), ("alphas", "validation")):
+        total, clipped = [torch.zeros_like(p) for p in parameters[state]], 0
+        for client in fed.clients:
+            split = getattr(client.data, name)
+            for row in range(len(split)):
+                x, y = split.batch(torch.tensor([row]), "cpu")
+                loss = functional.cross_entropy(plain(x.double()), y)
+                gradients = torch.autograd.grad(loss, parameters[state], allow_unused=True)
+                gradients = [torch.zeros(()) if g is None else g for g in gradients]
+                norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
+                clipped += norm > norms[state]
+                scale = min(1.0, norms[state] / norm)
+                total = [t + scale * g for t, g in zip(total, gradients, strict=True)]
+        assert clipped > 0
+        for parameter, gradient in zip(parameters[state], total, strict=True):
+            parameter.grad = gradient / sum(counts[name] for counts in records)
+        if state == "weights":
+            clip_norm = config.algorithm.weights.clip_norm
+            torch.nn.utils.clip_grad_norm_(parameters["weights"], clip_norm)
+        optimizers[state].step()
+        expected = torch.cat([p.detach().reshape(-1) for p in parameters[state]])
+        actual = strategy.states[state]["float32"].double()
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- quorum
+
+
+def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, tmp_path):
+    write_policy(tmp_path, 0, epsilon=10.0)
+    run = start(
+        *SEARCH,
+        "rounds=3",
+        "privacy.alphas.noise_multiplier=0.6",
+        "runtime.quorum=0.5",
+        f"privacy.sites={tmp_path}",
+    )
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    assert left["client"] == 0
+    assert "the budget is 10" in left["reason"]
+    assert not named(run.events, "client_failed")  # it was not asked again
+    assert len(named(run.events, "round")) == 3
+    assert len(rows(tmp_path, 1)) == 6
+    (event,) = named(run.events, "privacy")
+    told = [client["covers"][0]["rounds"] for client in event["clients"]]
+    assert told == [left["round"] - 1, 3]  # as it was said before the first release
+    assert 0 < told[0] * 2 <= len(rows(tmp_path, 0)) < told[0] * 2 + 2
+    assert run.events[-1]["status"] == "completed"
+
+
+REFUSALS = {
+    "rule least_noise_multiplier: noise_multiplier=1.0": {"least_noise_multiplier": 1.5},
+    "rule largest_grad_norm: max_grad_norm=1.0": {"largest_grad_norm": 0.5},
+    "rule largest_steps: steps=2": {"largest_steps": 1},
+    "rule actions: action=train.alpha_gradient": {
+        "actions": ["query.describe", "query.commit", "train.weight_gradient"]
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "quorum"), [*((words, 0.5) for words in REFUSALS), (next(iter(REFUSALS)), 1.0)]
+)
+def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
+    start, tmp_path, words, quorum
+):
+    write_policy(tmp_path, 1, **REFUSALS[words])
+    run = start(*SEARCH, "rounds=2", f"runtime.quorum={quorum}", f"privacy.sites={tmp_path}")
+    reasons = {event["reason"] for event in named(run.events, "client_failed")}
+    assert any(words in reason for reason in reasons)
+    assert {event["client"] for event in named(run.events, "client_failed")} == {1}
+    assert [entry for entry in rows(tmp_path, 1) if "alpha" in entry.action] == []
+    if quorum == 1.0:
+        assert words in str(run.error)
+        assert run.events[-1]["status"] == "failed"
+    else:
+        assert run.error is None
+        assert len(named(run.events, "round")) == 2
+
+
+@pytest.fixture
+def left_at_the_schedule(compose_config, tmp_path, monkeypatch):
+    """Return which client leaves, as an event, when the two sites are asked to keep a schedule."""
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
+
+    def left():
+        config = compose_config(
+            *SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}"
+        )
+        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        events = []
+        cohort = make_cohort(config, run="run", emit=lambda event, **f: events.append(f))
+        cohort.connect(grid)
+        records = [properties["splits"] for _, properties in sorted(cohort.properties.items())]
+        schedule = make_schedule(config, records, done={})
+        commit(cohort, config, [schedule], done={}, resumed=False)
+        assert list(cohort.clients) == [0]
+        (left,) = (fields for fields in events if "reason" in fields)
+        place = (left["client"], left["stage"], left["round"], left["action"])
+        assert place == (1, "commit", 0, "query.commit")
+        return left
+
+    return left
+
+
+@pytest.mark.parametrize("malformed", [None, 3, {"search": "2"}, {"search": -1}])
+def test_a_client_that_answers_the_schedule_with_nonsense_leaves(
+    left_at_the_schedule, tmp_path, monkeypatch, malformed
+):
+    def covered_steps(guard, schedule):
+        return {"search": 1} if guard._ledger.path.is_relative_to(tmp_path / "client-0") else bad
+
+    bad = malformed
+    monkeypatch.setattr(release_guard.ReleaseGuard, "covered_steps", covered_steps)
+    assert "says covered_steps=" in left_at_the_schedule()["reason"]
+
+
+EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        None,
+        {},
+        {"prv": {}},
+        {name: {} for name in EPSILON},  # nothing of what is committed
+        {name: {"train": 1.0} for name in EPSILON},
+        EPSILON | {"rdp": {"train": 1.0, "test": 1.0}},
+        EPSILON | {"moments": EPSILON["rdp"]},
+        *(
+            EPSILON | {"prv": {"train": value, "validation": 1.0}}
+            for value in (float("nan"), float("inf"), -5.0, 10**400, "1", True)
+        ),
+    ],
+)
+def test_a_client_that_tells_a_nonsensical_epsilon_leaves(
+    left_at_the_schedule, tmp_path, monkeypatch, malformed
+):
+    def epsilons(guard, header):
+        is_first = guard._ledger.path.is_relative_to(tmp_path / "client-0")
+        return EPSILON if is_first else malformed
+
+    monkeypatch.setattr(release_guard.ReleaseGuard, "epsilons", epsilons)
+    assert "epsilon" in left_at_the_schedule()["reason"]
+
+
+def test_a_client_that_has_left_at_the_schedule_is_not_asked_again(start, tmp_path, monkeypatch):
+    def epsilons(guard, header):
+        is_first = guard._ledger.path.is_relative_to(tmp_path / "client-0")
+        return EPSILON if is_first else {}
+
+    monkeypatch.setattr(release_guard.ReleaseGuard, "epsilons", epsilons)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (left,) = named(run.events, "client_left")
+    place = (left["client"], left["stage"], left["round"], left["action"])
+    assert place == (1, "commit", 0, "query.commit")
+    assert rows(tmp_path, 1) == []
+    assert len(rows(tmp_path, 0)) == 2
+
+
+@pytest.mark.parametrize(("others", "quorum"), [(1, 0.5), (2, 0.6)])
+def test_noise_is_not_calibrated_below_what_most_sites_accept(others, quorum, start, tmp_path):
+    """The site that asks for more than the others, also of two, leaves; these go on by theirs."""
+    for client, least in enumerate((*[1.5] * others, 200.0)):
+        write_policy(tmp_path, client, least_noise_multiplier=least)
+    null = [f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")]
+    run = start(
+        *(*SEARCH, *null, f"clients={others + 1}", "rounds=1", f"runtime.quorum={quorum}"),
+        f"privacy.sites={tmp_path}",
+    )
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    assert {planned["noise_multiplier"] for planned in event["schedule"]} == {1.5}
+    reasons = [(event["client"], event["reason"]) for event in named(run.events, "client_failed")]
+    assert {client for client, _ in reasons} == {others}
+    assert all("least_noise_multiplier" in reason for _, reason in reasons)
+
+
+@pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "unit", "spent"])
+def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
+    start, tmp_path, monkeypatch, fact
+):
+    def describe(client, request, asked):
+        reply = told(client, request, asked)
+        if client.index == 1:
+            reply = replace(
+                reply, properties={k: v for k, v in reply.properties.items() if k != fact}
+            )
+        return reply
+
+    told = ANSWERS["query.describe"]
+    monkeypatch.setitem(ANSWERS, "query.describe", describe)
+    run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
+    assert run.error is None
+    (event,) = named(run.events, "privacy_spent")
+    assert [client["client"] for client in event["clients"]] == [0]
+    if fact != "spent":
+        (failed,) = named(run.events, "client_failed")
+        assert failed["client"] == 1
+        assert f"does not say its {fact}" in failed["reason"]
+        assert rows(tmp_path, 1) == []
+
+
+def test_an_infinite_epsilon_is_told_as_such(start, monkeypatch):
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "gdp", lambda releases, delta: float("inf"))
+    run = start(*SEARCH, "rounds=1")
+    assert run.error is None
+    (event,) = named(run.events, "privacy")
+    for client in event["clients"]:
+        assert client["epsilon"]["gdp"] == {"train": None, "validation": None}
+
+
+# --- what a site tells
+
+
+REAL_SITES = [
+    *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=1"),
+    *("dataset.root=null", "dataset.server_test=false"),
+]
+
+
+@pytest.fixture
+def real_sites(tmp_path, made_data):
+    """``real_sites(config)``: a grid whose nodes have data, policy, ledger, keys of their own."""
+
+    def equip(config, **changes):
+        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        for node, context in grid._contexts.items():
+            folder = tmp_path / f"node-{node}"
+            write_policy(folder, 0, **changes)
+            dataset = {"name": "npz", "class_names": ["red", "green", "blue"]}
+            (folder / "dataset.yaml").write_text(yaml.safe_dump(dataset))
+            context.node_config |= {
+                "policy": str(folder / "client-0" / "policy.yaml"),
+                "data-set": "records",
+                "ledger": str(folder / "ledger" / "rows"),
+                "ledger-key": str(folder / "key"),
+                "data-path": str(made_data),
+                "dataset": str(folder / "dataset.yaml"),
+                "cache": str(folder / "cache"),
+                "split-key": "ours",
+            }
+        return grid
+
+    return equip
+
+
+def write_table(path: Path, *, changed: bool) -> None:
+    """Write a table of patients; ``changed``: exported again with one more decimal and a column."""
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(0, 1, (60, 4)), rng.integers(0, 2, 60)
+    digits = 4 if changed else 3
+    lines = [
+        ",".join([f"p{i}", *(f"{x:.{digits}f}" for x in row), *["7"] * changed, f"{label}"])
+        for i, (row, label) in enumerate(zip(features, labels, strict=True))
+    ]
+    head = ["patient", *"abcd", *["ward"] * changed, "ill"]
+    path.write_text("\n".join([",".join(head), *lines]) + "\n")
+
+
+@pytest.mark.parametrize("id_column", ["patient", None])
+def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_column_gives_ids(
+    compose_config, real_sites, start, tmp_path, id_column
+):
+    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
+    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
+    searched = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"]
+    overrides = [*searched, "privacy.epsilon=1000", *REAL_SITES, *sizes, "dataset=csv"]
+    dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
+    dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
+    for changed in (False, True):
+        for kept in (client_app._guard, client_app._client, client_app._data):
+            kept.cache_clear()
+        unit = "person" if id_column else "record"
+        grid = real_sites(compose_config(*overrides), unit=unit)
+        (node,) = (context.node_config for context in grid._contexts.values())
+        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+        node["data-path"] = str(tmp_path / "patients.csv")
+        write_table(Path(node["data-path"]), changed=changed)
+        assert start(*overrides, grid=grid).error is None
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        splits = [row.entry.splits for row in booked.entries()]
+    first, second = splits[:4], splits[4:]
+    assert first == [("train",), ("validation",)] * 2
+    assert second == (first if id_column else [("train", "validation", "test")] * 4)
+
+
+SMALL = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]", "rounds=1"]
+WRONG_ROWS = [
+    *(",1,1,2020-01-01,n,,0", "q1,old,1,2020-01-01,n,,0", "q2,1,1e39,2020-01-01,n,,0"),
+    *("q3,1,-inf,,n,,1", "q4,1,1,2020-02-30,n,,1", "q5,1,1,2020-01-01,east,,1"),
+    *("q6,1,1,2020-01-01,n,,2", "q7,1,1,2020-01-01,n,,", "q8,1,1,2020-01-01,n\0,,0.0"),
+]
+FAR_ROWS = ["f1,3e38,,9999-12-31,,,0", f"f2,-3e38,1,0001-01-01,n,{'x' * 300_000},1"]
+
+
+def write_site(folder: Path, kind: str, wrong: bool, alone: bool) -> tuple[Path, dict]:
+    """Return a site's data, ``wrong`` with records that cannot be read, and how it is read."""
+    rng, folder = np.random.default_rng(0), folder / f"{kind}-{wrong}-{alone}"
+    folder.mkdir()
+    x, y = rng.integers(0, 256, (60, 8, 8, 3), np.uint8), np.arange(60) % 3
+    if kind == "npz":
+        more = [np.zeros((4, 8, 8, 3), np.uint8)] * wrong, [np.array([-1, 3, 99, 2**60])] * wrong
+        kept = slice(0, 60 * (not alone))
+        x, y = np.concatenate([*more[0], x[kept]]), np.concatenate([*more[1], y[kept]])
+        np.savez(folder / "site.npz", x_train=x, y_train=y)
+        return folder / "site.npz", {"name": "npz", "class_names": [*"abc"]}
+    if kind == "image_folder":
+        for i in range(60 * (not alone)):
+            place = folder / "abc"[y[i]] / f"{i}.png"
+            place.parent.mkdir(exist_ok=True)
+            Image.fromarray(x[i]).save(place)
+        for place in ("a/0.png.png", "a/x.dcm", "b/9.jpg", "d/1.png") if wrong else ():
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / place).write_bytes(b"no image")
+        own = {"name": "image_folder", "class_names": [*"abc"], "image_size": 8, "channels": 3}
+        return folder, own
+    rows = [
+        f"p{i},{a:.3f},{b:.3f},2020-01-{1 + i % 28:02},{'ns'[i % 2]},,{i % 2}"
+        for i, (a, b) in enumerate(rng.normal(0, 1, (60 * (not alone), 2)))
+    ]
+    rows = [
+        *WRONG_ROWS[kind == "csv" : 5] * wrong,
+        *rows,
+        *FAR_ROWS * (not alone),
+        *WRONG_ROWS[5:] * wrong,
+    ]
+    text = "\n".join(["patient,x,y,seen,ward,note,ill", *rows])
+    (folder / "site.csv").write_text(text + "\n")
+    own = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": ["x", "y"]}
+    own |= {"dates": ["seen"], "categorical": ["ward"], "categories": {"ward": ["n", "s"]}}
+    own |= {"statistics": {"x": [0, 1], "y": [0, 1], "seen": [18000, 100]}}
+    return folder / "site.csv", own | {"id_column": None if kind == "csv" else "patient"}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("kind", ["csv", "persons", "npz", "image_folder"])
+def test_records_that_cannot_be_read_change_no_answer(
+    compose_config, real_sites, start, tmp_path, monkeypatch, capsys, kind, alone
+):
+    """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
+    table = kind in ("csv", "persons")
+    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
+    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
+    sizes = sizes if table else [f"search_space.{size}" for size in SIZES]
+    overrides = [*SMALL, "privacy.epsilon=1000", *REAL_SITES, *sizes]
+    overrides += ["dataset=csv"] if table else []
+    clients, properties, told = [], [], []
+    monkeypatch.setattr(
+        client_app,
+        "make_client",
+        lambda *a, **k: clients.append(make_client(*a, **k)) or clients[-1],
+    )
+    for wrong in (False, True):
+        for kept in (client_app._guard, client_app._client, client_app._data):
+            kept.cache_clear()
+        config = compose_config(*overrides)
+        grid = real_sites(config, unit="person" if kind == "persons" else "record")
+        (node,) = (context.node_config for context in grid._contexts.values())
+        path, dataset = write_site(tmp_path, kind, wrong, alone)
+        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+        node["data-path"] = str(path)
+        cohort = make_cohort(config, run="other")
+        cohort.connect(grid)
+        properties.append(
+            {name: of for name, of in cohort.properties[0].items() if name != "spent"}
+        )
+        assert start(*overrides, grid=grid).error is None
+        told.append("left out" in capsys.readouterr().err)
+    assert told == [False, True]
+    assert properties[0] == properties[1]
+    before, after = (client.data for client in (clients[0], clients[-1]))
+    for split in ("train", "validation", "test"):
+        a, b = getattr(before, split), getattr(after, split)
+        assert a.num_units == b.num_units
+        assert bool(len(a)) != alone
+        assert torch.equal(a.labels[a.rows], b.labels[b.rows])
+        assert a.features[a.rows].numpy().tobytes() == b.features[b.rows].numpy().tobytes()
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        charged = [row.entry.splits for row in booked.entries()]
+    assert charged == [("train",), ("validation",)] * 2  # all three, were it other data
+
+
+def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(
+    compose_config, real_sites, start
+):
+    """Whatever the run says; the exported model takes the images, and makes the features itself."""
+    overrides = [*DP, *REAL_SITES, "rounds=1", "retrain.rounds=1", "search_space.skip=linear"]
+    grid = real_sites(compose_config(*overrides))
+    (node,) = (context.node_config for context in grid._contexts.values())
+    dataset = yaml.safe_load(Path(node["dataset"]).read_text())
+    dataset |= {"scattering": {"scales": 1, "angles": 2}}
+    Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
+    run = start(*overrides, grid=grid)
+    assert run.error is None
+    model = load(run.folder)
+    assert model.inputs.shape == (3, 8, 8)
+    assert model.inputs.scattering == (1, 2)
+    assert model.input_shape == (9, 4, 4)
+    images = np.random.default_rng(0).integers(0, 255, (5, 3, 8, 8), dtype=np.uint8)
+    assert model.predict(images).probabilities.shape == (5, 3)
+
+
+ASKED_WITHOUT_PRIVACY = smallest()
+
+
+def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_config, real_sites):
+    sizes = [f"search_space.{size}" for size in SIZES]
+    overrides = ["algorithm=fnas", "stages=[search]", *sizes, *REAL_SITES]
+    config = compose_config(*overrides)
+    grid = real_sites(config)
+    run = start(*overrides, grid=grid)
+    assert "refused by the policy, rule data_sets" in str(run.error)
+    assert run.events[-1]["status"] == "failed"
+    cohort = make_cohort(config, run="run")
+    cohort.connect(grid)
+    assert "class_counts" not in cohort.properties[0]
+    last = ASKED_WITHOUT_PRIVACY["evaluate.personalised"]
+    public = ("query.describe", "query.commit", "evaluate.personalised")
+    for action, given in ASKED_WITHOUT_PRIVACY.items():
+        if action in public:
+            continue
+        sums = action in ("query.sign_survivors", "query.open_masks")
+        rule = "takes no part in secure sums" if sums else "rule data_sets: data set=null"
+        with pytest.raises(QuorumError, match=rule):
+            list(cohort.ask(Exchange(action, stage="search", settings=given)))
+    with pytest.raises(QuorumError, match="private action=evaluate.personalised is unknown"):
+        list(cohort.ask(Exchange("evaluate.personalised", stage="search", settings=last)))
+    with pytest.raises(QuorumError, match="rule committed values: release=search/train.weight_gra"):
+        list(cohort.ask(Exchange("train.weight_gradient", stage="search", settings=ASKED)))
+
+
+def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
+    start, compose_config, real_sites, monkeypatch, tmp_path, capsys
+):
+    def batch(*_):
+        raise ValueError("patient 4711 has no label")
+
+    monkeypatch.setattr(Split, "batch", batch)
+    simulated = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}"]
+    real = [*SEARCH, *REAL_SITES]
+    app = make_client_app(dump_config(compose_config(*simulated)))
+    for overrides, grid in (
+        (simulated, InProcessGrid(app, 1)),
+        (real, real_sites(compose_config(*real))),
+    ):
+        run = start(*overrides, grid=grid)
+        text = (run.folder / "events.jsonl").read_text() + str(run.error)
+        assert "an error at the site" in text
+        assert "patient 4711" not in text
+        assert "patient 4711" in capsys.readouterr().err
+
+
+def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
+    compose_config, real_sites, monkeypatch, capsys
+):
+    config = compose_config(*SEARCH, *REAL_SITES)
+
+    def make_data(_):
+        raise ConfigError("row 4711 has no label")
+
+    monkeypatch.setattr(client_app, "make_site_data", make_data)
+    client_app._client.cache_clear(), client_app._data.cache_clear()
+    grid = real_sites(config)
+    with pytest.raises(QuorumError) as error:
+        make_cohort(config, run="run").connect(grid)
+    assert "an error at the site" in str(error.value)
+    assert "4711" not in str(error.value)
+    assert "4711" in capsys.readouterr().err
+
+
+SITE = Site("records")
+PLANNED = PlannedRelease(
+    "search", "train.weight_gradient", "weights", ("train",), 8, 2, 1.0, noise_multiplier=1.0
+)
+OF_SITE = smallest(SITE)
+ASKED = OF_SITE["train.weight_gradient"]
+NORMED = {"name": "mobilenet_v2"}
+
+
+def committed(**changes):
+    return Commit(data_set="records", releases=(replace(PLANNED, **changes),))
+
+
+def training(**changes):
+    asked = OF_SITE["train.weights"]
+    return replace(asked, local=replace(asked.local, **changes))
+
+
+WITHOUT_DATA = [
+    ("train.search", OF_SITE["train.search"], "rule actions: action=train.search"),
+    ("query.commit", replace(committed(), data_set="other"), "rule data_sets: data set=other"),
+    ("query.commit", committed(noise_multiplier=0.0), "noise_multiplier=0.0, not"),
+    ("query.commit", committed(noise_multiplier=None), "noise_multiplier=null, not"),
+    ("query.commit", committed(splits=("train", "train")), r"splits=\[train, train\], not"),
+    ("query.commit", committed(splits=("wards",)), r"splits=\[wards\], not"),
+    (
+        "query.commit",
+        Commit(data_set="records", releases=(PLANNED, PLANNED)),
+        "holds a kind of release twice",
+    ),
+    ("query.commit", committed(batch_size="8"), "batch_size=8 has the wrong type"),
+    ("train.gradients", ASKED, "rule actions: action=train.gradients"),
+    (
+        "train.weight_gradient",
+        replace(ASKED, site=Site("other")),
+        "rule data_sets: data set=other",
+    ),
+    ("train.weight_gradient", replace(ASKED, order=2), "rule first order only: order=2"),
+    ("train.weight_gradient", replace(ASKED, local_steps=3), "rule committed values: steps=3"),
+    ("train.weight_gradient", replace(ASKED, batch_size=8), "batches are those committed to"),
+    (
+        "train.weight_gradient",
+        Evaluate(network=SUPERNET, split="train", site=SITE),
+        "is unknown|is missing",
+    ),
+    (
+        "evaluate.model",
+        Evaluate(network=SUPERNET, split="test", site=SITE),
+        "committed values: release=search/evalu",
+    ),
+    ("train.weights", training(), "rule committed values: release=search/train.weights"),
+    ("train.weights", training(amount=Amount(1, None, None)), "takes steps, each of them booked"),
+    ("train.weights", replace(training(), validates=True), "would tell a loss without noise"),
+    ("train.weights", training(network={"name": "derived", "norm": "batch"}), "rule no batch_norm"),
+    ("evaluate.model", Evaluate(network=NORMED, split="train", site=SITE), "rule no batch_norm"),
+    (
+        "evaluate.model",
+        Evaluate(network=NORMED | {"norm": "batch"}, split="train", site=SITE),
+        "rule no batch_norm",
+    ),
+    ("train.weights", training(network=["derived"]), "local.network=.* has the wrong type"),
+]
+BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
+
+
+def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
+    compose_config, real_sites, monkeypatch, capsys
+):
+    """The site keeps a schedule, restarts, and cannot read its records any more."""
+    config = compose_config(*SEARCH, *REAL_SITES)
+    actions = ["query.describe", "query.commit", "train.weight_gradient"]
+    grid = real_sites(config, actions=[*actions, "train.weights", "evaluate.model"])
+    cohort = make_cohort(config, run="run")
+    cohort.connect(grid)
+    list(cohort.ask(Exchange("query.commit", stage="commit", settings=committed())))
+
+    opened = []
+
+    def make_data(_):
+        opened.append(1)
+        raise OSError("the disk of ward 4711 is gone")
+
+    monkeypatch.setattr(client_app, "make_site_data", make_data)
+    for kept in (client_app._guard, client_app._client, client_app._data):
+        kept.cache_clear()
+    for action, asked, words in WITHOUT_DATA:
+        with pytest.raises(QuorumError, match=words):
+            list(cohort.ask(Exchange(action, stage="search", settings=asked)))
+    normalising = make_client_app(dump_config(compose_config(*BATCH_NORM, *REAL_SITES)))
+    theirs = InProcessGrid(normalising, 1)
+    for node, context in grid._contexts.items():
+        theirs._contexts[node].node_config |= context.node_config
+    cohort._grid, about = theirs, Evaluate(network=SUPERNET, split="train", site=SITE)
+    for action, asked in (("train.weight_gradient", ASKED), ("evaluate.model", about)):
+        with pytest.raises(QuorumError, match="rule no batch_norm"):
+            list(cohort.ask(Exchange(action, stage="search", settings=asked)))
+    cohort._grid = grid
+    assert opened == []
+    with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
+        list(cohort.ask(Exchange("train.weight_gradient", stage="search", settings=ASKED)))
+    assert opened == [1]
+    assert "4711" in capsys.readouterr().err
+
+
+def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
+    compose_config, real_sites, start
+):
+    """Two runs that would read other records see the same site, and a whole run goes through."""
+    wishes = ["dataset.class_names=[a,b]", "dataset.limit_train=3", "dataset.mean=[.1,.2,.3]"]
+    wishes += ["dataset.crop_padding=1000000", "dataset.cutout=3"]  # whose cost would tell a lot
+    properties = []
+    for given in ([], wishes):
+        client_app._client.cache_clear()
+        config = compose_config(*SEARCH, *REAL_SITES, *given)
+        cohort = make_cohort(config, run="run")
+        cohort.connect(real_sites(config))
+        properties.append(cohort.properties[0])
+        client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
+        assert client.data.train.mean == (0.5, 0.5, 0.5)
+        assert client.augmentation == Augmentation(crop_padding=0, flip=False, cutout=0)
+        assert sum(len(s) for s in vars(client.data).values()) == 80
+    assert properties[0] == properties[1]
+    assert properties[0]["class_names"] == ["red", "green", "blue"]
+    run = start(*SEARCH, *REAL_SITES, grid=real_sites(config))
+    assert run.error is None
+    assert [event["round"] for event in named(run.events, "round")] == [1, 2]
+
+
+def client_app_arguments(config, grid):
+    """What a node's client is made from."""
+    node = next(iter(grid._contexts.values())).node_config
+    site = {key: str(node[key]) for key in client_app.SITE_KEYS if key in node}
+    return dump_config(config), 0, tuple(sorted(site.items())), None
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_running_site_keeps_to_what_its_policy_says_now(
+    compose_config, real_sites, tmp_path, broken, capsys
+):
+    config = compose_config(*SEARCH, *REAL_SITES)
+    grid = real_sites(config)
+    cohort = make_cohort(config, run="run")
+    cohort.connect(grid)
+    (node,) = (context.node_config for context in grid._contexts.values())
+    path = Path(node["policy"])
+    if broken:
+        path.unlink()
+    else:
+        write_policy(path.parent.parent, 0, actions=["query.commit"])
+    words = "an error at the site" if broken else "rule actions: action=query.describe"
+    with pytest.raises(QuorumError, match=words):
+        list(cohort.ask(Exchange("query.describe", stage="search", settings=Describe())))
+    assert not broken or "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", PRIVATE_SITE_KEYS[1:])
+def test_a_private_node_must_name_everything_of_its_own(compose_config, real_sites, capsys, key):
+    config = compose_config(*SEARCH, *REAL_SITES)
+    grid = real_sites(config)
+    for context in grid._contexts.values():
+        del context.node_config[key]
+    with pytest.raises(QuorumError) as error:
+        make_cohort(config, run="run").connect(grid)
+    if key == "policy":
+        assert "privacy=dp on a node without a policy: start it with" in str(error.value)
+    else:
+        assert f"the node has a policy but lacks {key}" in capsys.readouterr().err
+
+
+UNKNOWN_IMAGES = [
+    *("dataset.class_names=[a,b]", "dataset.image_size=null", "dataset.channels=null")
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["dataset.class_names=[]"], "must give dataset.class_names,"),
+        (["dataset=image_folder", *UNKNOWN_IMAGES], "image_size, dataset.channels"),
+        (
+            ["dataset=npz", "dataset.root={images}", "dataset.class_names=[a,b]"],
+            "image_size, dataset.channels",
+        ),
+        (["dataset=csv", "dataset.class_names=[a,b]"], "numeric or categorical"),
+        (
+            ["dataset=csv", "dataset.class_names=[a,b]", "dataset.categorical=[sex]"],
+            "dataset.categories",
+        ),
+    ],
+)
+def test_a_real_site_must_declare_what_its_records_would_tell(
+    compose_config, tmp_path, overrides, words
+):
+    """One image in colour, for example, would make all others of a site colour images."""
+    images = tmp_path / "images.npz"
+    np.savez(images, train_bytes=np.zeros(9, dtype=np.uint8), train_off=[0, 9], y_train=[0])
+    overrides = [override.format(images=images) for override in overrides]
+    config = compose_config(*SEARCH, *REAL_SITES, *overrides)
+    prepared = SimpleNamespace(uses_own_statistics=False)
+    with pytest.raises(ConfigError, match=words):
+        check_public(config, prepared)
+
+
+def approval(node, awaited=None):
+    """The command that a person at a site types."""
+    files = {"--policy": node["policy"], "--ledger": node["ledger"], "--key": node["ledger-key"]}
+    options = [text for pair in files.items() for text in pair]
+    return ["approve", *([awaited] if awaited else []), *options]
+
+
+def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
+    compose_config, real_sites, start, capsys
+):
+    """Not approved in time it ends with a sentence; approved, it goes on under the same name."""
+    overrides = [*SEARCH, *REAL_SITES, "runtime.approval_s=0", "privacy.weights.noise_multiplier=2"]
+    grid = real_sites(compose_config(*overrides), approve="manual")
+    (node,) = (context.node_config for context in grid._contexts.values())
+    run = start(*overrides, grid=grid)
+    (event,) = named(run.events, "approval_awaited")
+    ((client, awaited),) = [(one["client"], one["schedule"]) for one in event["clients"]]
+    assert client == 0
+    assert str(run.error).startswith(
+        f"client 0: its schedule {awaited} waits for a person's approval: have `fednas approve "
+        f"{awaited}` typed at that site, then resume this run (0 of 1 clients have agreed"
+    )
+    assert str(run.error).endswith("Nothing was released.")
+    assert not named(run.events, "privacy")
+    assert f"fednas approve {awaited}: run '{event['run']}' waits" in capsys.readouterr().err
+
+    again = start(resume=run.folder, grid=grid)  # too early
+    assert str(again.error) == str(run.error)
+    capsys.readouterr()
+    assert main(approval(node)) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        awaited,
+        event["run"],
+        "budget records: epsilon 1000 at delta 1e-05 for one record",
+        "0 is spent",
+    ):
+        assert part in shown
+    rows = [line.split("│")[1:-1] for line in shown.splitlines() if "│ search" in line]
+    assert {tuple(cell.strip() for cell in row) for row in rows} == {
+        ("search", "train.alpha_gradient", "alphas", "validation", "2", "1", "1", "8", "0.5"),
+        ("search", "train.weight_gradient", "weights", "train", "2", "2", "1", "8", "0.4"),
+    }
+    space = supernet_space(run.config, make_data(compose_config(*SEARCH))[0])
+    weights = sum(weight.numel() for weight in space.supernet().weights().values())
+    assert f"size of the model that is searched: 30 alphas and {weights:,} weights" in shown
+    assert "epsilon with all that was booked before (PRV): train " in shown
+    assert main(approval(node, "0" * 32)) == 2
+    refusal = f"no schedule {'0' * 32} waits for approval; there is {awaited}."
+    assert refusal in capsys.readouterr().err
+
+    assert main(approval(node, awaited)) == 0
+    assert f"approved {awaited}." in capsys.readouterr().out
+    last = start(resume=run.folder, grid=grid)
+    assert last.error is None
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+        assert {row.entry.run for row in booked.entries()} == {event["run"]}
+    assert main(approval(node)) == 0
+    assert capsys.readouterr().out.endswith("nothing waits for approval.\n")
+    new = start(*overrides, grid=real_sites(compose_config(*overrides), approve="manual"))
+    assert awaited not in str(new.error)  # the next run is another one
+    assert "waits for a person's approval" in str(new.error)
+
+
+def test_a_run_goes_on_once_a_person_has_approved_it_and_without_a_site_where_nobody_does(
+    compose_config, real_sites, start, monkeypatch
+):
+    monkeypatch.setattr(commitment, "APPROVAL_POLL_S", 0.01)
+    overrides = [*SEARCH, *REAL_SITES, "clients=3", "runtime.approval_s=3"]
+    grid = real_sites(compose_config(*overrides), approve="manual")
+    nodes = {c.node_config["partition-id"]: c.node_config for c in grid._contexts.values()}
+    write_policy(Path(nodes[2]["policy"]).parent.parent, 0)  # this site needs no person
+    asked = []
+
+    def person(event):
+        """Approve at site 0, and at no other."""
+        if event["event"] == "approval_awaited":
+            asked.append({one["client"]: one["schedule"] for one in event["clients"]})
+            if 0 in asked[-1]:
+                assert main(approval(nodes[0], asked[-1][0])) == 0
+
+    run = start(*overrides, grid=grid, listener=person)
+    assert run.error is None
+    assert [sorted(waiting) for waiting in asked] == [[0, 1], [1]]
+    (left,) = named(run.events, "client_left")
+    assert left["client"] == 1
+    assert "have `fednas approve" in left["reason"]
+    (event,) = named(run.events, "privacy")
+    assert [client["client"] for client in event["clients"]] == [0, 2]
+    for index, node in nodes.items():
+        with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as booked:
+            assert len(booked.entries()) == (0 if index == 1 else 4)
+    lines = trail_of(Path(nodes[2]["ledger"]).with_name("audit.jsonl"))
+    asked = [line["action"] for line in lines if line["event"] == "asked"]
+    assert asked.count("query.commit") == 1  # who has agreed is not asked again
+
+
+def trail_of(path):
+    """The lines of an audit trail without what differs from run to run."""
+    changing = ("time", "mac", "run", "flower_run")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in changing} for line in lines]
+
+
+def books_of(folder):
+    """The sizes of all files of a site, but its counter."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".day"]
+    return {path: path.stat().st_size for path in files}
+
+
+def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_day(
+    compose_config, real_sites, start
+):
+    """Refusals, malformed messages, commitments, what raises at the site: all of one allowance."""
+    overrides = [*SEARCH, *REAL_SITES]
+    config = compose_config(*overrides)
+    grid = real_sites(config)
+    (node,) = (context.node_config for context in grid._contexts.values())
+    counter = counter_of(Path(node["ledger-key"]))
+    folder = counter.parent
+    assert start(*overrides, grid=grid).error is None  # what is made once is there
+    day, taken, refused = map(int, counter.read_text().split())
+    (trail,) = folder.rglob("audit.jsonl")
+    requests = trail.read_text().count('"event": "asked"')
+    assert refused == 0
+    assert taken < 4000 * requests  # policy.yaml says about 3 kB
+    counter.write_text(f"{day:>12} {MOST_BYTES - 3000:>20} {0:>20}\n")
+    (node_id,) = grid._contexts
+
+    def told(action, header, settings):
+        content = encode_request(header, settings, {})
+        (reply,) = grid.send_and_receive([grid.create_message(content, action, node_id, "")])
+        return reply.error.reason if reply.has_error() else "answered"
+
+    sizes, reasons = [], set()
+    for number in range(60):
+        run = Header(f"flood {number}", "search", 1, 1, 0, f"{number}")
+        for action, settings in (
+            ("query.describe", Describe()),
+            ("query.commit", Commit(data_set="records", releases=())),
+            ("query.commit", Commit(data_set="other", releases=())),
+            ("train.weight_gradient", ASKED),
+        ):
+            reasons.add(told(action, run, settings))
+        reasons.add(told("query.commit", run, Describe()))  # malformed
+        sizes.append(books_of(folder))
+    assert sizes[-1] == sizes[20]
+    assert "requests have made this site write as much as it writes in a day" in " ".join(reasons)
+    others = {"query.describe": Describe(), "query.commit": Commit(data_set="records", releases=())}
+    late = {told(action, run, settings) for action, settings in others.items()}
+    assert len(late) == 1  # one constant sentence
+    assert books_of(folder) == sizes[-1]
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as ledger:
+        assert len(ledger.commitments()) < 5
+    day, _, refused = counter.read_text().split()
+    assert int(refused) > 200
+    counter.write_text(f"{int(day) - 1:>12} {MOST_BYTES:>20} {0:>20}\n")
+    again = start(*overrides, grid=grid)
+    assert again.error is None
+
+
+def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
+    compose_config, real_sites, start, tmp_path
+):
+    """A refusal and a run, at two sites whose records and numbers of them differ."""
+    rng = np.random.default_rng(1)
+    np.savez(
+        tmp_path / "other.npz",
+        x_train=rng.integers(0, 255, (70, 3, 8, 8), dtype=np.uint8),
+        y_train=rng.integers(0, 3, 70),
+    )
+    config, trails, taken = compose_config(*SEARCH, *REAL_SITES), [], []
+    for name in ("made", "other"):
+        client_app._client.cache_clear()
+        grid = real_sites(config)
+        (node,) = (context.node_config for context in grid._contexts.values())
+        node |= {"ledger": f"{tmp_path}/{name}/ledger/rows", "ledger-key": f"{tmp_path}/{name}/key"}
+        if name == "other":
+            node["data-path"] = str(tmp_path / "other.npz")
+        cohort = make_cohort(config, run="run")
+        cohort.connect(grid)
+        with pytest.raises(QuorumError, match="rule data_sets"):
+            list(
+                cohort.ask(
+                    Exchange(
+                        "query.commit",
+                        stage="commit",
+                        settings=Commit(data_set="other", releases=()),
+                    )
+                )
+            )
+        assert start(*SEARCH, *REAL_SITES, grid=grid).error is None
+        path = tmp_path / name / "ledger" / "audit.jsonl"
+        assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))
+        trails.append(trail_of(path))
+        taken.append(int(counter_of(tmp_path / name / "key").read_text().split()[1]))
+    assert trails[0] == trails[1]
+    assert taken[0] == taken[1]  # nor does the daily allowance depend on them
+    (refused,) = (line for line in trails[0] if line["event"] == "refused")
+    assert refused["action"] == "query.commit"
+    assert "rule data_sets" in refused["reason"]
+    asked, released = (
+        [line for line in trails[0] if line["event"] == e] for e in ("asked", "released")
+    )
+    assert len(asked) == len(released) + 1
+    gradients = [line for line in released if line["action"] == "train.weight_gradient"]
+    assert [line["round"] for line in gradients] == [1, 2]
+    assert gradients[0]["noise_multipliers"] == {"weights": 1.0}
+    assert 0 < gradients[0]["epsilon_spent"] < gradients[1]["epsilon_spent"]

@@ -1,0 +1,220 @@
+"""Raw data, fed to the model of a run through each of its doors, has the reported accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from fednas_flwr import load
+from fednas_flwr.cli import main
+from fednas_flwr.data.images import read_digits
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.export import onnx_inputs
+
+from ..patients import patients
+
+FIXED = (
+    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
+    *("clients=2", "retrain.rounds=8", "retrain.weights.lr=0.05"),
+)
+SEARCHED = (
+    *("algorithm=fed_darts", "search_space=mlp_small", "retrain=quickstart", "rounds=1"),
+    *("clients=2", "retrain.rounds=4", "search_space.channels=16", "retrain.channels=16"),
+)
+
+
+def digits(folder: Path) -> SimpleNamespace:
+    """The 8x8 digits as their 0..16 are scaled to bytes; users have them as an array."""
+    return SimpleNamespace(overrides=("dataset=digits", *FIXED), raw=None)
+
+
+def npz(folder: Path) -> SimpleNamespace:
+    """Digits in colours [N, H, W, C], with classes that have names."""
+    records, _ = read_digits()
+    x = records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3)
+    y = records.labels.numpy()
+    path = folder / "digits.npz"
+    np.savez(path, x_train=x[:900], y_train=y[:900], x_test=x[900:], y_test=y[900:])
+    names = "dataset.class_names=[zero,one,two,three,four,five,six,seven,eight,nine]"
+    overrides = ("dataset=npz", f"dataset.root={path}", names, "dataset.mean=[.3,.2,.1]")
+    return SimpleNamespace(overrides=(*overrides, "dataset.std=[.3,.3,.4]", *FIXED), raw=path)
+
+
+def numbers(folder: Path) -> SimpleNamespace:
+    """A table without names in an npz file: the digits' pixels, some of them missing."""
+    records, _ = read_digits()
+    x = records.features.flatten(1).numpy().astype(np.float32)
+    x[np.random.default_rng(0).random(x.shape) < 0.02] = np.nan
+    y = records.labels.numpy()
+    path = folder / "rows.npz"
+    np.savez(path, x_train=x[:900], y_train=y[:900], x_test=x[900:], y_test=y[900:])
+    return SimpleNamespace(overrides=("dataset=npz", f"dataset.root={path}", *FIXED), raw=path)
+
+
+def image_folder(folder: Path) -> SimpleNamespace:
+    """Digits as png files of two sizes, some in colours."""
+    records, _ = read_digits()
+    root = folder / "images"
+    for i in range(1000):
+        part, label = "train" if i < 700 else "test", int(records.labels[i])
+        image = Image.fromarray(records.features[i, 0].numpy())
+        image = image.resize((12, 10)) if i % 2 else image.convert("RGB")
+        (root / part / f"digit{label}").mkdir(parents=True, exist_ok=True)
+        image.save(root / part / f"digit{label}" / f"{i}.png")
+    sizes = ("dataset.image_size=8", "dataset.channels=1")
+    sizes += ("dataset.crop_padding=0", "dataset.flip=false", "dataset.cutout=0")
+    overrides = ("dataset=image_folder", f"dataset.root={root}", *sizes, *FIXED)
+    return SimpleNamespace(overrides=overrides, raw=root / "test")
+
+
+def csv(folder: Path) -> SimpleNamespace:
+    """A table as people have it: semicolons, decimal commas, missing cells, texts, dates."""
+    table = patients()
+    root = folder / "patients"
+    root.mkdir()
+    table[:600].to_csv(root / "train.csv", sep=";", index=False)
+    table[600:].to_csv(root / "test.csv", sep=";", index=False)
+    overrides = ("dataset=csv", f"dataset.root={root}", "dataset.missing=indicator", *SEARCHED)
+    return SimpleNamespace(overrides=overrides, raw=root / "test.csv")
+
+
+KINDS = {made.__name__: made for made in (digits, npz, numbers, image_folder, csv)}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def finished(
+    request: pytest.FixtureRequest,
+    run_inline: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> SimpleNamespace:
+    """A finished run on data of one kind, its raw test data and what was reported of it."""
+    kind = KINDS[request.param](tmp_path_factory.mktemp(request.param))
+    run = run_inline(*kind.overrides)
+    assert run.error is None
+    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    test = make_data(run.config)[0].server_test
+    return SimpleNamespace(
+        folder=run.folder,
+        events=run.events,
+        test=test,
+        raw=kind.raw,
+        truth=[test.class_names[label] for label in test.labels.tolist()],
+        accuracy=evaluated["central"]["accuracy"],
+    )
+
+
+def test_python_takes_raw_data(finished: SimpleNamespace) -> None:
+    model = load(finished.folder)
+    array = finished.test.features.numpy()  # bytes, or rows of a table, as the file has them
+    found = model.predict(array)
+    assert np.mean(np.array(found.labels) == finished.truth) == finished.accuracy > 0.5
+    np.testing.assert_allclose(found.probabilities.sum(1), 1, rtol=1e-5)
+    if array.dtype == np.uint8:
+        shares = model.predict(array.astype(np.float64) / 255)
+        np.testing.assert_allclose(shares.probabilities, found.probabilities, atol=1e-4)
+    if finished.raw is not None:
+        own = model.predict(finished.raw, batch_size=7)
+        np.testing.assert_allclose(own.probabilities, found.probabilities, atol=1e-4)
+        assert own.accuracy == finished.accuracy
+    if finished.raw is not None and finished.raw.suffix == ".csv":
+        table = pd.read_csv(finished.raw, sep=";", decimal=",")
+        again = model.predict(table.drop(columns="outcome"))
+        np.testing.assert_allclose(again.probabilities, found.probabilities, atol=1e-4)
+        assert again.accuracy is None
+
+
+def test_the_command_takes_raw_data(
+    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = finished.raw
+    if data is None:
+        data = tmp_path / "data.npz"
+        np.savez(data, x=finished.test.features.numpy(), y=finished.test.labels.numpy())
+    output = tmp_path / "found.csv"
+    assert main(["predict", str(finished.folder), str(data), "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{len(finished.test):,} records" in printed
+    assert f"accuracy by the labels in {data}: {100 * finished.accuracy:.1f} %" in printed
+    table = pd.read_csv(output, dtype={"label": str, "truth": str})
+    assert (table["label"] == table["truth"]).mean() == finished.accuracy
+    shares = table.filter(like="probability of ")
+    assert [n.removeprefix("probability of ") for n in shares] == list(finished.test.class_names)
+
+
+def test_onnxruntime_takes_raw_data(finished: SimpleNamespace) -> None:
+    session = onnxruntime.InferenceSession(finished.folder / "model.onnx")
+    inputs = load(finished.folder).inputs
+    if inputs.is_table and finished.raw.suffix == ".csv":
+        table = pd.read_csv(finished.raw, sep=";", decimal=",")
+        days = (pd.to_datetime(table["seen"], format="%d.%m.%Y") - pd.Timestamp(0)).dt.days
+        fed = {
+            "age": table[["age"]].to_numpy(np.float32),
+            "ward": table[["ward"]].fillna("").to_numpy(object),
+            "seen": days.to_numpy(np.float32)[:, None],
+        }
+    else:
+        fed = onnx_inputs(finished.test.features, inputs)
+    (labels,) = session.run(["label"], fed)
+    assert np.mean(labels == np.array(finished.truth)) == finished.accuracy
+
+
+def test_what_the_model_takes_is_told(finished: SimpleNamespace) -> None:
+    card = (finished.folder / "MODEL_CARD.md").read_text()
+    assert "## What it takes and gives" in card
+    assert all(name in card for name in finished.test.class_names)
+    assert all(column.name in card for column in finished.test.schema)
+
+
+def test_the_model_is_ready_to_publish(
+    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import ModelCard
+
+    hub = tmp_path / "hub"
+    assert main(["export", str(finished.folder), "--to", str(hub)]) == 0
+    card = ModelCard.load(hub / "README.md")
+    (result,) = (r for r in card.data.eval_results if r.metric_type == "accuracy")
+    assert result.metric_value == finished.accuracy
+    assert str(finished.folder) not in card.content
+    assert "from huggingface_hub import snapshot_download" in card.content
+    x = finished.test.features[:5]
+    assert torch.equal(load(hub)(x), load(finished.folder)(x))
+    assert main(["export", str(finished.folder), "--to", str(hub)]) == 2
+    assert "must be a new folder" in capsys.readouterr().err
+
+
+def test_the_model_of_real_sites_takes_raw_data(
+    run_inline: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Three sites with files of their own, whose ages differ; the server has a test table."""
+    csv(tmp_path)
+    table = pd.read_csv(tmp_path / "patients" / "train.csv", sep=";", decimal=",")
+    table = table.sort_values("age")
+    files = [tmp_path / f"{site}.csv" for site in range(3)]
+    for site, file in enumerate(files):
+        own = table[site * 200 : (site + 1) * 200]
+        own.to_csv(file, index=False, sep=",;\t"[site])
+    test = tmp_path / "patients" / "test.csv"
+    ran = run_inline(
+        *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=3"),
+        *("dataset=csv", f"dataset.root={test}", "dataset.label=outcome", *SEARCHED[:3]),
+        *("search_space.channels=16", "retrain.channels=16", "retrain.rounds=4"),
+        f"dataset.cache={tmp_path / 'cache'}",
+        sites=files,
+    )
+    assert ran.error is None
+    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
+    found = load(ran.folder).predict(test)
+    assert found.accuracy == evaluated["central"]["accuracy"] > 0.6
+    (statistics,) = (e for e in ran.events if e["event"] == "statistics")
+    assert statistics["mean"][0] == pytest.approx(60, abs=3)  # each site alone: 46, 60, 73
+    assert {"sensitivity", "auroc"} <= evaluated["clients"][0].keys()

@@ -1,0 +1,114 @@
+"""Report and model card of real runs state what the clients did, whatever the settings say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism import accounting
+from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
+from fednas_flwr.report.texts import facts, title
+from fednas_flwr.runs.numbers import read_run
+
+PRIVATE = [
+    *("privacy=dp", "privacy.epsilon=100", "clients=2"),
+    *("algorithm.batch_size=8", "retrain.batch_size=16", "retrain.local_epochs=9"),
+    *("search_space.norm=group", "retrain.norm=group"),
+    *("privacy.local_steps=2", "privacy.retrain.local_steps=3"),
+]
+
+
+@pytest.fixture
+def fast_accountant(monkeypatch):
+    monkeypatch.setitem(accounting.ACCOUNTANTS, "prv", rdp_epsilon)  # PRV takes a second per client
+
+
+def card(run) -> str:
+    return (run.folder / "MODEL_CARD.md").read_text(encoding="utf-8")
+
+
+def booked_steps(run, client: int) -> dict[str, int]:
+    """Return the number of releases of weights in a client's ledger by stage."""
+    site: Path = run.folder / "sites" / f"client-{client}"
+    steps: dict[str, int] = {}
+    with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
+        for row in ledger.entries():
+            if row.entry.action.endswith(":weights"):
+                steps[row.entry.stage] = steps.get(row.entry.stage, 0) + row.entry.release.steps
+    return steps
+
+
+def test_private_training_is_told_in_the_steps_that_the_ledgers_hold(run_inline, fast_accountant):
+    run = run_inline(*PRIVATE, "algorithm.local_epochs=7", "stages=[search,retrain]")
+    assert run.error is None
+    assert booked_steps(run, 0) == {"search": 2 * 2, "retrain": 2 * 3}
+    shown = dict(facts(read_run(run.folder)))
+    assert shown["algorithm"] == (
+        "fed_darts (rule first_order, local_steps 2, expected_batch_size 8)"
+    )
+    assert "local_steps 3, expected_batch_size 16" in shown["retraining"]
+    assert shown["search rounds"] == "2"
+    text = card(run)
+    assert "epochs" not in text
+    assert "| algorithm.local_steps | 2 |" in text
+    assert "| algorithm.expected_batch_size | 8 |" in text
+    assert "- It was not evaluated." in text
+    assert "Not all of it was released" not in text
+
+
+def test_a_given_genotype_was_not_searched_for(run_inline):
+    searched = run_inline("stages=[search]", "rounds=1", "clients=2")
+    assert "; its weights were not trained." in card(searched)
+    assert "Nothing was searched" not in card(searched)
+    run = run_inline(
+        *("stages=[retrain,evaluate]", f"genotype={searched.folder / 'genotype.json'}"),
+        *("clients=2", "retrain.rounds=1", "algorithm.local_epochs=7"),
+    )
+    assert run.error is None
+    shown, text = dict(facts(read_run(run.folder))), card(run)
+    assert title(read_run(run.folder)) == "Given genotype on npz"
+    assert not {"algorithm", "search space", "search rounds"} & set(shown)
+    assert shown["given genotype"].endswith("genotype.json")
+    assert "A classifier of a given architecture, whose weights several clients trained" in text
+    assert "algorithm" not in text
+    assert "another seed gives another accuracy." in text
+    report = (run.folder / "report.html").read_text(encoding="utf-8")
+    assert "Cells that were given" in report
+    assert "Cells that were found" not in report
+
+
+def test_a_given_network_has_no_search_to_tell_of(run_inline):
+    run = run_inline(
+        *("algorithm=fedavg", "algorithm.network=plain_cnn", "clients=2"),
+        *("retrain.rounds=1", "stages=[retrain,evaluate]"),
+    )
+    assert run.error is None
+    shown = dict(facts(read_run(run.folder)))
+    assert shown["algorithm"] == "fedavg (network plain_cnn)"
+    assert not {"search space", "search rounds"} & set(shown)
+    assert shown["device"] == "cpu"
+    assert "search_space" not in card(run)
+
+
+def test_hyper_parameters_that_were_chosen_are_not_those_of_the_settings(run_inline):
+    run = run_inline(
+        *("algorithm=feathers", "algorithm.num_configurations=3", "algorithm.nas_rounds=2"),
+        *("clients=2", "stages=[search,retrain]"),
+    )
+    assert run.error is None
+    text = card(run)
+    assert "retrain.weights.lr" not in text
+    assert "| retrain.hyperparameters | chosen by feathers in every round |" in text
+    found = run_inline(
+        *("algorithm=random_search", "rounds=1", "clients=2", "retrain.rounds=1"),
+        "algorithm.ranges={lr:{low:.001,high:.002,log:true},"
+        "weight_decay:{low:1e-5,high:1e-4,log:true},momentum:{low:.1,high:.2,log:false},"
+        "alpha_lr:{low:1e-4,high:1e-3,log:true},alpha_weight_decay:{low:1e-5,high:1e-4,log:true},"
+        "dropout:{low:0.0,high:0.1,log:false}}",
+    )
+    assert found.error is None
+    (derived,) = (e for e in found.events if e["event"] == "derived")
+    assert f"| retrain.weights.lr | {derived['configuration']['lr']} |" in card(found)
+    assert f"| retrain.drop_path_prob | {derived['configuration']['dropout']} |" in card(found)

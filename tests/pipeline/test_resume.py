@@ -1,0 +1,134 @@
+"""A real process, killed in the middle of a round, goes on to bit-equal results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fednas_flwr.cli import main
+from fednas_flwr.runs.events import EventLog, latest_rounds, read_events
+
+from ..fork_server import Command
+
+ROUNDS = 4
+KILLED_AFTER = 2  # rounds of the search; the kill falls into the next one
+TIMEOUT_S = 600
+
+
+def wait_for_round(folder: Path, number: int, process: Command) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        events = folder / "events.jsonl"
+        done = latest_rounds(read_events(events), "search") if events.exists() else []
+        if len(done) >= number and (folder / "checkpoints" / f"search-{number:06d}.json").exists():
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"round {number} did not come within {TIMEOUT_S} s")
+
+
+@pytest.fixture(scope="module")
+def folders(fednas, tiny_overrides, tmp_path_factory):
+    """Folders of an undisturbed run, and of two that were killed and resumed."""
+    root = tmp_path_factory.mktemp("resume")
+    # FNAS: its server has optimisers of its own, and batches go on over rounds.
+    overrides = [*tiny_overrides, "algorithm=fnas", f"rounds={ROUNDS}", "algorithm.batch_size=8"]
+    overrides += ["clients=2", "retrain.rounds=1", "stages=[search,retrain,export]"]
+    with fednas("run", *overrides, f"run_dir={root / 'killed'}") as killed:
+        try:
+            wait_for_round(root / "killed", KILLED_AFTER, killed)
+            time.sleep(0.05)  # into the next round, which takes longer than this
+        finally:
+            killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    shutil.copytree(root / "killed", root / "truncated")
+    newest = max((root / "truncated" / "checkpoints").glob("search-*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    before = {name: read_events(root / name / "events.jsonl") for name in ("killed", "truncated")}
+    with fednas("run", f"resume={root / 'killed'}") as resumed:
+        try:
+            assert main(["run", *overrides, f"run_dir={root / 'whole'}"]) == 0
+            assert main(["run", f"resume={root / 'truncated'}"]) == 0
+            told = resumed.communicate(timeout=TIMEOUT_S)
+            assert resumed.returncode == 0, told
+        finally:
+            resumed.kill()
+    return root, before
+
+
+def assert_same_results(folder: Path, whole: Path) -> None:
+    assert (folder / "genotype.json").read_bytes() == (whole / "genotype.json").read_bytes()
+    left, right = (load_file(f / "model.safetensors") for f in (folder, whole))
+    assert set(left) == set(right)
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    newest = f"search-{ROUNDS:06d}.safetensors"
+    left, right = (load_file(f / "checkpoints" / newest) for f in (folder, whole))
+    assert {"weights.float32", "alphas.float32", "server.weights.momentum_buffer"} <= set(left)
+    assert set(left) == set(right)
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def metrics_by_round(folder: Path, stage: str) -> list:
+    return [
+        event["metrics"] for event in latest_rounds(read_events(folder / "events.jsonl"), stage)
+    ]
+
+
+def test_the_kill_fell_into_a_round(folders):
+    _, before = folders
+    for events in before.values():
+        done = latest_rounds(events, "search")
+        assert KILLED_AFTER <= len(done) < ROUNDS
+        assert events[-1]["event"] != "run_finished"
+
+
+def test_a_killed_run_goes_on_bit_by_bit(folders):
+    root, before = folders
+    assert_same_results(root / "killed", root / "whole")
+    events = read_events(root / "killed" / "events.jsonl")
+    assert events[: len(before["killed"])] == before["killed"]
+    starts = [event["resumed"] for event in events if event["event"] == "run_started"]
+    assert starts == [False, True]
+    resumed = [e["round"] for e in events[len(before["killed"]) :] if e["event"] == "round"]
+    done = len(latest_rounds(before["killed"], "search"))
+    assert resumed[0] in (done, done + 1)  # done: killed between the event and the checkpoint
+    assert not [event for event in events if event["event"] == "warning"]
+    for stage in ("search", "retrain"):
+        left, right = (metrics_by_round(root / name, stage) for name in ("killed", "whole"))
+        assert left == right
+
+
+def test_a_truncated_checkpoint_costs_a_round_and_a_warning(folders):
+    root, before = folders
+    assert_same_results(root / "truncated", root / "whole")
+    events = read_events(root / "truncated" / "events.jsonl")
+    (warning,) = [event for event in events if event["event"] == "warning"]
+    assert "is damaged" in warning["message"]
+    assert "the one before it is used" in warning["message"]
+    damaged = int(warning["message"].split("search-")[1][:6])
+    resumed = [e["round"] for e in events[len(before["truncated"]) :] if e["event"] == "round"]
+    assert resumed[0] == damaged  # the round of the damaged checkpoint is done again
+    assert json.loads((root / "truncated" / "genotype.json").read_text())["space"] == "nasbench201"
+
+
+def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
+    overrides = ("clients=3", "runtime.quorum=0.6", "rounds=1", "retrain.rounds=1")
+    first = run_inline(*overrides)
+    (evaluated,) = (e for e in first.events if e["event"] == "evaluated")
+    assert 1 in [result["client"] for result in evaluated["clients"]]
+    with EventLog(first.folder / "events.jsonl") as log:
+        place = {"stage": "retrain", "round": 1, "action": "train.weights"}
+        log.emit("client_left", **place, client=1, reason="nonsense", expelled=True)
+    again = run_inline(resume=first.folder)
+    assert again.error is None
+    evaluated = [e for e in again.events if e["event"] == "evaluated"][-1]
+    assert 1 not in [result["client"] for result in evaluated["clients"]]

@@ -1,0 +1,397 @@
+"""Runs whose rounds ask some of the clients: whom, with what average, and at what epsilon."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fednas_flwr.algorithms.sampled_rounds import make_sampling
+from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import release_guard
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.models.networks import describe_network
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.report.guarantee import promise_texts
+from fednas_flwr.settings import dump_config
+from fednas_flwr.settings.names import SAMPLINGS
+
+from ..contracts.test_strategies import SETTINGS
+
+SIX = ["clients=6", "sampling.per_round=2", "rounds=4", "retrain.rounds=3"]
+FNAS = ["algorithm=fnas", "algorithm.batch_size=8", *SIX]
+DP = [
+    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"),
+    *("search_space.norm=group", "retrain.norm=group", "retrain.channels=2"),
+    *("privacy.retrain.local_steps=3", "privacy.epsilon=30", "search_space.channels=2"),
+    *SIX,
+]
+
+
+def named(run, name):
+    return [event for event in run.events if event["event"] == name]
+
+
+def drawn(run):
+    """The clients of each round by stage and round, as the seed has them."""
+    told = named(run, "partition")[0]
+    sampling = make_sampling(run.config, told["splits"])
+    return {
+        (e["stage"], e["round"]): list(sampling.participants(e["stage"], e["round"]).clients)
+        for e in named(run, "round")
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(run_inline):
+    return run_inline(*FNAS, "partition=quantity", "partition.min_size=5")
+
+
+def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whole):
+    assert whole.error is None
+    asked = {(e["stage"], e["round"]): e["asked"] for e in named(whole, "round")}
+    assert asked == drawn(whole)
+    assert len(asked) == 7
+    assert len({tuple(clients) for clients in asked.values()}) > 3
+    for event in named(whole, "round"):
+        assert sorted(map(int, event["clients"])) == event["asked"]
+        assert event["exchanges"] == (2 if event["stage"] == "search" else 1) + (
+            event["stage"] == "search" and event["round"] == 4  # the supernet is evaluated
+        )
+    (tested,) = named(whole, "evaluated")
+    assert len(tested["clients"]) <= 2
+
+
+def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole.folder, folder)
+    text = (folder / "config.yaml").read_text().replace(str(whole.folder), str(folder))
+    (folder / "config.yaml").write_text(text)
+    for pattern in ("search-00000[34].*", "retrain-*"):
+        for path in (folder / "checkpoints").glob(pattern):
+            path.unlink()
+    resumed = run_inline(resume=folder)
+    assert resumed.error is None
+    before = {(e["stage"], e["round"]): e["asked"] for e in named(whole, "round")}
+    again = resumed.events[len(whole.events) :]
+    rounds = [event for event in again if event["event"] == "round"]
+    assert [(e["stage"], e["round"]) for e in rounds] == list(before)[2:]
+    assert all(e["asked"] == before[e["stage"], e["round"]] for e in rounds)
+    left, right = (load_file(f / "model.safetensors") for f in (folder, whole.folder))
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("algorithm", sorted({*SETTINGS} - {"vanilla_nas"}))
+def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, federate):
+    config = compose_config(
+        *(f"algorithm={algorithm}", "clients=4", "sampling.per_round=2"), *SETTINGS[algorithm]
+    )
+    fed = federate(config)
+    fed.cohort.connect(fed.grid)
+    splits = [fed.cohort.properties[client]["splits"] for client in range(4)]
+    fed.cohort.sampling = make_sampling(config, splits)
+    fed.strategy.start(fed.grid, num_rounds=1)
+    (told,) = [event for event in fed.events if event["event"] == "round"]
+    assert told["asked"] == list(fed.cohort.sampling.participants("search", 1).clients)
+    assert sorted(map(int, told["clients"])) == told["asked"]
+    assert told["exchanges"] >= 1
+
+
+def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(run_inline):
+    run = run_inline(
+        *("algorithm=fedex", "algorithm.network=linear", "algorithm.num_configurations=3"),
+        *("clients=4", "sampling.per_round=2", "retrain.rounds=2", "stages=[retrain]"),
+    )
+    assert run.error is None
+    assert [len(event["asked"]) for event in named(run, "round")] == [2, 2]
+
+
+def retraining(compose_config, federate, *overrides):
+    """A federation with FedAvg of a linear model and its sampling."""
+    config = compose_config(
+        "algorithm=fedavg", "algorithm.network=linear", "clients=4", "partition=quantity",
+        "partition.fractions=[0.4,0.3,0.2,0.1]", *overrides,
+    )  # fmt: skip
+    fed = SimpleNamespace(**vars(federate(compose_config("clients=4"))))
+    fed.grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    fed.events.clear()
+    fed.cohort.connect(fed.grid)
+    splits = [fed.cohort.properties[client]["splits"] for client in range(4)]
+    fed.cohort.sampling = make_sampling(config, splits)
+    description = describe_network(config, fed.data[0], None)
+    fed.strategy, _ = make_retraining(config, description, fed.cohort, None)
+    return fed, splits
+
+
+@pytest.mark.parametrize(
+    ("overrides", "splits", "most"),
+    [
+        (["algorithm=fedavg"], ("train", "validation"), 99),
+        (["algorithm=fedavg", "retrain.evaluate_every=1"], ("train",), 99),
+        (
+            ["algorithm=fedavg", "retrain.exchange=gradients", "retrain.batch_size=20"],
+            ("train", "validation"),
+            20,
+        ),
+        (["algorithm=fedex"], ("train",), 99),
+    ],
+)
+def test_a_clients_size_is_the_weight_of_its_reply(overrides, splits, most, compose_config):
+    records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
+    config = compose_config(
+        *overrides, "algorithm.network=linear", "clients=4", "sampling.per_round=2"
+    )
+    sizes = make_sampling(config, records).sizes["retrain"].tolist()
+    assert sizes == [min(most, sum(own[split] for split in splits)) for own in records]
+
+
+@pytest.mark.parametrize(
+    ("override", "sizes"),
+    [
+        ("algorithm.batch_size=15", [10, 15, 15, 15]),  # what a batch can hold
+        ("privacy.rate=0.5", [10, 20, 30, 40]),  # a share of all
+        ("privacy.rate=1", [10, 20, 30, 40]),
+    ],
+)
+def test_a_private_searchs_clients_weigh_what_their_batches_do(override, sizes, compose_config):
+    records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
+    private = ("algorithm=dp_fnas", "privacy=dp", "clients=4", "sampling.per_round=2")
+    config = compose_config(*private, override)
+    assert make_sampling(config, records).sizes["search"].tolist() == sizes
+
+
+@pytest.mark.parametrize("by", SAMPLINGS)
+def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
+    by, compose_config, federate
+):
+    fed, splits = retraining(
+        compose_config, federate, "sampling.per_round=3", f"sampling.by={by}", "retrain.rounds=1"
+    )
+    participants = fed.cohort.sampling.participants("retrain", 1)
+    alone = {}
+    for client in participants.clients:
+        single, _ = retraining(compose_config, federate, "retrain.rounds=1")
+        single.cohort.sampling = SimpleNamespace(participants=lambda *_, c=client: turn_of(c))
+        single.strategy.start(single.grid, num_rounds=1)
+        (alone[client],) = single.strategy.states["weights"].values()
+    fed.strategy.start(fed.grid, num_rounds=1)
+    (found,) = fed.strategy.states["weights"].values()
+    sizes = {c: splits[c]["train"] + splits[c]["validation"] for c in participants.clients}
+    weights = participants.weights or sizes
+    total = sum(weights[c] for c in participants.clients)
+    expected = sum(weights[c] * alone[c].double() for c in participants.clients) / total
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def turn_of(client):
+    from fednas_flwr.server.client_sampling import Participants
+
+    return Participants((client,))
+
+
+def failing_app(config, failing):
+    """The run's clients, some of which fail at whatever trains."""
+
+    def fail(message, context, call_next):
+        client = context.node_config["partition-id"]
+        if client in failing and message.metadata.message_type.startswith("train."):
+            raise RuntimeError("disk full")
+        return call_next(message, context)
+
+    return make_client_app(dump_config(config), mods=[fail])
+
+
+def test_the_place_of_a_client_that_fails_is_taken_for_the_rest_of_the_round(
+    compose_config, federate
+):
+    config = compose_config(
+        *FNAS, "sampling.per_round=3", "sampling.spare=.5", "runtime.quorum=1", "stages=[search]"
+    )
+    fed = federate(config)
+    failing = set()
+    fed.grid = InProcessGrid(failing_app(config, failing), config.clients)
+    fed.cohort.connect(fed.grid)
+    splits = [fed.cohort.properties[client]["splits"] for client in range(6)]
+    sampling = fed.cohort.sampling = make_sampling(config, splits)
+    participants = sampling.participants("search", 1)
+    assert (len(participants.clients), len(participants.backups)) == (3, 2)
+    failing.update([participants.clients[0], participants.backups[0]])
+    fed.strategy.start(fed.grid, num_rounds=1)
+    failures = [(e["client"], e["action"]) for e in fed.events if e["event"] == "client_failed"]
+    assert failures == [
+        (participants.clients[0], "train.weight_gradient"),
+        (participants.backups[0], "train.weight_gradient"),
+    ]
+    (told,) = [event for event in fed.events if event["event"] == "round"]
+    assert set(map(int, told["clients"])) == {*participants.clients[1:], participants.backups[1]}
+    assert set(told["asked"]) == {*participants.clients, participants.backups[1]}
+
+
+@pytest.fixture(scope="module")
+def private(run_inline):
+    with pytest.MonkeyPatch.context() as patch:  # PRV takes up to a second per client
+        patch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
+        return run_inline(*DP, "sampling.spare=.5", "privacy.metrics_noise_multiplier=50")
+
+
+def ledger_of(run, client):
+    folder = run.folder / "sites" / f"client-{client}"
+    return Ledger(folder / "ledger" / "ledger.sqlite", folder / "key")
+
+
+def books(run, client):
+    """What a client has booked, and what it has committed to."""
+    names = set()
+    for number in range(6):
+        with ledger_of(run, number) as ledger:
+            names |= {row.entry.run for row in ledger.entries()}
+    (name,) = names
+    with ledger_of(run, client) as ledger:
+        return [row.entry for row in ledger.entries()], ledger.committed(name)
+
+
+def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
+    assert private.error is None
+    (told,) = named(private, "privacy")
+    sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
+    asked = {(e["stage"], e["round"]): e["asked"] for e in named(private, "round")}
+    assert {len(clients) for clients in asked.values()} == {2}
+    assert [client["client"] for client in told["clients"]] == list(range(6))
+    for client in told["clients"]:
+        number = client["client"]
+        may = Counter(
+            stage
+            for stage, rounds in (("search", 4), ("retrain", 3), ("evaluate", 1))
+            for r in range(1, rounds + 1)
+            if number in sampling.participants(stage, r).candidates
+        )
+        assert client["turns"] == may
+        entries, text = books(private, number)
+        steps = {(p["stage"], p["kind"]): p["steps"] for p in json.loads(text)["releases"]}
+        expected = {("search", "weights"): may["search"], ("search", "alphas"): may["search"]}
+        expected |= {("retrain", "weights"): 3 * may["retrain"]}
+        expected |= {("evaluate", "metrics"): may["evaluate"]}
+        assert {place: n for place, n in steps.items() if place != ("search", "metrics")} == {
+            place: n for place, n in expected.items() if n
+        }
+        turns = Counter(stage for (stage, _), clients in asked.items() if number in clients)
+        booked = Counter((entry.stage, entry.action) for entry in entries)
+        assert booked["search", "train.weight_gradient:weights"] == turns["search"]
+        assert booked["retrain", "train.weights:weights"] == 3 * turns["retrain"]
+
+
+def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
+    private, run_inline, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
+    folder = tmp_path / "run"
+    shutil.copytree(private.folder, folder)
+    text = (folder / "config.yaml").read_text().replace(str(private.folder), str(folder))
+    (folder / "config.yaml").write_text(text)
+    for path in (folder / "checkpoints").glob("retrain-000003.*"):
+        path.unlink()
+    resumed = run_inline(resume=folder)
+    assert resumed.error is None
+    again = resumed.events[len(private.events) :]
+    (told,) = [event for event in again if event["event"] == "privacy"]
+    (last,) = [event for event in again if event["event"] == "round"]
+    assert (last["stage"], last["round"]) == ("retrain", 3)
+    assert last["asked"] == named(private, "round")[-1]["asked"]
+    sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
+    for client in told["clients"]:
+        number = client["client"]
+        left = {stage for stage, r in (("retrain", 3), ("evaluate", 1))
+                if number in sampling.participants(stage, r).candidates}  # fmt: skip
+        assert {stage for stage, turns in client["turns"].items() if turns} == left
+    before, after = (
+        {(p["stage"], p["kind"]): p["noise_multiplier"] for p in event["schedule"]}
+        for event in (named(private, "privacy")[0], told)
+    )
+    assert after.items() <= before.items()
+
+
+def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
+    (told,) = named(private, "privacy")
+    noise = {(p["stage"], p["kind"]): p["noise_multiplier"] for p in told["schedule"]}
+    epsilons = {}
+    for client in told["clients"]:
+        turns, records = client["turns"], client["records"]
+        both = records["train"] + records["validation"]
+        steps = {"search": turns.get("search", 0), "retrain": 3 * turns.get("retrain", 0)}
+        sizes = {"search": records["train"], "retrain": both}
+        parts = [
+            Release(noise[stage, "weights"], min(1, 8 / sizes[stage]), number)
+            for stage, number in steps.items()
+            if number
+        ]
+        expected = rdp_epsilon(parts, client["budget"]["delta"]) if parts else 0.0
+        assert client["epsilon"]["rdp"].get("train", 0.0) == pytest.approx(expected, rel=1e-6)
+        epsilons[sum(turns.values())] = client["epsilon"]["rdp"].get("train", 0.0)
+        assert all(cover["rounds"] >= cover["of"] for cover in client["covers"])
+    assert len(set(epsilons.values())) > 1
+    text = " ".join(promise_texts(told))
+    assert "A round asks 2 of the clients" in text
+    assert "No amplification by this draw is claimed" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["sampling.per_round=2.5"], "sampling.per_round=2.5 with clients=6: expected a whole"),
+        (["sampling.per_round=7"], "sampling.per_round=7 with clients=6: expected a whole"),
+        (["sampling.per_round=0"], "sampling.per_round=0.0 is out of range"),
+        (["sampling.per_round=2", "sampling.by=often"], "sampling.by=often is unknown"),
+        (["sampling.per_round=2", "secure_sum=true"], "with secure_sum=true: every sum is over"),
+        (
+            ["sampling.per_round=2", "algorithm=fnas", "algorithm.reduce=sum"],
+            "with algorithm.reduce=sum: a sum over some clients",
+        ),
+        (
+            ["sampling.per_round=4", "sampling.by=by_size", "aggregate=median"],
+            "with sampling.by=by_size and aggregate=median: a large client",
+        ),
+        (
+            ["sampling.per_round=2", "aggregate=median"],
+            "aggregate=median with sampling.per_round=2",
+        ),
+        (
+            [
+                *(
+                    "sampling.per_round=2",
+                    "sampling.by=by_size",
+                    "algorithm=feathers",
+                    "privacy=dp",
+                ),
+                *("search_space.norm=group", "retrain.norm=group"),
+            ],
+            "with sampling.by=by_size and privacy=dp: the noise on rewards",
+        ),
+        (
+            [
+                *("sampling.per_round=2", "algorithm=cfdnas", "search_space=mbconv_small"),
+                *("retrain=mbconv", "algorithm.num_groups=2"),
+            ],
+            "with algorithm=cfdnas: it divides all clients",
+        ),
+    ],
+)
+def test_what_needs_all_clients_is_refused_in_a_sentence(overrides, sentence, compose_config):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        compose_config("clients=6", *overrides)
+
+
+def test_a_share_of_the_clients_is_rounded_up(compose_config):
+    asked = {share: compose_config("clients=6", f"sampling.per_round={share}").asked for share in
+             (".01", ".5", ".51", "1", "6")}  # fmt: skip
+    assert asked == {".01": 1, ".5": 3, ".51": 4, "1": 1, "6": 6}
+    assert compose_config("clients=6", "sampling=null").asked == 6

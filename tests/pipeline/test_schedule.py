@@ -1,0 +1,438 @@
+"""The schedule that a private run commits to, and the noise that is left for retraining."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.pipeline.schedule import make_schedule, paying, private_stage
+from fednas_flwr.privacy.books.renyi_filter import RenyiFilter, filter_epsilon
+from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
+from fednas_flwr.search.bandit import Bandit
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+
+RECORDS = [
+    {"train": 4000, "validation": 3000, "test": 900},
+    {"train": 900, "validation": 5000, "test": 0},
+]
+DP_FNAS = [
+    *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
+    *("clients=2", "rounds=6", "retrain.rounds=5", "retrain.batch_size=16"),
+    *("privacy.rate=null", "privacy.search_share=0.5"),
+    *("privacy.retrain.local_steps=4", "privacy.retrain.max_grad_norm=1"),
+    *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")),
+]
+GIVEN = "privacy.retrain.noise_multiplier=3.5"  # calibrating takes a second
+
+
+def steps_by_kind(config, done=None):
+    return {
+        (item.stage, item.action, item.kind): item.steps
+        for item in make_schedule(config, RECORDS, done=done or {})
+    }
+
+
+SEARCH = {
+    ("search", "train.weight_gradient", "weights"): 6,
+    ("search", "train.alpha_gradient", "alphas"): 6,
+}
+FUSED = {("search", "train.gradients", kind): 18 for kind in ("weights", "alphas")}
+RETRAIN = {("retrain", "train.weights", "weights"): 20}
+MEASURED = ("search", "evaluate.model", "metrics")
+TESTED = {("evaluate", "evaluate.model", "metrics"): 1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "done", "expected"),
+    [
+        ([], {}, SEARCH | RETRAIN),
+        (["algorithm.fused=true", "algorithm.local_steps=3"], {}, FUSED | RETRAIN),
+        (["privacy.metrics_noise_multiplier=20"], {}, SEARCH | {MEASURED: 1} | RETRAIN | TESTED),
+        (
+            ["privacy.metrics_noise_multiplier=20", "algorithm.evaluate_every=4"],
+            {},
+            SEARCH | {MEASURED: 2} | RETRAIN | TESTED,
+        ),
+        (
+            [
+                *("privacy.metrics_noise_multiplier=20", "stages=[search,retrain]"),
+                "algorithm.evaluate_every=2",
+            ],
+            {"search": 4},
+            {kind: 2 for kind in SEARCH} | {MEASURED: 1} | RETRAIN,
+        ),
+        ([], {"search": 6, "retrain": 3}, {("retrain", "train.weights", "weights"): 8}),
+        (["stages=[search]"], {}, SEARCH),
+        (["algorithm=fedavg", "algorithm.network=plain_cnn"], {}, RETRAIN),
+    ],
+)
+def test_as_many_steps_as_the_rounds_still_to_do_take(compose_config, overrides, done, expected):
+    steps = steps_by_kind(compose_config(*DP_FNAS, GIVEN, *overrides), done)
+    assert steps == expected
+    stages = list(dict.fromkeys(stage for stage, *_ in steps))  # covered steps count in this order
+    assert stages == [s for s in ("search", "retrain", "evaluate") if s in stages]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batch"),
+    [
+        (["privacy.rate=0.125"], 500.0),
+        (["privacy.rate=1"], 4000.0),
+        (["privacy.rate=null", "algorithm.batch_size=20"], 20.0),
+        (["privacy.rate=null", "algorithm.batch_size=null"], 4000.0),
+    ],
+)
+def test_a_searchs_batch_is_a_share_of_the_records_or_a_number(compose_config, overrides, batch):
+    schedule = make_schedule(compose_config(*DP_FNAS, GIVEN, *overrides), RECORDS, done={})
+    (weights,) = (p for p in schedule if (p.stage, p.kind) == ("search", "weights"))
+    assert weights.expected_batch(RECORDS[0]) == batch
+    assert weights.rate(RECORDS[0]) == batch / 4000
+
+
+def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(compose_config):
+    config = compose_config(*DP_FNAS, GIVEN, "privacy.metrics_noise_multiplier=20")
+    schedule = make_schedule(config, RECORDS, done={})
+    splits = {(i.stage, i.kind): i.splits for i in schedule}
+    assert splits == {
+        ("search", "weights"): ("train",),
+        ("search", "alphas"): ("validation",),
+        ("search", "metrics"): ("validation",),
+        ("retrain", "weights"): ("train", "validation"),
+        ("evaluate", "metrics"): ("test",),
+    }
+    for stage, kinds in {
+        "search": {"weights", "alphas", "metrics"},
+        "retrain": {"weights"},
+        "evaluate": {"metrics"},
+    }.items():
+        terms = private_stage(config, schedule, stage)
+        assert terms.data_set == "records"
+        assert {item.kind for item in terms.releases} == kinds
+        assert list(terms.releases) == [item for item in schedule if item.stage == stage]
+        for item in terms.releases:
+            assert terms.noise_multiplier(item.kind) == item.noise_multiplier
+        assert terms.noise_multiplier("rewards") is None
+    assert private_stage(compose_config("algorithm=fnas"), [], "search") is None
+
+
+def test_retraining_gets_the_least_noise_with_which_every_split_keeps_the_target(compose_config):
+    """For the client and split that have least left, with a round of each stage to spare."""
+    target = 5.0
+    given = [f"privacy.epsilon={target}", "privacy.metrics_noise_multiplier=20"]
+    config = compose_config(*DP_FNAS, *given)
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    spent = []
+    for declared in RECORDS:
+        for split in ("train", "validation"):
+            releases = []
+            for item in schedule:
+                if split in item.splits:
+                    size, records = item.batch_size, sum(declared[s] for s in item.splits)
+                    rate = 1.0 if size is None else size / records
+                    sigma = item.noise_multiplier
+                    releases.append(
+                        Release(noise_multiplier=sigma, sample_rate=rate, steps=item.steps)
+                    )
+            budget = RenyiFilter(epsilon=target, delta=1e-5)
+            for release in releases:  # step by step, as the ledger books them
+                for _ in range(release.steps):
+                    budget.spend(
+                        Release(
+                            noise_multiplier=release.noise_multiplier,
+                            sample_rate=release.sample_rate,
+                            steps=1,
+                        )
+                    )
+            spent.append(budget.spent())
+
+    assert 0.98 * target < max(spent) <= target
+
+
+def test_a_resumed_run_retrains_with_the_noise_that_it_began_with(compose_config):
+    config = compose_config(*DP_FNAS)
+    sigmas = [
+        make_schedule(config, RECORDS[:1], done=done)[-1].noise_multiplier
+        for done in ({}, {"search": 6, "retrain": 4})
+    ]
+    assert len(set(sigmas)) == 1
+    given = compose_config(*DP_FNAS, GIVEN)
+    assert make_schedule(given, RECORDS, done={})[-1].noise_multiplier == 3.5
+
+
+NULL = [f"privacy.{state}.noise_multiplier=null" for state in ("weights", "alphas")]
+
+
+def cost(schedule, split):
+    """Return the largest cost of a split over the clients, as enforcement counts it."""
+    costs = []
+    for declared in RECORDS:
+        releases = []
+        for item in schedule:
+            if split in item.splits:
+                rate = poisson_rate(item.batch_size, sum(declared[s] for s in item.splits))
+                releases.append(Release(item.noise_multiplier, rate, item.steps))
+        costs.append(filter_epsilon(releases, 1e-5))
+    return max(costs)
+
+
+@pytest.mark.parametrize("metrics", ["null", "20"])
+def test_noise_of_a_search_that_is_not_given_keeps_its_share_of_the_target(compose_config, metrics):
+    """Weights and alphas each on its split, however far the run is; retraining gets the rest."""
+    given = ["privacy.epsilon=6", "privacy.search_share=0.4"]
+    given.append(f"privacy.metrics_noise_multiplier={metrics}")
+    config = compose_config(*DP_FNAS, *NULL, *given)
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    search = [item for item in schedule if item.stage == "search"]
+    for split in ("train", "validation"):
+        assert 0.99 * 2.4 < cost(search, split) <= 2.4
+    both = max(cost(schedule, split) for split in ("train", "validation"))
+    assert 0.98 * 6 < both <= 6
+    resumed = make_schedule(config, RECORDS, done={"search": 3})
+    for item, again in zip(search, resumed, strict=False):
+        assert item.noise_multiplier == again.noise_multiplier
+
+    alone = compose_config(*DP_FNAS, *NULL, *given, "stages=[search]")
+    schedule = make_schedule(alone, RECORDS, done={}, spare=True)
+    for split in ("train", "validation"):
+        assert 0.99 * 6 < cost(schedule, split) <= 6
+
+
+def test_noise_can_have_an_epsilon_of_its_own(compose_config):
+    """Each kind alone then costs that, as the papers count; the run costs more."""
+    own = [f"privacy.{kind}.epsilon=2" for kind in ("weights", "alphas", "retrain")]
+    config = compose_config(*DP_FNAS, *NULL, *own, "privacy.epsilon=100")
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    for item in schedule:
+        assert 0.99 * 2 < max(cost([item], split) for split in item.splits) <= 2
+    assert 2.02 < max(cost(schedule, split) for split in ("train", "validation")) < 4
+    with pytest.raises(ConfigError, match=r"noise_multiplier=1.0 with epsilon=2.0: .* one of them"):
+        compose_config(*DP_FNAS, "privacy.weights.epsilon=2")
+
+
+def test_noise_that_can_or_cannot_be_calibrated(compose_config):
+    fixed = compose_config(*DP_FNAS, *NULL, GIVEN, "algorithm=fedavg", "algorithm.network=linear")
+    assert [item.stage for item in make_schedule(fixed, RECORDS, done={})] == ["retrain"]
+    dear = compose_config(*DP_FNAS, *NULL, GIVEN, "privacy.metrics_noise_multiplier=0.2")
+    with pytest.raises(ConfigError, match="epsilon=8: metrics alone cost .* of 4 on the v.* for a"):
+        make_schedule(dear, RECORDS, done={})
+
+
+def test_a_search_that_costs_all_of_the_target_is_refused_naming_the_split(compose_config):
+    given = ["privacy.weights.noise_multiplier=100", "privacy.alphas.noise_multiplier=0.3"]
+    config = compose_config(*DP_FNAS, *given, "privacy.epsilon=0.5")
+    words = "epsilon=0.5: alphas alone cost .* on the validation records.* for retrain"
+    with pytest.raises(ConfigError, match=words):
+        make_schedule(config, RECORDS, done={})
+
+
+SHARED = [
+    *("runtime=deployment", "runtime.superlink=site", "partition=sites", "evaluation.baselines=2"),
+    *("privacy.epsilon=8", "privacy.baseline_share=0.25"),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "split"),
+    [
+        ({"privacy.metrics_noise_multiplier": 0.7}, "test"),
+        ({"privacy.weights.noise_multiplier": 0.4}, "train"),
+        ({"privacy.alphas.noise_multiplier": 0.4}, "validation"),
+        ({"privacy.retrain.noise_multiplier": 0.4}, "train"),
+    ],
+)
+def test_given_noise_that_leaves_too_little_for_baselines_is_refused_with_what_fits(
+    compose_config, given, split
+):
+    """Of 8 the run itself has 6 on every split, also on one that nothing else reads."""
+    ((setting, low),) = given.items()
+    null = [*NULL, "privacy.metrics_noise_multiplier=null"]
+    config = compose_config(*DP_FNAS, *null, *SHARED, f"{setting}={low}")
+    words = f"^{setting}={low}: the {split} records .* of the 6 that privacy.baseline_share=0.25 l"
+    with pytest.raises(ConfigError, match=words) as refused:
+        make_schedule(config, RECORDS, done={})
+    fits = float(str(refused.value).partition("raise it to ")[2].partition(",")[0])
+    assert low < fits < 8 * low
+    schedule = make_schedule(
+        compose_config(*DP_FNAS, *null, *SHARED, f"{setting}={fits}"), RECORDS, done={}, spare=True
+    )
+    assert {p.noise_multiplier for p in schedule if p.noise_name in setting} == {fits}
+    assert max(cost(schedule, name) for name in ("train", "validation", "test")) <= 6
+
+
+def test_an_epsilon_of_its_own_that_leaves_too_little_for_baselines_is_refused(compose_config):
+    config = compose_config(*DP_FNAS, *NULL, *SHARED, "privacy.retrain.epsilon=7")
+    with pytest.raises(ConfigError, match=r"^privacy.retrain.epsilon=7: .* set it to null, with"):
+        make_schedule(config, RECORDS, done={})
+
+
+def test_a_baseline_keeps_to_its_part_with_all_that_it_releases(compose_config):
+    """Rewards of feathers' trials, whose noise was given for the run, and metrics."""
+    noises = ["privacy.rewards.noise_multiplier=1.5", "privacy.metrics_noise_multiplier=1.5"]
+    config = compose_config(*FEATHERS, *SHARED, *noises)
+    retraining = ["retrain", "evaluate", "export"]
+    baseline = replace(config, stages=retraining, genotype="a.json")
+    baseline = replace(baseline, evaluation=replace(config.evaluation, baselines=0))
+    for part in (0.25, 40.0):
+        schedule = make_schedule(
+            replace(baseline, privacy=paying(baseline, part)), RECORDS, done={}, spare=True
+        )
+        assert {planned.kind for planned in schedule} == {"weights", "rewards", "metrics"}
+        for split in ("train", "validation", "test"):
+            assert cost(schedule, split) <= part
+        (metrics,) = [planned for planned in schedule if planned.kind == "metrics"]
+        assert (metrics.noise_multiplier > 1.5) == (part < 1)  # no less than was given
+    tiny = replace(baseline, privacy=replace(baseline.privacy, delta=1e-300))
+    assert paying(tiny, 0.001).metrics_noise_multiplier is None
+
+
+FEATHERS = [
+    *("algorithm=feathers", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
+    *("clients=2", "rounds=5", "algorithm.nas_rounds=2", "algorithm.num_configurations=8"),
+    *("algorithm.bandit.beta=1.5", "retrain.rounds=4", "retrain.batch_size=16"),
+    *("privacy.local_steps=3", "privacy.retrain.local_steps=4", "privacy.rate=null"),
+]
+TRIALS = 3  # round(1.5 ln 8)
+
+
+@pytest.mark.parametrize(
+    ("done", "rounds", "phases"),
+    [
+        ({}, (5, 4), (3, 2)),
+        ({"search": 2, "retrain": 3}, (3, 1), (2, 0)),
+        (None, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
+    ],
+)
+def test_every_step_of_every_trial_of_feathers_is_committed_to(
+    compose_config, done, rounds, phases
+):
+    noises = [f"privacy.{k}.noise_multiplier=2" for k in ("weights", "alphas", "rewards")]
+    config = compose_config(*FEATHERS, *noises, GIVEN)
+    schedule = make_schedule(config, RECORDS, done=done or {}, spare=done is None)
+    found = {(i.stage, i.action, i.kind, *i.splits): i.steps for i in schedule}
+    search, retrain = (TRIALS * number for number in phases)
+    expected = {
+        ("search", "train.search", "weights", "train"): 3 * rounds[0],
+        ("search", "train.search", "alphas", "validation"): 3 * rounds[0],
+        ("search", "train.probe", "weights", "train"): 3 * search,
+        ("search", "train.probe", "alphas", "validation"): 3 * search,
+        ("search", "train.probe", "rewards", "validation"): search,
+        ("retrain", "train.weights", "weights", "train"): 4 * rounds[1],
+        ("retrain", "train.probe", "weights", "train"): 4 * retrain,
+        ("retrain", "train.probe", "rewards", "validation"): retrain,
+    }
+    assert found == {place: steps for place, steps in expected.items() if steps}
+    for stage, local_steps in (("search", 3), ("retrain", 4)):
+        assert private_stage(config, schedule, stage).local_steps == local_steps
+
+
+def test_feathers_shares_the_target_between_rewards_and_the_rest(compose_config):
+    given = ["privacy.epsilon=4", "privacy.rewards_share=0.25", "privacy.search_share=0.5"]
+    config = compose_config(*FEATHERS, *NULL, *given)
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    rewards = [item for item in schedule if item.kind == "rewards"]
+    assert len({item.noise_multiplier for item in rewards}) == 1
+    assert 0.99 * 1 < cost(rewards, "validation") <= 1
+    search = [item for item in schedule if item.stage == "search"]
+    assert 0.99 * 2 < cost(search, "train") <= 2
+    for split in ("train", "validation"):  # which retraining does not read
+        assert 0.98 * 4 < cost(schedule, split) <= 4
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        (["privacy.epsilon=.001", "stages=[retrain]", "genotype=a.json"], "privacy.epsilon=0.001"),
+        (["privacy.retrain.epsilon=.001"], "privacy.retrain.epsilon=0.001"),
+        (
+            ["privacy.weights.noise_multiplier=null", "privacy.weights.epsilon=.002"],
+            "privacy.weights.epsilon=0.002",
+        ),
+    ],
+)
+def test_an_epsilon_that_no_noise_keeps_is_refused_by_its_setting(compose_config, given, key):
+    config = compose_config(*DP_FNAS, "privacy.delta=1e-300", *given)
+    with pytest.raises(ConfigError, match=f"^{key}: no noise keeps .* raise {key.split('=')[0]}"):
+        make_schedule(config, RECORDS, done={})
+
+
+# What the four arms of experiment=feathers/fraud_private earned in the first phase of a run at
+# epsilon 2 per mechanism, with noise of .004: the first is much too slow.
+EARNED = (0.08, 0.39, 0.43, 0.47)
+
+
+@pytest.mark.parametrize(("epsilon", "found"), [(0.2, 0.4), (1.0, 0.65)])
+def test_the_bandit_of_the_fraud_experiment_sees_through_the_noise_of_its_budget(epsilon, found):
+    """With 3 of 4 arms tried at most 3/4 can choose the best; blind, a quarter would."""
+    overrides = ["experiment=feathers/fraud_private", f"privacy.epsilon={epsilon}"]
+    config = parse_config(compose_tree(overrides))
+    records = {"train": 1625, "validation": 406, "test": 0}
+    schedule = make_schedule(config, [records] * config.clients, done={})
+    sigma = next(i.noise_multiplier for i in schedule if i.kind == "rewards")
+    total = math.sqrt(config.clients) / (config.clients * records["validation"])
+    noise = config.algorithm.loss_bound * sigma * total  # of the clients' mean
+    generator = torch.Generator().manual_seed(1)
+    new, chosen = Bandit.of(len(EARNED), config.algorithm.bandit), []
+    for _ in range(400):
+        arms = new.draw(new.num_trials(), generator)
+        noises = noise * torch.randn(len(arms), generator=generator)
+        rewards = {a: EARNED[a] + n for a, n in zip(arms, noises.tolist(), strict=True)}
+        chosen.append(new.updated(rewards, noise=noise).best())
+    assert chosen.count(0) < 0.02 * len(chosen)
+    assert found * len(chosen) < chosen.count(3) <= 0.8 * len(chosen)
+
+
+def test_rewards_take_all_that_given_noise_of_alphas_leaves(compose_config):
+    given = ["privacy.epsilon=4", "privacy.rewards_share=0.01", "privacy.alphas.noise_multiplier=2"]
+    config = compose_config(*FEATHERS, *given)
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    alphas = [item for item in schedule if item.kind == "alphas"]
+    assert 0.04 < cost(alphas, "validation")
+    assert 0.98 * 4 < cost(schedule, "validation") <= 4
+
+
+DPNAS = [
+    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "privacy=dp", "clients=2"),
+    *("rounds=6", "algorithm.warm_up_rounds=2", "algorithm.trained_candidates=3"),
+    *("algorithm.local_steps=2", "algorithm.batch_size=16", "retrain.rounds=4"),
+    *("retrain.batch_size=16", "privacy.retrain.local_steps=5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("done", "steps", "measured", "retrained"),
+    [
+        ({}, 36, 5, 20),  # 4 of 6 rounds teach, the last one also chooses
+        ({"search": 1}, 30, 5, 20),
+        ({"search": 5, "retrain": 2}, 6, 2, 10),
+        ({"search": 6}, 0, 0, 20),
+        (None, 42, 7, 25),  # to spare: a round that teaches and chooses
+    ],
+)
+def test_every_step_on_a_candidate_and_every_vector_of_rewards_is_committed_to(
+    compose_config, done, steps, measured, retrained
+):
+    config = compose_config(*DPNAS, GIVEN, "privacy.rewards.noise_multiplier=20")
+    schedule = make_schedule(config, RECORDS, done=done or {}, spare=done is None)
+    found = {(i.stage, i.action, i.kind, *i.splits): i.steps for i in schedule}
+    expected = {
+        ("search", "train.candidate", "weights", "train"): steps,
+        ("search", "evaluate.candidates", "rewards", "validation"): measured,
+        ("retrain", "train.weights", "weights", "train", "validation"): retrained,
+    }
+    assert found == {place: number for place, number in expected.items() if number}
+
+
+def test_dpnas_shares_the_target_between_rewards_steps_and_retraining(compose_config):
+    given = ["privacy.epsilon=6", "privacy.search_share=0.5", "privacy.rewards_share=0.25"]
+    config = compose_config(*DPNAS, *NULL, *given)
+    schedule = make_schedule(config, RECORDS, done={}, spare=True)
+    search = [item for item in schedule if item.stage == "search"]
+    assert 0.99 * 3 < cost(search, "train") <= 3
+    assert 0.99 * 1.5 < cost(search, "validation") <= 1.5  # rewards alone
+    both = [cost(schedule, split) for split in ("train", "validation")]
+    assert 0.98 * 6 < max(both) <= 6

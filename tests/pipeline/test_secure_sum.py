@@ -1,0 +1,462 @@
+"""Whole runs by secure sums: equal to plain ones, with dropouts, refusals, and shared noise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from safetensors.torch import load_file
+from scipy.stats import chisquare
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.client.making import make_sum_site
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.protocol.messages import decode_reply, decode_request
+from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.runs.events import latest_rounds, read_events
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import dump_config
+
+SIZES = ("norm=group", "channels=2", "num_cells=1")
+SHORT = [
+    *("rounds=1", "retrain.rounds=1"),
+    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
+    "stages=[search,retrain,evaluate]",
+    "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}",
+]
+SUMS = ("clients=4", "secure_sum={least_sites: 3, colluding: 1}")
+DP = [
+    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=4", "retrain.batch_size=4"),
+    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
+    *("privacy.epsilon=1000", "privacy.retrain.local_steps=1"),
+    *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")),
+]
+
+
+class LossyGrid(InProcessGrid):
+    """Answers with an error wherever ``lost(action, client, number of the message)`` says so."""
+
+    def __init__(self, app, clients, lost, *, records=None):
+        super().__init__(app, clients)
+        self._lost, self._records, self._count = lost, records, {}
+
+    def answer(self, message):
+        action, client = message.metadata.message_type, message.metadata.dst_node_id - 2
+        number = self._count[action, client] = self._count.get((action, client), 0) + 1
+        if self._lost(action, client, number):
+            return Message(Error(5, "the node is gone"), reply_to=message)
+        reply = super().answer(message)
+        if self._records is not None and reply.has_content():
+            self._records.append((action, client, decode_reply(reply.content)[1]))
+        return reply
+
+
+def run(config, *, lost=lambda *_: False, records=None, grid=LossyGrid):
+    """Run a configuration to its end; return its events and the error that ended it."""
+    config = create_run_folder(config)
+    app = make_client_app(dump_config(config))
+    error = None
+    try:
+        own = grid(app, config.clients, lost, records=records)
+        serve(config, own, listeners=[], resumed=False)
+    except Exception as caught:
+        error = caught
+    return read_events(Path(config.run_dir) / "events.jsonl"), error
+
+
+def weights(folder):
+    return load_file(folder / "checkpoints" / "retrain-000001.safetensors")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm=fed_darts", "training.momentum=averaged"),
+        ("algorithm=fnas", "algorithm.evaluate_every=1", "retrain.exchange=gradients"),
+        pytest.param(
+            ("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow
+        ),
+        ("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch"),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_runs_by_secure_sums_are_those_without(overrides, compose_config, tmp_path):
+    plain = (*SHORT, "clients=4", "partition=quantity", "runtime.largest_share=1", *overrides)
+    names = {name.partition("=")[0] for name in SUMS}
+    summed = [o for o in plain if o.partition("=")[0] not in names] + list(SUMS)
+    folders = tmp_path / "plain", tmp_path / "summed"
+    told = []
+    for folder, chosen in zip(folders, (plain, summed), strict=True):
+        events, error = run(compose_config(*chosen, f"run_dir={folder}"))
+        assert error is None
+        told.append([e["metrics"] for s in ("search", "retrain") for e in latest_rounds(events, s)])
+    assert (folders[0] / "genotype.json").read_bytes() == (
+        folders[1] / "genotype.json"
+    ).read_bytes()
+    left, right = map(weights, folders)
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=1e-3, atol=1e-4)
+    for one, other in zip(*told, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert other[name] == pytest.approx(one[name], rel=1e-2, abs=1e-3)
+    assert (folders[1] / "report.html").exists()
+    evaluated = [e for e in events if e["event"] == "evaluated"]
+    assert evaluated[0]["clients"] == []
+    assert evaluated[0]["total"]["sites"] == 4
+
+
+def test_the_server_holds_nothing_of_a_single_client(compose_config, tmp_path):
+    records = []
+    config = compose_config(*SHORT, *SUMS, "algorithm=fed_darts", f"run_dir={tmp_path / 'run'}")
+    _, error = run(config, records=records)
+    assert error is None
+    masked = [(v, c, r) for v, c, r in records if not v.startswith("query.")]
+    assert {v for v, _, _ in masked} == {"train.search", "train.weights", "evaluate.model"}
+    for _, client, reply in masked:
+        assert (set(reply.states), dict(reply.metrics), reply.num_examples) == ({"masked"}, {}, 1.0)
+        assert set(reply.properties) == {"context", "boxes"}
+        assert set(reply.properties["boxes"]) == {str(i) for i in range(4) if i != client}
+    assert least_p_value(masked) > 1e-9
+
+
+def least_p_value(masked):
+    """Return the least p-value of uniformity over all byte positions of each action's vectors.
+
+    The highest byte would tell most: of values without masks it is nearly always 0 or 255.
+    """
+    found = []
+    for action in {action for action, _, _ in masked}:
+        replies = [reply for asked, _, reply in masked if asked == action]
+        for dtype in {dtype for reply in replies for dtype in reply.states["masked"]}:
+            vectors = [reply.states["masked"][dtype].numpy() for reply in replies]
+            values = np.concatenate(vectors)
+            for byte in values.view(np.uint8).reshape(len(values), -1).T:
+                if len(byte) >= 2560:  # ten of each value or more
+                    found.append(chisquare(np.bincount(byte, minlength=256)).pvalue)
+    assert len(found) >= 4  # positions of the 32 bits of the largest vector, or of its 64
+    return min(found)
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(
+    masks, compose_config, tmp_path, monkeypatch
+):
+    """Real messages of an exchange with shared noise; noise alone does not make them uniform."""
+    if not masks:
+        for module in ("site", "server"):
+            where = f"fednas_flwr.protocol.secure_sum.{module}.add_mask"
+            monkeypatch.setattr(where, lambda *_, **__: None)
+    records = []
+    own = ("rounds=1", "stages=[search]", "search_space.channels=8", f"run_dir={tmp_path / 'run'}")
+    _, error = run(compose_config(*DP, *SUMS, *own), records=records)
+    assert error is None
+    sent = [record for record in records if record[0] == "train.weight_gradient"]
+    assert len(sent) == 4
+    for one in sent:  # all that there is of one site
+        assert (least_p_value([one]) > 1e-9) == masks
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_clients_with_secure_sums_are_asked_for_no_scores(summed, compose_config, tmp_path):
+    """Scores and histograms are not sums, so that no client makes or tells them."""
+    asked = []
+
+    class Listening(LossyGrid):
+        def answer(self, message):
+            if message.metadata.message_type == "evaluate.model":
+                asked.append(decode_request("evaluate.model", message.content).settings)
+            return super().answer(message)
+
+    sums = SUMS if summed else ("clients=4",)
+    config = compose_config(*SHORT, *sums, "evaluation.positive=2", f"run_dir={tmp_path / 'run'}")
+    events, error = run(config, grid=Listening)
+    assert error is None
+    assert "client_failed" not in {event["event"] for event in events}
+    found = [(settings.split, settings.with_scores) for settings in asked]
+    scores = [("validation", True)] * 4 + [("test", True)] * 4
+    assert found == ([("test", False)] * 4 if summed else scores)
+
+
+def lost_at(action, clients, *, number=None):
+    return lambda v, c, n: v == action and c in clients and number in (None, n)
+
+
+def lost_from(action, client):
+    """Return a loss of a client for good, from the first time that it is asked an action."""
+    gone = set()
+
+    def lost(asked, c, _):
+        if asked == action and c == client:
+            gone.add(c)
+        return c in gone
+
+    return lost
+
+
+@pytest.mark.parametrize("action", ["train.search", "train.weights", "query.open_masks"])
+def test_a_client_lost_before_its_answer_or_after_its_signature(action, compose_config, tmp_path):
+    config = compose_config(*SHORT, *SUMS, "algorithm=fed_darts", f"run_dir={tmp_path / 'run'}")
+    events, error = run(config, lost=lost_from(action, 1))
+    assert error is None
+    failed = {e["client"] for e in events if e["event"] == "client_failed"}
+    assert failed == {1}
+    assert [e["total"]["sites"] for e in events if e["event"] == "evaluated"] == [3]
+
+
+def test_the_total_of_survivors_is_theirs_alone(compose_config, tmp_path):
+    folders = {name: tmp_path / name for name in ("plain", "summed")}
+    lost = lost_at("train.search", {2})
+    base = (*SHORT, "algorithm=fed_darts", "stages=[search]", "clients=4")
+    for name, folder in folders.items():
+        sums = SUMS if name == "summed" else ("runtime.largest_share=1",)
+        chosen = [o for o in base if not (name == "summed" and o == "clients=4")]
+        _, error = run(compose_config(*chosen, *sums, f"run_dir={folder}"), lost=lost)
+        assert error is None
+    plain, summed = (
+        load_file(f / "checkpoints" / "search-000001.safetensors") for f in folders.values()
+    )
+    for name, tensor in plain.items():
+        torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (lost_at("query.sign_survivors", {3}), "clients [3] have answered, but not signed"),
+        (lost_at("query.open_masks", {0, 1, 2}), "with 1 of 4 survivors' openings"),
+        (lost_at("query.open_masks", {0, 1, 2, 3}), "with 0 of 4 survivors' openings"),
+        (lost_at("train.search", {0, 1}), "rule secure_sum: survivors=[2, 3], not 3 or more"),
+        (
+            lambda v, c, _: (v, c) in {("train.search", 0), ("query.open_masks", 1)},
+            "site 1 has dropped out after site 0",
+        ),
+    ],
+)
+def test_sums_that_fail_say_so_and_leave_no_trace(lost, said, compose_config, tmp_path):
+    config = compose_config(
+        *SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", f"run_dir={tmp_path / 'run'}"
+    )
+    events, error = run(config, lost=lost)
+    text = str(error) + " ".join(e["reason"] for e in events if e["event"] == "client_failed")
+    assert said in text
+    assert not list((tmp_path / "run" / "checkpoints").glob("search-*"))
+
+
+def damaged(change):
+    """Return a grid class in which ``change(content, kept)`` alters what client 1 trains."""
+    kept = []
+
+    class Damaging(LossyGrid):
+        def answer(self, message):
+            reply = super().answer(message)
+            action, client = message.metadata.message_type, message.metadata.dst_node_id - 2
+            if action == "train.search" and client == 1 and reply.has_content():
+                kept.append(reply.content)
+                return Message(change(reply.content, kept), reply_to=message)
+            return reply
+
+    return Damaging
+
+
+def other_masks(content, kept):
+    """Masked vectors of a peer whose masks are not those agreed on."""
+    rng = np.random.default_rng(0)
+    vectors = {d: Array(rng.integers(-(2**62), 2**62, array_length(a)).astype(d))
+               for d, a in content["state.masked"].items()}  # fmt: skip
+    return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
+
+
+def array_length(array):
+    return array.numpy().size
+
+
+def shorter(content, kept):
+    vectors = {d: Array(a.numpy()[:-1]) for d, a in content["state.masked"].items()}
+    return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
+
+
+def of_another_request(content, kept):
+    values = json.loads(content["header"]["json"])
+    values["properties"]["context"] = "ab" * 32
+    return RecordDict({**content, "header": ConfigRecord({"json": json.dumps(values)})})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_masks, "the total of 4 sites is beyond 4 times their range"),
+        (shorter, "masked vectors of"),
+        (of_another_request, "answered another request than the clients before it"),
+        (lambda content, kept: kept[0], None),
+    ],
+    ids=["other masks", "shorter", "another request", "replayed"],
+)
+def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, compose_config, tmp_path):
+    folder = tmp_path / "run"
+    rounds = "rounds=2" if said is None else "rounds=1"
+    config = compose_config(
+        *SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", f"run_dir={folder}", rounds
+    )
+    events, error = run(config, grid=damaged(change))
+    reasons = [e["reason"] for e in events if e["event"] == "client_failed"]
+    done = {e["round"] for e in latest_rounds(events, "search")}
+    if change is other_masks:
+        assert said in str(error)
+        assert done == set()
+    elif said is not None:
+        assert said in reasons[0]
+        assert (error, done) == (None, {1})
+    else:  # the second round gets the first one's reply once more
+        assert "reply to another request" in reasons[0]
+        assert (error, done) == (None, {1, 2})
+
+
+def test_a_run_that_was_killed_goes_on_with_new_masks(compose_config, tmp_path):
+    folder = tmp_path / "run"
+    config = compose_config(
+        *SHORT, *SUMS, "algorithm=fed_darts", "rounds=2", "stages=[search]", f"run_dir={folder}"
+    )
+    records = []
+    _, error = run(config, lost=lost_at("query.sign_survivors", {3}, number=2), records=records)
+    assert "not signed" in str(error)
+    before = records[-1 - [v for v, _, _ in reversed(records)].index("train.search")][2]
+    assert main(["run", f"resume={folder}"]) == 0
+    rounds = latest_rounds(read_events(folder / "events.jsonl"), "search")
+    assert [e["round"] for e in rounds] == [1, 2]
+    assert before.properties["context"] not in {
+        r.properties["context"] for v, _, r in records[:-8] if v == "train.search"
+    }
+
+
+REFUSED = [
+    ("aggregate=median", "set aggregate=mean"),
+    ("aggregate=trimmed_mean", "set aggregate=mean"),
+    ("runtime.wire=int8", "set runtime.wire=float32"),
+    ("evaluation.personalised=true", "leave it out"),
+    ("clients=1001", "at most 1000"),
+    ("algorithm=fedex", "asked different things"),
+    ("algorithm=fnas algorithm.reduce=sum", "set algorithm.reduce=mean"),
+    ("secure_sum.colluding=3", "raise clients to 5 or more, or lower secure_sum.colluding"),
+    ("clients=2", "clients=2 and secure_sum.colluding=1: a sum must .* raise clients to 3 or"),
+    ("secure_sum.least_sites=9", "lower secure_sum.colluding"),
+    ("secure_sum.least_sites=2", "lower secure_sum.colluding"),
+    ("runtime=deployment runtime.superlink=site", "set partition=sites privacy=dp"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), REFUSED)
+def test_what_has_no_sum_is_refused_at_composition(settings, said, compose_config):
+    given = {o.partition("=")[0] for o in settings.split()}
+    least = SUMS
+    if any(name.startswith("secure_sum.") for name in given):
+        least = ("clients=4", "secure_sum=true")
+    with pytest.raises(ConfigError, match=said):
+        compose_config(*least, *settings.split())
+
+
+def test_paths_and_groups_of_clients_are_refused(compose_config):
+    mbconv = ["search_space=mbconv", "retrain=mbconv", "secure_sum=true"]
+    for algorithm in ("fdnas", "cfdnas"):
+        with pytest.raises(ConfigError, match="asked different things"):
+            compose_config(*mbconv, f"algorithm={algorithm}")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_noise_is_shared_in_single_steps_alone(steps, compose_config, tmp_path):
+    folder = tmp_path / "run"
+    own = (f"algorithm.local_steps={steps}", "rounds=1", "stages=[search]", f"run_dir={folder}")
+    config = compose_config(*DP, *SUMS, *own)
+    records = []
+    events, error = run(config, records=records)
+    assert error is None
+    (schedule,) = [e["schedule"] for e in events if e["event"] == "privacy"]
+    shared = {planned["action"] for planned in schedule if planned["shared"]}
+    gradients = {"train.weight_gradient", "train.alpha_gradient"}
+    assert shared == (gradients if steps == 1 else set())
+    site = folder / "sites" / "client-0"
+    with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
+        booked = {row.entry.action for row in ledger.entries()}
+    assert ("train.weight_gradient:weights (noise of 2 sites)" in booked) == (steps == 1)
+    for action, _, reply in records:
+        if action in gradients:
+            dtypes = set(reply.states["masked"])
+            assert dtypes == ({"int64", "int32"} if steps == 1 else {"int64"})
+
+
+LINEAR = [
+    *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "privacy.epsilon=50"),
+    *("stages=[retrain]", "retrain.rounds=2", "retrain.batch_size=4", "retrain.norm=group"),
+    "privacy.retrain.local_steps=2",
+]
+
+
+@pytest.mark.parametrize("exchange", ["null", "models"])
+def test_retraining_shares_noise_unless_clients_send_models(exchange, compose_config, tmp_path):
+    folder = tmp_path / "run"
+    own = (f"retrain.exchange={exchange}", f"run_dir={folder}")
+    events, error = run(compose_config(*LINEAR, *SUMS, *own), records=(records := []))
+    assert error is None
+    ((planned,),) = [e["schedule"] for e in events if e["event"] == "privacy"]
+    action = {"null": "train.network_gradient", "models": "train.weights"}[exchange]
+    shares = exchange == "null"
+    assert (planned["action"], planned["shared"], planned["steps"]) == (action, shares, 4)
+    (told,) = [e["clients"] for e in events if e["event"] == "privacy"]
+    assert all(("alone_epsilon" in client) == shares for client in told)
+    if shares:
+        assert all(client["alone_epsilon"] > client["search_epsilon"] for client in told)
+    for client in range(4):
+        site = folder / "sites" / f"client-{client}"
+        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
+            booked = [(row.entry.action, row.entry.release.noise_multiplier, row.entry.round)
+                      for row in ledger.entries()]  # fmt: skip
+        name = f"{action}:weights (noise of 2 sites)" if shares else f"{action}:weights"
+        sigma = planned["noise_multiplier"]
+        assert booked == [(name, sigma, 1), (name, sigma, 1), (name, sigma, 2), (name, sigma, 2)]
+    answers = [reply for asked, _, reply in records if asked == action]
+    assert len(answers) == 4 * (4 if shares else 2)
+    dtypes = {"int64", "int32"} if shares else {"int64"}
+    assert all(set(reply.states["masked"]) == dtypes for reply in answers)
+
+
+def test_the_total_carries_the_noise_that_is_booked(compose_config, tmp_path):
+    """Of gradients that are 0, exchanges give the noise alone: its std is what the total has."""
+    sigma = 3.0
+    config = compose_config(
+        *DP, *SUMS, "stages=[search]", "rounds=8", f"run_dir={tmp_path / 'run'}",
+        f"privacy.weights.noise_multiplier={sigma}", "training.class_factors={}",
+        "algorithm.weights.momentum=0", "algorithm.weights.weight_decay=0",
+        "algorithm.weights.lr=1.0", "algorithm.weights.min_lr=1.0",
+        "algorithm.weights.clip_norm=null", "privacy.weights.max_grad_norm=1e-3",
+        "algorithm.alphas.lr=1e-9",
+    )  # fmt: skip
+    totals = []
+    decode = Grid.decode
+
+    def kept(grid, total, *, sites):
+        values = decode(grid, total, sites=sites)
+        if grid.bits == 32 and len(values) > 1000:
+            totals.append((values, sites))
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Grid, "decode", kept)
+        _, error = run(config)
+    assert error is None
+    assert len(totals) == 8
+    found = np.concatenate([values for values, _ in totals]).std()
+    # 4 sites took part; each adds 1 / 2 of the variance, as only 2 honest ones are relied on.
+    assert found == pytest.approx(sigma * 1e-3 * np.sqrt(4 / 2), rel=0.05)
+
+
+def test_sites_without_a_run_folder_have_no_keys(compose_config):
+    with pytest.raises(ConfigError, match="needs a run folder"):
+        make_sum_site(compose_config(*SUMS), 0)

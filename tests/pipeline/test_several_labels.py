@@ -1,0 +1,276 @@
+"""Records that can have several labels: from raw data to scores, in all forms, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pandas as pd
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
+
+from fednas_flwr import load
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.data.images import read_digits
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.export import onnx_inputs
+from fednas_flwr.pipeline.buildable import check_buildable
+
+NAMES = ("even", "large", "prime")
+LINEAR = (
+    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
+    *("clients=2", "retrain.rounds=8", "retrain.weights.lr=0.05"),
+)
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return the digits [N, 8, 8] and which of three properties each has [N, 3]; 1 has none."""
+    records, _ = read_digits()
+    y = records.labels.numpy()
+    marks = [y % 2 == 0, y > 4, np.isin(y, (2, 3, 5, 7))]
+    return records.features[:, 0].numpy(), np.stack(marks, axis=1).astype(np.int64)
+
+
+def table(x: np.ndarray, y: np.ndarray) -> pd.DataFrame:
+    """Return the mean brightness of each row and column of an image, and the labels' columns."""
+    sums = np.concatenate([x.mean(1), x.mean(2)], axis=1).round(3)
+    columns = {f"p{i}": sums[:, i] for i in range(16)}
+    return pd.DataFrame(columns | {n: y[:, i] for i, n in enumerate(NAMES)})
+
+
+def as_lists(own: pd.DataFrame, separator: str) -> pd.DataFrame:
+    """Return the same table with the labels in one column."""
+    found = [[n for n in NAMES if row[n]] for _, row in own.iterrows()]
+    return own.drop(columns=list(NAMES)).assign(findings=[separator.join(names) for names in found])
+
+
+def images(folder: Path) -> tuple[str, ...]:
+    """An npz file with y [N, 3], of which a network is searched."""
+    x, y = digits()
+    np.savez(folder / "raw.npz", x_train=x[:900], y_train=y[:900], x_test=x[900:], y_test=y[900:])
+    searched = ("algorithm=fed_darts", "rounds=1", "retrain=quickstart", "retrain.rounds=3")
+    names = "dataset.class_names=[even,large,prime]"
+    return ("dataset=npz", f"dataset.root={folder / 'raw.npz'}", names, "clients=2", *searched)
+
+
+def columns(folder: Path) -> tuple[str, ...]:
+    """A table with a column per label, also as yes and no."""
+    own = table(*digits())
+    own["large"] = np.where(own["large"] == 1, "Yes", "no")
+    own[:900].to_csv(folder / "train.csv", index=False)
+    own[900:].to_csv(folder / "test.csv", index=False)
+    labels = "dataset.labels=[even,large,prime]"
+    return ("dataset=csv", f"dataset.root={folder}", labels, *LINEAR)
+
+
+def lists(folder: Path) -> tuple[str, ...]:
+    """A table with a column of lists; ``prime`` is the positive label."""
+    own = as_lists(table(*digits()), "; ")
+    own[:900].to_csv(folder / "train.csv", index=False)
+    own[900:].to_csv(folder / "test.csv", index=False)
+    separator = ("dataset.label_separator=';'", "evaluation.positive=prime")
+    return ("dataset=csv", f"dataset.root={folder}", *separator, *LINEAR)
+
+
+KINDS = {made.__name__: made for made in (images, columns, lists)}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def finished(
+    request: pytest.FixtureRequest,
+    run_inline: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> SimpleNamespace:
+    """A finished run on data of one kind, its raw test data and what was reported of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    run = run_inline(*KINDS[request.param](folder))
+    assert run.error is None
+    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    (partition,) = (e for e in run.events if e["event"] == "partition")
+    return SimpleNamespace(
+        kind=request.param,
+        folder=run.folder,
+        config=run.config,
+        test=make_data(run.config)[0].server_test,
+        raw=folder / ("raw.npz" if request.param == "images" else "test.csv"),
+        evaluated=evaluated,
+        central=evaluated["central"],
+        partition=partition,
+    )
+
+
+def test_python_says_what_is_reported(finished: SimpleNamespace) -> None:
+    y = finished.test.labels.numpy()
+    found = load(finished.folder).predict(finished.raw)
+    shares = found.probabilities
+    own = load(finished.folder).predict(finished.test.features.numpy())
+    np.testing.assert_allclose(own.probabilities, shares, atol=1e-5)
+    assert shares.sum(1).min() < 0.9  # no softmax
+    accuracy = ((shares >= 0.5) == (y == 1)).mean()
+    assert found.accuracy == pytest.approx(accuracy)
+    assert finished.central["accuracy"] == pytest.approx(accuracy)
+    assert accuracy > 0.6
+    assert [{*names} for names in found.labels] == [
+        {n for n, p in zip(NAMES, row, strict=True) if p >= 0.5} for row in shares
+    ]
+    assert [{*names} for names in found.truth or ()] == [
+        {n for n, has in zip(NAMES, row, strict=True) if has} for row in y
+    ]
+    of = slice(None) if finished.kind != "lists" else 2
+    kinds = {"average": "macro"} if finished.kind != "lists" else {}
+    expected = {
+        "f1": f1_score(y[:, of], shares[:, of] >= 0.5, **kinds),
+        "auroc": roc_auc_score(y[:, of], shares[:, of], **kinds),
+        "average_precision": average_precision_score(y[:, of], shares[:, of], **kinds),
+    }
+    assert {name: finished.central[name] for name in expected} == pytest.approx(expected, abs=1e-3)
+    for label, row in enumerate(finished.central["per_class"]):
+        assert row["auroc"] == pytest.approx(roc_auc_score(y[:, label], shares[:, label]), abs=1e-3)
+        assert row["count"] == y[:, label].sum()
+    assert ("sensitivity" in finished.central) == (finished.kind == "lists")
+    assert "confusion" not in finished.central
+
+
+def test_the_command_writes_labels_and_a_probability_each(
+    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.csv"
+    assert main(["predict", str(finished.folder), str(finished.raw), "--output", str(output)]) == 0
+    accuracy = finished.central["accuracy"]
+    assert f"accuracy by the labels in {finished.raw}: {100 * accuracy:.1f} %" in (
+        capsys.readouterr().out
+    )
+    written = pd.read_csv(output, keep_default_na=False)
+    shares = written[[f"probability of {name}" for name in NAMES]].to_numpy()
+    told = [[n for n, p in zip(NAMES, row, strict=True) if p >= 0.5] for row in shares]
+    assert written["labels"].tolist() == [";".join(names) for names in told]
+    true = [{*text.split(";")} - {""} for text in written["truth"]]
+    wrong = [len({*names} ^ own) for names, own in zip(told, true, strict=True)]
+    assert 1 - np.mean(wrong) / 3 == pytest.approx(accuracy)
+
+
+def test_onnxruntime_gives_labels_and_probabilities(finished: SimpleNamespace) -> None:
+    session = onnxruntime.InferenceSession(finished.folder / "model.onnx")
+    fed = onnx_inputs(finished.test.features, load(finished.folder).inputs)
+    labels, shares = session.run(["labels", "probabilities"], fed)
+    assert labels.dtype == np.int64
+    assert (labels == finished.test.labels.numpy()).mean() == pytest.approx(
+        finished.central["accuracy"]
+    )
+    own = load(finished.folder).predict(finished.raw).probabilities
+    np.testing.assert_allclose(shares, own, atol=1e-4)
+    meta = session.get_modelmeta().custom_metadata_map
+    assert json.loads(meta["class_names"]) == list(NAMES)
+
+
+def test_report_card_and_counts_are_of_labels(finished: SimpleNamespace) -> None:
+    report = (finished.folder / "report.html").read_text()
+    card = (finished.folder / "MODEL_CARD.md").read_text()
+    assert "Each label" in report
+    assert "mean over the labels of how often each is told right" in report
+    assert "A record can have several of the labels even, large, prime, or none" in card
+    assert "softmax" not in card
+    train = make_data(finished.config)[0].train
+    counts = np.sum(finished.partition["counts"], axis=0)
+    assert counts.tolist() == train.labels.sum(0).tolist()
+    sizes = [sum(split.values()) for split in finished.partition["splits"]]
+    assert sum(sizes) == len(train)  # records, not labels
+    if finished.kind != "images":
+        assert finished.evaluated["linear"]["auroc"] > 0.7
+        assert finished.evaluated["trees"]["auroc"] > finished.evaluated["linear"]["auroc"]
+
+
+def test_private_clients_search_and_train_on_several_labels(
+    run_inline: Callable[..., Any], tmp_path: Path
+) -> None:
+    images(tmp_path)
+    run = run_inline(
+        *("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=8", "clients=2", "rounds=2"),
+        *("dataset=npz", f"dataset.root={tmp_path / 'raw.npz'}", "retrain.rounds=1"),
+        "dataset.class_names=[even,large,prime]",
+    )
+    assert run.error is None
+    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    assert not [e for e in run.events if e["event"] == "client_failed"]
+    assert 0 < evaluated["central"]["accuracy"] < 1
+
+
+def test_real_sites_say_that_records_can_have_several_labels(
+    run_inline: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Two sites and the server's test set have tables with lists."""
+    own = as_lists(table(*digits()), "|")
+    files = [tmp_path / "0.csv", tmp_path / "1.csv"]
+    for site, file in enumerate(files):
+        own[site * 400 : site * 400 + 400].to_csv(file, index=False)
+    own[800:].to_csv(tmp_path / "new.csv", index=False)
+    ran = run_inline(
+        *("runtime=deployment", "runtime.superlink=site", "partition=sites", *LINEAR),
+        *("dataset=csv", f"dataset.root={tmp_path / 'new.csv'}", "dataset.label_separator='|'"),
+        f"dataset.cache={tmp_path / 'cache'}",
+        sites=files,
+    )
+    assert ran.error is None
+    found = load(ran.folder).predict(tmp_path / "new.csv")
+    assert found.multi_label
+    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
+    assert found.accuracy == pytest.approx(evaluated["central"]["accuracy"])
+    assert evaluated["central"]["accuracy"] > 0.6
+    assert all(client["auroc"] > 0.6 for client in evaluated["clients"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("partition=dirichlet",), "partition=dirichlet divides records by the class of each"),
+        (("partition=label_groups",), "partition=label_groups divides records by the class"),
+        (
+            ("training.oversample=true",),
+            "training.oversample=true is for records of one class each",
+        ),
+        (
+            ("training.class_factors={even: .5}",),
+            "training.class_factors=.*is for records of one class each",
+        ),
+        (("evaluation.positive=odd",), "evaluation.positive=odd is unknown"),
+        (("dataset.class_names=[even,odd]",), "has 3 labels, but dataset.class_names names 2"),
+        (("dataset.labels=[a,b]",), "dataset.labels is a setting of dataset=csv, dataset=labelled"),
+    ],
+)
+def test_what_is_for_one_class_is_refused(
+    overrides: tuple[str, ...],
+    message: str,
+    compose_config: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    changed = {override.split("=")[0] for override in overrides}
+    given = [o for o in images(tmp_path) if o.split("=")[0] not in changed]
+    with pytest.raises(ConfigError, match=message):
+        check_buildable(compose_config(*given, *overrides))
+
+
+def test_several_labels_are_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images(tmp_path)
+    status = main(
+        [
+            *("audit", "algorithm=dp_fnas", "privacy=dp", "dataset=npz"),
+            *(f"dataset.root={tmp_path / 'raw.npz'}", "privacy.weights.noise_multiplier=1"),
+            "dataset.class_names=[even,large,prime]",
+        ]
+    )
+    assert status == 0
+    assert "The audit does not refute" in capsys.readouterr().out
+
+
+def test_torch_gets_probabilities_that_need_not_sum_to_1(finished: SimpleNamespace) -> None:
+    model = load(finished.folder)
+    x = finished.test.features[:9]
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.logits(x).sigmoid())

@@ -1,0 +1,135 @@
+"""What is kept where a stage fails, and who is asked to test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from fednas_flwr.client.handlers import ANSWERS
+from fednas_flwr.data.partitioners import save_partition
+from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.pipeline import stages
+
+
+def last(events: list[dict], name: str) -> dict:
+    return [event for event in events if event["event"] == name][-1]
+
+
+def test_a_network_is_exported_although_its_test_fails(run_inline, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (80, 3, 8, 8)).astype(np.uint8)
+    labels = {"y_train": np.zeros(60, int), "y_test": np.arange(20) % 2}
+    np.savez(tmp_path / "own.npz", x_train=images[:60], x_test=images[60:], **labels)
+    done = run_inline(f"dataset.root={tmp_path / 'own.npz'}", "dataset.linear_baseline=true")
+    assert isinstance(done.error, ValueError)  # of logistic regression, for one class
+    assert last(done.events, "run_finished")["status"] == "failed"
+    assert last(done.events, "exported")["files"] == ["model.safetensors", "model.onnx"]
+    assert load_file(done.folder / "model.safetensors")
+    assert "evaluated" not in [event["event"] for event in done.events]
+
+
+def test_a_training_loss_that_is_not_finite_ends_the_run(run_inline, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [f"{rng.normal(40, 10):.2f},{i % 2}" for i in range(120)]
+    (tmp_path / "table.csv").write_text("\n".join(["age,ill", *rows]))
+    done = run_inline(
+        *("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}"),
+        "dataset.statistics={age: [40, 1e-300]}",  # what `check` would refuse
+        *("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"),
+    )
+    assert "train_loss=nan is not finite: lower the learning rate" in str(done.error)
+    assert last(done.events, "run_finished")["status"] == "failed"
+    assert not (done.folder / "genotype.json").exists()
+
+
+def test_clients_without_test_records_are_not_asked_to_test(
+    run_inline, compose_config, tmp_path: Path
+) -> None:
+    config = compose_config()
+    prepared, _ = stages.make_data(config)
+    key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
+    splits = assign_splits(prepared.train.ids, key=key, fractions=fractions)
+    without = np.flatnonzero(splits != 2)[:30]
+    others = np.setdiff1d(np.arange(len(splits)), without)
+    save_partition(tmp_path / "parts.json", [without, others[::2], others[1::2]])
+    own = (
+        "partition=saved",
+        f"partition.file={tmp_path / 'parts.json'}",
+        "rounds=1",
+        "retrain.rounds=1",
+    )
+    done = run_inline(*own, "evaluation.personalised=true", "runtime.quorum=1")
+    assert done.error is None
+    assert [
+        tuple(r["client"] for r in last(done.events, "evaluated")[kind])
+        for kind in ("clients", "personalised")
+    ] == [(1, 2), (1, 2)]
+    assert not [e for e in done.events if e["event"] in ("client_failed", "warning")]
+
+
+@pytest.mark.parametrize("fraction", ["0", ".0001"])
+def test_a_run_without_test_records_completes(run_inline, fraction: str) -> None:
+    train = 0.6 if fraction == "0" else 0.5999
+    fractions = json.dumps({"train": train, "validation": 0.4, "test": float(fraction)})
+    done = run_inline(f"dataset.fractions={fractions}".replace('"', ""), "rounds=1")
+    assert done.error is None
+    assert last(done.events, "evaluated")["clients"] == []
+    assert not [e for e in done.events if e["event"] in ("client_failed", "warning")]
+
+
+def test_clients_find_the_statistics_of_a_table_together(run_inline, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [f"{rng.normal(40 + 20 * (i % 2), 10):.2f},{'ns'[i % 2]},{i % 3}" for i in range(200)]
+    (tmp_path / "table.csv").write_text("\n".join(["age,ward,ill", *rows]))
+    done = run_inline(
+        *("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}", "dataset.ignore=[ward]"),
+        *("partition=column", "partition.column=ward", "clients=2", "search_space=mlp_small"),
+        *("search_space.channels=8", "retrain.channels=8", "rounds=1", "retrain.rounds=1"),
+    )
+    assert done.error is None
+    prepared, settings = stages.make_data(done.config)[0], done.config.dataset
+    key = settings.split_key.encode()
+    splits = assign_splits(prepared.train.ids, key=key, fractions=settings.fractions)
+    ages = prepared.train.features[splits == 0, 0].double().numpy()
+    found = last(done.events, "statistics")
+    assert found["mean"] == pytest.approx([ages.mean()])
+    assert found["std"] == pytest.approx([ages.std()])
+    assert last(done.events, "exported")["inputs"]["mean"] == found["mean"]
+    # a run that goes on keeps those that it began with, whatever the clients tell now
+    events = done.folder / "events.jsonl"
+    lines = events.read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["event"] in ("run_started", "statistics")]
+    changed = [line.replace(str(found["mean"][0]), "55.5") for line in kept]
+    events.write_text("\n".join(changed) + "\n")
+    again = run_inline(resume=done.folder)
+    assert again.error is None
+    assert last(again.events, "exported")["inputs"]["mean"] == [55.5]
+
+
+def test_a_run_where_there_is_no_git_has_no_commit(
+    run_inline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = run_inline("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain]")
+    assert done.error is None
+    assert done.events[0]["event"] == "run_started"
+    assert done.events[0]["commit"] is None
+
+
+def test_clients_that_cannot_test_the_network_do_not_end_the_run(
+    run_inline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(client, request, asked):
+        raise ValueError("the disk is full")
+
+    monkeypatch.setitem(ANSWERS, "evaluate.model", failing)
+    own = ("algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=1")
+    done = run_inline(*own, "stages=[retrain,evaluate,export]")
+    assert done.error is None
+    assert last(done.events, "evaluated")["clients"] == []
+    assert "the disk is full" in last(done.events, "warning")["message"]
+    assert last(done.events, "run_finished")["status"] == "completed"

@@ -1,0 +1,194 @@
+"""A run that is stopped ends in one sentence, and goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fednas_flwr.cli import RUN_FAILED, STOPPED
+from fednas_flwr.runs.events import read_events
+
+from ..fork_server import ForkServer
+
+MOMENTS = 50
+TIMEOUT_S = 900
+
+
+Start = Callable[..., Any]  # of `fednas <arguments>`; returns what has the methods of a Popen
+
+
+def interpreter(*arguments: str) -> subprocess.Popen[str]:
+    """Start ``fednas`` as a new interpreter in a process group of its own, as a terminal would."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fednas_flwr.cli", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def complete(start: Start, *arguments: str) -> float:
+    """Return how long a run takes, in seconds, that must complete."""
+    started = time.monotonic()
+    with start("run", *arguments) as process:
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors) == (0, "")
+    return time.monotonic() - started
+
+
+def stop_when(start: Start, moment: Callable[[], bool], *arguments: str) -> None:
+    """Press Ctrl-C at a moment, and check that the command ends without a trace."""
+    with start("run", *arguments) as process:
+        while process.poll() is None and not moment():
+            time.sleep(0.005)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    # Python itself ends by the signal where it is starting, or ending.
+    assert process.returncode in (0, STOPPED, -signal.SIGINT), errors
+    assert "ignored" not in errors
+    lines = [line for line in errors.splitlines() if line]
+    if process.returncode == STOPPED:
+        assert lines[-1] == "fednas: stopped."
+        assert all(line.startswith("To go on: fednas run resume=") for line in lines[:-1])
+
+
+def assert_goes_on(start: Start, folder: Path, whole: Path) -> None:
+    """Continue what a folder holds of a run, to the results of one that nobody stopped."""
+    if not (folder / "config.yaml").exists():  # stopped before there was a run
+        assert not list(folder.glob("*.*"))
+        return
+    complete(start, f"resume={folder}")
+    for name in ("genotype.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def overrides(tiny_overrides: list[str]) -> list[str]:
+    return [*tiny_overrides, "clients=2", "search_space.num_cells=1"]
+
+
+@pytest.fixture(scope="module")
+def whole(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The folder of a run that nobody stopped, and the seconds that it took."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, complete(interpreter, *overrides, f"run_dir={folder}")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param("partition", marks=pytest.mark.slow),
+        "round",
+        pytest.param("exported", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_stopped_goes_on(
+    fednas: ForkServer,
+    overrides: list[str],
+    whole: tuple[Path, float],
+    tmp_path: Path,
+    event: str,
+) -> None:
+    log = tmp_path / "run" / "events.jsonl"
+
+    def told() -> bool:
+        return log.exists() and event in [told["event"] for told in read_events(log)]
+
+    stop_when(fednas, told, *overrides, f"run_dir={tmp_path / 'run'}")
+    assert_goes_on(fednas, tmp_path / "run", whole[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(MOMENTS))
+def test_a_run_that_is_stopped_at_any_moment_goes_on(
+    overrides: list[str], whole: tuple[Path, float], tmp_path: Path, moment: int
+) -> None:
+    folder, seconds = whole
+    end = time.monotonic() + seconds * (moment + 0.5) / MOMENTS
+    run = [*overrides, f"run_dir={tmp_path / 'run'}"]
+    stop_when(interpreter, lambda: time.monotonic() >= end, *run)
+    assert_goes_on(interpreter, tmp_path / "run", folder)
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    """Return ids and command lines of the processes that a process and those of it have started."""
+    listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True)
+    rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+    found, parents = [], {pid}
+    while parents:
+        children = [(int(own), args) for own, parent, args in rows if int(parent) in parents]
+        found += children
+        parents = {own for own, _ in children}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("victim", ["ray::Worker", "raylet/raylet", "gcs/gcs_server"])
+@pytest.mark.parametrize("stage", ["search", "retrain"])
+def test_a_run_goes_on_after_processes_of_ray_were_killed(
+    overrides: list[str], whole: tuple[Path, float], tmp_path: Path, stage: str, victim: str
+) -> None:
+    folder = tmp_path / "run"
+    own = ("runtime=ray", "runtime.client_cpus=0.5", "runtime.quorum=1", f"run_dir={folder}")
+
+    def begun() -> bool:
+        log = folder / "events.jsonl"
+        told = read_events(log) if log.exists() else []
+        return any(event["event"] == "round" and event["stage"] == stage for event in told)
+
+    with interpreter("run", *overrides, *own) as process:
+        while process.poll() is None and not begun():
+            time.sleep(0.005)
+        victims = [pid for pid, command in descendants(process.pid) if victim in command]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert victims
+    assert "Traceback" not in errors
+    if process.returncode == RUN_FAILED:
+        sentence = errors.splitlines()[-1]
+        assert sentence.startswith("fednas: QuorumError: ")
+        assert "the client's process has died" in sentence
+        assert sentence.endswith(f"fednas run resume={folder}")
+        complete(interpreter, f"resume={folder}")
+    else:  # workers go on without what has started them, and idle ones are not missed
+        assert process.returncode == 0
+    for name in ("genotype.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "largest_file",
+    [
+        pytest.param(3_500, marks=pytest.mark.slow),
+        20_000,
+        pytest.param(50_000, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_on_a_full_disk_goes_on_when_there_is_room(
+    fednas: ForkServer,
+    overrides: list[str],
+    whole: tuple[Path, float],
+    tmp_path: Path,
+    largest_file: int,
+) -> None:
+    own = (*overrides, f"run_dir={tmp_path / 'run'}")
+    with fednas("run", *own, largest_file=largest_file) as process:
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == RUN_FAILED
+    (sentence,) = errors.splitlines()
+    assert "File too large" in sentence
+    assert f"fednas run resume={tmp_path / 'run'}" in sentence
+    assert_goes_on(fednas, tmp_path / "run", whole[0])

@@ -1,0 +1,96 @@
+"""A run with a time limit ends in time, keeps what it has, and goes on when it is resumed."""
+
+from __future__ import annotations
+
+import pytest
+
+from fednas_flwr import load, run
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import is_complete, read_run
+from fednas_flwr.settings import parser
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.parser import seconds
+
+SHORT = ("rounds=3", "retrain.rounds=3", "runtime.time_limit=1s")
+GIVEN = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]")
+
+
+def rounds(folder, stage):
+    return [event["round"] for event in read_run(folder).rounds(stage)]
+
+
+@pytest.fixture
+def no_time(monkeypatch):
+    """Let no time be left for a second round, however fast the machine is."""
+    monkeypatch.setitem(parser.SECONDS, "s", 1e-9)
+
+
+def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monkeypatch):
+    done = run_inline(*SHORT)
+    assert (rounds(done.folder, "search"), rounds(done.folder, "retrain")) == ([1], [])
+    assert not (done.folder / "model.safetensors").exists()
+    assert read_run(done.folder).status == "unfinished"
+    assert not is_complete(done.folder)
+    (warning,) = (e["message"] for e in done.events if e["event"] == "warning")
+    assert warning.startswith("runtime.time_limit=1s: the search has ended after round 1 of 3")
+    assert read_events(done.folder / "events.jsonl")[-1]["status"] == "completed"
+    monkeypatch.setitem(parser.SECONDS, "s", 1e6)
+    run_inline(resume=done.folder)
+    assert (rounds(done.folder, "search"), rounds(done.folder, "retrain")) == ([1, 2, 3], [1, 2, 3])
+    assert is_complete(done.folder)
+
+
+def test_a_run_that_was_cut_short_has_no_baselines(compose_config, tmp_path, no_time):
+    config = compose_config(*SHORT, "evaluation.baselines=1", f"run_dir={tmp_path / 'run'}")
+    assert run(config).genotype is None
+    assert not (tmp_path / "run" / "baselines").exists()
+
+
+def test_what_is_trained_when_time_is_up_is_exported_and_can_go_on(
+    run_inline, no_time, monkeypatch
+):
+    done = run_inline(*GIVEN, "retrain.rounds=3", "runtime.time_limit=1s")
+    assert rounds(done.folder, "retrain") == [1]
+    assert load(done.folder).class_names
+    assert "evaluated" in {event["event"] for event in done.events}
+    assert read_run(done.folder).status == "unfinished"
+    assert "**The run is unfinished**" in write_model_card(done.folder).read_text()
+    monkeypatch.setitem(parser.SECONDS, "s", 1e6)
+    again = run_inline(resume=done.folder)
+    assert rounds(done.folder, "retrain") == [1, 2, 3]
+    assert is_complete(done.folder)
+    assert [e["event"] for e in again.events].count("exported") == 2
+
+
+def test_a_limit_that_is_not_reached_changes_nothing(run_inline):
+    done = run_inline("rounds=2", "retrain.rounds=1", "runtime.time_limit=2h")
+    assert rounds(done.folder, "search") == [1, 2]
+    assert is_complete(done.folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("45s", 45), ("30min", 1800), ("2h", 7200), ("1h30min", 5400), ("1.5d", 129600)],
+)
+def test_times_with_units(text, expected):
+    assert seconds("time_limit", text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["30", "0s", "min", "1h30", "-1h", "1 h", "2hours", "infs", "1e3s"]
+)
+def test_what_is_no_time_is_one_sentence(text):
+    words = r"runtime.time_limit=.* is out of range: expected a time with its unit: 45s, 30min"
+    with pytest.raises(ConfigError, match=words):
+        seconds("time_limit", text)
+
+
+def test_a_limit_where_no_rounds_are_is_refused():
+    overrides = ["algorithm=zero_cost", "stages=[search]", "runtime.time_limit=30min"]
+    with pytest.raises(
+        ConfigError, match="runtime.time_limit=30min has no effect with algorithm=zero_cost"
+    ):
+        parse_config(compose_tree(overrides), given=given_settings(overrides))

@@ -1,0 +1,339 @@
+"""Sites and server of a secure sum, with real keys, masks and journals; Flower is not needed."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
+from fednas_flwr.protocol.secure_sum.roster import (
+    Context,
+    Roster,
+    SiteKeys,
+    survivors_message,
+)
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+
+ASKED = {"run": "r", "attempt": "a", "stage": "search", "round": 1, "phase": 1}
+ASKED |= {"agreed": {"request": "h"}}
+SITES = 5
+
+
+@pytest.fixture
+def sites(tmp_path):
+    return make_sites(tmp_path, SITES, least_sites=3, colluding=1)
+
+
+def make_sites(folder, number, *, least_sites, colluding):
+    keys = [SiteKeys.at(folder / f"{i}" / "keys") for i in range(number)]
+    roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
+    terms = SumTerms(roster.fingerprint, least_sites, colluding)
+    return [
+        SumSite(i, own, roster, terms, folder / f"{i}" / "journal.sqlite")
+        for i, own in enumerate(keys)
+    ]
+
+
+def values_of(site):
+    rng = np.random.default_rng(site)
+    wide = rng.integers(-(2**40), 2**40, size=7)
+    return [wide, rng.integers(-(2**20), 2**20, size=1001).astype(np.int32)]
+
+
+class Exchange:
+    """One exchange, message by message; ``asked`` overrides the request of all."""
+
+    def __init__(self, sites, participants=None, **asked):
+        self.sites = {site.index: site for site in sites}
+        self.participants = sorted(self.sites) if participants is None else participants
+        self.asked = {**ASKED, "participants": self.participants, **asked}
+        self.sum = MaskedSum(self.participants)
+        self.boxes, self.signatures, self.context = {}, {}, b""
+
+    def answer(self, clients):
+        for i in clients:
+            answer = self.sites[i].begin(**self.asked)
+            vectors = values_of(i)
+            self.boxes[i], self.context = answer.mask(vectors), answer.context
+            self.sum.add(i, vectors)
+        return self
+
+    def sign(self, clients=None, survivors=None):
+        survivors = survivors or sorted(self.sum.survivors)
+        for i in survivors if clients is None else clients:
+            self.signatures[i] = self.sites[i].sign(self.context, survivors)
+        return self
+
+    def open_by(self, i, survivors=None):
+        survivors = survivors or sorted(self.sum.survivors)
+        boxes = {j: self.boxes[j][i] for j in survivors if j != i}
+        return self.sites[i].open(self.context, survivors, self.signatures, boxes)
+
+    def total(self, clients=None):
+        openers = self.sum.survivors if clients is None else clients
+        return self.sum.unmask({i: self.open_by(i) for i in openers})
+
+
+def assert_sum(total, clients):
+    for index, found in enumerate(total):
+        expected = sum(values_of(i)[index].astype(found.dtype) for i in clients)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_total_is_the_integer_sum(sites):
+    total = Exchange(sites).answer(range(SITES)).sign().total()
+    assert_sum(total, range(SITES))
+
+
+@pytest.mark.parametrize("lost", [[0], [4], [2], [1, 3]])
+def test_sites_lost_before_their_answer_are_left_out(sites, lost):
+    left = [i for i in range(SITES) if i not in lost]
+    assert_sum(Exchange(sites).answer(left).sign().total(), left)
+
+
+@pytest.mark.parametrize("openers", list(itertools.combinations(range(SITES), 2)))
+def test_any_two_of_the_signers_open_a_sum_that_one_colluding_site_could_not(sites, openers):
+    assert_sum(Exchange(sites).answer(range(SITES)).sign().total(openers), range(SITES))
+
+
+def test_one_opening_is_not_enough(sites):
+    total = Exchange(sites).answer(range(SITES)).sign().total([0])
+    with pytest.raises(AssertionError):
+        assert_sum(total, range(SITES))
+    with pytest.raises(ValueError, match="beyond 5 times their range"):
+        Grid.of_range(1.0, sites=SITES).decode(total[1], sites=SITES)
+
+
+def test_a_site_lost_after_signing_beside_one_lost_before_fails_the_sum(sites):
+    exchange = Exchange(sites).answer([0, 1, 2, 3]).sign()
+    with pytest.raises(ValueError, match="site 3 has dropped out after site 4"):
+        exchange.total([0, 1, 2])
+
+
+def test_nothing_is_opened_while_a_survivor_has_not_signed(sites):
+    exchange = Exchange(sites).answer(range(SITES)).sign(clients=[0, 1, 2, 3])
+    for i in range(4):
+        with pytest.raises(ConfigError, match="site 4 has not signed"):
+            exchange.open_by(i)
+
+
+def test_a_context_has_one_answer_one_list_and_one_opening(sites):
+    exchange = Exchange(sites).answer(range(SITES))
+    with pytest.raises(ConfigError, match="answered before"):
+        sites[0].begin(**exchange.asked)
+    exchange.sign()
+    with pytest.raises(ConfigError, match="a site signs one"):
+        sites[0].sign(exchange.context, [0, 1, 2])
+    with pytest.raises(ConfigError, match="a site signs one"):
+        sites[0].sign(exchange.context, list(range(SITES)))
+    exchange.open_by(0)
+    with pytest.raises(ConfigError, match="opened before"):
+        exchange.open_by(0)
+
+
+def test_what_was_done_is_known_to_another_process(sites, tmp_path):
+    exchange = Exchange(sites).answer(range(SITES)).sign()
+    again = SumSite(
+        0, SiteKeys.at(tmp_path / "0" / "keys"), sites[0].roster, sites[0].terms,
+        tmp_path / "0" / "journal.sqlite",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="answered before"):
+        again.begin(**exchange.asked)
+    with pytest.raises(ConfigError, match="a site signs one"):
+        again.sign(exchange.context, [0, 1, 2])
+    exchange.sites[0] = again
+    assert_sum(exchange.total(), range(SITES))
+
+
+def test_a_new_attempt_has_other_masks(sites):
+    masked = []
+    for attempt in ("a", "b"):
+        vectors = values_of(0)
+        sites[0].begin(**ASKED | {"attempt": attempt, "participants": [0, 1, 2]}).mask(vectors)
+        masked.append(vectors[1])
+    assert (masked[0] != masked[1]).mean() > 0.99
+
+
+def test_messages_out_of_order_are_refused_and_do_no_harm(sites):
+    exchange = Exchange(sites).answer([3, 0, 4, 1])
+    with pytest.raises(ConfigError, match="answered no such request"):
+        sites[2].sign(exchange.context, list(range(SITES)))  # before its answer
+    exchange.answer([2])
+    with pytest.raises(ConfigError, match="not the list that this site has signed"):
+        exchange.open_by(0)  # before it has signed
+    exchange.sign(clients=[4, 2, 0, 3])
+    with pytest.raises(ConfigError, match="site 1 has not signed"):
+        exchange.open_by(0)  # before all have
+    exchange.sign(clients=[1])
+    assert_sum(exchange.total([4, 2]), range(SITES))
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_totals_at_the_edge_of_the_range_and_one_cell_beyond_it(sites, sign, beyond):
+    grid = Grid.of_range(3.0, sites=SITES)
+    exchange = Exchange(sites)
+    for i, site in enumerate(sites):
+        cells = np.full(9, sign * grid.most_cells, dtype=np.int32)
+        cells[0] += sign * beyond * (i == 0)
+        answer = site.begin(**exchange.asked)
+        exchange.boxes[i], exchange.context = answer.mask([cells]), answer.context
+        exchange.sum.add(i, [cells])
+    (total,) = exchange.sign().total()
+    if beyond:
+        with pytest.raises(ValueError, match="beyond 5 times their range"):
+            grid.decode(total, sites=SITES)
+    else:
+        assert (grid.decode(total, sites=SITES) == sign * SITES * grid.range).all()
+
+
+def test_two_lists_cannot_both_be_opened_with_an_honest_site_in_common(sites):
+    exchange = Exchange(sites).answer(range(SITES))
+    exchange.sign(survivors=[0, 1, 2])
+    exchange.sign(clients=[3, 4], survivors=[2, 3, 4])
+    with pytest.raises(ConfigError, match="site 2 has not signed"):
+        exchange.open_by(3, [2, 3, 4])
+    with pytest.raises(ConfigError, match="not the list that this site has signed"):
+        exchange.open_by(0, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("survivors", "said"),
+    [
+        ([0, 1], "3 or more"),
+        ([1, 2, 3], "with this site, 0, among them"),
+        ([0, 1, 1, 2], "ascending"),
+        ([2, 1, 0], "ascending"),
+        ([0, 1, 2, 7], "some of"),
+    ],
+)
+def test_lists_outside_the_policy_are_not_signed(sites, survivors, said):
+    exchange = Exchange(sites).answer(range(SITES))
+    with pytest.raises(ConfigError, match=said):
+        sites[0].sign(exchange.context, survivors)
+    exchange.sign()  # which is still possible
+
+
+@pytest.mark.parametrize("participants", [[0, 1], [1, 2, 3], [0, 1, 9], [1, 0, 2], [0, 0, 1]])
+def test_participants_outside_the_policy_get_no_answer(sites, participants):
+    with pytest.raises(ConfigError, match="refused by the policy, rule secure_sum"):
+        sites[0].begin(**ASKED, participants=participants)
+
+
+def test_forged_signatures_open_nothing(sites):
+    exchange = Exchange(sites).answer(range(SITES)).sign()
+    genuine = dict(exchange.signatures)
+    other = survivors_message(exchange.context, (0, 1, 2, 3))
+    forgeries = [
+        genuine[3],  # another site's
+        bytes(64),
+        b"",
+        genuine[4][:-1] + bytes([genuine[4][-1] ^ 1]),
+        sites[4]._keys.sign(other),  # for another list
+    ]
+    for forged in forgeries:
+        exchange.signatures = genuine | {4: forged}
+        with pytest.raises(ConfigError, match="site 4 has not signed"):
+            exchange.open_by(0)
+
+
+def test_parts_of_another_exchange_or_changed_ones_are_not_used(sites):
+    earlier = Exchange(sites, attempt="b").answer(range(SITES))
+    exchange = Exchange(sites).answer(range(SITES)).sign()
+    genuine = exchange.boxes[1][0]
+    for box in (earlier.boxes[1][0], exchange.boxes[2][0], genuine[:-1] + b"\0\0"):
+        exchange.boxes[1][0] = box
+        with pytest.raises(ConfigError, match="the part of site 1 is not usable"):
+            exchange.open_by(0)
+    exchange.boxes[1][0] = genuine
+    assert exchange.open_by(0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"run": "s"}, {"attempt": "b"}, {"round": 2}, {"phase": 2}, {"agreed": {"request": "i"}},
+     {"stage": "retrain"}, {"participants": [0, 1, 2]}],
+)  # fmt: skip
+def test_sites_that_were_asked_different_things_give_no_sum(sites, change):
+    exchange = Exchange(sites).answer([0, 1])
+    other = Exchange(sites, **change)
+    other.answer([2])
+    assert other.context != exchange.context
+    with pytest.raises(ConfigError, match="answered no such request"):
+        sites[2].sign(exchange.context, [0, 1, 2])
+
+
+def test_a_peer_with_other_masks_fails_the_total(sites):
+    exchange = Exchange(sites).answer([0, 1, 2, 3])
+    answer = sites[4].begin(**exchange.asked)
+    vectors = values_of(4)
+    exchange.boxes[4] = answer.mask(vectors)
+    vectors[1] += np.random.default_rng(1).integers(-(2**31), 2**31, 1001).astype(np.int32)
+    exchange.sum.add(4, vectors)
+    total = exchange.sign().total()
+    with pytest.raises(ValueError, match="beyond 5 times their range"):
+        Grid.of_range(1.0, sites=SITES).decode(total[1], sites=SITES)
+
+
+def test_rosters_and_keys_that_are_not_the_policys(sites, tmp_path):
+    site = sites[0]
+    stranger = SiteKeys.at(tmp_path / "stranger")
+    other = Roster((stranger.public("site-0"), *site.roster.sites[1:]))
+    journal = tmp_path / "j"
+    with pytest.raises(ConfigError, match=r"rule secure_sum.roster"):
+        SumSite(0, stranger, other, site.terms, journal)
+    with pytest.raises(ConfigError, match="does not hold this site's keys"):
+        SumSite(0, stranger, site.roster, site.terms, journal)
+    terms = SumTerms(site.terms.roster, 6, 1)
+    with pytest.raises(ConfigError, match="no sum could ever be opened"):
+        SumSite(0, site._keys, site.roster, terms, journal)
+
+
+@pytest.mark.parametrize(("least_sites", "colluding"), [(2, 1), (3, 2), (3, 5)])
+def test_terms_under_which_a_sum_hides_nothing(least_sites, colluding):
+    with pytest.raises(ConfigError, match=r"colluding \+ 2"):
+        SumTerms("0" * 64, least_sites, colluding)
+
+
+def test_keys_are_made_once_and_kept_secret(tmp_path):
+    path = tmp_path / "keys"
+    first = SiteKeys.at(path)
+    assert first.public("a") == SiteKeys.at(path).public("a")
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 640"):
+        SiteKeys.at(path)
+
+
+def test_rosters_come_back_from_their_file(sites, tmp_path):
+    path = tmp_path / "roster.json"
+    sites[0].roster.write(path)
+    assert Roster.read(path) == sites[0].roster
+    for text in ("[]", "{", '[{"site": "a"}]', path.read_text().replace("site-1", "site-0")):
+        broken = tmp_path / "broken.json"
+        broken.write_text(text)
+        with pytest.raises(ConfigError, match="cannot be used"):
+            Roster.read(broken)
+
+
+def test_contexts_differ_with_every_field():
+    base = {**ASKED, "participants": (0, 1), "roster": "f"}
+    digests = {Context(**base).digest}
+    for name, value in base.items():
+        changed = value + 1 if isinstance(value, int) else {} if name == "agreed" else value * 2
+        digests.add(Context(**base | {name: changed}).digest)
+    assert len(digests) == len(base) + 1
+
+
+def test_a_full_disk_sends_nothing(sites, tmp_path):
+    journal = tmp_path / "folder"
+    journal.mkdir()
+    site = sites[0]
+    broken = SumSite(0, site._keys, site.roster, site.terms, journal)
+    with pytest.raises(OSError, match="directory"):
+        broken.begin(**ASKED, participants=[0, 1, 2])

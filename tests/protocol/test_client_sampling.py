@@ -1,0 +1,132 @@
+"""Who is asked in a round: unbiased to the last fraction, and the same whenever it is asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.server.client_sampling import Participants, Sampling, midzuno, systematic
+from fednas_flwr.settings.names import SAMPLINGS
+
+sizes_of_clients = st.lists(st.integers(0, 6), min_size=2, max_size=4).filter(any)
+
+
+def sampling(by="uniform", *, clients=20, per_round=5, backups=0, seed=1, sizes=None):
+    sizes = {} if sizes is None else {"search": np.array(sizes)}
+    return Sampling(seed, per_round, backups, by, sizes, clients)
+
+
+@given(sizes=sizes_of_clients, data=st.data())
+def test_over_all_uniform_draws_the_average_by_size_is_that_over_all_clients(sizes, data):
+    count = data.draw(st.integers(1, len(sizes)))
+    values = [Fraction(data.draw(st.integers(-9, 9))) for _ in sizes]
+    drawn = Fraction(0)
+    cases = [
+        midzuno(np.array(sizes), np.array(order), record=record)[:count].tolist()
+        for order in permutations(range(len(sizes)))
+        for record in range(sum(sizes))
+    ]
+    for asked in cases:
+        assert len(set(asked)) == count
+        weight = sum(sizes[client] for client in asked)
+        drawn += sum(sizes[client] * values[client] for client in asked) / Fraction(weight)
+    whole = sum(size * value for size, value in zip(sizes, values, strict=True))
+    assert drawn / len(cases) == whole / Fraction(sum(sizes))
+
+
+@given(sizes=sizes_of_clients, data=st.data())
+def test_over_all_draws_by_size_the_plain_average_is_that_over_all_clients(sizes, data):
+    draws = data.draw(st.integers(1, 5))
+    values = [Fraction(data.draw(st.integers(-9, 9))) for _ in sizes]
+    order = np.array(data.draw(st.permutations(range(len(sizes)))))
+    drawn = Fraction(0)
+    for start in range(sum(sizes)):
+        owners = systematic(np.array(sizes), order, start=start, draws=draws).tolist()
+        assert len(owners) == draws
+        assert all(abs(owners.count(c) - draws * sizes[c] / sum(sizes)) < 1 for c in owners)
+        drawn += sum(values[client] for client in owners) / Fraction(draws)
+    whole = sum(size * value for size, value in zip(sizes, values, strict=True))
+    assert drawn / sum(sizes) == whole / Fraction(sum(sizes))
+
+
+@pytest.mark.parametrize("by", ["uniform", "by_size"])
+def test_the_draws_of_a_run_are_those_whose_expectation_is_exact(by):
+    """Over the seeds: the frequencies of clients are those of the design, within 6 sigma."""
+    sizes, per_round, rounds = [1, 2, 3, 10, 4], 2, 20_000
+    own = sampling(by, clients=5, per_round=per_round, sizes=sizes)
+    total, asked, estimate = sum(sizes), Counter(), 0.0
+    for number in range(1, rounds + 1):
+        participants = own.participants("search", number)
+        weights = participants.weights or {
+            client: float(sizes[client]) for client in participants.clients
+        }
+        assert set(weights) == set(participants.clients)
+        asked.update(participants.weights or dict.fromkeys(participants.clients, 1))
+        estimate += sum(w * c for c, w in weights.items()) / sum(weights.values())
+    mean = sum(size * client for client, size in enumerate(sizes)) / total
+    assert abs(estimate / rounds - mean) < 6 * 1.5 / rounds**0.5
+    for client, size in enumerate(sizes):
+        share = per_round * size / total
+        if by == "uniform":
+            share = size / total + (1 - size / total) * (per_round - 1) / 4
+        assert abs(asked[client] / rounds - share) < 6 * 0.8 / rounds**0.5
+
+
+@pytest.mark.parametrize("by", SAMPLINGS)
+def test_who_is_asked_depends_on_seed_stage_and_round_alone(by):
+    sizes = np.arange(1, 21)
+    own = sampling(by, backups=3, sizes=sizes)
+    rounds = [own.participants("search", number) for number in range(1, 31)]
+    again = sampling(by, backups=3, sizes=sizes)
+    assert [again.participants("search", number) for number in range(30, 0, -1)] == rounds[::-1]
+    assert len({participants.clients for participants in rounds}) >= 4
+    for participants in rounds:
+        assert list(participants.clients) == sorted(set(participants.clients))
+        assert set(participants.candidates) <= set(range(20))
+        assert not set(participants.clients) & set(participants.backups)
+        assert len(participants.backups) == 3
+        assert by == "by_size" or len(participants.clients) == 5
+    others = [
+        sampling(by, backups=3, sizes=sizes, seed=2).participants("search", n) for n in range(1, 31)
+    ]
+    assert others != rounds
+    assert [own.participants("retrain", number).clients for number in range(1, 31)] != [
+        participants.clients for participants in rounds
+    ]
+
+
+def test_round_robin_gives_all_clients_as_many_turns():
+    own = sampling("round_robin", clients=10, per_round=4, backups=2)
+    asked = Counter(c for number in range(1, 6) for c in own.participants("search", number).clients)
+    assert asked == dict.fromkeys(range(10), 2)
+    first, second = own.participants("search", 1), own.participants("search", 2)
+    assert set(first.backups) < set(second.clients)
+
+
+def test_a_client_of_most_records_is_asked_once_and_counts_for_its_draws():
+    participants = sampling(
+        "by_size", clients=3, per_round=4, backups=1, sizes=[8, 1, 1]
+    ).participants("search", 1)
+    assert participants.weights[0] == 3
+    assert len(participants.clients) == 2
+    assert participants.weights[participants.backups[0]] == 1
+    assert sum(participants.weights[client] for client in participants.clients) == 4
+
+
+def test_who_stands_in_stays_for_the_round_and_others_are_asked_again():
+    participants = Participants((1, 4, 6), (9, 2, 3), {1: 2.0})
+    assert participants.after({1, 4, 6}) == participants
+    assert participants.after({1, 2, 6}) == Participants((1, 2, 6), (9, 3), {1: 2.0})
+    assert participants.after({6}) == participants
+
+
+def test_another_name_is_refused():
+    with pytest.raises(ConfigError, match="sampling.by=uniformly is unknown"):
+        sampling("uniformly")

@@ -1,0 +1,425 @@
+"""The cohort over grids that reorder, repeat, withhold and lose messages."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from flwr.app import RecordDict
+
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.requests import Describe
+from fednas_flwr.server.client_sampling import Participants
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.exchange import Exchange
+
+from .conftest import SEARCH
+
+FIRST_NODE = 2  # of client 0
+
+
+class AllAtOnce(InProcessGrid):
+    """Gives all replies at once, the last client's first, each of them twice."""
+
+    def pull_messages(self, message_ids):
+        replies = [m for i in message_ids for m in super(AllAtOnce, self).pull_messages([i])]
+        return [reply for reply in reversed(replies) for _ in range(2)]
+
+
+class Withholding(InProcessGrid):
+    """Keeps the replies of ``withheld`` clients until ``released``, then gives all of them."""
+
+    withheld: frozenset[int] = frozenset()
+    released = False
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.kept = []
+
+    def pull_messages(self, message_ids):
+        replies = []
+        if self.released:
+            replies, self.kept = self.kept, []
+        for reply in [m for i in message_ids for m in InProcessGrid.pull_messages(self, [i])]:
+            late = reply.metadata.src_node_id - FIRST_NODE in self.withheld and not self.released
+            (self.kept if late else replies).append(reply)
+        return replies
+
+
+class Unreachable(InProcessGrid):
+    """Cannot send to client 1, once it is connected."""
+
+    connected = False
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        ids = super().push_messages(messages)
+        lost = FIRST_NODE + 1 if self.connected else None
+        return [i for i, m in zip(ids, messages, strict=True) if m.metadata.dst_node_id != lost]
+
+
+class Growing(InProcessGrid):
+    """Its nodes appear one by one, each time somebody looks."""
+
+    visible = 0
+
+    def get_node_ids(self):
+        self.visible += 1
+        return list(super().get_node_ids())[: self.visible]
+
+
+def train_losses(replies):
+    return [(client, reply.metrics["train_loss"]) for client, reply in replies]
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        {"splits": 5},
+        {"splits": {"train": 3}},
+        {"splits": {"train": 3, "validation": -1, "test": 0}},
+        {"splits": {"train": 3, "validation": "1", "test": 0}},
+        {"splits": {"train": 10**400, "validation": 1, "test": 0}},
+        {"budget": "x"},
+        {"budget": {"epsilon": 8.0}},
+        {"budget": {"epsilon": "8", "delta": 1e-5}},
+        {"budget": {"epsilon": float("nan"), "delta": 1e-5}},
+        {"budget": {"epsilon": 10**400, "delta": 1e-5}},
+        {"budget": {"epsilon": 8.0, "delta": 1.0}},
+        {"secure_noise": 1},
+        {"spent": -1.0},
+        {"class_counts": [1, 2.5]},
+        {"class_counts": "12"},
+        {"class_names": ["a", 3]},
+        {"input_shape": [3, True]},
+        {"schema": None},
+        {"schema": [{"name": "age"}]},
+        {"moments": [{"count": -1, "mean": 0.0, "std": 1.0}]},
+        {"moments": [{"count": 1, "mean": float("nan"), "std": 1.0}]},
+        {"moments": [{"count": 1, "mean": 0.0, "std": -1.0}]},
+        {"moments": [{"count": 1, "mean": 0.0}]},
+        {"moments": [[1, 0.0, 1.0]]},
+        {"tag": ["a"]},
+        {"tag": None},
+        {"tag": "a" * 201},
+        {"tag": "a\x1b[2J"},
+        {"hardware": 7},
+        {"hardware": "x" * 10**4},
+        {"versions": "1"},
+        {"versions": {"torch": [1]}},
+        {"data_set": ["records"]},
+        {"class_names": ["a\nb"]},
+        {"input_shape": [-1]},
+    ],
+)
+def test_a_client_whose_facts_are_malformed_is_not_connected(federation, fact):
+    strange = federation(3, properties={1: fact})
+    strange.cohort.connect(strange.grid)
+    assert strange.cohort.clients == [0, 2]
+    (event,) = strange.events
+    assert "node 3: says " in event["reason"]
+    assert event["reason"].endswith("which is malformed")
+
+
+def test_a_client_that_does_not_say_what_is_needed_is_not_connected(federation):
+    budget = {"budget": {"epsilon": 8.0, "delta": 1e-5}}
+    vague = federation(3, properties={0: budget, 2: budget})
+    vague.cohort.connect(vague.grid, needed=("client", "budget"))
+    assert vague.cohort.clients == [0, 2]
+    (event,) = vague.events
+    assert (event["client"], event["reason"]) == (1, "node 3: does not say its budget")
+
+
+def test_replies_come_in_client_order_once_whatever_the_arrival(federation):
+    unruly = federation(5, grid=AllAtOnce)
+    unruly.cohort.connect(unruly.grid)
+    assert unruly.cohort.clients == [0, 1, 2, 3, 4]
+    assert train_losses(unruly.ask()) == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0), (4, 5.0)]
+    assert unruly.events == []
+
+
+def test_a_client_is_who_it_says_it_is_not_where_its_node_stands(federation):
+    swapped = federation(3, claims={0: 2, 1: 0, 2: 1})
+    swapped.cohort.connect(swapped.grid)
+    assert train_losses(swapped.ask()) == [(0, 1.0), (1, 2.0), (2, 3.0)]
+    assert [
+        properties["client"] for _, properties in sorted(swapped.cohort.properties.items())
+    ] == [0, 1, 2]
+
+
+def test_a_client_answers_only_when_the_reply_before_is_consumed(federation):
+    order = []
+
+    def noting(client):
+        def note(content: RecordDict) -> RecordDict:
+            order.append(f"answers {client}")
+            return content
+
+        return note
+
+    lazy = federation(3, damage={client: noting(client) for client in range(3)})
+    lazy.cohort.connect(lazy.grid)
+    for client, _ in lazy.ask():
+        order.append(f"consumed {client}")
+    assert order == [f"{what} {client}" for client in range(3) for what in ("answers", "consumed")]
+
+
+def test_replies_are_looked_for_the_more_seldom_the_longer_none_has_come(federation):
+    cohort = federation(3).cohort
+    waits, waited_s = [], 0.0
+    cohort.wait = waits.append
+    for _ in range(100):
+        waited_s += cohort.pause(waited_s)
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (0.05, 1.0)
+    assert sum(waits[:20]) <= 1.0 + 1e-9
+
+
+def test_a_client_that_never_answers_is_dropped_at_the_deadline(federation):
+    silent = federation(3, grid=Withholding, deadline_s=0.3)
+    silent.cohort.connect(silent.grid)
+    silent.grid.withheld = frozenset({1})
+    started = time.monotonic()
+    assert [client for client, _ in silent.ask(4)] == [0, 2]
+    assert 0.3 <= time.monotonic() - started < 5
+    assert silent.events == [
+        {
+            "event": "client_failed",
+            "stage": "search",
+            "round": 4,
+            "action": "train.search",
+            "client": 1,
+            "reason": "no reply within 0.3 s",
+        }
+    ]
+
+
+def test_a_late_reply_is_not_taken_for_the_next_exchange(federation):
+    seen = []
+
+    def count(content):
+        seen.append(len(seen))
+        return content
+
+    late = federation(3, grid=Withholding, deadline_s=0.3, damage={1: count})
+    late.cohort.connect(late.grid)
+    late.grid.withheld = frozenset({1})
+    assert [client for client, _ in late.ask(1)] == [0, 2]
+    assert len(late.grid.kept) == 1
+    late.grid.released = True
+    assert [client for client, _ in late.ask(2)] == [0, 1, 2]
+    assert late.grid.kept == []
+    assert seen == [0, 1]
+    assert [event["event"] for event in late.events] == ["client_failed", "client_back"]
+
+
+def test_exactly_the_quorum_is_enough(federation):
+    def fail(_):
+        raise RuntimeError("disk full")
+
+    for failing, quorum, enough in (
+        ([1, 3], 0.5, True),
+        ([0, 1, 3], 0.5, False),
+        ([2], 1.0, False),
+    ):
+        shaky = federation(4, damage=dict.fromkeys(failing, fail), quorum=quorum)
+        shaky.cohort.connect(shaky.grid)
+        if enough:
+            assert len(list(shaky.ask())) == 2
+        else:
+            with pytest.raises(QuorumError, match="RuntimeError: disk full"):
+                list(shaky.ask())
+        assert [event["client"] for event in shaky.events] == failing
+
+
+def test_the_error_names_every_missing_client_with_its_reason(federation):
+    def fail(_):
+        raise ValueError("no such column")
+
+    shaky = federation(3, damage={0: fail}, grid=Withholding, deadline_s=0.2, quorum=0.6)
+    shaky.cohort.connect(shaky.grid)
+    shaky.grid.withheld = frozenset({2})
+    message = (
+        r"^client 0: ValueError: no such column \(train\.search in round 7: 1 of 3 clients "
+        r"answered, 2 are needed; client 2: no reply within 0\.2 s\)$"
+    )
+    with pytest.raises(QuorumError, match=message):
+        list(shaky.ask(7))
+
+
+def fail_by_error(_):
+    raise RuntimeError("disk full")
+
+
+@pytest.mark.parametrize(
+    ("failing", "answering"),
+    [([], [1, 4, 6]), ([4], [1, 6, 9]), ([1, 9], [4, 6, 2]), ([1, 4, 6, 9], [2, 3])],
+)
+def test_clients_of_a_turn_that_fail_are_replaced_by_the_next_in_its_order(
+    federation, failing, answering
+):
+    shaky = federation(10, damage=dict.fromkeys(failing, fail_by_error), quorum=0.6)
+    shaky.cohort.connect(shaky.grid)
+    participants = Participants((1, 4, 6), (9, 2, 3), {})
+    for _ in range(2):
+        assert [client for client, _ in shaky.ask(participants=participants)] == answering
+    assert [e["client"] for e in shaky.events if e["event"] == "client_failed"] == 2 * failing
+
+
+def test_the_quorum_of_a_turn_is_one_of_its_clients(federation):
+    shaky = federation(10, damage=dict.fromkeys([1, 4, 9], fail_by_error), quorum=0.6)
+    shaky.cohort.connect(shaky.grid)
+    with pytest.raises(QuorumError, match=r"1 of 3 clients answered, 2 are needed") as error:
+        list(shaky.ask(participants=Participants((1, 4, 6), (9,), {})))
+    assert all(f"client {client}: RuntimeError" in str(error.value) for client in (1, 4, 9))
+    shaky.cohort.dismiss(7, "it has left")
+    assert [c for c, _ in shaky.ask(participants=Participants((6, 7), (8,), {}))] == [6, 8]
+
+
+def test_replies_of_a_turn_count_for_their_weights(federation):
+    own = federation(4)
+    own.cohort.connect(own.grid)
+    participants = Participants((0, 2, 3), (), {0: 1.0, 2: 2.0, 3: 1.0})
+    plain = {client: reply for client, reply in own.ask()}
+    told = dict(own.ask(participants=participants))
+    assert {client: reply.num_examples for client, reply in told.items()} == participants.weights
+    assert all(told[c].states.keys() == plain[c].states.keys() for c in told)
+    assert all(
+        torch.equal(vector, plain[c].states[name][dtype])
+        for c in told
+        for name, packed in told[c].states.items()
+        for dtype, vector in packed.items()
+    )
+
+
+def test_a_request_that_cannot_be_sent_is_a_failure_at_once(federation):
+    cut = federation(3, grid=Unreachable)
+    cut.cohort.connect(cut.grid)
+    cut.grid.connected = True
+    assert [client for client, _ in cut.ask()] == [0, 2]
+    assert cut.events[0]["client"] == 1
+    assert cut.events[0]["reason"] == "the request could not be sent"
+
+
+def test_clients_may_appear_one_by_one(federation):
+    growing = federation(3, grid=Growing)
+    growing.cohort.connect(growing.grid)
+    assert growing.cohort.clients == [0, 1, 2]
+
+
+def test_a_missing_client_is_named_and_the_others_go_on(federation):
+    short = federation(3, nodes=2, claims={1: 2}, connect_s=0.2)
+    short.cohort.connect(short.grid)
+    assert short.cohort.clients == [0, 2]
+    (event,) = short.events
+    assert (event["stage"], event["action"]) == ("connect", "query.describe")
+    assert event["client"] == 1
+    assert event["reason"] == "only 2 nodes appeared"
+    assert [client for client, _ in short.ask()] == [0, 2]
+
+
+def test_too_few_nodes_end_the_run_with_their_number(federation):
+    short = federation(3, nodes=1, connect_s=0.2)
+    with pytest.raises(QuorumError, match=r"1 of 3 clients appeared within 0.2 s; 2 are needed"):
+        short.cohort.connect(short.grid)
+
+
+def test_a_node_that_does_not_say_who_it_is_is_left_out(federation):
+    vague = federation(3, claims={0: None, 1: 0, 2: 1})
+    vague.cohort.connect(vague.grid)
+    assert vague.cohort.clients == [0, 1]
+    (event,) = vague.events
+    assert event["client"] == 2
+    assert event["reason"] == "node 2: says client=null, which is malformed"
+    useless = federation(3, claims={0: None, 1: "1", 2: 1})
+    with pytest.raises(QuorumError, match=r"^node 2: says client=.*1 of 3 clients answered, 2 are"):
+        useless.cohort.connect(useless.grid)
+
+
+def test_two_nodes_cannot_be_one_client(federation):
+    doubled = federation(4, claims={3: 0})
+    doubled.cohort.connect(doubled.grid)
+    assert doubled.cohort.clients == [1, 2]
+    assert [event["client"] for event in doubled.events] == [0, 3]
+    assert "nodes 2 and 5 say that they are the same client, 0" in doubled.events[0]["reason"]
+    strict = federation(4, claims={3: 0}, quorum=0.75)
+    with pytest.raises(QuorumError, match=r"same client, 0: give .*2 of 4 clients answered, 3 are"):
+        strict.cohort.connect(strict.grid)
+
+
+@pytest.mark.parametrize("index", [3, -1])
+def test_a_client_of_another_federation_is_left_out(index, federation):
+    foreign = federation(3, claims={1: index})
+    foreign.cohort.connect(foreign.grid)
+    assert foreign.cohort.clients == [0, 2]
+    (event,) = foreign.events
+    assert event["reason"] == f"node 3 says that it is client {index} of clients=3"
+
+
+SHAPE = {"input_shape": [3, 8, 8], "class_names": ["0", "1", "2"]}
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [{"input_shape": [1, 8, 8]}, {"class_names": ["0", "1"]}, {"class_names": ["2", "1", "0"]}],
+)
+@pytest.mark.parametrize("strange", [0, 1, 2])
+def test_a_client_whose_data_is_not_like_that_of_most_is_left_out(fact, strange, federation):
+    properties = dict.fromkeys(range(3), SHAPE) | {strange: SHAPE | fact}
+    mixed = federation(3, properties=properties)
+    mixed.cohort.connect(mixed.grid, needed=("client", *SHAPE), alike=tuple(SHAPE))
+    assert mixed.cohort.clients == sorted({0, 1, 2} - {strange})
+    (event,) = mixed.events
+    (key,) = fact
+    assert event["client"] == strange
+    assert f"its {key}={fact[key]} is not that of the others, {SHAPE[key]}: set" in event["reason"]
+    strict = federation(3, properties=properties, quorum=1.0)
+    with pytest.raises(QuorumError, match=f"client {strange}: its {key}="):
+        strict.cohort.connect(strict.grid, needed=("client", *SHAPE), alike=tuple(SHAPE))
+
+
+def test_connecting_can_be_tried_again(federation):
+    short = federation(2, grid=Withholding, connect_s=0.2, deadline_s=0.2)
+    short.grid.withheld = frozenset({0, 1})
+    with pytest.raises(QuorumError, match="query.describe: 0 of 2 clients answered"):
+        short.cohort.connect(short.grid)
+    short.grid.withheld = frozenset()
+    short.cohort.connect(short.grid)
+    assert [client for client, _ in short.ask()] == [0, 1]
+    describes = short.cohort.bytes_sent
+    short.cohort.connect(short.grid)  # connected already: asks nobody
+    assert short.cohort.bytes_sent == describes
+
+
+def test_nobody_can_be_asked_before_connecting(federation):
+    with pytest.raises(ValueError, match="call connect"):
+        list(federation().ask())
+
+
+def test_bytes_are_counted_per_client_and_direction(federation):
+    counted = federation(3)
+    counted.cohort.connect(counted.grid)
+    states = counted.reply_of(0).states
+    replies = counted.cohort.ask(
+        Exchange("train.search", stage="search", settings=SEARCH, states=states)
+    )
+    with pytest.raises(QuorumError, match="were asked for"):  # no layouts, so no states are wanted
+        list(replies)
+    sent, received = counted.cohort.bytes_sent, counted.cohort.bytes_received
+    assert sent == received
+    assert sent % 3 == 0
+    vectors = 4 * (10 + 4)
+    assert vectors < sent // 3 <= vectors + 2 * 128
+
+
+def test_a_dismissed_client_is_not_asked_unless_it_is_meant(federation):
+    smaller = federation(3)
+    smaller.cohort.connect(smaller.grid)
+    smaller.cohort.dismiss(1, "it is late")
+    assert smaller.cohort.clients == [0, 2]
+    assert [client for client, _ in smaller.ask()] == [0, 2]
+    everyone = smaller.cohort.ask(
+        Exchange("query.describe", stage="evaluate", settings=Describe(), also_left=True)
+    )
+    assert [client for client, _ in everyone] == [0, 1, 2]

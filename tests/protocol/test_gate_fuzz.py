@@ -1,0 +1,232 @@
+"""Whatever a reply is made of: it is refused with ReplyError, or what passes is sound."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.messages import Header, Reply, encode_reply
+from fednas_flwr.protocol.states import Layout, Packed, pack
+from fednas_flwr.server.limits import Limits
+from fednas_flwr.server.reply_checks import accept_reply, check_properties
+
+HEADER = Header("run", "search", 3, 1, 1, "0123456789abcdef")
+MOST = 100.0
+TENSORS = {
+    "weights": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(40)},
+    "alphas": {"cell": torch.tensor([[-1.0, 0.5]])},
+    "buffers": {"mean": torch.zeros(3), "batches": torch.tensor(7)},
+}
+LAYOUTS = {name: Layout.of(tensors) for name, tensors in TENSORS.items()}
+SENT: dict[str, Packed] = {name: pack(tensors) for name, tensors in TENSORS.items()}
+GOOD = Reply(
+    num_examples=17.0,
+    metrics={"train_loss": 1.5},
+    states=SENT,
+    digests={name: layout.digest for name, layout in LAYOUTS.items()},
+    properties={"changed": {name: "1" * len(layout.entries) for name, layout in LAYOUTS.items()}},
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+PATHS = [
+    (),
+    ("header",),
+    *(("header", name) for name in vars(HEADER)),
+    ("digests",),
+    ("digests", "weights"),
+    ("properties",),
+    ("properties", "changed"),
+    ("properties", "changed", "weights"),
+    ("header", "more"),
+]
+DTYPES = st.sampled_from(["<f4", ">f4", "<f8", "<f2", "<i8", "<c8", "|b1", "|u1", "<U2", "|O"])
+NAMES = st.sampled_from(["float32", "int64", "float16", "int8", "object", ""])
+Damage = Callable[[RecordDict], None]
+
+
+def edited(text: Any, path: tuple[str, ...], value: Any) -> Any:
+    """Return JSON values with another one at ``path``, where there is such a place."""
+    if not path:
+        return value
+    if not isinstance(text, dict):
+        return text
+    return {**text, path[0]: edited(text.get(path[0]), path[1:], value)}
+
+
+def put_record(name: str, record: Any) -> Damage:
+    def damage(content: RecordDict) -> None:
+        content[name] = record
+
+    return damage
+
+
+def put_vector(state: str, name: str, values: np.ndarray) -> Damage:
+    def damage(content: RecordDict) -> None:
+        record = content.array_records.get(f"state.{state}")
+        if record is not None:
+            record[name] = Array(values)
+
+    return damage
+
+
+def edit_bytes(state: str, start: int, length: int, new: bytes) -> Damage:
+    def damage(content: RecordDict) -> None:
+        record = content.array_records.get(f"state.{state}")
+        if record is not None and "float32" in record:
+            data = record["float32"].data
+            data = data[:start] + new + data[start + length :]
+            record["float32"] = Array("float32", (46,), "numpy.ndarray", data)
+
+    return damage
+
+
+def set_header(text: str) -> Damage:
+    def damage(content: RecordDict) -> None:
+        content["header"] = ConfigRecord({"json": text})
+
+    return damage
+
+
+def announce(state: str, shape: tuple[int, ...], descr: str) -> Damage:
+    def damage(content: RecordDict) -> None:
+        record = content.array_records.get(f"state.{state}")
+        if record is not None:
+            header = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}\n"
+            data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+            record["float32"] = Array("float32", shape, "numpy.ndarray", data + b"\0" * 64)
+
+    return damage
+
+
+def set_metric(name: str, value: float) -> Damage:
+    def damage(content: RecordDict) -> None:
+        record = content.metric_records.get("metrics")
+        if record is not None:
+            record[name] = value
+
+    return damage
+
+
+STATES = st.sampled_from([*LAYOUTS, "other"])
+VECTORS = st.builds(
+    lambda dtype, shape: np.zeros(shape, dtype="<f4" if dtype == "|O" else dtype),
+    DTYPES,
+    st.sampled_from([(), (0,), (2,), (3,), (46,), (2, 23)]),
+)
+DAMAGES = st.one_of(
+    st.builds(set_header, st.text(max_size=40)),
+    st.builds(set_metric, st.sampled_from(["num-examples", "loss", "x" * 65]), st.floats()),
+    st.builds(put_vector, STATES, NAMES, VECTORS),
+    st.builds(edit_bytes, STATES, st.integers(0, 330), st.integers(0, 330), st.binary(max_size=40)),
+    st.builds(
+        announce,
+        STATES,
+        st.lists(st.integers(-1, 10**12), max_size=3).map(tuple),
+        st.sampled_from(["<f4", "|O", "<f8", "|V0", "<U0"]),
+    ),
+    st.builds(
+        put_record,
+        st.sampled_from(["header", "metrics", "state.weights", "state.other", "more"]),
+        st.sampled_from(
+            [
+                ConfigRecord({"json": "{}"}),
+                MetricRecord({"num-examples": 1.0}),
+                ArrayRecord({"float32": Array(np.zeros(2, np.float32))}),
+                ArrayRecord({}),
+            ]
+        ),
+    ),
+)
+
+
+def message_with(content: RecordDict) -> Message:
+    InProcessGrid(ClientApp(), 1)  # Flower makes messages for a task only
+    return Message(content, dst_node_id=1, message_type="train.search")
+
+
+@settings(max_examples=200)
+@given(
+    edits=st.lists(st.tuples(st.sampled_from(PATHS), JSON), max_size=2),
+    damages=st.lists(DAMAGES, max_size=2),
+    sparse=st.booleans(),
+)
+@example(edits=[], damages=[set_header("[" * 990 + "]" * 990)], sparse=False)
+def test_a_reply_is_refused_or_sound(
+    edits: list[tuple[tuple[str, ...], Any]], damages: list[Damage], sparse: bool
+) -> None:
+    content = encode_reply(HEADER, GOOD)
+    text = json.loads(str(content["header"]["json"]))
+    for path, value in edits:
+        text = edited(text, path, value)
+    content["header"]["json"] = json.dumps(text)
+    for damage in damages:
+        damage(content)
+    try:
+        reply = accept_reply(
+            message_with(content),
+            header=HEADER,
+            layouts=LAYOUTS,
+            limits=Limits(MOST),
+            sent=SENT if sparse else None,
+        )
+    except ReplyError:
+        assert damages or edits
+        return
+    assert 1 <= reply.num_examples <= MOST
+    assert set(reply.states) == set(LAYOUTS)
+    for name, layout in LAYOUTS.items():
+        assert {d: v.numel() for d, v in reply.states[name].items()} == layout.sizes
+        for dtype, vector in reply.states[name].items():
+            assert str(vector.dtype) == f"torch.{dtype}"
+            assert torch.isfinite(vector * MOST).all()
+    if not damages:
+        assert reply.num_examples == GOOD.num_examples
+        for name, packed in GOOD.states.items():
+            for dtype, vector in packed.items():
+                assert torch.equal(reply.states[name][dtype], vector)
+
+
+NEEDED = ("client", "epsilon", "budget", "splits", "latency", "spent", "input_shape")
+
+
+@given(st.dictionaries(st.sampled_from([*NEEDED, "class_counts", "covered_steps"]), JSON))
+def test_facts_are_refused_or_pass_and_nothing_else(properties: dict[str, Any]) -> None:
+    try:
+        check_properties(json.loads(json.dumps(properties)), needed=NEEDED[:1])
+    except ReplyError:
+        return
+    assert type(properties["client"]) is int
+
+
+@pytest.mark.parametrize("descr", ["<f4", "<f8", "|V1000"])
+@pytest.mark.parametrize("shape", [(10**9,), (2**62,), (10**6, 10**6)])
+def test_memory_is_that_of_what_was_sent_not_of_what_it_announces(
+    descr: str, shape: tuple[int, ...]
+) -> None:
+    content = encode_reply(HEADER, GOOD)
+    announce("weights", shape, descr)(content)
+    message = message_with(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ReplyError, match="malformed"):
+            accept_reply(message, header=HEADER, layouts=LAYOUTS)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20

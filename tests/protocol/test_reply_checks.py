@@ -1,0 +1,543 @@
+"""Whatever one client sends, the aggregate is bit-equal to the one without that client."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Error
+
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.models.class_scores import BINS
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
+from fednas_flwr.protocol.secure_sum.shamir import PART_BYTES
+from fednas_flwr.protocol.states import WeightedAverage
+from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.reply_checks import MAX_EXAMPLES, check_properties, outliers
+from fednas_flwr.server.robust_averages import TrimmedMean
+from fednas_flwr.server.weights import share_scales
+from fednas_flwr.settings.names import ACCOUNTANTS
+
+from .conftest import SEARCH
+
+BAD = 1
+
+
+def averaged(replies, average):
+    for _, reply in replies:
+        average.add(reply.states, weight=reply.num_examples)
+    return average.result()
+
+
+def edit_json(**changes):
+    def damage(content):
+        record = content.config_records["header"]
+        text = json.loads(record["json"])
+        for key, value in changes.items():
+            group, _, name = key.partition("__")
+            if name:
+                text[group][name] = value
+            else:
+                text[group] = value
+        record["json"] = json.dumps(text)
+        return content
+
+    return damage
+
+
+def set_json(value):
+    def damage(content):
+        content.config_records["header"]["json"] = value
+        return content
+
+    return damage
+
+
+def without(name):
+    def damage(content):
+        del content[name]
+        return content
+
+    return damage
+
+
+def set_metric(name, value):
+    def damage(content):
+        content.metric_records["metrics"][name] = value
+        return content
+
+    return damage
+
+
+def set_vector(state, values, dtype="float32"):
+    def damage(content):
+        content.array_records[f"state.{state}"][dtype] = Array(np.asarray(values))
+        return content
+
+    return damage
+
+
+def poison(state, index, value):
+    def damage(content):
+        vector = content.array_records[f"state.{state}"]["float32"].numpy().copy()
+        vector[index] = value
+        content.array_records[f"state.{state}"]["float32"] = Array(vector)
+        return content
+
+    return damage
+
+
+def set_data(edit, stype="numpy.ndarray"):
+    def damage(content):
+        record = content.array_records["state.weights"]
+        array = record["float32"]
+        record["float32"] = Array("float32", (10,), stype, edit(array.data))
+        return content
+
+    return damage
+
+
+def npy(header: str) -> bytes:
+    body = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body
+
+
+def add_state(name, values):
+    def damage(content):
+        content[name] = ArrayRecord({"float32": Array(values)})
+        return content
+
+    return damage
+
+
+def no_dtype(content):
+    content["state.weights"] = ArrayRecord({})
+    return content
+
+
+def many_metrics(content):
+    content.metric_records["metrics"].update({str(i): 0.0 for i in range(1000)})
+    return content
+
+
+def median():
+    return TrimmedMean(None)
+
+
+def refuse(_):
+    raise RuntimeError("out of memory")
+
+
+DAMAGES = {
+    # header
+    "run": (edit_json(header__run="other"), "another request"),
+    "stage": (edit_json(header__stage="retrain"), "another request"),
+    "round": (edit_json(header__round=2), "another request"),
+    "phase": (edit_json(header__phase=2), "another request"),
+    "client": (edit_json(header__client=0), "another request"),
+    "nonce": (edit_json(header__nonce="0" * 16), "another request"),
+    "header with a field more": (edit_json(header__extra=1), "malformed"),
+    "header of another type": (edit_json(header=[]), "malformed"),
+    "no header": (without("header"), "malformed"),
+    "torn JSON": (set_json('{"header": '), "malformed"),
+    "JSON of another type": (set_json("[1, 2]"), "malformed"),
+    "no text": (set_json(7), "malformed"),
+    "much JSON": (set_json(" " * 2**22 + "{}"), "malformed"),
+    "deep JSON": (set_json("[" * 200_000), "malformed"),
+    "digests of another type": (edit_json(digests=3), "malformed"),
+    # metrics
+    "accuracy NaN": (set_metric("train_accuracy", float("nan")), "train_accuracy=nan is not fin"),
+    "training loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
+    "training loss inf": (set_metric("train_loss", float("inf")), "lower the learning rate"),
+    "accuracy inf": (set_metric("accuracy", float("inf")), "accuracy=inf is not finite"),
+    "loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
+    "loss inf": (set_metric("train_loss", float("inf")), "train_loss=inf is not finite"),
+    "loss negative": (set_metric("train_loss", -0.1), "train_loss=-0.1 is not from 0 to 1e+30"),
+    "accuracy negative": (set_metric("train_accuracy", -0.01), "-0.01 is not from 0 to 1"),
+    "accuracy above 1": (set_metric("train_accuracy", 1.01), "1.01 is not from 0 to 1"),
+    "a metric of another action": (set_metric("accuracy", 0.5), "accuracy is none of the metrics"),
+    "a metric of the server": (set_metric("central_accuracy", 1.0), "none of the metrics asked"),
+    "a metric that is no metric": (set_metric("client", 0.0), "client is none of the metrics"),
+    # num-examples
+    "no metrics": (without("metrics"), "malformed"),
+    "num-examples NaN": (set_metric("num-examples", float("nan")), "num-examples"),
+    "num-examples inf": (set_metric("num-examples", float("inf")), "num-examples"),
+    "num-examples 0": (set_metric("num-examples", 0.0), "num-examples"),
+    "num-examples negative": (set_metric("num-examples", -5.0), "num-examples"),
+    "num-examples tiny": (set_metric("num-examples", 1e-300), "num-examples"),
+    "num-examples above what it has": (set_metric("num-examples", 101.0), "num-examples"),
+    "num-examples a list": (set_metric("num-examples", [1.0]), "malformed"),
+    "many metrics": (many_metrics, "malformed"),
+    "a metric with a long name": (set_metric("x" * 100, 1.0), "malformed"),
+    "num-examples a huge integer": (set_metric("num-examples", 10**400), "malformed"),
+    # states
+    "missing state": (without("state.alphas"), "were asked for"),
+    "further state": (add_state("state.buffers", np.zeros(1, np.float32)), "were asked for"),
+    "other names or shapes": (edit_json(digests__weights="0" * 16), "other names, shapes"),
+    "no digest": (edit_json(digests={}), "other names, shapes"),
+    "one element more": (set_vector("weights", np.zeros(11, np.float32)), "sizes"),
+    "one element less": (set_vector("alphas", np.zeros(3, np.float32)), "sizes"),
+    "no vector": (no_dtype, "sizes"),
+    "a vector more": (set_vector("weights", np.zeros(10), "float64"), "sizes"),
+    "doubles named float32": (set_vector("weights", np.zeros(10)), "malformed"),
+    "matrix": (set_vector("weights", np.zeros((2, 5), np.float32)), "malformed"),
+    "big-endian": (set_vector("weights", np.zeros(10, ">f4")), "malformed"),
+    # bytes
+    "torn vector": (set_data(lambda data: data[:-4]), "malformed"),
+    "a gigabyte announced": (
+        set_data(
+            lambda data: npy("{'descr': '<f4', 'fortran_order': False, 'shape': (250000000,), }")
+        ),
+        "malformed",
+    ),
+    "torn within an element": (set_data(lambda data: data[:-3]), "malformed"),
+    "longer vector": (set_data(lambda data: data + b"\0\0\0\0"), "malformed"),
+    "no bytes": (set_data(lambda data: b""), "malformed"),
+    "no npy": (set_data(lambda data: b"\x80\x04K\x01." * 40), "malformed"),
+    "npy of another version": (set_data(lambda data: data[:6] + b"\x07" + data[7:]), "malformed"),
+    "objects": (
+        set_data(lambda _: npy("{'descr': '|O', 'fortran_order': False, 'shape': (10,), }")),
+        "malformed",
+    ),
+    "npy header that is no literal": (set_data(lambda _: npy("(" * 9000)), "malformed"),
+    "deep npy header": (set_data(lambda _: npy("-" * 9000 + "1")), "malformed"),
+    "another serialisation": (set_data(lambda data: data, stype="torch.tensor"), "malformed"),
+    # numbers
+    "NaN in the first weight": (poison("weights", 0, np.nan), "weights is not finite"),
+    "inf in the last weight": (poison("weights", -1, np.inf), "weights is not finite"),
+    "-inf": (poison("weights", 4, -np.inf), "weights is not finite"),
+    "inf - inf": (poison("weights", slice(0, 2), [np.inf, -np.inf]), "weights is not finite"),
+    "finite, but an average would overflow": (poison("weights", 3, 3e38), "weights is not finite"),
+    "weights of 1e16": (poison("weights", slice(None), 1e16), "weights has a norm of 3.16e+16"),
+    "an alpha that no Adam reaches": (poison("alphas", 1, 100.0), "alphas has a norm of 100"),
+    "NaN in an alpha": (poison("alphas", 2, np.nan), "alphas is not finite"),
+    # errors
+    "raises": (refuse, "RuntimeError: out of memory"),
+    "error with a reason": (lambda _: Error(2, "policy: budget spent"), "policy: budget spent"),
+    "error without one": (lambda _: Error(7), "Flower error code 7"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DAMAGES))
+def test_a_bad_reply_leaves_no_trace(name, federation):
+    damage, reason = DAMAGES[name]
+    bad, absent = (federation(damage={BAD: d}) for d in (damage, refuse))
+    results = []
+    for setting in (bad, absent):
+        setting.cohort.connect(setting.grid)
+        replies = list(setting.ask())
+        assert [client for client, _ in replies] == [0, 2]
+        results.append([averaged(replies, make()) for make in (WeightedAverage, median)])
+    for states, expected in zip(*results, strict=True):
+        for state, packed in expected.items():
+            assert torch.equal(states[state]["float32"], packed["float32"])
+    (event,) = bad.events
+    assert event.pop("reason").find(reason) >= 0, bad.events
+    assert event == {
+        "event": "client_failed",
+        "stage": "search",
+        "round": 1,
+        "action": "train.search",
+        "client": BAD,
+    }
+
+
+@pytest.mark.parametrize("value", [np.nan, 3e38, 1e16], ids=str)
+def test_weights_of_a_diverged_training_are_refused_with_what_to_do(value, federation):
+    refusing = federation(damage={BAD: poison("weights", slice(None), value)})
+    refusing.cohort.connect(refusing.grid)
+    assert len(list(refusing.ask())) == 2
+    (event,) = refusing.events
+    hint = "; if training has diverged, lower its learning rate or its weight decay"
+    assert event["reason"].endswith(hint)
+
+
+def test_what_the_tests_above_damage_is_accepted_when_whole(federation):
+    whole = federation()
+    whole.cohort.connect(whole.grid)
+    replies = dict(whole.ask())
+    assert list(replies) == [0, 1, 2]
+    assert whole.events == []
+    for client, reply in replies.items():
+        sent = whole.reply_of(client)
+        assert reply.num_examples == sent.num_examples
+        assert torch.equal(reply.states["weights"]["float32"], sent.states["weights"]["float32"])
+
+
+def test_an_old_reply_is_not_taken_twice(federation):
+    kept = []
+
+    def replay(content):
+        kept.append(copy.deepcopy(content))
+        return kept[0]
+
+    replaying = federation(damage={BAD: replay})
+    replaying.cohort.connect(replaying.grid)
+    assert [client for client, _ in replaying.ask(1)] == [0, 1, 2]
+    assert [client for client, _ in replaying.ask(1)] == [0, 2]  # the same round, asked again
+    assert [client for client, _ in replaying.ask(2)] == [0, 2]
+    assert ["another request" in event["reason"] for event in replaying.events] == [True, True]
+
+
+def test_whatever_is_accepted_has_a_finite_average(federation):
+    large = federation(damage={BAD: set_vector("weights", np.full(10, 9e5, np.float32))})
+    large.cohort.connect(large.grid)
+    replies = list(large.ask())
+    assert [client for client, _ in replies] == [0, 1, 2]
+    means = averaged([(c, replace(r, num_examples=1e9)) for c, r in replies], WeightedAverage())
+    assert torch.isfinite(means["weights"]["float32"]).all()
+
+
+def test_a_client_far_from_most_in_what_it_declares_is_an_outlier():
+    usual = {client: {"": 100.0, "train ": 60.0} for client in range(4)}
+    assert outliers(usual, fewest=0.1, most=10) == {}
+    few = outliers(usual | {1: {"": 100.0, "train ": 5.9}}, fewest=0.1, most=10)
+    assert list(few) == [1]
+    assert few[1].startswith("it declares 5.9 train records, where the median client has 60")
+    assert list(outliers(usual | {2: {"": 1001.0}}, fewest=0.1, most=10)) == [2]
+    edge = {1: {"": 10.0, "train ": 6.0}, 2: {"": 1000.0, "train ": 600.0}}
+    assert outliers(usual | edge, fewest=0.1, most=10) == {}
+    assert outliers({0: {"": 1.0}, 1: {"": 1e9}}, fewest=0.1, most=10) == {}  # whom to believe?
+    none = {client: {"test ": 0.0} for client in range(4)} | {3: {"test ": 2.0}}
+    assert outliers(none, fewest=0, most=10) == {}  # few have a test record
+
+
+def test_json_as_deep_as_can_be_read_is_refused_by_a_sentence(federation):
+    """What says so must not go as deep again, as the repr of a nested list would."""
+    for depth in range(860, 1000, 4):
+        nested: list = []
+        for _ in range(depth):
+            nested = [nested]
+        with pytest.raises(ReplyError, match="says tag=.*, which is malformed"):
+            check_properties({"tag": nested}, needed=("tag",))
+
+        def damage(content, depth=depth):
+            record = content.config_records["header"]
+            deep = "[" * depth + "]" * depth
+            record["json"] = re.sub(r'"round": \d+', f'"round": {deep}', record["json"])
+            return content
+
+        setting = federation(damage={BAD: damage})
+        setting.cohort.connect(setting.grid)
+        assert [client for client, _ in setting.ask()] == [0, 2]
+
+
+ONES = [1] * BINS
+BUDGET = {"epsilon": 1.0, "delta": 1e-5}
+EPSILON = {name: {"train": 1.5, "test": None} for name in ACCOUNTANTS}
+SPLIT = {"train": 7, "validation": 0, "test": 0}
+MOMENTS = {"count": 3, "mean": 0.5, "std": 0}
+FACTS = {  # by name: right ones and wrong ones
+    "client": ([0, 3], [None, True, 1.0, "0"]),
+    "tag": (["", "ward 3", "é", "x" * 200], [7, "x" * 201, "a\nb", None]),
+    "input_shape": (
+        [[], [3], [3, 224, 224]],
+        [[2**29], [2**20, 2**20], [1, 1, 1, 1], [10**400], [-1], 3],
+    ),
+    "mean": (
+        [[], [0.5, -3, 1e9]],
+        [None, [1e30], [10**400], [None], [math.inf], [math.nan], ["1"], [True], {}],
+    ),
+    "std": ([[], [0.5, 3]], [None, [1e30], [0.0], [-1.0], [math.inf], ["1"], 1.0]),
+    "versions": ([{}, {"torch": "2"}], [[], {"torch": 2}, {"a\n": "2"}, {"a": "2\n"}]),
+    "epsilon": (
+        [EPSILON],
+        [
+            *({}, [], {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
+            *({**EPSILON, "prv": {"train": value, "test": None}} for value in (-1.0, math.inf, 1)),
+            *({**EPSILON, "rdp": {"train": 1.5}}, {**EPSILON, "gdp": None}),
+            dict.fromkeys(ACCOUNTANTS, {"training": 1.0}),
+        ],
+    ),
+    "budget": (
+        [BUDGET],
+        [
+            *({}, [], {"epsilon": 1.0}, {**BUDGET, "more": 1.0}, {**BUDGET, "epsilon": 1}),
+            *({**BUDGET, "epsilon": value} for value in (0.0, -1.0, math.inf)),
+            *({**BUDGET, "delta": value} for value in (0.0, 1.0, 1)),
+        ],
+    ),
+    "secure_noise": ([True, False], [0, 1, None, "true"]),
+    "least_noise_multiplier": ([0.8, 1], [0.0, -1.0, 1e7, math.inf, True, "1", None]),
+    "unit": (["record", "person"], ["patient", None, []]),
+    "spent": ([None, 0.0, 3.5], [-1.0, math.inf, 1, "1"]),
+    "honest_sites": ([2, MOST_SITES], [1, MOST_SITES + 1, 2.0, True]),
+    "awaits": (["ab" * 16], ["AB" * 16, "ab" * 15, "ab" * 16 + "\n", "g" * 32, None]),
+    "context": (["ab" * 32], ["ab" * 16]),
+    "signature": (["ab" * 64], ["ab" * 32]),
+    "parts": (
+        [{}, {"0": "ab" * PART_BYTES, "1": "cd" * PART_BYTES}],
+        [
+            *([], {"0": "ab"}, {"00": "ab" * PART_BYTES}, {"-1": "ab" * PART_BYTES}),
+            {str(site): "ab" * PART_BYTES for site in range(MOST_SITES + 1)},
+        ],
+    ),
+    "covered_steps": (
+        [{}, {"search": 2}],
+        [{"search": 10**400}, {"search": -1}, {"search": True}, {"search": 1.0}, []],
+    ),
+    "moments": (
+        [[], [MOMENTS], [{**MOMENTS, "mean": -1e29}]],
+        [
+            *([{**MOMENTS, "mean": value}] for value in (1e300, 10**400, math.nan, "1", None)),
+            *([{**MOMENTS, "std": value}] for value in (-1.0, 1e30, 1e300)),
+            *([{**MOMENTS, "count": -1}], [{}], MOMENTS, None),
+        ],
+    ),
+    "class_counts": ([[], [1, 0]], [[-1], [10**10], [1.0], [True], "", None]),
+    "class_names": ([[], ["a", "b"]], [["a\n"], [1], "ab", None]),
+    "scores": ([{}, {"f1": 0.0, "auroc": 1.0}], [{"f1": 1.5}, {"f1": 1}, {"f2": 0.5}, []]),
+    "histogram": (
+        [[ONES, [0] * BINS], [[int(MAX_EXAMPLES), *[0] * (BINS - 1)], ONES]],
+        [
+            *([ONES], [ONES] * 3, [ONES, ONES[1:]], [ONES, [*ONES, 1]], [ONES, [1.0] * BINS]),
+            *([ONES, [-1, *ONES[1:]]], [ONES, [int(MAX_EXAMPLES), *ONES[1:]]]),
+            *({"0": ONES, "1": ONES}, "", None),
+        ],
+    ),
+    "splits": (
+        [SPLIT],
+        [*({**SPLIT, "test": value} for value in (-1, 1.0, True, 10**10)), {"train": 1}, []],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_facts_have_the_form_of_their_name(name):
+    right, wrong = FACTS[name]
+    for fact in right:
+        check_properties({name: fact}, needed=(name,))
+    for fact in wrong:
+        with pytest.raises(ReplyError, match=f"(?s)says {name}=.*, which is malformed"):
+            check_properties({name: fact}, needed=(name,))
+    with pytest.raises(ReplyError, match=f"does not say its {name}"):
+        check_properties({}, needed=(name,))
+
+
+def test_no_client_of_three_or_more_has_more_than_the_largest_share():
+    assert share_scales({0: 10, 1: 20, 2: 970}, 0.5) == {2: pytest.approx(30 / 970)}
+    assert share_scales({0: 10, 1: 20, 2: 970}, 0.8) == {2: pytest.approx(120 / 970)}
+    for examples, largest in (({0: 10, 1: 20, 2: 30}, 0.5), ({0: 1, 1: 99}, 0.5), ({0: 1}, 0.5)):
+        assert share_scales(examples, largest) == {}
+    assert share_scales({0: 1, 1: 1, 2: 1000}, 1.0) == {}
+
+
+@pytest.mark.parametrize(("largest", "weight"), [(1.0, 17.0), (0.5, 17.0 * 200 / 900)])
+def test_a_heavy_client_is_held_to_the_largest_share_and_named_once(largest, weight, federation):
+    heavy = federation(largest_share=largest)
+    heavy.cohort.connect(heavy.grid)
+    heavy.cohort._max_examples[BAD] = 900
+    for _ in range(2):
+        replies = dict(heavy.ask())
+        weights = [replies[client].num_examples for client in range(3)]
+        assert weights == [10.0, pytest.approx(weight), 24.0]
+    messages = [event["message"] for event in heavy.events]
+    assert len(messages) == (largest < 1)
+    assert all("client 1 may weigh 900 of 1100 examples" in message for message in messages)
+
+
+def test_a_client_cannot_name_so_many_classes_that_it_may_step_farther(federation):
+    """Oversampling takes as many more steps; how many classes there are is what most say."""
+    limits = []
+    for told in (["a"], ["a"] * 10_000):
+        many = federation(
+            properties={BAD: {"class_names": told}, 0: {"class_names": ["a"]}},
+            damage={BAD: poison("alphas", 0, 5e3)},
+        )
+        many.cohort.connect(many.grid)
+        assert [client for client, _ in many.ask()] == [0, 2]
+        limits.append(many.events[-1]["reason"])
+    assert limits[0] == limits[1]
+    assert limits[0].startswith("alphas has a norm of 5e+03, where an honest client's is at most")
+
+
+def test_a_sum_of_gradients_is_scaled_with_its_weight():
+    states = {"weights": {"float32": torch.ones(2)}, "buffers": {"float32": torch.ones(1)}}
+    held = Reply(8.0, states=states).weighing(0.25, summed=("weights",))
+    assert held.num_examples == 2
+    assert held.states["weights"]["float32"].tolist() == [0.25, 0.25]
+    assert held.states["buffers"]["float32"].tolist() == [1.0]
+
+
+def test_a_reply_of_another_run_or_site_is_refused(federation):
+    """Client 1 answers with what an honest client of another run, and client 0, has sent."""
+    stolen = []
+    other = federation(damage={BAD: lambda content: stolen.append(content) or content})
+    other.cohort.connect(other.grid)
+    list(other.ask())
+
+    def from_site_0(content):
+        stolen.append(content)
+        return content
+
+    foreign = federation(
+        damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum=0.3
+    )
+    foreign.cohort.connect(foreign.grid)
+    assert [client for client, _ in foreign.ask()] == [0, 2]  # site 0's reply to this exchange
+    stolen[:] = stolen[:1]
+    foreign.grid._client_app = federation(
+        damage={BAD: lambda _: copy.deepcopy(stolen[0])}
+    ).grid._client_app
+    assert [client for client, _ in foreign.ask()] == [0, 2]  # client 1's of the other run
+    assert ["another request" in event["reason"] for event in foreign.events] == [True, True]
+
+
+def test_three_strikes_and_a_client_is_asked_no_more(federation):
+    asked = []
+
+    def hostile(content):
+        asked.append(1)
+        return set_json("[")(content)
+
+    bad = federation(damage={BAD: hostile})
+    bad.cohort.connect(bad.grid)
+    for server_round in range(1, 6):
+        assert [client for client, _ in bad.ask(server_round)] == [0, 2]
+    assert len(asked) == 3
+    assert bad.cohort.clients == [0, 2]
+    assert [event["event"] for event in bad.events] == ["client_failed"] * 2 + ["client_left"]
+    assert [event.get("expelled", False) for event in bad.events] == [False, False, True]
+    assert bad.events[-1]["reason"].startswith("3 of its replies were refused, the last one for: ")
+    asked_all = bad.cohort.ask(
+        Exchange("train.search", stage="evaluate", settings=SEARCH, also_left=True)
+    )
+    with pytest.raises(QuorumError, match="client 1: 3 of its replies were refused"):
+        list(asked_all)  # of the honest ones no layout is asked for, so all are refused
+    assert len(asked) == 3
+
+
+def test_a_client_that_errs_is_asked_again(federation):
+    failing = federation(damage={BAD: refuse})
+    failing.cohort.connect(failing.grid)
+    for server_round in range(1, 6):
+        assert [client for client, _ in failing.ask(server_round)] == [0, 2]
+    assert failing.cohort.clients == [0, 1, 2]
+    assert len(failing.events) == 5
+
+
+def test_a_client_that_answers_again_is_back(federation):
+    rounds = iter([True, True, False, False, True, False])
+    lame = federation(damage={BAD: lambda content: refuse(0) if next(rounds) else content})
+    lame.cohort.connect(lame.grid)
+    for server_round in range(1, 7):
+        list(lame.ask(server_round))
+    told = [(event["event"], event["round"]) for event in lame.events]
+    failed = [("client_failed", number) for number in (1, 2, 5)]
+    assert told == [*failed[:2], ("client_back", 3), failed[2], ("client_back", 6)]
+
+
+def test_what_a_client_says_in_an_error_is_cut_short_and_commands_no_terminal(federation):
+    loud = federation(damage={BAD: lambda _: Error(2, "\x1b[2J\n" + "x" * 10**6)})
+    loud.cohort.connect(loud.grid)
+    list(loud.ask())
+    (event,) = loud.events
+    assert event["reason"] == " [2J " + "x" * 495

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.protocol.states import (
+    Layout,
+    WeightedAverage,
+    load_states,
+    network_states,
+    pack,
+    unpack,
+)
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+@st.composite
+def named_tensors(draw):
+    tensors = {}
+    for index in range(draw(st.integers(0, 6))):
+        shape = draw(st.lists(st.integers(0, 3), max_size=3))
+        dtype = draw(st.sampled_from(DTYPES))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
+        tensors[f"t{index}"] = torch.randint(0, 100, shape, generator=generator).to(dtype)
+    return tensors
+
+
+@settings(max_examples=60)
+@given(named_tensors())
+def test_unpack_undoes_pack(tensors):
+    layout = Layout.of(tensors)
+    packed = pack(tensors)
+    assert {name: vector.numel() for name, vector in packed.items()} == layout.sizes
+    assert all(vector.dim() == 1 and vector.is_contiguous() for vector in packed.values())
+    again = unpack(packed, layout)
+    assert list(again) == list(tensors)
+    for name, tensor in tensors.items():
+        assert again[name].dtype == tensor.dtype
+        assert torch.equal(again[name], tensor)
+    assert Layout.of(again).digest == layout.digest
+
+
+def test_pack_copies_and_unpack_views():
+    tensors = {"a": torch.arange(6.0).view(2, 3).t()}  # not contiguous
+    packed = pack(tensors)
+    unpack(packed, Layout.of(tensors))["a"][0, 1] = 9.0
+    assert packed["float32"].tolist() == [0.0, 9.0, 1.0, 4.0, 2.0, 5.0]
+    assert tensors["a"][0, 1] == 3.0
+
+
+def test_the_digest_tells_names_shapes_dtypes_and_order_apart():
+    a, b = torch.zeros(2, 3), torch.zeros(6)
+    layouts = [
+        {"a": a, "b": b},
+        {"b": b, "a": a},
+        {"a": a, "c": b},
+        {"a": b, "b": b},
+        {"a": a, "b": b.long()},
+        {"a": a},
+    ]
+    assert len({Layout.of(tensors).digest for tensors in layouts}) == len(layouts)
+    assert Layout.of({"a": a + 1, "b": b}).digest == Layout.of(layouts[0]).digest
+
+
+def test_unpack_refuses_other_sizes():
+    layout = Layout.of({"a": torch.zeros(2)})
+    for packed in ({"float32": torch.zeros(3)}, {"float64": torch.zeros(2)}, {}):
+        with pytest.raises(ValueError, match="do not fit a layout"):
+            unpack(packed, layout)
+
+
+@pytest.fixture(scope="module")
+def supernets():
+    space = NASBench201Space(input_shape=(3, 8, 8), num_classes=3, channels=2, num_cells=1)
+    nets = []
+    for seed in range(3):
+        with seeded(seed, "supernet"):
+            nets.append(space.supernet())
+        nets[-1](torch.randn(4 + seed, 3, 8, 8, generator=torch.Generator().manual_seed(seed)))
+        for _ in range(seed):  # batch norm's counters: 1, 2, 3
+            nets[-1](torch.zeros(2, 3, 8, 8))
+    return nets
+
+
+def test_states_of_a_supernet_are_all_its_tensors_once(supernets):
+    states = network_states(supernets[0])
+    assert set(states["alphas"]) == {"cell"}
+    named = {**states["weights"], **states["buffers"]}
+    named |= {f"alphas.{kind}": alpha for kind, alpha in states["alphas"].items()}
+    own = supernets[0].state_dict()
+    assert set(named) == set(own)
+    assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in named.items())
+    assert network_states(nn.Linear(2, 1))["alphas"] == {}
+
+
+def average(replies):
+    mean = WeightedAverage()
+    for states, weight in replies:
+        mean.add(states, weight=weight)
+    return mean.result()
+
+
+def test_average_of_weights_alphas_and_buffers_equals_numpy(supernets):
+    counts = [3, 50, 7]
+    states = [
+        {name: pack(tensors) for name, tensors in network_states(net).items()} for net in supernets
+    ]
+    mean = average(zip(states, counts, strict=True))
+    assert set(mean) == {"weights", "alphas", "buffers"}
+    assert set(mean["buffers"]) == {"float32", "int64"}
+    for name, packed in mean.items():
+        for dtype, vector in packed.items():
+            columns = np.stack([s[name][dtype].numpy().astype(np.float64) for s in states])
+            expected = np.average(columns, axis=0, weights=counts)
+            assert str(vector.dtype) == f"torch.{dtype}"
+            if dtype == "int64":
+                assert vector.tolist() == np.rint(expected).tolist()
+                assert set(vector.tolist()) == {2}  # (3 * 1 + 50 * 2 + 7 * 3) / 60 = 2.07
+            else:
+                np.testing.assert_allclose(vector.numpy(), expected, rtol=1e-5, atol=1e-6)
+    # Nothing of the replies was changed, and no client's tensors were handed back.
+    for net, state in zip(supernets, states, strict=True):
+        assert torch.equal(
+            state["alphas"]["float32"], pack(network_states(net)["alphas"])["float32"]
+        )
+        assert not torch.allclose(mean["alphas"]["float32"], state["alphas"]["float32"], atol=1e-7)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.floats(1, 1e6), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.float64, torch.int64, torch.int32]),
+    st.integers(0, 1000),
+)
+def test_average_keeps_the_dtype_and_lies_where_numpy_puts_it(counts, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    vectors = [(torch.randn(5, generator=generator) * 50).to(dtype) for _ in counts]
+    key = str(dtype).removeprefix("torch.")
+    replies = (({"weights": {key: v}}, n) for v, n in zip(vectors, counts, strict=True))
+    mean = average(replies)["weights"][key]
+    expected = np.average(np.stack([v.double().numpy() for v in vectors]), axis=0, weights=counts)
+    assert mean.dtype == dtype
+    tolerance = 0.5 + 1e-6 if not dtype.is_floating_point else 1e-3
+    np.testing.assert_allclose(mean.double().numpy(), expected, rtol=0, atol=tolerance)
+
+
+def test_a_large_integer_counter_is_exact():
+    counter = 2**40 + 1
+    mean = average([({"buffers": {"int64": torch.tensor([counter])}}, 3)] * 2)
+    assert mean["buffers"]["int64"].tolist() == [counter]
+
+
+def test_average_of_nothing_and_weights_that_are_not_positive_are_refused():
+    with pytest.raises(ValueError, match="no replies"):
+        average([])
+    for weight in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="must be positive"):
+            WeightedAverage().add({}, weight=weight)
+
+
+def test_the_streaming_average_holds_one_sum_and_no_reply():
+    average, replies, sums = WeightedAverage(), [], set()
+    for client in range(5):
+        vector = torch.full((1000,), float(client))
+        replies.append(weakref.ref(vector))
+        average.add({"weights": {"float32": vector}}, weight=1)
+        del vector
+        assert all(reply() is None for reply in replies)
+        sums.add(average._sums["weights"]["float32"].data_ptr())
+    assert len(sums) == 1
+    assert average.result()["weights"]["float32"].unique().tolist() == [2.0]
+    assert average._sums == {}
+
+
+def test_load_states_copies_into_the_own_tensors(supernets):
+    source, target = supernets[0], supernets[1]
+    packed = {name: pack(tensors) for name, tensors in network_states(source).items()}
+    pointers = [p.data_ptr() for p in target.parameters()]
+    load_states(target, packed)
+    assert [p.data_ptr() for p in target.parameters()] == pointers
+    own = source.state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in target.state_dict().items())
+    with pytest.raises(ValueError, match="has the states"):
+        load_states(target, {"moments": {}})

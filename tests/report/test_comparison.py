@@ -1,0 +1,154 @@
+import csv
+import io
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.report.comparison import compare_runs, print_comparison, write_comparison
+
+KINDS = ("csv", "md", "json", "html")
+
+
+def test_seeds_are_one_group_with_mean_and_deviation(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    accuracies = {1: 0.90, 2: 0.93, 10: 0.87}
+    for seed, accuracy in accuracies.items():
+        make_run(f"sweep/darts_{seed}", seed=seed, accuracy=accuracy)
+    make_run("sweep/fnas", algorithm="fnas", accuracy=0.5)
+    comparison = compare_runs([tmp_path / "sweep"])
+    assert comparison.not_counted == ()
+    darts, fnas = comparison.groups
+    assert darts.settings == {"algorithm": "fed_darts"}
+    assert fnas.settings == {"algorithm": "fnas"}
+    assert darts.seeds == (1, 2, 10)
+    assert darts.values["central_accuracy"] == (0.90, 0.93, 0.87)
+    text = f"90.0 ± {100 * statistics.stdev(accuracies.values()):.1f}"
+    assert comparison.rows()[0][:3] == ["fed_darts", "1, 2, 10", text]
+    assert comparison.rows()[1][2] == "50.0"  # one seed has no deviation
+    assert comparison.rows()[1][comparison.titles().index("test F1")] == "0.625"
+
+
+def test_what_analyse_trains_of_a_run_is_compared_only_where_it_is_named(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_run("variants/run")
+    for seed, name in enumerate(("found", "pools-max")):
+        make_run(f"variants/run/variants/{name}", seed=seed)
+
+    def folders(given: Path) -> list[str]:
+        groups = compare_runs([given]).groups
+        return [Path(folder).name for group in groups for folder in group.folders]
+
+    assert folders(tmp_path) == ["run"]
+    assert sorted(folders(tmp_path / "variants" / "run" / "variants")) == ["found", "pools-max"]
+
+
+def test_only_settings_that_differ_have_columns(make_run: Callable[..., Path]) -> None:
+    first, second = make_run("a"), make_run("b")
+    config = second / "config.yaml"
+    config.write_text(config.read_text().replace("channels: 8", "channels: 16"))
+    groups = compare_runs([first, second]).groups
+    assert [group.settings for group in groups] == [
+        {"search_space.channels": 8},
+        {"search_space.channels": 16},
+    ]
+
+
+def test_a_narrow_screen_shows_every_group_and_number(make_run: Callable[..., Path]) -> None:
+    names = ["fed_darts", "fnas", "random_search", "vanilla", "fednas"]
+    comparison = compare_runs([make_run(name, algorithm=name) for name in names])
+    out = io.StringIO()
+    print_comparison(comparison, Console(file=out, width=70))
+    text = out.getvalue()
+    assert max(len(line) for line in text.splitlines()) <= 70
+    assert all(text.count(f" {name} ") == 1 for name in names)
+    assert text.count(" 90.0 ") == len(names)
+    assert "…" not in text
+
+
+def test_what_is_not_counted_is_named_with_its_reason(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_run("all/a_good")
+    make_run("all/b_failed", seed=2, until="search")
+    make_run("all/c_killed", seed=3, until="start")
+    make_run("all/d_double")
+    (tmp_path / "all" / "e_stillborn").mkdir()
+    (tmp_path / "all" / "e_stillborn" / "config.yaml").write_text("seed: 5\n")
+    comparison = compare_runs([tmp_path / "all", tmp_path / "all" / "a_good"])
+    assert [group.seeds for group in comparison.groups] == [(1,)]
+    reasons = {Path(folder).name: reason for folder, reason in comparison.not_counted}
+    assert list(reasons) == ["b_failed", "c_killed", "d_double", "e_stillborn"]
+    assert reasons["b_failed"] == "not finished: client 2: disk full"
+    assert "killed" in reasons["c_killed"]
+    assert "same settings and seed" in reasons["d_double"]
+    assert "no events.jsonl" in reasons["e_stillborn"]
+    out = io.StringIO()
+    print_comparison(comparison, Console(file=out, width=200))
+    assert all(name in out.getvalue() for name in reasons)
+
+
+def test_the_files_agree(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    folders = [make_run(f"run{seed}", seed=seed, accuracy=0.8 + 0.05 * seed) for seed in (1, 2)]
+    comparison = compare_runs([*folders, make_run("other", algorithm="fnas", until="search")])
+    paths = write_comparison(comparison, tmp_path / "out")
+    assert [path.name for path in paths] == [f"compare.{kind}" for kind in KINDS]
+    html = paths[3].read_text(encoding="utf-8")
+    assert "87.5 ± 3.5" in html
+    assert "disk full" in html
+    assert "drawFigure(place, figure" in html
+    assert len(html) < 100_000
+    (row,) = csv.DictReader(paths[0].read_text().splitlines())
+    document = json.loads(paths[2].read_text())
+    (group,) = document["groups"]
+    central = group["metrics"]["central_accuracy"]
+    assert central["values"] == [pytest.approx(0.85), pytest.approx(0.9)]
+    assert float(row["central_accuracy_mean"]) == pytest.approx(central["mean"])
+    assert float(row["central_accuracy_deviation"]) == pytest.approx(central["deviation"])
+    assert row["seeds"] == "1 2"
+    assert "| 87.5 ± 3.5 |" in paths[1].read_text()
+    assert "disk full" in paths[1].read_text()
+    assert len(document["not_counted"]) == 1
+
+
+def test_nothing_finished_gives_a_table_without_rows(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    comparison = compare_runs([make_run("run", until="search")])
+    assert comparison.groups == ()
+    print_comparison(comparison, Console(file=io.StringIO()))
+    paths = write_comparison(comparison, tmp_path / "out")
+    assert "disk full" in paths[1].read_text()
+
+
+def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        compare_runs([tmp_path])
+    with pytest.raises(ConfigError, match="missing is not a folder"):
+        compare_runs([tmp_path / "missing"])
+
+
+def test_the_epsilon_of_private_runs_has_a_column(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    folders = [make_run("private", private=True), make_run("plain")]
+    folders.append(make_run("seeded", private=True, secure_noise=False, algorithm="fnas"))
+    comparison = compare_runs(folders)
+    place = comparison.titles().index("epsilon")
+    cells = [row[place] for row in comparison.rows()]
+    assert cells == ["5.10", "–", "5.10 (test seed: no privacy)"]
+    paths = write_comparison(comparison, tmp_path / "out")
+    rows = list(csv.DictReader(paths[0].read_text().splitlines()))
+    assert [(row["epsilon_mean"], row["test_seed"]) for row in rows] == [
+        ("5.1001", "0"),
+        ("", "0"),
+        ("5.1001", "1"),
+    ]
+    groups = json.loads(paths[2].read_text())["groups"]
+    assert [group["test_seed"] for group in groups] == [False, False, True]

@@ -1,0 +1,111 @@
+"""How decided the edges of made cells are, by hand, and what a report says of it."""
+
+from __future__ import annotations
+
+import io
+import re
+import statistics
+
+import pytest
+from rich.console import Console
+
+from fednas_flwr.report import decidedness
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.terminal import print_summary
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import read_run
+
+OPS = ["none", "skip", "conv"]
+PAIRS = [(0, 1), (0, 2), (1, 2)]
+
+
+def snapshot(number, rows, ops=("conv", "conv", "none")):
+    cell = [{"op": op, "source": s, "target": t} for op, (s, t) in zip(ops, PAIRS, strict=True)]
+    return {"round": number, "ops": OPS, "alphas": {"cell": rows}, "cells": {"cell": cell}}
+
+
+def test_leads_and_spreads_by_hand():
+    """Of 7 rounds the last 5 count; an edge leads, one jumps, one hardly moves."""
+    jumps = [9.0, 9.0, 0.3, -0.3, 0.3, -0.3, 0.2]
+    snapshots = [
+        snapshot(n, [[0.0, 0.1, 1.0 + 0.01 * n], [0.0, 0.0, jump], [0.003, 0.0, -5.0]])
+        for n, jump in enumerate(jumps)
+    ]
+    grows, jumping, still = decidedness.edges(snapshots)
+    assert (grows.op, grows.next_op, grows.label) == ("conv", "skip", "input → 1")
+    assert grows.lead == pytest.approx(0.96)
+    assert grows.spread == pytest.approx(0.01 * statistics.stdev(range(5)))
+    assert grows.is_decided
+    assert jumping.next_op == "none"  # the first of equals
+    assert jumping.lead == pytest.approx(0.2)
+    assert jumping.spread == pytest.approx(statistics.stdev(jumps[-5:]))
+    assert not jumping.is_decided
+    assert (still.op, still.next_op) == ("none", "skip")
+    assert still.spread == 0.0
+    assert not still.is_decided  # .003 is no lead, however still it stands
+    assert decidedness.text([grows, jumping, still]).startswith("Decided: 1 of 3 edges.")
+    assert "2 of 3 edges open" in decidedness.warning([grows, jumping, still])
+    assert "1 of 3 edges open" in decidedness.warning([grows, grows, still])
+    assert decidedness.warning([grows, grows]) == ""
+
+
+def test_an_op_that_was_taken_in_place_of_the_largest_is_behind():
+    """As where the largest alphas made a degenerate cell."""
+    rows = [[0.0, 2.0, 1.0]] * 3
+    edge = decidedness.edges([snapshot(n, rows, ops=("conv", "skip", "skip")) for n in (1, 2)])[0]
+    assert (edge.op, edge.next_op, edge.lead) == ("conv", "skip", -1.0)
+    assert not edge.is_decided
+
+
+def test_a_cell_that_keeps_some_edges_has_no_none_to_compare_with():
+    """DARTS: 5 candidate edges of two nodes, of which 4 stay, named by their nodes."""
+    kept = [{"op": "conv", "source": s, "target": t} for s, t in ((0, 2), (1, 2), (0, 3), (2, 3))]
+    rows = [[9.0, 0.1 * row, 1.0] for row in range(5)]
+    events = [
+        {"round": n, "ops": OPS, "alphas": {"normal": rows}, "cells": {"normal": kept}}
+        for n in (1, 2)
+    ]
+    found = decidedness.edges(events)
+    assert [edge.label for edge in found] == ["c(k−2) → 0", "c(k−1) → 0", "c(k−2) → 1", "0 → 1"]
+    assert [edge.next_op for edge in found] == ["skip"] * 4
+    assert [edge.lead for edge in found] == pytest.approx([1.0, 0.9, 0.8, 0.6])
+
+
+def test_one_snapshot_decides_nothing_since_it_has_no_spread():
+    found = decidedness.edges([snapshot(1, [[0.0, 1.0, 2.0]] * 3)])
+    assert decidedness.share(found) == "0 of 3"
+    assert "3 of 3 edges open" in decidedness.warning(found)
+    assert [row[-2:] for row in decidedness.table(found)] == [["–", "no"]] * 3
+
+
+def test_there_is_nothing_to_say_without_snapshots_or_cells():
+    one = snapshot(1, [[0.0, 1.0, 2.0]] * 3)
+    old = {key: value for key, value in one.items() if key != "cells"}
+    assert decidedness.edges([]) == decidedness.edges([old, one]) == []
+    assert decidedness.share([]) == "–"
+    assert decidedness.text([]) == decidedness.warning([]) == ""
+
+
+@pytest.mark.parametrize(("lead", "warns"), [(0.5, False), (0.001, True)])
+def test_the_report_warns_of_a_cell_that_is_hardly_decided(lead, warns, tmp_path):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for number in (1, 2, 3):
+            log.emit("alphas", **snapshot(number, [[0.0, 0.0, lead]] * 2 + [[lead, 0.0, 0.0]]))
+    page = write_report(tmp_path).read_text()
+    assert f"Decided: {0 if warns else 3} of 3 edges" in page
+    assert ("The search has left 3 of 3 edges open" in page) == warns
+    console = Console(file=io.StringIO())
+    print_summary(tmp_path, console)
+    shown = console.file.getvalue()
+    assert re.search(rf"edges decided +│ +{0 if warns else 3} of 3", shown)
+
+
+def test_a_real_searchs_alphas_can_be_judged(run_inline):
+    """Cells of both kinds; what is derived leads, since nothing degenerate was replaced."""
+    space = ["search_space=darts_small", "search_space.channels=4", "search_space.num_cells=3"]
+    run = read_run(run_inline("algorithm=fed_darts", "stages=[search]", *space).folder)
+    found = decidedness.edges(run.alphas())
+    assert [edge.kind for edge in found] == ["normal"] * 8 + ["reduction"] * 8
+    assert all(edge.lead > 0 for edge in found)
+    assert not any("none" in (edge.op, edge.next_op) for edge in found)
+    assert len({(edge.kind, edge.label) for edge in found}) == 16

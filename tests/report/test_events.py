@@ -1,0 +1,92 @@
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fednas_flwr.runs.events import EventLog, latest_rounds, read_events
+
+
+def test_events_come_back_and_reach_the_listeners(tmp_path: Path) -> None:
+    seen: list[dict] = []
+    with EventLog(tmp_path / "new" / "events.jsonl", listeners=[seen.append]) as log:
+        log.emit("warning", message="ä <b>")
+        log.emit("alphas", round=1, alphas={"normal": torch.tensor([[1.0, 2.0]])})
+    events = read_events(tmp_path / "new" / "events.jsonl")
+    assert events == seen
+    assert [event["event"] for event in events] == ["warning", "alphas"]
+    assert events[0]["message"] == "ä <b>"
+    assert events[1]["alphas"] == {"normal": [[1.0, 2.0]]}
+    assert events[0]["time"].endswith("+00:00")
+    assert 0 <= events[0]["elapsed"] <= events[1]["elapsed"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("-inf"), torch.nan])
+def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.emit("round", metrics={"loss": value, "list": [1.0, (value,)]}, array=np.array([value]))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads((tmp_path / "events.jsonl").read_text(), parse_constant=refuse)
+    assert line["metrics"] == {"loss": None, "list": [1.0, [None]]}
+    assert line["array"] == [None]
+
+
+@pytest.mark.parametrize("lost", [1, 2, 20])
+def test_a_torn_line_is_left_out_and_not_glued_to_the_next(tmp_path: Path, lost: int) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.emit("warning", message="first")
+        log.emit("warning", message="torn")
+    path.write_bytes(path.read_bytes()[:-lost])
+    whole = ["first"] if lost > 1 else ["first", "torn"]  # only the line's end is lost
+    assert [event["message"] for event in read_events(path)] == whole
+    with EventLog(path) as log:
+        log.emit("warning", message="after")
+    assert [event["message"] for event in read_events(path)] == [*whole, "after"]
+
+
+def test_lines_of_several_threads_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        threads = [
+            threading.Thread(target=lambda: [log.emit("warning", message="x" * 5000) for _ in "ab"])
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(path.read_bytes().splitlines()) == len(read_events(path)) == 16
+
+
+def test_what_json_cannot_hold_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            log.emit("warning", message=object())
+        log.emit("warning", message="fine")
+    assert [event["message"] for event in read_events(path)] == ["fine"]
+
+
+def test_later_rounds_replace_earlier_ones() -> None:
+    events = [
+        {"event": "round", "stage": stage, "round": number, "seconds": seconds}
+        for stage, number, seconds in [
+            ("search", 1, 1.0),
+            ("search", 2, 2.0),
+            ("search", 3, 3.0),
+            ("retrain", 2, 9.0),
+            ("search", 2, 20.0),
+        ]
+    ]
+    found = latest_rounds(events, "search")
+    assert [(event["round"], event["seconds"]) for event in found] == [
+        (1, 1.0),
+        (2, 20.0),
+        (3, 3.0),
+    ]

@@ -1,0 +1,356 @@
+"""`fednas lookup`: tables in all their forms, percentiles against a slow oracle, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from statistics import fmean
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from fednas_flwr import cli
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.report.lookup import (
+    found_cell,
+    percentiles_by_round,
+    print_lookup,
+    read_cell,
+    read_table,
+)
+from fednas_flwr.report.plots import percentiles
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import read_run
+
+COLUMNS = ["cifar10_test_12ep", "val_acc_epochs_12"]
+OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
+PAIRS = [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
+FORM = "|{}~0|+|{}~0|{}~1|+|{}~0|{}~1|{}~2|"
+CELLS = list(itertools.product(OPS, repeat=6))
+
+
+def made_rows(cells, seed=0):
+    """Return accuracies with many ties, and columns that are none."""
+    rng = random.Random(seed)
+    return [
+        {
+            "index": number,
+            "arch_str": FORM.format(*cell),
+            "cifar10_test_12ep": rng.randrange(400) / 10,
+            "val_acc_epochs_12": rng.randrange(60),
+            "seed": 777,
+            "params(M)": 0.1 * number,
+            "FLOPs": 7.0 * number,
+            "latency_ms": rng.random(),
+            "train_loss": rng.random(),
+        }
+        for number, cell in enumerate(cells)
+    ]
+
+
+def some_cells(count, seed=1):
+    return random.Random(seed).sample(CELLS, count)
+
+
+def write(path, rows):
+    pd.DataFrame(rows).to_csv(path, index=False)
+    return path
+
+
+def edges(cell):
+    return [
+        {"op": op, "source": source, "target": target}
+        for op, (source, target) in zip(cell, PAIRS, strict=True)
+    ]
+
+
+def slow_percentiles(columns):
+    """Rank by counting: of equals each has the mean of their places."""
+
+    def rank(values):
+        below = [sum(other < value for other in values) for value in values]
+        equal = [values.count(value) for value in values]
+        return [b + (e + 1) / 2 for b, e in zip(below, equal, strict=True)]
+
+    mean_ranks = [fmean(ranks) for ranks in zip(*map(rank, columns), strict=True)]
+    return [100 * place / len(mean_ranks) for place in rank(mean_ranks)]
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Return a function that writes a run that derived a cell."""
+
+    def make(name, cell, space="nasbench201", rounds=()):
+        folder = tmp_path / name
+        with EventLog(folder / "events.jsonl") as log:
+            log.emit("run_started", resumed=False)
+            for number, derived in enumerate(rounds, 1):
+                log.emit("alphas", round=number, ops=OPS, alphas={}, cells={"cell": edges(derived)})
+            if cell is not None:
+                log.emit("derived", genotype={"space": space, "cells": {"cell": edges(cell)}})
+        return folder
+
+    return make
+
+
+def test_percentiles_are_those_of_mean_ranks_by_the_named_columns(tmp_path):
+    rows = made_rows(some_cells(300))
+    table = read_table(write(tmp_path / "table.csv", rows), COLUMNS)
+    assert table.columns == tuple(COLUMNS)
+    columns = [[row[name] for row in rows] for name in table.columns]
+    for row, expected in zip(rows, slow_percentiles(columns), strict=True):
+        cell = read_cell(row["arch_str"])
+        assert table.accuracies[cell] == tuple(row[name] for name in table.columns)
+        assert math.isclose(table.percentiles[cell], expected, rel_tol=1e-12)
+
+
+def test_best_cell_has_100_and_ties_share_a_percentile(tmp_path):
+    cells = some_cells(4)
+    rows = [{"cell": FORM.format(*c), "test": a} for c, a in zip(cells, (1, 2, 2, 3), strict=True)]
+    percentiles = read_table(write(tmp_path / "t.csv", rows)).percentiles
+    assert [percentiles[cell] for cell in cells] == [25.0, 62.5, 62.5, 100.0]
+
+
+def test_columns_are_named_unless_there_is_one(tmp_path):
+    rows = [{"arch": FORM.format(*cell), "note": "x", "acc": k} for k, cell in enumerate(CELLS[:4])]
+    one = read_table(write(tmp_path / "one.csv", rows))
+    assert one.columns == ("acc",)
+    more = write(tmp_path / "more.csv", [row | {"seed": 7, "std": -row["acc"]} for row in rows])
+    assert read_table(more, ["acc"]) == one
+    listed = "the columns of numbers acc, seed, std: name one or more of accuracies"
+    with pytest.raises(ConfigError, match=f"more.csv: expected {listed}"):
+        read_table(more)
+    for wrong in ("note", "accuracy"):
+        with pytest.raises(ConfigError, match=f"expected acc, {wrong} among {listed}"):
+            read_table(more, ["acc", wrong])
+
+
+@pytest.mark.parametrize("form", ["csv.gz", "csv.xz", "semicolons", "tabs", "index", "parquet"])
+def test_files_of_many_forms_are_the_same_table(tmp_path, form):
+    frame = pd.DataFrame(made_rows(some_cells(20)))
+    path = tmp_path / f"table.{form}"
+    match form:
+        case "semicolons" | "tabs":
+            path = path.with_suffix(".txt")
+            frame.to_csv(path, sep=";" if form == "semicolons" else "\t", index=False)
+        case "index":  # an unnamed column of numbers in front
+            path = path.with_suffix(".csv")
+            frame.to_csv(path)
+        case "parquet":
+            pytest.importorskip("pyarrow")
+            frame.set_index("arch_str").to_parquet(path)
+        case _:
+            frame.to_csv(path, index=False)
+    plain = write(tmp_path / "plain.csv", made_rows(some_cells(20)))
+    assert read_table(path, COLUMNS) == read_table(plain, COLUMNS)
+
+
+def test_other_spellings_and_several_rows_per_cell(tmp_path):
+    spelt = {
+        "none": "zero",
+        "skip_connect": "Identity",
+        "nor_conv_1x1": "conv1x1",
+        "nor_conv_3x3": "conv_3x3",
+        "avg_pool_3x3": "avg-pool-3x3",
+    }
+    first, second = some_cells(2)
+    rows = [
+        {"text": "x", "a": FORM.format(*(spelt[op] for op in cell)), "test": accuracy}
+        for cell, accuracy in ((first, 70.0), (second, 60.0), (first, 80.0))
+    ]
+    table = read_table(write(tmp_path / "t.csv", rows))
+    assert table.accuracies == {first: (75.0,), second: (60.0,)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "|none~0|",
+        FORM.format(*["sep_conv_3x3"] * 6),
+        FORM.format(*["none"] * 6) + "+|none~0|",
+        FORM.format(*["none"] * 6).replace("none~2", "none~1"),
+    ],
+)
+def test_other_texts_are_no_cells(text):
+    with pytest.raises(ValueError, match=r"form|unknown op"):
+        read_cell(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "cannot be read: No such file"),
+        ("", "is not a table that pandas reads"),
+        ("a,b\n1,2\n", "no column holds cells as |op~0|"),
+        (f"cell,test\n{FORM.format(*CELLS[0])},1\nrubbish,2\n", "no column holds cells"),
+        (
+            f"cell,params,test\n{FORM.format(*CELLS[0])},1,2\n",
+            "expected the columns of numbers params, test: name one or more of accuracies, `fednas",
+        ),
+        (b"\x1f\x8bnot gzip", "table"),
+    ],
+)
+def test_what_is_no_table_is_refused_in_one_sentence(tmp_path, make_run, capsys, content, sentence):
+    path = tmp_path / ("t.csv.gz" if isinstance(content, bytes) else "t.csv")
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    folder = make_run("run", CELLS[0])
+    assert cli.main(["lookup", str(folder), "--table", str(path)]) == cli.USER_ERROR
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert sentence in output.err
+    assert str(path) in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("cell", "space", "sentence"),
+    [
+        (None, "nasbench201", "has no genotype to look up"),
+        (CELLS[0], "darts", "has searched search_space=darts"),
+        (CELLS[0], "nasbench201", f"has found {FORM.format(*CELLS[0])}, which is none of the"),
+    ],
+)
+def test_runs_without_a_listed_cell_are_named(tmp_path, make_run, capsys, cell, space, sentence):
+    table = write(tmp_path / "t.csv", made_rows(CELLS[1:50]))
+    good, bad = make_run("good", CELLS[7]), make_run("bad", cell, space)
+    arguments = ["lookup", str(good), str(bad), "--table", str(table), "--column", *COLUMNS]
+    assert cli.main(arguments) == cli.USER_ERROR
+    error = capsys.readouterr().err
+    assert f"{bad} {sentence}" in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_has_not_begun_and_no_run_are_refused(tmp_path, capsys):
+    table = write(tmp_path / "t.csv", made_rows(CELLS[:9]))
+    for folder in (tmp_path / "sweep", tmp_path / "nothing"):
+        folder.mkdir()
+    (tmp_path / "sweep" / "config.yaml").write_text("seed: 1\n")
+    for name, sentence in (("sweep", "its run has not begun"), ("nothing", "holds no run")):
+        arguments = ["lookup", str(tmp_path / name), "--table", str(table), "--column", *COLUMNS]
+        assert cli.main(arguments) == cli.USER_ERROR
+        assert sentence in capsys.readouterr().err
+
+
+def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
+    cells = some_cells(40)
+    table = read_table(write(tmp_path / "t.csv", made_rows(cells)), COLUMNS)
+    runs = [read_run(make_run(f"run{k}", cells[k])) for k in range(3)]
+    console = Console(width=250)
+    with console.capture() as printed:
+        print_lookup(table, runs, console)
+    found = {}
+    for line in printed.get().splitlines():
+        if line.startswith("│"):
+            name, *values = (cell.strip() for cell in line.strip("│").split("│"))
+            found[Path(name).name] = [float(value) for value in values]
+    expected = [[*table.accuracies[c], table.percentiles[c]] for c in cells[:3]]
+    for k in range(3):
+        assert found[f"run{k}"] == pytest.approx(expected[k], abs=0.06)
+    assert found["mean"] == pytest.approx(list(map(fmean, zip(*expected, strict=True))), abs=0.06)
+    assert found["worst"] == pytest.approx(list(map(min, zip(*expected, strict=True))), abs=0.06)
+
+
+def test_percentiles_by_round_follow_the_cells_of_the_alphas(tmp_path, make_run):
+    cells = some_cells(30)
+    table = read_table(write(tmp_path / "t.csv", made_rows(cells[:29])), COLUMNS)
+    run = read_run(make_run("run", cells[0], rounds=[cells[4], cells[29], cells[0]]))
+    found = percentiles_by_round(table, run.alphas())
+    assert found == {1: table.percentiles[cells[4]], 3: table.percentiles[cells[0]]}
+    assert found_cell(run) == cells[0]
+    old = [{"round": 1, "alphas": {}}, {"round": 2, "cells": {"normal": edges(cells[0])}}]
+    assert percentiles_by_round(table, old) == {}
+
+
+def test_of_a_halved_pool_the_best_of_each_measurement_counts(tmp_path):
+    cells = some_cells(5)
+    table = read_table(write(tmp_path / "t.csv", made_rows(cells)), COLUMNS)
+    genotypes = [{"space": "nasbench201", "cells": {"cell": edges(cell)}} for cell in cells]
+    events = [
+        {"round": 2, "genotypes": genotypes[:4], "rewards": [0.1, 0.3, 0.4, 0.2]},
+        {"round": 4, "genotypes": genotypes[2::-1], "rewards": [0.4, 0.5, 0.2]},
+        {"round": 5, "paths": [[1]], "rewards": [0.4]},
+    ]
+    found = percentiles_by_round(table, events)
+    assert found == {2: table.percentiles[cells[2]], 4: table.percentiles[cells[1]]}
+
+
+SMALL = {
+    "fed_darts": [],
+    "random_search": [],
+    "successive_halving": ["pool.draws=4", "pool.keep=3", "pool.by=[synflow]"],
+    "zero_cost": ["draws=4", "scores=[parameters]"],
+}
+
+
+@pytest.mark.parametrize("algorithm", sorted(SMALL))
+def test_the_report_draws_the_percentile_over_rounds(algorithm, run_inline, tmp_path):
+    table = write(tmp_path / "all.csv", made_rows(CELLS))
+    given = f"dataset.table={{file: '{table}', columns: [{', '.join(COLUMNS)}]}}"
+    run = run_inline(
+        *(f"algorithm={algorithm}", given, "stages=[search]", "clients=2"),
+        *(f"algorithm.{setting}" for setting in SMALL[algorithm]),
+    )
+    assert run.error is None
+    (told,) = [event for event in run.events if event["event"] == "looked_up"]
+    found = read_run(run.folder)
+    assert told["cells"] == len(CELLS)
+    assert told["percentiles"][-1][1] == read_table(table, COLUMNS).percentiles[found_cell(found)]
+    assert [number for number, _ in told["percentiles"]] == [1, 2]
+    (trace,) = percentiles(found, "search")["data"]
+    assert list(trace["x"]) == [number for number, _ in told["percentiles"]]
+    assert trace["y"] == pytest.approx([value for _, value in told["percentiles"]], abs=1e-3)
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    assert "Percentile of the cell in the table" in page
+    assert percentiles(found, "retrain") is None
+
+
+NO_FILE = "dataset.table={file: none.csv, columns: [a]}"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [("search_space=darts", "dataset.table=none.csv with search_space=darts: it holds cells")],
+)
+def test_a_table_is_for_its_own_space(compose_config, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(NO_FILE, override)
+
+
+def test_a_run_with_a_table_that_cannot_be_read_does_not_begin(run_inline):
+    run = run_inline(NO_FILE, "stages=[search]")
+    assert "the table none.csv cannot be read: No such file" in str(run.error)
+    assert not [event for event in run.events if event["event"] == "round"]
+
+
+def test_a_search_is_looked_up_from_its_folder(tmp_path, tiny_overrides, capsys, monkeypatch):
+    """A real run: its cell of every round and the derived one stand in a table of all cells."""
+    monkeypatch.chdir(tmp_path)
+    table = write(tmp_path / "all.csv", made_rows(CELLS))
+    run_dir = tmp_path / "searched"
+    space = ["search_space=nasbench201", "search_space.channels=4", "search_space.num_cells=1"]
+    stages = ["stages=[search]", "clients=2", f"run_dir={run_dir}"]
+    tiny = [text for text in tiny_overrides if not text.startswith("retrain.rounds")]
+    assert cli.main(["run", *tiny, *space, *stages]) == 0
+    capsys.readouterr()
+    assert cli.main(["lookup", str(run_dir), "--table", str(table), "--column", *COLUMNS]) == 0
+    printed = capsys.readouterr().out
+    run, read = read_run(run_dir), read_table(table, COLUMNS)
+    assert len(read.percentiles) == 15_625
+    cell = found_cell(run)
+    assert f"{read.percentiles[cell]:.1f}" in printed
+    by_round = percentiles_by_round(read, run.alphas())
+    assert sorted(by_round) == [event["round"] for event in run.alphas()]
+    assert by_round[max(by_round)] == read.percentiles[cell]
+    genotype = json.loads((run_dir / "genotype.json").read_text())
+    assert tuple(edge["op"] for edge in genotype["cells"]["cell"]) == cell
+
+
+def test_found_cell_needs_a_derived_network(make_run):
+    with pytest.raises(ConfigError, match="its search has not ended"):
+        found_cell(read_run(make_run("run", None)))

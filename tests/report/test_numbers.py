@@ -1,0 +1,151 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fednas_flwr.report.quantities import DASH
+from fednas_flwr.report.texts import traffic_rows
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import METRICS, read_run
+
+NAMES = (
+    "central_accuracy",
+    "central_f1",
+    "central_auroc",
+    "central_average_precision",
+    "accuracy_without_skip",
+    "accuracy_without_cells",
+    "client_accuracy",
+    "personalised_accuracy",
+    "linear_accuracy",
+    "linear_f1",
+    "linear_auroc",
+    "trees_accuracy",
+    "trees_f1",
+    "trees_auroc",
+    "num_parameters",
+    "multiply_adds",
+    "search_seconds",
+    "retrain_seconds",
+    "exchanges",
+    "traffic_mb",
+    "epsilon",
+    "clients_lost",
+)
+
+
+def test_numbers_of_a_finished_run(make_run: Callable[..., Path]) -> None:
+    run = read_run(make_run("run"))
+    assert run.status == "completed"
+    assert run.config["algorithm"] == {"name": "fed_darts", "alpha_lr": 3e-4}
+    numbers = run.numbers()
+    assert tuple(numbers) == NAMES
+    assert (numbers["central_f1"], numbers["linear_f1"]) == (0.625, 0.5)
+    assert numbers["client_accuracy"] == pytest.approx(0.8)
+    assert numbers["traffic_mb"] == pytest.approx(5 * 3.0)
+    assert (numbers["search_seconds"], numbers["retrain_seconds"]) == (4.5, 3.0)
+
+
+def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_better() -> None:
+    assert len({metric.label for metric in METRICS}) == len(NAMES)
+    scores = {metric.name for metric in METRICS if metric.is_score}
+    models = ("accuracy", "central", "client", "linear", "personalised", "trees")
+    assert scores == {name for name in NAMES if name.startswith(models)} - {"clients_lost"}
+
+
+def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
+    failed = {"action": "train.search", "client": 0, "reason": "late"}
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=False)
+        log.emit("stage_started", stage="search", rounds=3)
+        for number in (1, 2):
+            log.emit("client_failed", stage="search", round=number, **failed)
+            log.emit("round", stage="search", round=number, bytes_sent=10, bytes_received=None)
+            log.emit("alphas", round=number, alphas={"normal": [[0.0]]}, ops=["a"])
+    killed = read_run(tmp_path)
+    assert (killed.status, killed.reason, killed.numbers()["central_accuracy"]) == (
+        "unfinished",
+        "",
+        None,
+    )
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=True)
+        log.emit("stage_started", stage="search", rounds=3)
+        for number in (2, 3):
+            log.emit("round", stage="search", round=number, bytes_sent=20, bytes_received=5)
+            log.emit("alphas", round=number, alphas={"normal": [[9.0]]}, ops=["a"])
+        log.emit("stage_finished", stage="search", seconds=100.0)
+        log.emit("run_finished", status="failed", reason="quorum lost")
+    run = read_run(tmp_path)
+    assert (run.status, run.reason, len(run.attempts())) == ("failed", "quorum lost", 2)
+    assert run.traffic("search") == (10 + 20 + 20, 10)
+    assert [failure["round"] for failure in run.failures()] == [1]  # round 2 went well in the end
+    assert [event["alphas"]["normal"][0][0] for event in run.alphas()] == [0.0, 9.0, 9.0]
+    first = killed.attempts()[0]
+    lost = first[-1]["elapsed"] - first[1]["elapsed"]
+    assert run.stage_seconds() == {"search": pytest.approx(100.0 + lost)}
+
+
+def test_traffic_is_told_as_a_share_of_what_whole_states_would_take(tmp_path: Path) -> None:
+    """Of runs that do not say it a dash stands in its place."""
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=False)
+        for number, stage in ((1, "search"), (2, "search"), (1, "retrain")):
+            told = {"bytes_sent": 100, "bytes_received": 50}
+            dense = {"bytes_dense": 600 if stage == "search" else 150}
+            log.emit("round", stage=stage, round=number, **told, **dense)
+    assert [row[3] for row in traffic_rows(read_run(tmp_path))] == ["25.0 %", "100.0 %", "33.3 %"]
+    with EventLog(path) as log:
+        log.emit("round", stage="retrain", round=2, bytes_sent=100, bytes_received=50)
+    assert [row[3] for row in traffic_rows(read_run(tmp_path))] == ["25.0 %", DASH, DASH]
+
+
+def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no events.jsonl"):
+        read_run(tmp_path)
+
+
+def test_the_newest_schedule_counts_and_what_was_spent_since(
+    make_run: Callable[..., Path],
+) -> None:
+    folder = make_run("run", private=True)
+    assert read_run(folder).numbers()["epsilon"] == pytest.approx(5.1001)
+    assert read_run(folder).privacy_spent() == {0: 2.9, 1: 2.9}
+    accepted = read_run(folder).privacy
+    assert accepted is not None
+    with EventLog(folder / "events.jsonl") as log:
+        log.emit("privacy", schedule=accepted["schedule"], clients=accepted["clients"][:1])
+    resumed = read_run(folder)
+    assert resumed.numbers()["epsilon"] == 3.1001
+    assert resumed.privacy_spent() == {}
+
+
+def test_a_run_without_privacy_has_no_epsilon(make_run: Callable[..., Path]) -> None:
+    run = read_run(make_run("run"))
+    assert (run.is_private, run.numbers()["epsilon"], run.departures()) == (False, None, [])
+
+
+def test_a_run_that_was_to_be_private_is_so_before_its_clients_accept(
+    make_run: Callable[..., Path],
+) -> None:
+    run = read_run(make_run("run", private=True, until="start"))
+    assert (run.is_private, run.privacy, run.numbers()["epsilon"]) == (True, None, None)
+
+
+def test_a_client_that_left_counts_once_and_not_if_a_resume_undid_it(tmp_path: Path) -> None:
+    place = {"stage": "search", "action": "train.search", "reason": "its budget has ended"}
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=False)
+        for client in (0, 1):
+            log.emit("client_left", round=2, client=client, **place)
+        log.emit("round", stage="search", round=2)
+    assert [e["client"] for e in read_run(tmp_path).departures()] == [0, 1]
+    assert read_run(tmp_path).failures() == []
+    with EventLog(path) as log:
+        log.emit("run_started", resumed=True)
+        log.emit("client_left", round=2, client=1, **place)
+        log.emit("round", stage="search", round=2)
+    assert [e["client"] for e in read_run(tmp_path).departures()] == [1]

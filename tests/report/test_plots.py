@@ -1,0 +1,109 @@
+import math
+
+import plotly.graph_objects as go
+import pytest
+
+from fednas_flwr.report import plots
+
+
+def _rounds(count: int) -> list[dict]:
+    return [
+        {
+            "round": n,
+            "metrics": {"train_loss": 1.0 / n, "validation_loss": None if n == 2 else 0.5},
+            "bytes_sent": 3_000_000,
+            "bytes_received": 1_000_000,
+        }
+        for n in range(1, count + 1)
+    ]
+
+
+def _valid(figure: dict | None) -> go.Figure:
+    """Plotly's own check of every property."""
+    assert figure is not None
+    return go.Figure(figure)
+
+
+def test_curves_draw_what_was_measured_with_a_gap_where_it_was_not() -> None:
+    series = {"train_loss": "train", "validation_loss": "validation"}
+    figure = _valid(plots.curves(_rounds(3), series, title="loss"))
+    assert [trace.name for trace in figure.data] == ["train", "validation"]
+    assert list(figure.data[0].y) == [1.0, 0.5, pytest.approx(1 / 3, rel=1e-4)]
+    assert list(figure.data[1].y) == [0.5, None, 0.5]
+    assert plots.curves(_rounds(3), {"skip_share": "share"}, title="share") is None
+    assert plots.curves([], series, title="loss") is None
+
+
+def test_traffic_is_in_megabytes() -> None:
+    figure = _valid(plots.traffic(_rounds(2)))
+    assert [list(trace.y) for trace in figure.data] == [[3.0, 3.0], [1.0, 1.0]]
+    assert plots.traffic([{"round": 1, "metrics": {}}]) is None
+
+
+def test_the_partition_has_a_row_per_class_and_a_column_per_client() -> None:
+    event = {"class_names": ["a" * 30, "a" * 30], "counts": [[1, 2], [3, 0], [5, 6]]}
+    figure = _valid(plots.partition(event))
+    heat = figure.data[0]
+    assert [list(row) for row in heat.z] == [[1, 3, 5], [2, 0, 6]]
+    assert [list(row) for row in heat.text] == [["1", "3", "5"], ["2", "", "6"]]
+    assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 6)
+    assert len(set(heat.y)) == 2  # equal names would fall on one row
+    assert plots.partition({}) is None
+
+
+def test_a_large_partition_keeps_a_bounded_height() -> None:
+    event = {"class_names": [f"class {i}" for i in range(100)], "counts": [[1] * 100] * 100}
+    figure = _valid(plots.partition(event))
+    assert 400 < figure.layout.height < 1000
+
+
+def test_client_accuracy_has_bars_mean_and_the_server() -> None:
+    clients = [{"client": c, "accuracy": a, "num_examples": 7} for c, a in enumerate([0.5, 0.7])]
+    clients.append({"client": 2, "accuracy": None, "num_examples": 0})
+    figure = _valid(plots.client_accuracy({"clients": clients, "central": {"accuracy": 0.65}}))
+    assert list(figure.data[0].x) == ["0", "1"]
+    assert figure.data[1].y[0] == pytest.approx(0.6)
+    assert figure.data[2].y[0] == 0.65
+    assert plots.client_accuracy({"clients": []}) is None
+
+
+@pytest.mark.parametrize(
+    ("edges", "first", "last"),
+    [(14, "c(k−2) → 0", "2 → 3"), (6, "input → 1", "2 → output"), (4, "edge 0", "edge 3")],
+)
+def test_edges_are_named_by_target_then_source(edges: int, first: str, last: str) -> None:
+    labels = plots.edge_labels(edges)
+    assert (len(labels), labels[0], labels[-1]) == (edges, first, last)
+
+
+def test_alphas_are_shares_over_few_rounds_with_first_and_last() -> None:
+    events = [
+        {"round": n, "ops": ["none", "skip"], "alphas": {"cell": [[0.0, 0.01 * n]] * 3}}
+        for n in range(1, 501)
+    ]
+    genotype = {"cells": {"cell": [{"op": "skip", "source": 1, "target": 2}]}}
+    shown = plots.alphas(events, genotype)
+    assert len(shown["rounds"]) <= 60
+    assert (shown["rounds"][0], shown["rounds"][-1]) == (1, 500)
+    kind = shown["kinds"]["cell"]
+    figure = _valid(kind["figure"])
+    assert figure.data[0].z[0][1] == pytest.approx(math.exp(5) / (1 + math.exp(5)), abs=1e-3)
+    assert kind["steps"][-1] == [list(row) for row in figure.data[0].z]
+    assert (figure.data[1].x, figure.data[1].y) == (("skip",), ("1 → output",))
+    assert plots.alphas([], None) == {"rounds": [], "kinds": {}}
+
+
+def test_noised_accuracies_stay_inside_the_picture() -> None:
+    clients = [{"client": 0, "accuracy": -0.1}, {"client": 1, "accuracy": 1.2, "num_examples": 7}]
+    figure = _valid(plots.client_accuracy({"clients": [*clients, {"client": 2}]}))
+    assert list(figure.layout.yaxis.range) == [-0.1, 1.2]
+    close = [{"client": c, "accuracy": a} for c, a in enumerate((0.93, 0.96))]
+    for central, start in ((None, 0.8), ({"accuracy": 0.47}, 0.3), ({"accuracy": 0.04}, 0)):
+        shown = _valid(plots.client_accuracy({"clients": close, "central": central}))
+        assert list(shown.layout.yaxis.range) == pytest.approx([start, 1])
+    assert list(figure.data[0].customdata) == ["", "<br>7 test records"]
+    assert plots.client_accuracy({"clients": [{"client": 2}]}) is None
+
+
+def test_a_private_partition_has_no_picture() -> None:
+    assert plots.partition({"class_names": ["a"], "counts": None}) is None

@@ -1,0 +1,227 @@
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fednas_flwr.cli.commands import fail
+from fednas_flwr.report.comparison import compare_runs, print_comparison
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.terminal import ProgressDisplay, print_summary
+from fednas_flwr.runs.events import read_events
+
+from .conftest import EVIL, make_hostile
+
+
+def _round(number: int, rounds: int, elapsed: float) -> dict:
+    metrics = {"train_loss": 1.25, "validation_accuracy": 0.5}
+    return {
+        "event": "round",
+        "stage": "search",
+        "round": number,
+        "rounds": rounds,
+        "seconds": 2.0,
+        "elapsed": elapsed,
+        "metrics": metrics,
+    }
+
+
+def _show(events: list[dict], *, terminal: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120, legacy_windows=False)
+    with ProgressDisplay(console) as display:
+        for event in events:
+            display(event)
+    return out.getvalue()
+
+
+def test_a_short_stage_has_one_line_per_round_with_time_left() -> None:
+    started = {"event": "stage_started", "stage": "search", "rounds": 3}
+    lines = _show([started, *(_round(n, 3, 2.0 * n) for n in (1, 2, 3))]).splitlines()
+    assert len(lines) == 4
+    assert lines[1].split("  ") == [
+        "search 1/3",
+        "train loss 1.250",
+        "validation accuracy 50.0 %",
+        "2.00 s",
+        "4.0 s left",
+    ]
+    assert "left" not in lines[3]
+
+
+def test_a_long_stage_has_about_one_line_per_five_seconds_and_the_last() -> None:
+    rounds = 400
+    text = _show([_round(n, rounds, 0.1 * n) for n in range(1, rounds + 1)])
+    shown = [int(line.split()[1].split("/")[0]) for line in text.splitlines()]
+    assert shown == [1, 51, 101, 151, 201, 251, 301, 351, 400]
+
+
+def test_warnings_and_failures_are_printed_whole_and_a_repeated_failure_once() -> None:
+    failure = {
+        "event": "client_failed",
+        "stage": "search",
+        "round": 1,
+        "action": "train.search",
+        "client": 2,
+        "reason": "[bold]KeyError[/bold]: " + "long " * 40,
+    }
+    warning = {"event": "warning", "message": "the newest checkpoint is damaged"}
+    for terminal in (False, True):
+        text = _show([failure, warning, failure | {"round": 2}], terminal=terminal)
+        assert text.count("[bold]KeyError[/bold]: " + "long " * 39) == 1
+        assert "warning: the newest checkpoint is damaged" in text
+
+
+def test_what_fails_before_the_first_round_has_no_round() -> None:
+    failure = {"event": "client_failed", "stage": "connect", "round": 0, "client": 2}
+    text = _show([failure | {"action": "query.describe", "reason": "KeyError: x"}])
+    assert text == (
+        "client 2 failed before the first round, when it was asked what it has (query.describe): "
+        "KeyError: x\n"
+    )
+
+
+def test_whoever_waits_for_a_person_is_told_with_the_command() -> None:
+    awaited = [{"client": client, "schedule": "a1" * 16} for client in (0, 2)]
+    text = _show([{"event": "approval_awaited", "run": "r", "clients": awaited}], terminal=False)
+    assert text.splitlines() == [
+        f"client {client} waits for a person's approval: `fednas approve {'a1' * 16}` at its site"
+        for client in (0, 2)
+    ]
+
+
+def test_a_terminal_gets_bars_and_its_cursor_back(make_run: Callable[..., Path]) -> None:
+    text = _show(read_events(make_run("run") / "events.jsonl"), terminal=True)
+    assert "search" in text
+    assert "3/3" in text
+    assert "train loss 0.667" in text
+    assert text.rstrip().endswith("\x1b[?25h")
+
+
+def test_the_summary_names_numbers_and_report(make_run: Callable[..., Path]) -> None:
+    folder = make_run("run")
+    out = io.StringIO()
+    print_summary(folder, Console(file=out, width=40))
+    assert "report:" not in out.getvalue()
+    (folder / "report.html").touch()
+    print_summary(folder, Console(file=out, width=40))
+    text = out.getvalue()
+    for part in ("90.0 %", "80.0 %", "75.0 %", "12.3 k", "6.7 M", f"report: {folder}/report.html"):
+        assert part in text
+
+
+def test_the_summary_of_a_failed_run_gives_the_reason(make_run: Callable[..., Path]) -> None:
+    out = io.StringIO()
+    print_summary(make_run("run", until="search"), Console(file=out))
+    assert "run failed" in out.getvalue()
+    assert "client 2: disk full" in out.getvalue()
+    assert "linear" not in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_private_run_says_what_it_promises_and_what_is_noised(
+    make_run: Callable[..., Path], terminal: bool
+) -> None:
+    text = _show(read_events(make_run("run", private=True) / "events.jsonl"), terminal=terminal)
+    assert "privacy: (epsilon, delta) at most (5.11, 1e-05) per record, add/remove" in text
+    assert "budget of client 1: covers 2 of 3 rounds of search, then the client leaves" in text
+    assert "budget of 1 of 3 clients: covers the run" in text
+    assert "client 1 left the run in search round 2 (train.weight_gradient): its budget" in text
+    assert "validation accuracy 120.0 % (noised)" in text
+    assert "validation loss -2.000 (noised)" in text
+    assert "est seed" not in text
+
+
+def test_a_private_run_with_a_test_seed_is_warned_of_at_start_and_end(
+    make_run: Callable[..., Path],
+) -> None:
+    folder = make_run("run", private=True, secure_noise=False)
+    shown = _show(read_events(folder / "events.jsonl"))
+    assert "warning: Test seed: no privacy. Noise and sampling of client 2" in shown
+    out = io.StringIO()
+    print_summary(folder, Console(file=out, width=100))
+    lines = [line.strip("│").split("│") for line in out.getvalue().splitlines() if "│" in line]
+    table = {label.strip(): value.strip() for label, value in lines}
+    assert table["(epsilon, delta)"] == "(5.11, 1e-05) per record, add/remove"
+    assert table["accountant, sampling"] == "PRV, Poisson"
+    assert table["warning"] == "test seed: no privacy"
+    assert table["mean accuracy over clients, noised"] == "49.0 %"
+    assert table["clients that left"] == "1"
+
+
+def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(
+    make_run: Callable[..., Path],
+) -> None:
+    out = io.StringIO()
+    print_summary(make_run("run"), Console(file=out))
+    assert [line.split()[-2] for line in out.getvalue().splitlines() if "F1" in line] == [
+        *("0.625", "0.500"),
+    ]
+    assert not any(word in out.getvalue() for word in ("epsilon", "noised", "left", "warning"))
+
+
+@pytest.mark.parametrize(
+    ("linear", "without_cells", "sentence"),
+    [
+        (0.75, 0.4, ""),
+        (
+            0.95,
+            0.4,
+            "The network (90.0 %) is no better than a linear model on the same input (95.0 %).",
+        ),
+        (
+            0.9,
+            0.91,
+            "is no better than a linear model on the same input (90.0 %) and its linear skip",
+        ),
+    ],
+)
+def test_a_run_says_what_its_network_is_no_better_than(
+    make_run: Callable[..., Path], linear: float, without_cells: float, sentence: str
+) -> None:
+    folder = make_run("run")
+    path = folder / "events.jsonl"
+    events = read_events(path)
+    for event in events:
+        if event["event"] == "evaluated":
+            event["linear"]["accuracy"] = linear
+            event["central"]["without_cells"] = without_cells
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    out = io.StringIO()
+    print_summary(folder, Console(file=out, width=200))
+    assert ("no better than" in out.getvalue()) == bool(sentence)
+    assert sentence in out.getvalue()
+    assert sentence in write_report(folder).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_strangers_words_only_print_themselves(
+    make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str], evil: str
+) -> None:
+    """No word moves the cursor, sets a colour or a title, begins a line, or is markup of rich."""
+    folder = make_hostile(make_run("run"), evil)
+    group = folder / "baselines" / "random_[red]\x1b[31m"
+    group.mkdir(parents=True)
+    (group / "events.jsonl").write_bytes((folder / "events.jsonl").read_bytes())
+    other = make_hostile(make_run("other", seed=2), evil + "2")
+    out = io.StringIO()
+    console = Console(file=out, width=4000, legacy_windows=False)
+    with ProgressDisplay(console) as display:
+        for event in read_events(folder / "events.jsonl"):
+            display(event)
+    lines = out.getvalue().splitlines()
+    assert sum(line.startswith(("client", "warning", "data", "the run")) for line in lines) >= 5
+    print_summary(folder, console)
+    print_comparison(compare_runs([folder, other]), console)
+    assert all(c.isprintable() or c == "\n" for c in out.getvalue())
+    assert "[/red]" in out.getvalue() or "[red]" not in evil
+    assert "random_[red]" in out.getvalue()
+
+
+def test_an_error_that_ends_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    fail(RuntimeError("client 2: \x1b]0;title\x07\r\nfednas: all is well\u202e"), debug=False)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err[:-1].isprintable()

@@ -1,0 +1,248 @@
+"""The search by scores alone: what it draws, how it breeds, what its limits let through."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.search.data_free_scores import AZ_NAS, measure
+from fednas_flwr.search.data_free_search import Limits, Scored, mutate, ranked, search, shortlisted
+from fednas_flwr.settings.optimizers import EvolutionSettings
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.genotype import to_json
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import Skeleton
+
+from ..small_spaces import IMAGES, WITH_ZERO
+from ..small_spaces import SPACES as SMALL
+
+SPACES = SMALL | {"mbconv": WITH_ZERO}
+NB201 = SPACES["nasbench201"]
+WORTH = {"none": 0, "avg_pool_3x3": 1, "skip_connect": 2, "nor_conv_1x1": 3, "nor_conv_3x3": 5}
+BREEDING = EvolutionSettings(population=12, tournament=4)
+
+
+@pytest.fixture(params=sorted(SPACES))
+def space(request):
+    return SPACES[request.param]
+
+
+def worth(genotype):
+    """Return a score that is a sum over edges, each with a weight of its own."""
+    edges = genotype.cells["cell"]
+    return {"worth": float(sum((k + 1) * WORTH[e.op] for k, e in enumerate(edges)))}
+
+
+def numbered(genotype):
+    """Return a score for any space."""
+    return {"number": float(sum(map(ord, to_json(genotype))) % 997)}
+
+
+def run(space, score, *, seed=0, draws=60, **arguments):
+    return search(space, score, draws=draws, generator=make_generator(seed, "search"), **arguments)
+
+
+def test_random_draws_are_those_of_the_space_each_once_and_ranked(space):
+    found = run(space, numbered, draws=20)
+    generator, expected = make_generator(0, "search"), []
+    while len(expected) < 20:
+        genotype = space.random_genotype(generator)
+        if genotype not in expected:
+            expected.append(genotype)
+    expected.sort(key=lambda genotype: -numbered(genotype)["number"])  # stable
+    assert [one.genotype for one in found] == expected
+    assert [one.scores for one in found] == [numbered(genotype) for genotype in expected]
+
+
+@pytest.mark.parametrize("evolution", [None, BREEDING])
+def test_the_generator_alone_decides(space, evolution):
+    first, second, other = (
+        run(space, numbered, seed=seed, draws=30, evolution=evolution) for seed in (0, 0, 1)
+    )
+    assert first == second
+    assert first != other
+    genotypes = [one.genotype for one in first]
+    assert all(a != b for a, b in itertools.combinations(genotypes, 2))
+    for genotype in genotypes:
+        space.check(genotype)
+        assert not space.is_degenerate(genotype)
+
+
+def test_mutants_differ_in_one_edge_and_reach_ops_and_sources(space):
+    generator = make_generator(0, "mutants")
+    parent = space.random_genotype(generator)
+    changes = set()
+    for _ in range(60):
+        child = mutate(space, parent, generator)
+        space.check(child)
+        old = {(kind, e) for kind, edges in parent.cells.items() for e in edges}
+        new = {(kind, e) for kind, edges in child.cells.items() for e in edges}
+        ((kind, before),), ((same_kind, after),) = old - new, new - old
+        assert kind == same_kind
+        assert before.target == after.target
+        assert (before.op != after.op) != (before.source != after.source)
+        changes.add("op" if before.op != after.op else "source")
+    assert changes == ({"op", "source"} if space.name in ("darts", "mlp") else {"op"})
+
+
+def test_children_come_from_the_best_of_a_tournament_among_the_youngest():
+    """Replayed with the same random numbers, by hand."""
+    scored = []
+
+    def remember(genotype):
+        scored.append(Scored(genotype, worth(genotype)))
+        return worth(genotype)
+
+    run(NB201, remember, draws=40, evolution=BREEDING)
+    generator = make_generator(0, "search")
+    expected = []
+
+    def add(genotype):
+        if genotype not in expected:
+            expected.append(genotype)
+
+    while len(expected) < BREEDING.population:
+        add(NB201.random_genotype(generator))
+    while len(expected) < 40:
+        youngest = expected[-BREEDING.population :]
+        drawn = torch.randint(
+            len(expected) - len(youngest), len(expected), (4,), generator=generator
+        ).tolist()
+        best = max(drawn, key=lambda index: worth(expected[index])["worth"])
+        add(mutate(NB201, expected[best], generator))
+    assert [one.genotype for one in scored] == expected
+
+
+def test_evolution_finds_better_than_as_many_random_draws():
+    def best(evolution):
+        runs = [run(NB201, worth, seed=seed, draws=150, evolution=evolution) for seed in range(8)]
+        return sum(found[0].scores["worth"] for found in runs) / len(runs)
+
+    bred, drawn = best(EvolutionSettings(population=30, tournament=10)), best(None)
+    assert bred > drawn
+    assert bred <= 5 * sum(range(1, 7))
+
+
+@pytest.mark.parametrize("evolution", [None, BREEDING])
+def test_a_search_goes_on_with_what_is_known(space, evolution):
+    """What is known comes back, is not scored again, and lets the first new one be bred."""
+    known, scored = run(space, numbered, draws=12), []
+
+    def remember(genotype):
+        scored.append(genotype)
+        return numbered(genotype)
+
+    found = run(space, remember, draws=8, seed=1, known=known, evolution=evolution)
+    in_order = [one.genotype for one in sorted(found, key=lambda one: one.number)]
+    before = [one.genotype for one in sorted(known, key=lambda one: one.number)]
+    assert in_order == before + scored
+    assert len(scored) == 8
+    assert ranked(found) == found
+    edges = {(kind, edge) for kind, cell in scored[0].cells.items() for edge in cell}
+    distances = [
+        len(edges - {(kind, edge) for kind, cell in one.cells.items() for edge in cell})
+        for one in before
+    ]
+    assert evolution is None or min(distances) == 1
+
+
+def test_several_scores_rank_together_over_all_that_was_found():
+    found = run(NB201, functools.partial(measure, NB201, scores=AZ_NAS, seed=0), draws=12)
+    places = {}
+    for name in AZ_NAS:
+        for one in found:
+            rank = sum(other.scores[name] <= one.scores[name] for other in found)
+            key = to_json(one.genotype)
+            places[key] = places.get(key, 0.0) + math.log(rank / len(found))
+    sums = [places[to_json(one.genotype)] for one in found]
+    assert sums == sorted(sums, reverse=True)
+    assert ranked(found) == found
+
+
+def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
+    found, scored = run(NB201, worth, draws=10), []
+
+    def further(genotype):
+        scored.append(genotype)
+        return {"number": numbered(genotype)["number"], "twice": 2 * numbered(genotype)["number"]}
+
+    first = shortlisted(found, further, keep=4)
+    assert scored == [one.genotype for one in found[:4]]
+    expected = sorted(found[:4], key=lambda one: -numbered(one.genotype)["number"])
+    assert [one.genotype for one in first[:4]] == [one.genotype for one in expected]
+    assert [one.further for one in first[:4]] == [further(one.genotype) for one in first[:4]]
+    assert first[4:] == found[4:]
+    scored.clear()
+    known = {to_json(one.genotype): one for one in first}
+    second = shortlisted([known[to_json(one.genotype)] for one in found], further, keep=5)
+    assert scored == [found[4].genotype]
+    numbers = [numbered(one.genotype)["number"] for one in second[:5]]
+    assert numbers == sorted(numbers, reverse=True)
+
+
+@pytest.mark.parametrize("evolution", [None, EvolutionSettings(population=4, tournament=2)])
+@pytest.mark.parametrize("name", ["nasbench201", "mlp"])
+def test_no_found_network_exceeds_a_limit(name, evolution):
+    space = SPACES[name]
+    free = run(space, numbered, draws=10)
+    networks = [space.network(one.genotype) for one in free]
+    parameters = sorted(map(count_parameters, networks))[6]
+    multiply_adds = sorted(count_multiply_adds(n, space.input_shape) for n in networks)[6]
+    limits = Limits(parameters=parameters, multiply_adds=multiply_adds)
+    for one in run(space, numbered, draws=8, limits=limits, evolution=evolution):
+        network = space.network(one.genotype)
+        assert count_parameters(network) <= parameters
+        assert count_multiply_adds(network, space.input_shape) <= multiply_adds
+
+
+def test_limits_are_inclusive_and_named(space):
+    genotype = space.random_genotype(make_generator(0, "genotype"))
+    network = space.network(genotype)
+    parameters = count_parameters(network)
+    multiply_adds = count_multiply_adds(network, space.input_shape)
+    kept = Limits(parameters=parameters, multiply_adds=multiply_adds, latency_ms=2.5)
+    assert kept.exceeded(space, genotype, lambda genotype: 2.5) == []
+    tight = Limits(parameters=parameters - 1, multiply_adds=multiply_adds - 1, latency_ms=2.4)
+    names = ["parameters", "multiply_adds", "latency_ms"]
+    assert tight.exceeded(space, genotype, lambda genotype: 2.5) == names
+    with pytest.raises(ValueError, match="needs a function that predicts it"):
+        kept.exceeded(space, genotype)
+
+
+def test_latency_decides_by_the_given_function():
+    def latency(genotype):
+        return float(sum(edge.op == "nor_conv_3x3" for edge in genotype.cells["cell"]))
+
+    found = run(NB201, worth, draws=40, limits=Limits(latency_ms=1.0), latency_ms=latency)
+    assert len(found) == 40
+    assert max(latency(one.genotype) for one in found) == 1.0
+
+
+def test_limits_that_nothing_meets_are_refused_in_one_sentence():
+    message = (
+        r"no network of search_space=nasbench201 .* of 1\d\d drawn, 1\d\d exceed parameters=10:"
+    )
+    with pytest.raises(ConfigError, match=message):
+        run(NB201, worth, limits=Limits(parameters=10))
+
+
+def test_a_small_space_is_searched_whole():
+    space = MBConvSpace(
+        **IMAGES,
+        skeleton=Skeleton(8, 1, 8, ((8, 2),), (1,), 8),
+        candidates=("mbconv2_3x3", "mbconv3_3x3", "zero"),
+    )
+    for evolution in (None, EvolutionSettings(population=2, tournament=2)):
+        found = run(space, numbered, draws=50, evolution=evolution)
+        assert len(found) == 2 * 3  # the block of stride 2 offers no zero
+
+
+def test_at_least_one_draw_is_needed():
+    with pytest.raises(ValueError, match="draws must be at least 1, got 0"):
+        run(NB201, worth, draws=0)

@@ -1,0 +1,343 @@
+"""Steps and handed-over moments against torch's optimisers and one uninterrupted training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.search.candidate import train_candidates
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.local_search import Alternating, alternate
+from fednas_flwr.search.optimizer_step import (
+    Descent,
+    Descents,
+    make_adam,
+    make_sgd,
+    no_moments,
+    train,
+)
+from fednas_flwr.search.proxyless import SampledPaths, search_paths
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.dp_cells import DPCellSpace
+from fednas_flwr.spaces.mlp import MLPSpace
+from fednas_flwr.spaces.space import SearchSpace
+
+from ..small_spaces import PATH_SPACE
+
+ALPHAS = Adam(0.05, weight_decay=1e-3)
+STEPS = 3  # of a request
+MLP = MLPSpace(input_shape=(4,), num_classes=3, channels=8, num_cells=2)
+CELLS = DPCellSpace(input_shape=(2, 6, 5), num_classes=3, widths=(4, 4, 8), head=8)
+
+
+class Parts(nn.Module):
+    """Weights and alphas of which any may lack a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterDict({n: torch.randn(3, 2) for n in "abc"})
+        self.mixing = nn.ParameterDict({n: torch.randn(2, 4) for n in ("normal", "reduction")})
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        return {f"parts.{name}": weight for name, weight in self.parts.items()}
+
+    def alphas(self) -> dict[str, nn.Parameter]:
+        return dict(self.mixing.items())
+
+
+@pytest.fixture
+def parts() -> Parts:
+    torch.manual_seed(0)
+    return Parts()
+
+
+def drawn_gradients(network: Parts, steps: int) -> list[dict[str, dict[str, torch.Tensor | None]]]:
+    """Random gradients of each step by state; some are left out, some are None, some come late."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for step in range(steps):
+        one = {}
+        for state, named in (("weights", network.weights()), ("alphas", network.alphas())):
+            first, *_, last = named
+            given = {n: torch.randn(p.shape, generator=generator) for n, p in named.items()}
+            if step % 3 == 1:
+                del given[first]
+            if step < STEPS or step % 4 == 1:
+                given[last] = None
+            one[state] = given
+        found.append(one)
+    return found
+
+
+def kept_moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: str):
+    """What an optimiser keeps, named as moments are; what it has not begun is left out."""
+    return {
+        f"{state}.{moment}.{name}": value
+        for name, parameter in named.items()
+        for moment, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def assert_moments(moments: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+    """Check that moments are what optimisers keep, and zeros of what they have not begun."""
+    assert set(kept) <= set(moments)
+    for name, value in moments.items():
+        expected = kept[name].reshape(value.shape) if name in kept else torch.zeros_like(value)
+        assert torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.0], ids=["DARTS", "ProxylessNAS"])
+@pytest.mark.parametrize(
+    ("momentum", "nesterov"),
+    [(0.9, False), (0.9, True), (0.0, True)],
+    ids=["plain", "nesterov", "without momentum"],
+)
+def test_requests_with_moments_handed_over_are_one_training(parts, momentum, nesterov, beta):
+    """Bit by bit, with new optimisers in every request and gradients that are missing."""
+    twin = copy.deepcopy(parts)
+    gradients, again = (drawn_gradients(parts, 4 * STEPS) for _ in range(2))
+    settings = SGD(0.1, 0.0, momentum=momentum, weight_decay=0.01, clip_norm=0.5)
+    weights, alphas = parts.weights(), parts.alphas()
+    moments = no_moments(parts)
+    for request in range(4):
+        descents = Descents(
+            Descent(weights, make_sgd(weights.values(), settings, nesterov=nesterov), 0.5),
+            Descent(alphas, make_adam(alphas.values(), ALPHAS, beta=beta)),
+            moments,
+        )
+        for one in gradients[request * STEPS :][:STEPS]:
+            descents.alphas.step(one["alphas"])
+            descents.weights.step(one["weights"])
+        moments = descents.moments()
+
+    weights, alphas = twin.weights(), twin.alphas()
+    sgd = torch.optim.SGD(
+        weights.values(), 0.1, momentum, weight_decay=0.01, nesterov=nesterov and momentum > 0
+    )
+    adam = torch.optim.Adam(alphas.values(), 0.05, (beta, 0.999), weight_decay=1e-3)
+    for one in again:
+        for state, named in (("alphas", alphas), ("weights", weights)):
+            for name, parameter in named.items():
+                parameter.grad = one[state].get(name)
+        torch.nn.utils.clip_grad_norm_(list(weights.values()), 0.5)
+        adam.step()
+        sgd.step()
+    for (name, found), expected in zip(parts.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+    kept = kept_moments(weights, sgd, "weights") | kept_moments(alphas, adam, "alphas")
+    assert_moments(moments, kept)
+    assert len(kept) == (3 if momentum else 0) + 2 * 3
+
+
+@dataclass
+class Stream:
+    """A local loop on endless batches, which goes on where its last steps ended.
+
+    Attributes:
+        space: Of the supernet that is trained.
+        loop: Takes the stream, gradients and descents.
+        nesterov: Of the weights' momentum.
+        beta: Of Adam; None trains no alphas.
+    """
+
+    space: SearchSpace
+    loop: Callable[..., None]
+    nesterov: bool = False
+    beta: float | None = None
+
+    def __post_init__(self) -> None:
+        with seeded(1, "supernet"):
+            self.network = self.space.supernet()
+        self.train, self.validation = self.batches("train"), self.batches("validation")
+        self.generator = make_generator(2, "paths")
+
+    def batches(self, name: str):
+        generator = make_generator(0, name)
+        shape = self.space.input_shape
+        while True:
+            x = torch.randn(5, *shape, generator=generator)
+            yield x, torch.randint(3, (5,), generator=generator)
+
+    def descents(self, sent: dict[str, torch.Tensor]) -> Descents:
+        """Make new optimisers that go on with what was sent."""
+        weights, alphas = self.network.weights(), self.network.alphas()
+        settings = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
+        own = Descent(weights, make_sgd(weights.values(), settings, nesterov=self.nesterov), 1.0)
+        if self.beta is None:
+            return Descents(own, sent=sent)
+        adam = make_adam(alphas.values(), ALPHAS, beta=self.beta)
+        return Descents(own, Descent(alphas, adam), sent)
+
+    def take(self, steps: int, descents: Descents) -> None:
+        gradients = ExactGradients(
+            lambda: self.train, lambda: self.validation, epochs=None, steps=steps
+        )
+        self.steps = steps
+        self.loop(self, gradients, descents)
+
+
+def all_ops(rule: str) -> Callable[[], Stream]:
+    def loop(stream, gradients, descents):
+        alternate(stream.network, gradients, descents, Alternating(rule))
+
+    return partial(Stream, MLP, loop, beta=0.5)
+
+
+def paths(*, gates: str, warm_up: bool) -> Callable[[], Stream]:
+    settings = SampledPaths(gates, warm_up, None)
+
+    def loop(stream, gradients, descents):
+        terms = {"hardware": None, "generator": stream.generator}
+        search_paths(stream.network, gradients, descents, settings, **terms)
+
+    return partial(Stream, PATH_SPACE, loop, nesterov=True, beta=0.0)
+
+
+def candidates(stream, gradients, descents):
+    drawn = [CELLS.path(CELLS.random_genotype(stream.generator)) for _ in range(stream.steps)]
+    train_candidates(stream.network, drawn, gradients, descents.weights, steps=1)
+
+
+def weights_alone(stream, gradients, descents):
+    train(stream.network, gradients, descents.weights)
+
+
+STREAMS = {
+    **{rule: all_ops(rule) for rule in ("first_order", "second_order", "mixed_level")},
+    "two paths": paths(gates="two", warm_up=False),
+    "all paths": paths(gates="full", warm_up=False),
+    "warm-up": paths(gates="two", warm_up=True),
+    "candidates": partial(Stream, CELLS, candidates),
+    "weights alone": partial(Stream, MLP, weights_alone),
+}
+PARTIAL = ("two paths", "all paths", "warm-up", "candidates")  # steps that leave weights out
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_two_requests_of_every_loop_are_one_training(name):
+    """Bit by bit, also where weights have no gradient in some steps, or in all of them."""
+    whole, parted = STREAMS[name](), STREAMS[name]()
+    before = copy.deepcopy(whole.network.state_dict())
+    lone = whole.descents({})
+    whole.take(2 * STEPS, lone)
+    sent, begun = no_moments(parted.network), []
+    for _ in range(2):
+        given = {key: value.clone() for key, value in sent.items()}
+        descents = parted.descents(sent)
+        parted.take(STEPS, descents)
+        assert all(torch.equal(value, sent[key]) for key, value in given.items())  # as it came
+        sent = descents.moments()
+        begun.append({key for key, value in sent.items() if value.any()})
+    after = whole.network.state_dict()
+    assert sum(not torch.equal(tensor, before[key]) for key, tensor in after.items()) > 5
+    for key, tensor in parted.network.state_dict().items():
+        assert torch.equal(tensor, after[key]), key
+    kept = kept_moments(whole.network.weights(), lone.weights.optimizer, "weights")
+    if lone.alphas is not None:
+        kept |= kept_moments(whole.network.alphas(), lone.alphas.optimizer, "alphas")
+    assert_moments(sent, kept)
+    late = {key for key in begun[1] - begun[0] if key.startswith("weights.")}
+    idle = {key for key in sent if key.startswith("weights.") and key not in kept}
+    assert bool(late) == bool(idle) == (name in PARTIAL)
+
+
+@pytest.mark.parametrize(
+    "forgotten",
+    ["weights.momentum_buffer", "alphas.exp_avg.", "alphas.exp_avg_sq", "alphas.step"],
+)
+def test_a_request_without_one_of_the_moments_differs(forgotten):
+    """What the tests above compare is there to be seen."""
+    ends = []
+    for forgets in (False, True):
+        stream = STREAMS["first_order"]()
+        sent = no_moments(stream.network)
+        for _ in range(2):
+            descents = stream.descents(sent)
+            stream.take(STEPS, descents)
+            sent = descents.moments()
+            for key, value in sent.items():
+                if forgets and key.startswith(forgotten):
+                    value.zero_()
+                    value += key.startswith("alphas.step")
+        ends.append(torch.cat([p.detach().reshape(-1) for p in stream.network.parameters()]))
+    assert not torch.equal(*ends)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_moments_are_named_and_shaped_as_those_of_the_network(name):
+    stream = STREAMS[name]()
+    none = no_moments(stream.network)
+    expected = {
+        f"weights.momentum_buffer.{n}": weight.shape
+        for n, weight in stream.network.weights().items()
+    }
+    for kind, alpha in stream.network.alphas().items():
+        expected |= {f"alphas.{moment}.{kind}": alpha.shape for moment in ("exp_avg", "exp_avg_sq")}
+        expected[f"alphas.step.{kind}"] = torch.Size([1])
+    assert {key: value.shape for key, value in none.items()} == expected
+    assert not any(value.any() for value in none.values())
+    descents = stream.descents(none)
+    stream.take(1, descents)
+    found = descents.moments()
+    assert {key: value.shape for key, value in found.items()} == expected
+    assert {value.dtype for value in found.values()} == {torch.float32}
+
+
+def test_a_network_without_alphas_has_moments_of_its_parameters():
+    network = nn.Linear(2, 3)
+    found = {key: value.shape for key, value in no_moments(network).items()}
+    assert found == {
+        "weights.momentum_buffer.weight": (3, 2),
+        "weights.momentum_buffer.bias": (3,),
+    }
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_without_sent_moments_none_are_returned(name):
+    stream = STREAMS[name]()
+    descents = stream.descents({})
+    stream.take(1, descents)
+    assert descents.moments() == {}
+    assert descents.weights.optimizer.state  # there would be some
+
+
+@pytest.mark.parametrize("name", ["candidates", "warm-up"])
+def test_moments_of_alphas_that_stay_are_returned_as_they_were_sent(name):
+    stream = STREAMS[name]()
+    sent = {
+        key: torch.full_like(value, 2.0) if key.startswith("alphas.") else value
+        for key, value in no_moments(stream.network).items()
+    }
+    descents = stream.descents(sent)
+    stream.take(2, descents)
+    found = descents.moments()
+    for key, value in found.items():
+        if key.startswith("alphas."):
+            assert torch.equal(value, sent[key]), key
+            assert value is not sent[key]
+    assert any(value.any() for key, value in found.items() if key.startswith("weights."))
+
+
+def test_a_step_leaves_parameters_without_a_gradient_as_they_are(parts):
+    """Neither momentum nor decay moves them; the others take the gradient as it was given."""
+    weights = parts.weights()
+    settings = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.5, clip_norm=None)
+    descent = Descent(weights, make_sgd(weights.values(), settings))
+    descent.step({name: torch.ones(3, 2) for name in weights})
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    gradient = torch.full((3, 2), 2.0, dtype=torch.float64)
+    descent.step({"parts.a": None, "parts.b": gradient, "elsewhere": torch.ones(1)})
+    assert torch.equal(weights["parts.a"], before["parts.a"])
+    assert torch.equal(weights["parts.c"], before["parts.c"])
+    moved = before["parts.b"] - weights["parts.b"].detach()
+    velocity = descent.optimizer.state[weights["parts.b"]]["momentum_buffer"]
+    torch.testing.assert_close(moved, 0.1 * velocity)
+    assert all(weight.grad is None for weight in weights.values())

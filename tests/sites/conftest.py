@@ -1,0 +1,85 @@
+"""What tests of whole runs and of real processes share."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import yaml
+
+from fednas_flwr.deploy.sites.provision import load_sites
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def loopback() -> ModuleType:
+    """``scripts/loopback.py``."""
+    path = ROOT / "scripts" / "loopback.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where dataclasses look for their annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def free_ports(loopback: ModuleType) -> Callable[[int], list[int]]:
+    """``free_ports(number)``: ports of loopback on which nothing listens."""
+    return loopback.free_ports
+
+
+@pytest.fixture(scope="module")
+def machines(
+    tmp_path_factory: pytest.TempPathFactory, loopback: ModuleType
+) -> Iterator[Callable[..., object]]:
+    """``machines(private=True)``: a server and three sites that run what docker/compose.yaml says.
+
+    Each host name in the file is replaced by 127.0.0.1; ``sums`` are terms of secure sums.
+    """
+    base = tmp_path_factory.mktemp("machines")
+    (base / "data").mkdir()
+    listed = load_sites(ROOT / "docker" / "sites.yaml")
+    rng = np.random.default_rng(0)
+    data = {}
+    for index, site in enumerate(listed.sites):
+        labels = rng.integers(0, 3, 50)
+        images = rng.integers(0, 120, (50, 3, 8, 8)).astype(np.uint8)
+        images[np.arange(50), labels] += 100
+        data[site] = base / "data" / f"{index}-{site}.npz"
+        np.savez(data[site], x_train=images, y_train=labels)
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    parts = {}
+    for name, service in services.items():
+        own = {
+            key: re.sub(r"^[a-z-]+$|^0\.0\.0\.0$", "127.0.0.1", value)
+            for key, value in service.get("environment", {}).items()
+        }
+        machine = Path(service["volumes"][0].split(":")[0]).name
+        parts[name] = loopback.Part(machine, service["command"], own)
+    (port,) = loopback.free_ports(1)
+    made = loopback.Machines(
+        base,
+        replace(listed, addresses=("127.0.0.1",), port=port),
+        data,
+        records=50,
+        class_names="012",
+        parts=parts,
+    )
+
+    def begin(*, private: bool, sums: str | None = None) -> object:
+        made.make_private(private)
+        made.begin(sums=sums)
+        return made
+
+    yield begin
+    assert made.stop() == []  # no process has outlived what it belonged to

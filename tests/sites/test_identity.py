@@ -1,0 +1,228 @@
+"""Who is let in to a SuperLink, what both sides say of a refusal: real processes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from flwr.superlink.main import create_app
+
+from fednas_flwr.deploy.sites import links
+from fednas_flwr.deploy.sites.certificates import issue_certificate, make_authority, make_node_key
+from fednas_flwr.deploy.sites.links import Trouble
+from fednas_flwr.deploy.sites.superlink import REFUSAL, Guard, is_loopback, paths_for_all
+
+BIN = Path(sys.executable).parent
+WAIT_S = 120  # for what takes seconds on an idle machine
+
+
+def until(done: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < end, f"{what}: not within {WAIT_S} s"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def net(
+    tmp_path_factory: pytest.TempPathFactory, free_ports: Callable[[int], list[int]]
+) -> Iterator[SimpleNamespace]:
+    """Two SuperLinks, one with an expired certificate, and SuperNodes of which one is let in."""
+    folder = tmp_path_factory.mktemp("net")
+    for name in ("ca", "other", "good", "expired"):
+        (folder / name).mkdir()
+    make_authority(folder / "ca", name="ours")
+    make_authority(folder / "other", name="theirs")
+    issue_certificate(folder / "ca", folder / "good", addresses=["127.0.0.1"], days=1)
+    issue_certificate(folder / "ca", folder / "expired", addresses=["127.0.0.1"], days=-1)
+    for name in ("known", "unknown"):
+        make_node_key(folder / name)
+    link, expired, *ports = free_ports(8)
+    (folder / "home").mkdir()
+    (folder / "home" / "config.toml").write_text(
+        f'[superlink.ours]\naddress = "127.0.0.1:{link}"\n'
+        f'root-certificates = "{folder}/ca/ca.crt"\n'
+    )
+    environment = os.environ | {"FLWR_HOME": str(folder / "home")}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(name: str, *command: str) -> None:
+        with (folder / f"{name}.log").open("wb") as log:
+            processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, cwd=folder
+            )
+
+    def start_link(name: str, port: int) -> None:
+        files = {"ca-certfile": "ca/ca.crt", "certfile": f"{name}/server.crt"}
+        files |= {"keyfile": f"{name}/server.key"}
+        start(
+            name,
+            *(sys.executable, "-m", "fednas_flwr.deploy.sites.superlink", "--port", str(port)),
+            *(f"--ssl-{option}={path}" for option, path in files.items()),
+            *("--enable-supernode-auth", "--isolation=process", f"--database={name}/state.db"),
+        )
+
+    def start_node(name: str, *, address: str, authority: str, key: str) -> None:
+        tls = ["--insecure"] if not authority else [f"--root-certificates={authority}/ca.crt"]
+        own = [f"--auth-supernode-private-key={key}"] if key else []
+        start(
+            name,
+            *(str(BIN / "flower-supernode"), f"--superlink={address}", "--max-retries=0"),
+            *(*tls, *own, "--isolation=process", f"--port={ports.pop()}"),
+        )
+
+    def flwr(*command: str) -> dict:
+        done = subprocess.run(
+            [sys.executable, "-m", "flwr.cli.app", "supernode", *command, "--format=json"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return dict(json.loads(done.stdout))
+
+    def read(name: str) -> str:
+        return re.sub(r"\x1b\[\d+m", "", (folder / f"{name}.log").read_text())
+
+    def listens(name: str, port: int) -> bool:
+        assert processes[name].poll() is None, read(name)
+        return links.is_open("127.0.0.1", port)
+
+    try:
+        start_link("good", link)
+        start_link("expired", expired)
+        until(lambda: listens("good", link), "the SuperLink")
+        flwr("register", "known.pub", "ours", "--name=known")
+        until(lambda: listens("expired", expired), "the expired SuperLink")
+        here, there = f"127.0.0.1:{link}", f"127.0.0.1:{expired}"
+        start_node("let in", address=here, authority="ca", key="known")
+        start_node("wrong authority", address=here, authority="other", key="known")
+        start_node("wrong name", address=f"localhost:{link}", authority="ca", key="known")
+        start_node("expired node", address=there, authority="ca", key="known")
+        start_node("unregistered", address=here, authority="ca", key="unknown")
+        start_node("no TLS", address=here, authority="", key="")
+        yield SimpleNamespace(
+            folder=folder, port=link, expired=expired, flwr=flwr, read=read, processes=processes
+        )
+    finally:
+        for process in processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in processes.values():
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+REFUSED = {
+    # node: a pattern of what it says, the server that says, what that says
+    "wrong authority": (
+        "certificate verify failed: unable to get local issuer",
+        ("good", "a node broke off the TLS handshake: it trusts another authority's ca.crt"),
+    ),
+    "wrong name": (
+        "certificate is not valid for 'localhost'",
+        ("good", "our certificate does not name the address that it used"),
+    ),
+    "expired node": (
+        "certificate has expired",
+        ("expired", "a node broke off the TLS handshake: our certificate has expired"),
+    ),
+    "unregistered": (
+        "Failed to activate SuperNode",
+        ("good", "refused the node at 127.0.0.1: its key is not registered"),
+    ),
+    "no TLS": (
+        # whichever of its two sockets' calls meets the closed connection first
+        "Server disconnected without sending a response|Connection reset by peer|Broken pipe",
+        ("good", "refused a connection without TLS: it was started with --insecure"),
+    ),
+}
+
+
+@pytest.mark.parametrize("node", REFUSED)
+def test_a_node_that_is_not_right_is_refused_and_both_sides_say_why(
+    net: SimpleNamespace, node: str
+) -> None:
+    said, (server, told) = REFUSED[node]
+    until(lambda: net.processes[node].poll() is not None, "the end of the node")
+    assert net.processes[node].returncode != 0
+    assert re.search(said, net.read(node)), net.read(node)
+    assert "SuperNode ID" not in net.read(node)
+    assert told in net.read(server)
+
+
+def test_doctor_names_the_causes(net: SimpleNamespace) -> None:
+    ours, theirs = (net.folder / name / "ca.crt" for name in ("ca", "other"))
+    links.shake_hands("127.0.0.1", net.port, ours)
+    assert abs(links.clock_skew_s("127.0.0.1", net.port, ours)) < WAIT_S  # the same clock
+    for host, port, authority, words in (
+        ("127.0.0.1", net.port, theirs, "is not from the authority in ca.crt"),
+        ("localhost", net.port, ours, "does not name localhost: use an address that it names"),
+        ("127.0.0.1", net.expired, ours, "has expired: its operator makes a new one"),
+        ("127.0.0.1", 1, ours, "cannot be reached"),
+    ):
+        with pytest.raises(Trouble, match=words):
+            links.shake_hands(host, port, authority)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as plain:
+        threading.Thread(target=plain.handle_request).start()
+        with pytest.raises(Trouble, match="does not speak TLS"):
+            links.shake_hands("127.0.0.1", plain.server_port, ours)
+    assert not links.is_registered("127.0.0.1", net.port, ours, net.folder / "unknown")
+
+
+def test_a_registered_node_is_let_in_and_put_out_when_its_key_is_revoked(
+    net: SimpleNamespace,
+) -> None:
+    until(lambda: "SuperNode ID" in net.read("let in"), "the node")
+    ours = net.folder / "ca" / "ca.crt"
+    assert links.is_registered("127.0.0.1", net.port, ours, net.folder / "known")
+    assert [node["status"] for node in net.flwr("list", "ours")["nodes"]] == ["online"]
+    (node,) = net.flwr("list", "ours")["nodes"]  # asking about the key has not put it out
+    net.flwr("unregister", str(node["node-id"]), "ours")
+    until(lambda: net.processes["let in"].poll() is not None, "the end of the node")
+    assert "refused the node at 127.0.0.1: its key was revoked" in net.read("good")
+    assert not links.is_registered("127.0.0.1", net.port, ours, net.folder / "known")
+
+
+def test_only_the_servers_own_machine_may_command_it() -> None:
+    app = create_app()
+    paths = [route.path for route in app.routes if hasattr(route, "path")]
+    paths += app.openapi()["paths"]
+    assert {"/v1/control/register-node", "/v1/control/start-run", "/docs"} <= set(paths)
+
+    async def refused(peer: str) -> set[str]:
+        transport = httpx.ASGITransport(Guard(app, paths_for_all(app)), client=(peer, 5))
+        async with httpx.AsyncClient(transport=transport, base_url="https://link") as client:
+            answers = {path: await client.post(path) for path in paths}
+        return {path for path, answer in answers.items() if answer.text.startswith(REFUSAL)}
+
+    closed = {path for path in paths if not path.startswith(("/v1/fleet/", "/health"))}
+    assert asyncio.run(refused("10.0.0.9")) == asyncio.run(refused("::ffff:10.0.0.9")) == closed
+    assert asyncio.run(refused("127.0.0.1")) == set()
+    app.state.superexec_auth_secret = b"secret"
+    assert "/v1/runtime/" in paths_for_all(app)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True)]
+    + [("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("localhost", False), ("", False)],
+)
+def test_loopback(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected

@@ -1,0 +1,435 @@
+"""What ``fednas provision`` writes, what ``fednas doctor`` says of it, which code a site runs."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from flwr.cli.build import build_fab_from_files
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.deploy.bundle import bundle_files, check_bundle
+from fednas_flwr.deploy.sites.certificates import issue_certificate, make_node_key
+from fednas_flwr.deploy.sites.doctor import examine, read_settings
+from fednas_flwr.deploy.sites.provision import Deployment, load_sites, provision
+
+SITES = """
+federation: heart
+server: {addresses: [fl.example.org, 10.0.0.7], port: 8000}
+sites: [north, south]
+"""
+TWO = Deployment("heart", ("fl.example.org", "10.0.0.7"), 8000, ("north", "south"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    provision(TWO, tmp_path / "out", as_zip=False)
+    return tmp_path / "out"
+
+
+# --- folders
+
+
+@pytest.mark.parametrize("mask", [0, 0o077])
+@pytest.mark.parametrize("as_zip", ["", "--zip"])
+def test_modes_are_set_whatever_the_umask(tmp_path: Path, mask: int, as_zip: str) -> None:
+    """Of new folders and, at the second time, of those that were open before."""
+    (tmp_path / "sites.yaml").write_text(SITES)
+    command = [sys.executable, "-m", "fednas_flwr.cli", "provision", "sites.yaml", *as_zip.split()]
+    for attempt in range(2):
+        subprocess.run([*command, "--output", "out"], cwd=tmp_path, umask=mask, check=True)
+        if as_zip:
+            assert (tmp_path / "out" / "north.zip").stat().st_mode & 0o777 == 0o600
+            folder = tmp_path / f"unpacked{attempt}"
+            with zipfile.ZipFile(tmp_path / "out" / "north.zip") as archive:
+                modes = {i.filename: i.external_attr >> 16 & 0o777 for i in archive.infolist()}
+        else:
+            folder = tmp_path / "out"
+            modes = {
+                str(path.relative_to(folder)): path.stat().st_mode & 0o777
+                for path in folder.rglob("*")
+            }
+            for name in ("ca", "server/state", "north/state", "south/state"):
+                assert modes[name] == 0o700, name
+            for path in (*folder.glob("*/policy.yaml"), *folder.glob("*/ca.crt")):
+                path.chmod(0o666)
+        for name, mode in modes.items():
+            expected = {0o644} if "." in name else {0o755, 0o700}
+            expected = {0o600} if name.endswith(".key") else expected
+            expected = {0o755} if name.endswith(("start.sh", "operate")) else expected
+            assert mode in expected, f"{name} has {mode:o}"
+
+
+@pytest.mark.parametrize("mask", [0, 0o077])
+def test_the_public_half_of_a_key_cannot_be_written_by_others(tmp_path: Path, mask: int) -> None:
+    """Who writes it before it is sent is known to the server in the site's place."""
+    for kind in ([], ["--sum"]):
+        path = tmp_path / f"state{len(kind)}" / "own.key"
+        path.parent.mkdir()
+        command = [sys.executable, "-m", "fednas_flwr.cli", "key", *kind, str(path)]
+        subprocess.run(command, umask=mask, check=True)
+        modes = {p.suffix: p.stat().st_mode & 0o777 for p in path.parent.iterdir()}
+        assert modes[".key"] == 0o600
+        assert modes[".pub"] & 0o022 == 0
+
+
+def test_no_folder_holds_a_secret_of_another(tmp_path: Path) -> None:
+    list_of_sites = tmp_path / "sites.yaml"
+    list_of_sites.write_text(SITES)
+    assert main(["provision", str(list_of_sites), "--output", str(tmp_path / "out")]) == 0
+    assert main(["provision", str(list_of_sites), "--output", str(tmp_path / "zip"), "--zip"]) == 0
+    for name in ("server", "north", "south"):  # of the archives, which another authority made
+        shutil.unpack_archive(tmp_path / "zip" / f"{name}.zip", tmp_path / "zip" / name)
+    with zipfile.ZipFile(tmp_path / "zip" / "server.zip") as archive:
+        assert archive.getinfo("server.key").external_attr >> 16 & 0o777 == 0o600
+        assert archive.getinfo("start.sh").external_attr >> 16 & 0o100
+    assert (tmp_path / "out" / "server" / "server.key").stat().st_mode & 0o777 == 0o600
+    for output in (tmp_path / "out", tmp_path / "zip"):
+        secrets = {
+            path.relative_to(output).as_posix(): path.read_bytes().splitlines()[1]
+            for path in output.rglob("*.key")
+        }
+        signing = {"ca/signing.key", "server/signing.key"}  # the operator keeps it for later
+        assert set(secrets) == {"ca/ca.key", "server/server.key", *signing}
+        public = {path.read_bytes() for path in output.glob("*/signing.pub")}
+        assert len(public) == 1
+        for path in output.glob("*/**/*"):
+            if path.is_file():
+                content, name = path.read_bytes(), path.relative_to(output).as_posix()
+                assert (b"PRIVATE KEY" in content) == (name in secrets)
+                for owner, secret in secrets.items():
+                    owners = signing if owner in signing else {owner}
+                    assert (secret in content) == (name in owners)
+
+
+def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and_settings(
+    folder: Path,
+) -> None:
+    kept = [
+        folder / "ca" / "ca.key",
+        folder / "north" / "ca.crt",
+        folder / "server" / "signing.key",
+        folder / "server" / "state" / "x",
+        folder / "server" / "server.env",
+        *(folder / "north" / name for name in ("site.env", "policy.yaml", "dataset.yaml")),
+    ]
+    for edited in kept[3:]:
+        edited.write_text("by the site's engineer")
+    before = [path.read_bytes() for path in kept]
+    certificate = (folder / "server" / "server.crt").read_bytes()
+    more = Deployment("heart", ("fl.example.org",), 8000, ("north", "south", "east"))
+    provision(more, folder, as_zip=False)
+    assert [path.read_bytes() for path in kept] == before
+    assert (folder / "server" / "server.crt").read_bytes() != certificate
+    assert (folder / "east" / "ca.crt").read_bytes() == before[1]
+    settings = read_settings(folder / "east" / "site.env")
+    assert (settings["PARTITION_ID"], settings["NUM_PARTITIONS"]) == ("2", "3")
+    assert settings["SUPERLINK"] == "fl.example.org:8000"
+
+
+def test_scripts_are_bash_and_can_be_executed(folder: Path) -> None:
+    scripts = [*folder.glob("*/*.sh"), *folder.glob("*/operate")]
+    assert len(scripts) == 3 + 2 * 2 + 1
+    for script in scripts:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        assert script.name in ("parts.sh", "common.sh") or script.stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("port: 8000", "port: 80000", "server.port=80000 is not usable"),
+        ("10.0.0.7", "10.0.0.7:80", "host names or IP addresses, without port"),
+        ("[north, south]", "[north, north]", "sites has north twice"),
+        ("[north, south]", "[ca, south]", "sites has 'ca'"),
+        ("[north, south]", "[../x]", "sites has '../x'"),
+        ("[north, south]", "[]", r"sites=\[\] is not usable"),
+        ("federation: heart", "", "lacks federation"),
+        ("federation:", "federatoin:", "nearest: federation"),
+        ("federation: heart", "federation: [", "is not valid YAML"),
+        ("federation: heart", "federation: a\nfederation: b", "federation is given twice"),
+        ("[north, south]", "[&a [x], *a]", r"sites=.* is not usable"),
+        ("[north, south]", "[" * 9999, "more than 50 levels deep"),
+    ],
+)
+def test_wrong_list_of_sites_is_one_sentence(
+    tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    path = tmp_path / "sites.yaml"
+    path.write_text(SITES.replace(old, new))
+    with pytest.raises(ConfigError, match=words):
+        load_sites(path)
+
+
+# --- the code that a site runs
+
+
+FILES = bundle_files()
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
+def test_own_bundle_passes_however_it_is_compressed() -> None:
+    fab, _ = build_fab_from_files(FILES)
+    check_bundle(fab)
+    with zipfile.ZipFile(io.BytesIO(fab)) as archive:
+        stored = zipped({name: archive.read(name) for name in archive.namelist()})
+    assert stored != fab
+    check_bundle(stored)
+
+
+def zipped(files: Mapping[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return packed.getvalue()
+
+
+@given(
+    st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"]),
+    st.one_of(st.none(), st.binary()),
+)
+def test_a_bundle_with_other_files_is_refused(name: str, content: bytes | None) -> None:
+    files = {**FILES, name: content}
+    left = {name: content for name, content in files.items() if content is not None}
+    assume(left != FILES)
+    with pytest.raises(ConfigError, match="is refused: this site runs the fednas_flwr"):
+        check_bundle(zipped(left))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("first", [True, False])
+def test_a_bundle_that_holds_two_files_of_one_name_is_refused(first: bool) -> None:
+    """Whichever of them is ours: readers differ in which one they take."""
+    name, other = "hatch_build.py", b"import os"
+    files = [*FILES.items()]
+    files.insert(0 if first else len(files), (name, other))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for path, content in files:
+            archive.writestr(path, content)
+    with pytest.raises(ConfigError, match="is refused"):
+        check_bundle(packed.getvalue())
+
+
+@given(st.binary())
+def test_what_is_no_bundle_is_refused(fab: bytes) -> None:
+    with pytest.raises(ConfigError, match="is refused"):
+        check_bundle(fab)
+
+
+def test_a_bundle_that_unpacks_to_gigabytes_is_refused_unread() -> None:
+    bomb = io.BytesIO()
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("pyproject.toml", bytes(50_000_000))
+    with pytest.raises(ConfigError, match="is refused"):
+        check_bundle(bomb.getvalue())
+
+
+# --- fednas doctor without a server; with one in test_identity
+
+
+def broken(folder: Path) -> dict[str, str]:
+    return {finding.name: finding.text for finding in examine(folder) if finding.broken}
+
+
+def test_doctor_finds_a_new_server_well(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = folder / "server" / "server.env"
+    settings.write_text(settings.read_text().replace("8000", "1"))  # where nothing listens
+    assert main(["doctor", str(folder / "server")]) == 0
+    assert "for fl.example.org, 10.0.0.7, localhost, 127.0.0.1, valid 36" in capsys.readouterr().out
+
+
+def test_doctor_needs_to_write_into_the_state_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, where all else is mounted read-only."""
+    writable = {folder / name / "state" for name in ("server", "north")}
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or path in writable)
+    assert "disk" not in broken(folder / "server").keys() | broken(folder / "north").keys()
+    writable.clear()
+    for name in ("server", "north"):
+        assert f"{name}/state cannot be written" in broken(folder / name)["disk"]
+
+
+def test_doctor_names_what_is_wrong_with_a_server(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = folder / "server"
+    (server / "server.key").chmod(0o644)
+    (server / "server.env").write_text("HOST=0.0.0.0\nPORT=http\n")
+    issue_certificate(folder / "ca", folder / "south", addresses=["x"], days=-3)
+    shutil.copy(folder / "south" / "server.crt", server)
+    assert main(["doctor", str(server)]) == 1
+    assert broken(server).keys() == {"secrets", "certificate", "port"}
+    assert "server.key does not belong to server.crt" in capsys.readouterr().out
+    shutil.copy(folder / "south" / "server.key", server)
+    assert (
+        "expired 3 days ago: make a new one by `fednas provision`" in broken(server)["certificate"]
+    )
+    provision(Deployment("other", ("x",), 1, ("north",)), folder / "else", as_zip=False)
+    shutil.copy(folder / "else" / "ca" / "ca.crt", server)
+    assert "is not of the authority ca.crt" in broken(server)["certificate"]
+
+
+def test_doctor_names_what_is_wrong_with_a_site(folder: Path) -> None:
+    site = folder / "north"
+    settings = (site / "site.env").read_text().replace("fl.example.org:8000", "127.0.0.1:1")
+    (site / "site.env").write_text(settings.replace("DEVICE=auto", "DEVICE=cpu"))
+    found = broken(site)
+    assert found.keys() == {"server", "clock", "key", "data", "records"}
+    assert found["records"] == "see data"
+    assert "127.0.0.1:1 cannot be reached" in found["server"]
+    assert found["clock"] == "see server"
+    assert "make it by `fednas key" in found["key"]
+    assert "DATA_PATH is empty" in found["data"]
+    (site / "site.env").write_text(settings.replace("DATA_PATH=", "DATA_PATH=/none"))
+    assert "DATA_PATH=/none is not an absolute path" in broken(site)["data"]
+    (site / "site.env").write_text(settings.replace("my-data", "ours"))
+    assert "DATA_SET=ours is not in policy.yaml, which has my-data" in broken(site)["data"]
+    (site / "policy.yaml").write_text("data_sets: {}\n")
+    assert "data_sets={} is not usable" in broken(site)["data"]
+    (site / "state" / "ledger.key").write_text("x")
+    assert "mark" in broken(site)["ledger"]
+
+
+def site_with_table(folder: Path, text: str, **dataset: object) -> Path:
+    """Return a site's folder whose data is a table of that text."""
+    site = folder / "north"
+    (folder / "ward.csv").write_text(text)
+    path = f"DATA_PATH={folder / 'ward.csv'}"
+    (site / "site.env").write_text(re.sub("DATA_PATH=.*", path, (site / "site.env").read_text()))
+    given = {"name": "csv", "label": "ill", "class_names": ["no", "yes"], "id_column": None}
+    given |= {"numeric": ["age"], "statistics": {"age": [50, 20]}}
+    (site / "dataset.yaml").write_text(yaml.safe_dump(given | dataset))
+    policy = (site / "policy.yaml").read_text()
+    (site / "policy.yaml").write_text(policy.replace("records: 5000", "records: 100"))
+    return site
+
+
+def records_of(site: Path) -> str:
+    """Return what doctor says of a site's records."""
+    (found,) = (f for f in examine(site) if f.name == "records")
+    return f"BROKEN {found.text}" if found.broken else found.text
+
+
+TABLE = "age,ill\n" + "".join(f"{30 + i % 40},{'yes' if i % 3 else 'no'}\n" for i in range(99))
+
+
+def test_doctor_checks_a_sites_own_records(folder: Path) -> None:
+    found = records_of(site_with_table(folder, TABLE))
+    assert found.startswith("99 records, ")
+    assert " of them to train on; numbers: age" in found
+    assert "label ill: no 33, yes 66" in found
+
+
+def test_doctor_tells_the_share_of_records_that_are_left_out(folder: Path) -> None:
+    found = records_of(site_with_table(folder, TABLE + "unknown,yes\n61,maybe\n1e39,\n"))
+    assert found.startswith("99 records, ")
+    assert (
+        "3 of 102 records left out (2.9%), which cannot be read: "
+        "age 2 (records 100, 102); ill 2 (records 101, 102)" in found
+    )
+    for content in (f"3e38,yes\n{TABLE[8:]}", TABLE[8:]):  # one record keeps no site from starting
+        site = site_with_table(folder, "age,ill\n" + content, statistics={"age": [0, 1e-17]})
+        assert "is beyond 1e+18 after normalisation" in records_of(site)
+        assert not records_of(site).startswith("BROKEN")
+
+
+@pytest.mark.parametrize(
+    ("text", "dataset", "words"),
+    [
+        (TABLE + '61,"yes\n', {}, "a quote in row 100 is open"),
+        (TABLE + "61\n", {}, "row 100 has 1 cells, but the header 2"),
+        (TABLE + "61,yes,no\n", {}, "row 100 has 3 cells, but the header 2"),
+        ("age,ill\nold,yes\n", {}, r"no record that can be read; 1 of 1 records left out \(100.0%"),
+        (TABLE, {"label": "last"}, "must give dataset.label or labels"),
+        (TABLE, {"corrupt": "refuse"}, "see data"),
+        (TABLE.replace("age", "years"), {}, "age"),
+        (TABLE, {"statistics": {}}, "dataset.statistics"),
+        (TABLE * 1 + TABLE[8:] * 3, {}, "declares 100, and answers of more than 2 times as many"),
+        (TABLE[:20], {}, "declares 100: more noise than need be|train part"),
+        ("age,ill\n", {}, "."),
+    ],
+)
+def test_doctor_says_what_a_run_would_find_wrong_with_the_records(
+    folder: Path, text: str, dataset: dict[str, object], words: str
+) -> None:
+    found = records_of(site_with_table(folder, text, **dataset))
+    assert re.search(words, found)
+    assert found.startswith("BROKEN") or "more noise" in words
+
+
+@pytest.mark.parametrize(
+    ("server_is_ahead_s", "said"),
+    [
+        (0, None),
+        (-3, None),
+        (-20, r"1?\d s ahead of the server's|20 s ahead"),
+        (200, None),
+        (900, r"(8\d\d|900) s behind the server's"),
+    ],
+)
+def test_doctor_compares_clocks_with_flowers_limits(
+    folder: Path, server_is_ahead_s: float, said: str | None
+) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return super().date_time_string(time.time() + server_is_ahead_s)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    issue_certificate(folder / "ca", folder / "server", addresses=["127.0.0.1"], days=1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server" / "server.crt", folder / "server" / "server.key")
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            address = f"127.0.0.1:{server.server_port}"
+            settings = (folder / "north" / "site.env").read_text()
+            settings = settings.replace("fl.example.org:8000", address)
+            (folder / "north" / "site.env").write_text(settings)
+            found = broken(folder / "north")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "server" not in found
+    assert ("clock" in found) == (said is not None)
+    assert re.search(said or "", found.get("clock", ""))
+
+
+def test_a_nodes_key_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "node.key"
+    assert main(["key", str(key)]) == 0
+    assert f"Send {key}.pub to the server's operator" in capsys.readouterr().out
+    content = key.read_bytes()
+    assert main(["key", str(key)]) == 2
+    assert "exists: the server may know the site by it" in capsys.readouterr().err
+    assert (key.read_bytes(), key.stat().st_mode & 0o777) == (content, 0o600)
+    with pytest.raises(FileExistsError):
+        make_node_key(key)
+    with pytest.raises(ConfigError, match="give a folder of `fednas provision`"):
+        examine(tmp_path)

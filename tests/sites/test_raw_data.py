@@ -1,0 +1,216 @@
+"""A model that sites have trained takes raw data, and is as good on it as was reported."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from fednas_flwr import load
+from fednas_flwr.cli import main
+from fednas_flwr.data.images import read_digits
+from fednas_flwr.deploy.sites.provision import Deployment
+from fednas_flwr.privacy.books.ledger import Ledger
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
+
+from ..patients import patients
+
+pytestmark = pytest.mark.slow
+
+SITES = ("north", "south", "east")
+OWNERS = (*SITES, "test")
+NETWORK = (
+    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
+    *("retrain.rounds=4", "retrain.weights.lr=0.05", "trackers=[]"),
+)
+NAMES = [f"digit{digit}" for digit in range(10)]
+
+
+def npz(folder: Path) -> SimpleNamespace:
+    """Digits in colours, and the numbers by which they are normalised."""
+    records, _ = read_digits()
+    x = records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3)
+    files = {}
+    for place, owner in enumerate(OWNERS):
+        files[owner] = folder / f"{owner}.npz"
+        np.savez(files[owner], x_train=x[place::4], y_train=records.labels.numpy()[place::4])
+    own = {"class_names": NAMES, "mean": [0.3, 0.2, 0.1], "std": [0.3, 0.3, 0.4]}
+    return SimpleNamespace(files=files, dataset={"name": "npz", **own}, overrides=NETWORK)
+
+
+def private_features(folder: Path) -> SimpleNamespace:
+    """The same, of whose features private sites train a linear model."""
+    made = npz(folder)
+    own = {"name": "npz", "class_names": NAMES, "scattering": {"scales": 2, "angles": 8}}
+    terms = ("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "retrain.rounds=8")
+    overrides = [text for text in NETWORK if not text.startswith("retrain")]
+    return SimpleNamespace(files=made.files, dataset=own, overrides=(*overrides, *terms))
+
+
+def image_folder(folder: Path) -> SimpleNamespace:
+    """Digits as files of two sizes, some in colours."""
+    records, _ = read_digits()
+    files = {owner: folder / owner for owner in OWNERS}
+    for i in range(len(records)):
+        image = Image.fromarray(records.features[i, 0].numpy())
+        image = image.resize((12, 10)) if i % 2 else image.convert("RGB")
+        place = files[OWNERS[i // 2 % 4]] / NAMES[int(records.labels[i])]
+        place.mkdir(parents=True, exist_ok=True)
+        image.save(place / f"{i}.png")
+    own = {"class_names": NAMES, "image_size": 8, "channels": 1}
+    return SimpleNamespace(
+        files=files,
+        dataset={"name": "image_folder", **own},
+        overrides=(*NETWORK, "dataset.crop_padding=0", "dataset.flip=false", "dataset.cutout=0"),
+    )
+
+
+def csv(folder: Path) -> SimpleNamespace:
+    """A table with decimal commas, missing cells, texts and dates, and its public numbers."""
+    table = patients()
+    files = {}
+    for place, owner in enumerate(OWNERS):
+        files[owner] = folder / f"{owner}.csv"
+        table[place::4].to_csv(files[owner], sep=";", index=False)
+    own = {"label": "outcome", "id_column": None, "class_names": ["died", "left"]}
+    own |= {"numeric": ["age"], "dates": ["seen"], "categorical": ["ward"], "decimal": "comma"}
+    own |= {"categories": {"ward": ["north", "south", "west"]}, "missing": "indicator"}
+    own |= {"statistics": {"age": [60, 12], "seen": [19300, 200]}}  # days since 1970
+    size = ("search_space=mlp_small", "search_space.channels=16", "retrain.channels=16")
+    return SimpleNamespace(
+        files=files,
+        dataset={"name": "csv", **own},
+        overrides=("algorithm=fed_darts", *size, "rounds=1", "retrain.rounds=4"),
+    )
+
+
+def private_csv(folder: Path) -> SimpleNamespace:
+    """The same table, of which the sites release noised means and deviations within ranges."""
+    made = csv(folder)
+    del made.dataset["statistics"]
+    made.dataset["ranges"] = {"age": [0, 120], "seen": [15000, 22000]}
+    made.overrides += (
+        *("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "privacy.delta=1e-4"),
+        *("privacy.statistics_noise_multiplier=1", "search_space.norm=group"),
+        *("retrain.norm=group", "retrain.rounds=2"),
+        *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas", "retrain")),
+        *("evaluation.baselines=1", "privacy.baseline_share=0.3"),
+    )
+    return made
+
+
+def override(value: object) -> str:
+    """Return a setting's value as ``fednas run`` takes it: keys of a mapping without quotes."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {override(own)}' for key, own in value.items())}}}"
+    return json.dumps(value)
+
+
+MADE = (npz, private_features, image_folder, csv, private_csv)
+KINDS = {made.__name__: made for made in MADE}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def finished(
+    request: pytest.FixtureRequest,
+    loopback: ModuleType,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> SimpleNamespace:
+    """A finished run of a server and three sites, each with processes and data of its own."""
+    base = tmp_path_factory.mktemp(request.param)
+    (base / "data").mkdir()
+    kind = KINDS[request.param](base / "data")
+    data = {site: kind.files[site] for site in SITES}
+    records = 200 if "csv" in request.param else 450
+    deployment = Deployment("local", ("127.0.0.1",), loopback.free_ports(1)[0], SITES)
+    machines = loopback.Machines(base, deployment, data, records=records, class_names=["x", "y"])
+    machines.make_private(request.param.startswith("private"))
+    for site in SITES:
+        (machines.folder / site / "dataset.yaml").write_text(yaml.safe_dump(kind.dataset))
+    shown = {name: value for name, value in kind.dataset.items() if name not in ("name", "ranges")}
+    read = [f"dataset.{name}={override(value)}" for name, value in shown.items()]
+    folder = base / "run"
+    try:
+        machines.begin()
+        machines.operate(
+            *("fednas", "run", "runtime=deployment", "runtime.superlink=server", "clients=3"),
+            *("partition=sites", f"dataset={kind.dataset['name']}", *read, *kind.overrides),
+            *(f"dataset.root={kind.files['test']}", f"run_dir={folder}"),
+        )
+    finally:
+        left = machines.stop()
+    assert left == []
+    events = read_events(folder / "events.jsonl")
+    return SimpleNamespace(
+        kind=request.param, folder=folder, events=events, machines=machines, files=kind.files
+    )
+
+
+def test_raw_data_has_the_reported_accuracy(
+    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
+    reported = evaluated["central"]["accuracy"]
+    assert load(finished.folder).predict(finished.files["test"]).accuracy == reported
+    assert reported > 0.5 or finished.kind == "private_csv"  # which hardly learns
+    output = tmp_path / "predictions.csv"
+    raw = str(finished.files["test"])
+    assert main(["predict", str(finished.folder), raw, "--output", str(output)]) == 0
+    assert f"{100 * reported:.1f} %" in capsys.readouterr().out
+
+
+def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(
+    finished: SimpleNamespace,
+) -> None:
+    (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
+    assert (not evaluated["clients"]) == finished.kind.startswith("private")
+    told = {client["client"]: client["accuracy"] for client in evaluated["clients"]}
+    for index, site in enumerate(SITES):
+        (kept,) = (finished.machines.folder / site / "state" / "models").iterdir()
+        own = json.loads((kept / "test.json").read_text())
+        assert own["num_examples"] > 10
+        assert told.get(index, own["accuracy"]) == pytest.approx(own["accuracy"])
+        model, raw = load(kept), finished.files["test"]
+        assert model.predict(raw).accuracy == load(finished.folder).predict(raw).accuracy
+
+
+def test_private_sites_release_by_what_all_standardise(finished: SimpleNamespace) -> None:
+    found = [event for event in finished.events if event["event"] == "statistics"]
+    assert len(found) == (finished.kind == "private_csv")
+    if not found:
+        return
+    mean, std = found[0]["mean"], found[0]["std"]
+    assert list(load(finished.folder).inputs.mean) == mean
+    assert 0 < std[0] < 120 / math.sqrt(12)  # the range's
+    assert mean[0] == pytest.approx(60, abs=10)
+    for site in SITES:
+        state = finished.machines.folder / site / "state"
+        with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
+            booked = [row.entry.action for row in ledger.entries()]
+        assert booked.count("query.statistics:statistics") == 1
+        assert booked[0] == "query.statistics:statistics"
+
+
+def test_private_sites_pay_for_baselines_by_the_share_that_was_set(
+    finished: SimpleNamespace,
+) -> None:
+    beside = read_run(finished.folder).baselines()
+    assert len(beside) == 3 * (finished.kind == "private_csv")
+    spent = [baseline.numbers()["epsilon"] for baseline in beside]  # with all that came before
+    assert len(set(spent)) == len(beside)
+    for baseline, epsilon in zip(beside, spent, strict=True):
+        assert baseline.status == "completed"
+        assert baseline.accuracy() is not None
+        assert 0 < epsilon <= 90
+    for site in SITES if beside else ():
+        state = finished.machines.folder / site / "state"
+        with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
+            runs = {row.entry.run.partition(".")[0] for row in ledger.entries()}
+        assert runs == {"run", *(baseline.folder.name for baseline in beside)}

@@ -1,0 +1,247 @@
+"""Keys of secure sums on real sites: made there, collected by provision, used without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from fednas_flwr.cli import main
+from fednas_flwr.client.audit_trail import verify_trail
+from fednas_flwr.deploy import flower_patches
+from fednas_flwr.deploy.sites.certificates import make_sum_key
+from fednas_flwr.deploy.sum_app import answer_sum_message
+from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
+from fednas_flwr.privacy.policy_file import load_policy, template
+from fednas_flwr.protocol.messages import decode_reply
+from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys, survivors_message
+from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+
+NAMES = ("north", "south", "east")
+HEADER = {"run": "r", "stage": "search", "round": 1, "phase": 1, "client": 0, "nonce": "n"}
+LIST = """
+federation: heart
+server: {addresses: [fl.example.org], port: 8000}
+sites: [north, south, east]
+"""
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Path:
+    (tmp_path / "sites.yaml").write_text(LIST)
+    keys = tmp_path / "keys"
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        path = str(tmp_path / name / "sum.key")
+        assert main(["key", "--sum", path]) == 0
+        keys.mkdir(exist_ok=True)
+        (keys / f"{name}.pub").write_bytes((tmp_path / name / "sum.pub").read_bytes())
+    return tmp_path
+
+
+def provisioned(folder: Path) -> int:
+    options = ["--output", str(folder / "out"), "--sum-keys", str(folder / "keys")]
+    return main(["provision", str(folder / "sites.yaml"), *options])
+
+
+def test_keys_are_made_once_and_their_public_halves_hold_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sum.key"
+    assert main(["key", "--sum", str(path)]) == 0
+    assert "sum.pub to whoever provisions" in capsys.readouterr().out
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_text()[:64] not in (tmp_path / "sum.pub").read_text()
+    assert main(["key", "--sum", str(path)]) == 2
+    assert "exists: other sites may know the site by it" in capsys.readouterr().err
+    with pytest.raises(FileExistsError):
+        make_sum_key(path)
+
+
+def test_provision_gives_every_site_one_roster(
+    deployment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert provisioned(deployment) == 0
+    said = capsys.readouterr().out
+    rosters = {(deployment / "out" / name / "roster.json").read_bytes() for name in NAMES}
+    assert len(rosters) == 1
+    roster = Roster.read(deployment / "out" / "north" / "roster.json")
+    assert f"roster {roster.fingerprint}: for secure_sum.roster" in said
+    assert [site.site for site in roster.sites] == list(NAMES)
+    assert SiteKeys.at(deployment / "south" / "sum.key").public("south") == roster.sites[1]
+    assert provisioned(deployment) == 0
+    assert Roster.read(deployment / "out" / "east" / "roster.json") == roster
+
+
+@pytest.mark.parametrize("broken", ["missing", "[]", '{"mask": "ab", "signature": "cd"}', "twice"])
+def test_keys_that_are_missing_wrong_or_the_same_are_refused(
+    broken: str, deployment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = deployment / "keys" / "south.pub"
+    if broken == "missing":
+        path.unlink()
+    elif broken == "twice":
+        path.write_bytes((deployment / "keys" / "north.pub").read_bytes())
+    else:
+        path.write_text(broken)
+    assert provisioned(deployment) == 2
+    said = capsys.readouterr().err
+    assert "holds no public keys of south" in said or "the roster of secure sums" in said
+
+
+# --- the messages that compute nothing
+
+
+@pytest.fixture
+def node(deployment: Path) -> dict[str, str | int]:
+    """The configuration of the node of site north, with a policy of secure sums."""
+    assert provisioned(deployment) == 0
+    own = deployment / "out" / "north"
+    roster = Roster.read(own / "roster.json")
+    terms = f"secure_sum: {{roster: {roster.fingerprint}, least_sites: 2, colluding: 0}}"
+    (line,) = [text for text in template().splitlines() if "# secure_sum:" in text]
+    (own / "policy.yaml").write_text(template().replace(line.strip(), terms))
+    return {
+        "partition-id": 0,
+        "policy": str(own / "policy.yaml"),
+        "data-set": "my-data",
+        "ledger": str(deployment / "books" / "ledger.sqlite"),
+        "ledger-key": str(deployment / "ledger.key"),
+        "roster": str(own / "roster.json"),
+        "sum-key": str(deployment / "north" / "sum.key"),
+        "sums": str(deployment / "sums.sqlite"),
+    }
+
+
+def begun(node: dict[str, str | int], attempt: str = "a") -> str:
+    """Return the context of an exchange that the site has answered."""
+    policy = load_policy(Path(str(node["policy"])))
+    terms = policy.data_sets["my-data"].secure_sum
+    assert terms is not None
+    site = SumSite.of_node(0, {key: str(value) for key, value in node.items()}, terms)
+    return site.begin(
+        **{"run": "r", "attempt": attempt, "stage": "search", "round": 1, "phase": 1},
+        **{"participants": [0, 1, 2], "agreed": {"request": "h"}},
+    ).context.hex()
+
+
+def asked(action: str, settings: object, node: dict[str, str | int], **more: object) -> Message:
+    """Return the site's answer to a message."""
+    text = json.dumps({"header": HEADER, "settings": settings, **more})
+    flower_patches.begin_task(1)
+    message = Message(RecordDict({"header": ConfigRecord({"json": text})}), 1, action)
+    flower_patches.set_message_id(message, "1")
+    context = Context(1, 2, dict(node), RecordDict(), {})
+    return answer_sum_message(message, context)
+
+
+def test_a_site_signs_without_its_client_app(node: dict[str, str | int], deployment: Path) -> None:
+    context = begun(node)
+    request = {"context": context, "survivors": [0, 2]}
+    reply = asked("query.sign_survivors", request, node)
+    header, found = decode_reply(reply.content)
+    assert vars(header) == HEADER
+    assert (found.num_examples, found.states, found.metrics) == (1.0, {}, {})
+    signature = bytes.fromhex(found.properties["signature"])
+    roster = Roster.read(Path(str(node["roster"])))
+    assert roster.has_signed(0, signature, survivors_message(bytes.fromhex(context), (0, 2)))
+    assert isinstance(reply.content["metrics"], MetricRecord)
+    again = asked("query.sign_survivors", request, node)
+    assert "a site signs one" in again.error.reason
+    books = deployment / "books" / "audit.jsonl"
+    assert verify_trail(books, deployment / "ledger.key") == 4
+    events = [json.loads(line)["event"] for line in books.read_text().splitlines()]
+    assert events == ["asked", "released", "asked", "refused"]
+
+
+def test_what_a_site_does_not_sign(node: dict[str, str | int]) -> None:
+    request = {"context": begun(node), "survivors": [0, 2]}
+    action = "query.sign_survivors"
+    for settings, said in (
+        (request | {"survivors": [0]}, "not 2 or more"),
+        (request | {"context": "ab" * 32}, "answered no such request"),
+        (request | {"context": "zz" * 32}, "64 hex digits"),
+        (request | {"more": 1}, "unknown"),
+        ({}, "missing"),
+        ([], "group of settings"),
+    ):
+        assert said in asked(action, settings, node).error.reason, settings
+    assert "header and settings" in asked(action, request, node, summed={}).error.reason
+    policy = Path(str(node["policy"]))
+    whole = policy.read_text()
+    policy.write_text(whole.replace("      - query.sign_survivors", "      # - none"))
+    assert "rule actions" in asked(action, request, node).error.reason
+    policy.write_text(whole.replace("    secure_sum:", "    # secure_sum:"))
+    assert "no part in secure sums" in asked(action, request, node).error.reason
+    policy.write_text(whole)
+    assert asked(action, request, node).has_content()
+
+
+def test_a_changed_roster_needs_the_sites_edit(node: dict[str, str | int]) -> None:
+    request = {"context": begun(node), "survivors": [0, 2]}
+    path = Path(str(node["roster"]))
+    text = path.read_text()
+    path.write_text(text.replace("south", "west"))
+    reply = asked("query.sign_survivors", request, node)
+    assert "rule secure_sum.roster" in reply.error.reason
+    path.unlink()
+    assert "there is no roster" in asked("query.sign_survivors", request, node).error.reason
+    without = {key: value for key, value in node.items() if key != "sum-key"}
+    assert "lacks sum-key" in asked("query.sign_survivors", request, without).error.reason
+
+
+PROCESS = """
+import json, sys
+import fednas_flwr.deploy.sites.client_process as process
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from fednas_flwr.deploy import flower_patches
+
+flower_patches.begin_task(1)
+node, text, action = sys.argv[1:]
+message = Message(RecordDict({"header": ConfigRecord({"json": text})}), 1, action)
+flower_patches.set_message_id(message, "1")
+reply = process._answer(message, Context(1, 2, json.loads(node), RecordDict(), {}))
+assert reply.has_content(), reply.error.reason
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def test_a_process_that_signs_imports_no_torch(node: dict[str, str | int]) -> None:
+    request = {"context": begun(node), "survivors": [0, 2]}
+    text = json.dumps({"header": HEADER, "settings": request})
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, json.dumps(node), text, "query.sign_survivors"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    modules = set(json.loads(done.stdout.splitlines()[-1]))
+    assert not {"torch", "scipy", "ray", "pandas", "opacus"} & modules
+
+
+def test_a_flood_of_requests_to_sign_fills_no_disk(
+    node: dict[str, str | int], deployment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = {"context": begun(node), "survivors": [0, 2]}
+    assert not asked("query.sign_survivors", request, node).has_error()
+    counter = counter_of(deployment / "ledger.key")
+    day = counter.read_text().split()[0]
+    counter.write_text(f"{day:>12} {MOST_BYTES:>20} {0:>20}\n")
+    other, sizes, said = begun(node, "b"), [], set()
+    capsys.readouterr()
+    for _ in range(40):
+        reply = asked("query.sign_survivors", {"context": other, "survivors": [0, 2]}, node)
+        said.add(reply.error.reason)
+        files = [path for path in deployment.rglob("*") if path.is_file()]
+        sizes.append({path: path.stat().st_size for path in files})
+    assert len(said) == 1
+    assert "requests have made this site write as much as it writes in a day" in said.pop()
+    assert sizes[-1] == sizes[10]
+    assert capsys.readouterr().err == ""
+    counter.write_text(f"{int(day) - 1:>12} {MOST_BYTES:>20} {0:>20}\n")
+    signed = asked("query.sign_survivors", {"context": other, "survivors": [0, 2]}, node)
+    assert "signature" in decode_reply(signed.content)[1].properties  # nothing was signed before

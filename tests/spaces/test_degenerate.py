@@ -1,0 +1,260 @@
+"""Degenerate architectures are neither derived nor drawn; all others are what they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces.cell_graph import candidate_edges, random_edges, strongest_edges
+from fednas_flwr.spaces.degenerate import WEIGHTLESS
+from fednas_flwr.spaces.mbconv import MBConvSpace
+from fednas_flwr.spaces.mbconv_plan import Skeleton
+
+from ..small_spaces import IMAGES
+from ..small_spaces import SPACES as SMALL
+
+FREE_CHAIN = MBConvSpace(  # every block may be zero
+    **IMAGES,
+    skeleton=Skeleton(8, 1, 8, ((8, 3),), (), 8),
+    candidates=("zero", "mbconv2_3x3", "mbconv3_3x3"),
+)
+SPACES = SMALL | {"mbconv": FREE_CHAIN}
+NB201, DARTS, MLP, DP_CELLS, DP_DARTS = (
+    SPACES[name] for name in ("nasbench201", "darts", "mlp", "dp_cells", "dp_cells_darts")
+)
+PATHS = list(itertools.product(range(5), repeat=6))
+CELLS_201 = [NB201.genotype(path) for path in PATHS]
+ALIVE_201 = [
+    path for path, cell in zip(PATHS, CELLS_201, strict=True) if not NB201.is_degenerate(cell)
+]
+ROUTES_201 = [(0, 3), (0, 1, 3), (0, 2, 3), (0, 1, 2, 3)]
+
+
+@pytest.fixture(params=sorted(SPACES))
+def space(request):
+    return SPACES[request.param]
+
+
+def alphas_of(space, seed, scale=1.0):
+    generator = make_generator(seed, "alphas")
+    return {
+        kind: scale * torch.randn(edges, len(space.ops), generator=generator)
+        for kind, edges in space.cell_kinds.items()
+    }
+
+
+def drawn_towards(space, seed, ops):
+    """Return alphas whose largest are those of ``ops`` on every edge."""
+    alphas = alphas_of(space, seed)
+    columns = [column for column, op in enumerate(space.ops) if op in ops]
+    for alpha in alphas.values():
+        alpha[:, columns] += 20.0
+    return alphas
+
+
+def is_degenerate_by_hand(genotype):
+    ops = {(e.source, e.target): e.op for e in genotype.cells["cell"]}
+    for nodes in ROUTES_201:
+        on_path = [ops[pair] for pair in itertools.pairwise(nodes)]
+        if "none" not in on_path and any(op.startswith("nor_conv") for op in on_path):
+            return False
+    return True
+
+
+def log_probability(space, genotype, alphas):
+    (kind,) = space.cell_kinds
+    rows = alphas[kind].double().log_softmax(-1)
+    return float(
+        sum(row[space.ops.index(e.op)] for row, e in zip(rows, genotype.cells[kind], strict=True))
+    )
+
+
+def test_of_the_nasbench201_cells_those_are_degenerate_that_no_path_trains():
+    degenerate = [cell for cell in CELLS_201 if NB201.is_degenerate(cell)]
+    assert degenerate == [cell for cell in CELLS_201 if is_degenerate_by_hand(cell)]
+    assert 0 < len(degenerate) < len(CELLS_201) / 5
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_gradient_reaches_a_cell_that_is_degenerate_and_some_one_that_is_not(seed):
+    """Of the convolutions: a norm behind a node that nothing enters still has a bias to learn."""
+    genotype = NB201.genotype(
+        torch.randint(3, (6,), generator=make_generator(seed, "cell")).tolist()
+    )
+    with seeded(seed, "network"):
+        network = NB201.network(genotype).double()
+    network(torch.randn(4, 3, 8, 8, dtype=torch.float64)).square().sum().backward()
+    kernels = [p for stage in network.skeleton.stages for p in stage.parameters() if p.dim() == 4]
+    reached = any(p.grad is not None and bool((p.grad != 0).any()) for p in kernels)
+    assert reached is not NB201.is_degenerate(genotype)
+
+
+def test_the_ops_called_weightless_have_no_weights_and_all_others_have():
+    from fednas_flwr.spaces import darts_network, dp_cells_network, mlp_network
+    from fednas_flwr.spaces import nasbench201_network as nasbench
+
+    made = {
+        **{op: nasbench.make_operation(op, 4, norm="group", affine=False) for op in NB201.ops[1:]},
+        **{
+            f"darts/{op}": darts_network.make_operation(op, 4, stride=1, norm="group", affine=False)
+            for op in DARTS.ops[1:]
+        },
+        **{f"mlp/{op}": mlp_network.make_operation(op, 4, norm="group") for op in MLP.ops[1:]},
+        **{
+            f"dp/{op}": dp_cells_network._make_op(op, 4, norm="group", groups=2)
+            for space in (DP_CELLS, DP_DARTS)
+            for op in space.ops
+            if op != "none"
+        },
+    }
+    for name, module in made.items():
+        weights = sum(parameter.numel() for parameter in module.parameters())
+        assert (weights == 0) is (name.split("/")[-1] in WEIGHTLESS), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), scale=st.floats(0.01, 30))
+def test_the_derived_cell_is_the_likeliest_that_is_not_degenerate(seed, scale):
+    alphas = drawn_towards(NB201, seed, ["none"]) if seed % 2 else alphas_of(NB201, seed, scale)
+    if seed % 3 == 0:
+        alphas["cell"][:, [2, 3]] -= 15.0  # the convolutions
+    derived = NB201.derive(alphas)
+    assert not NB201.is_degenerate(derived)
+    paths = torch.tensor(ALIVE_201)
+    best = float(alphas["cell"].double().log_softmax(-1)[torch.arange(6), paths].sum(1).max())
+    assert math.isclose(log_probability(NB201, derived, alphas), best, rel_tol=1e-12, abs_tol=1e-9)
+
+
+def test_ties_go_to_the_first_route_edge_and_op():
+    derived = NB201.derive({"cell": torch.zeros(6, 5)})
+    assert [e.op for e in derived.cells["cell"]] == [*["none"] * 3, "nor_conv_1x1", *["none"] * 2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), name=st.sampled_from(sorted(SPACES)))
+def test_no_space_derives_or_draws_a_degenerate_genotype(seed, name):
+    space = SPACES[name]
+    collapsed = drawn_towards(space, seed, WEIGHTLESS)
+    for alphas in (collapsed, alphas_of(space, seed)):
+        derived = space.derive(alphas)
+        assert not space.is_degenerate(derived)
+        space.check(derived)
+        assert space.derive(alphas) == derived
+    generator = make_generator(seed, "draws")
+    assert not any(space.is_degenerate(space.random_genotype(generator)) for _ in range(20))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), name=st.sampled_from(["darts", "mlp", "mbconv"]))
+def test_where_all_edges_are_alive_one_op_changes_at_the_least_loss(seed, name):
+    space = SPACES[name]
+    alphas = drawn_towards(space, seed, WEIGHTLESS)
+    if name == "mbconv":
+        alphas["blocks"] = alphas["blocks"].float()
+        before = {"blocks": ["zero"] * 3}
+        rows = {"blocks": alphas["blocks"]}
+    else:
+        kept = {
+            kind: strongest_edges(alphas[kind], ops=space.ops, nodes=space.nodes)
+            for kind in space.cell_kinds
+        }
+        pairs = candidate_edges(space.nodes)
+        before = {kind: [e.op for e in edges] for kind, edges in kept.items()}
+        rows = {
+            kind: torch.stack([alphas[kind][pairs.index((e.source, e.target))] for e in edges])
+            for kind, edges in kept.items()
+        }
+    derived = space.derive(alphas)
+    after = {kind: [e.op for e in edges] for kind, edges in derived.cells.items()}
+    changed = [
+        (kind, index)
+        for kind in before
+        for index, (old, new) in enumerate(zip(before[kind], after[kind], strict=True))
+        if old != new
+    ]
+    assert len(changed) == 1
+    losses = {
+        (kind, index, op): float(row[space.ops.index(before[kind][index])] - row[column])
+        for kind in before
+        for index, row in enumerate(rows[kind].double().log_softmax(-1))
+        for column, op in enumerate(space.ops)
+        if op not in WEIGHTLESS
+    }
+    kind, index = changed[0]
+    assert math.isclose(losses[kind, index, after[kind][index]], min(losses.values()), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["nasbench201", "dp_cells", "dp_cells_darts"])
+def test_other_whole_graphs_are_derived_and_drawn_as_ever(name):
+    """The argmax of every edge, and the first draw of the same generator."""
+    space, compared = SPACES[name], 0
+    for seed in range(100):
+        alphas = alphas_of(space, seed)
+        argmax = space.genotype(alphas["cell"].argmax(-1).tolist())
+        first = space.genotype(
+            torch.randint(
+                len(space.ops),
+                (space.cell_kinds["cell"],),
+                generator=make_generator(seed, "draw"),
+            ).tolist()
+        )
+        for genotype, made in (
+            (argmax, space.derive(alphas)),
+            (first, space.random_genotype(make_generator(seed, "draw"))),
+        ):
+            if not space.is_degenerate(genotype):
+                compared += 1
+                assert made == genotype
+            else:
+                assert made != genotype
+    assert compared > 150
+
+
+@pytest.mark.parametrize("name", ["darts", "mlp"])
+def test_other_cells_of_two_edges_per_node_are_derived_and_drawn_as_ever(name):
+    space = SPACES[name]
+    for seed in range(30):
+        alphas, generator = alphas_of(space, seed), make_generator(seed, "draw")
+        derived, drawn = space.derive(alphas), space.random_genotype(generator)
+        again = make_generator(seed, "draw")
+        for kind in space.cell_kinds:
+            kept = strongest_edges(alphas[kind], ops=space.ops, nodes=space.nodes)
+            assert derived.cells[kind] == kept
+            assert drawn.cells[kind] == random_edges(again, ops=space.ops, nodes=space.nodes)
+
+
+def test_draws_of_nasbench201_are_uniform_over_what_is_left():
+    """Each op is as frequent on every edge as among the cells that are not degenerate."""
+    left = [cell for cell in CELLS_201 if not NB201.is_degenerate(cell)]
+    generator = make_generator(0, "uniform")
+    draws = [NB201.random_genotype(generator) for _ in range(4000)]
+    for edge in range(6):
+        for op in NB201.ops:
+            share, drawn = (
+                sum(cell.cells["cell"][edge].op == op for cell in cells) / len(cells)
+                for cells in (left, draws)
+            )
+            assert abs(share - drawn) < 5 * math.sqrt(share * (1 - share) / len(draws))
+
+
+def test_an_op_behind_a_node_that_nothing_enters_does_not_count(space):
+    if "cell" not in space.cell_kinds:
+        pytest.skip("every node is entered")
+    genotype = space.genotype([0] * space.cell_kinds["cell"])
+    edges = list(genotype.cells["cell"])
+    behind = next(i for i, e in enumerate(edges) if (e.source, e.target) == (1, 3))
+    edges[behind] = dataclasses.replace(edges[behind], op=space.ops[-1])
+    if space.name == "nasbench201":
+        edges[behind] = dataclasses.replace(edges[behind], op="nor_conv_3x3")
+    altered = dataclasses.replace(genotype, cells={"cell": tuple(edges)})
+    assert space.is_degenerate(altered)
+    edges[0] = dataclasses.replace(edges[0], op="skip_connect")  # 0 -> 1
+    altered = dataclasses.replace(genotype, cells={"cell": tuple(edges)})
+    assert not space.is_degenerate(altered)

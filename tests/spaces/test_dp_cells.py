@@ -1,0 +1,130 @@
+"""Published networks fall out of the blocks; a path is the derived network and all that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.settings import conf_folder
+from fednas_flwr.spaces.dp_cells import DPCellSpace
+from fednas_flwr.spaces.dp_cells_network import EDGES, OPS
+from fednas_flwr.spaces.flops import count_parameters
+from fednas_flwr.spaces.genotype import load_genotype
+
+SMALL = DPCellSpace(input_shape=(2, 8, 8), num_classes=5, widths=(8, 8, 16), head=16)
+GREY = {"input_shape": (1, 28, 28), "num_classes": 10}
+CIFAR = {"input_shape": (3, 32, 32), "num_classes": 10, "activation": "selu"}
+
+
+def published(name):
+    return load_genotype(conf_folder() / "genotypes" / f"dpnas_{name}.json")
+
+
+def all_of(op):
+    return SMALL.genotype([OPS.index(op)] * len(EDGES))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "parameters"),
+    [
+        ("cifar10", CIFAR | {"widths": (48, 96, 192)}, 529_434),  # Table 1: .53 M
+        ("mnist", GREY, 213_418),  # .21 M
+        ("fashion_mnist", GREY, 214_570),  # .21 M: seven convolutions in its cell, MNIST's has six
+        ("fashion_mnist", GREY | {"widths": (16, 16, 32), "head": 40}, 29_522),  # "-S": .03 M
+    ],
+)
+def test_published_cells_have_the_published_size(name, sizes, parameters):
+    network = DPCellSpace(**sizes).network(published(name))
+    assert count_parameters(network) == parameters
+    assert network(torch.zeros(2, *sizes["input_shape"])).shape == (2, 10)
+
+
+def test_the_cell_is_the_sum_and_concatenation_of_the_text():
+    """By hand: the cell of section 3.2, written once more without the network's own loop."""
+    with seeded(0, "network"):
+        network = SMALL.network(SMALL.random_genotype(make_generator(0, "genotype"))).double()
+    block, x = network.blocks[1], torch.randn(3, 40, 5, 4, dtype=torch.float64)
+    f = {0: block.inputs(x)}
+    for j in range(1, 6):
+        f[j] = torch.zeros_like(f[0])
+        for i in range(j):
+            (op,) = block.edges[EDGES.index((i, j))].ops.values() or (None,)
+            f[j] = f[j] + (op(f[i]) if op is not None else 0.0)
+    expected = F.max_pool2d(torch.cat([f[j] for j in range(1, 6)], dim=1), 2)
+    torch.testing.assert_close(block(x), expected, rtol=0, atol=0)
+
+
+def test_norms_have_4_groups_in_search_and_8_in_training():
+    space = dataclasses.replace(SMALL, widths=(16, 16, 16))
+    norms = [
+        {m.num_groups for m in network.modules() if isinstance(m, torch.nn.GroupNorm)}
+        for network in (space.supernet(), space.network(all_of("conv_3x3_tanh")))
+    ]
+    assert norms == [{4}, {8}]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_path_is_the_derived_network_with_its_weights(seed, monkeypatch):
+    """Names agree, so a path's weights load into the derived network; outputs are equal."""
+    monkeypatch.setattr("fednas_flwr.spaces.dp_cells.TRAINING_GROUPS", 4)
+    with seeded(seed, "supernet"):
+        supernet = SMALL.supernet()
+    genotype = SMALL.random_genotype(make_generator(seed, "path"))
+    network, path = SMALL.network(genotype), SMALL.path(genotype)
+    inherited = {name: supernet.body.state_dict()[name] for name in network.state_dict()}
+    network.load_state_dict(inherited)
+    x = torch.randn(4, *SMALL.input_shape)
+    assert torch.equal(supernet.body(x, path=path), network(x))
+    one_hot = {"cell": F.one_hot(torch.tensor(path), len(OPS)).float()}
+    torch.testing.assert_close(supernet(x, one_hot), network(x))
+    weights = Candidate(supernet, path).weights()
+    assert [n.removeprefix("body.") for n in weights] == list(dict(network.named_parameters()))
+
+
+def test_only_the_path_runs_and_is_trained():
+    with seeded(0, "supernet"):
+        supernet = SMALL.supernet()
+    path = SMALL.path(SMALL.random_genotype(make_generator(3, "path")))
+    ran = set()
+    for index, block in enumerate(supernet.body.blocks):
+        for number, edge in enumerate(block.edges):
+            for name, op in edge.ops.items():
+                op.register_forward_hook(lambda *_, key=(index, number, name): ran.add(key))
+    candidate = Candidate(supernet, path)
+    candidate(torch.randn(2, *SMALL.input_shape)).sum().backward()
+    chosen = {(b, e, OPS[op]) for b in range(3) for e, op in enumerate(path) if OPS[op] != "none"}
+    assert ran == chosen
+    trained = {name for name, w in supernet.named_parameters() if w.grad is not None}
+    assert trained == set(candidate.weights())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"widths": (8, 8)}, r"search_space\.widths=\[8, 8\] must be 3 numbers"),
+        ({"widths": (8, 0, 8)}, "each at least 1"),
+        ({"head": 0}, "head must be at least 1, got 0"),
+        ({"activation": "selo"}, r"search_space\.activation=selo is unknown.*nearest: selu"),
+    ],
+)
+def test_impossible_spaces_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(SMALL, **change)
+
+
+@pytest.mark.parametrize("path", [[0] * 14, [10] + [0] * 14, [-1] + [0] * 14, [True] * 15])
+def test_paths_that_are_none_are_refused(path):
+    with pytest.raises(ValueError, match="a path must be 15 columns of ops"):
+        Candidate(SMALL.supernet(), path)
+
+
+def test_the_skip_is_trained_with_every_path():
+    network = dataclasses.replace(SMALL, skip="linear").network(all_of("none"))
+    shared = {id(parameter) for parameter in network.path_parameters([0] * len(EDGES))}
+    assert {id(parameter) for parameter in network.skip.parameters()} <= shared

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.models.networks import make_space
+from fednas_flwr.spaces.genotype import (
+    Edge,
+    Genotype,
+    from_json,
+    load_genotype,
+    save_genotype,
+    skip_share,
+    to_json,
+)
+
+GENOTYPE = Genotype("toy", {"normal": (Edge("conv", 0, 1), Edge("skip_connect", 0, 2))})
+
+
+def test_json_says_what_it_is_and_gives_the_genotype_back():
+    document = json.loads(to_json(GENOTYPE))
+    assert document == {
+        "format": "fednas-genotype",
+        "version": 1,
+        "space": "toy",
+        "cells": {
+            "normal": [
+                {"op": "conv", "source": 0, "target": 1},
+                {"op": "skip_connect", "source": 0, "target": 2},
+            ]
+        },
+    }
+    assert from_json(to_json(GENOTYPE)) == GENOTYPE
+
+
+def altered(**changes):
+    document = json.loads(to_json(GENOTYPE))
+    document.update(changes)
+    return json.dumps(document)
+
+
+def with_edge(**changes):
+    edge = {"op": "conv", "source": 0, "target": 1, **changes}
+    edge = {name: value for name, value in edge.items() if value is not None}
+    return altered(cells={"normal": [edge]})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "my.json is not valid JSON"),
+        ("[" * 100_000, "my.json is not valid JSON"),
+        ("[1]", r"my.json: format must be 'fednas-genotype', got \[1\]"),
+        ("{}", "my.json: format must be 'fednas-genotype', got null"),
+        (altered(format="Genotype(normal=..."), "format must be 'fednas-genotype', got Genotype"),
+        (altered(version=2), "my.json: version must be 1, got 2"),
+        (altered(version=True), "my.json: version must be 1, got true"),
+        (altered(extra=1), "setting=my.json: genotype.extra is unknown"),
+        (altered(space=3), "my.json: genotype.space=3 has the wrong type: expected text"),
+        (altered(cells=[]), r"my.json: genotype.cells=\[\] has the wrong type: expected a mapping"),
+        (altered(cells={"normal": "x"}), "cells.normal=x has the wrong type: expected a list"),
+        (altered(cells={"normal": [7]}), r"cells.normal\[0\]=7 must be a group of settings"),
+        (with_edge(op=None), r"my.json: genotype.cells.normal\[0\].op is missing\.$"),
+        (
+            with_edge(op=["conv"]),
+            r"cells.normal\[0\].op=\[conv\] has the wrong type: expected text",
+        ),
+        (with_edge(weight=1), r"genotype.cells.normal\[0\].weight is unknown"),
+        (
+            with_edge(source=0.5),
+            r"cells.normal\[0\].source=0.5 has the wrong type: expected a whole number",
+        ),
+        (
+            with_edge(target=True),
+            r"cells.normal\[0\].target=true has the wrong type: expected a whole number",
+        ),
+        (with_edge(source=1), "0 <= source < target must hold, got 1 and 1"),
+        (with_edge(source=-1), "0 <= source < target must hold, got -1 and 1"),
+        (altered()[:-1] + ', "space": "toy"}', "the field 'space' appears twice"),
+    ],
+)
+def test_wrong_text_is_refused_by_field_and_value(text, message):
+    with pytest.raises(ConfigError, match=message):
+        from_json(text, origin="my.json")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["op", "source", "target", "normal"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(field=st.sampled_from(["format", "version", "space", "cells"]), value=json_values)
+@settings(max_examples=60)
+def test_any_value_in_any_field_is_a_genotype_or_a_config_error(field, value):
+    try:
+        genotype = from_json(altered(**{field: value}))
+    except ConfigError:
+        return
+    assert from_json(to_json(genotype)) == genotype
+
+
+def test_file_round_trip_leaves_nothing_else(tmp_path):
+    path = tmp_path / "genotype.json"
+    save_genotype(path, Genotype("old", {}))
+    save_genotype(path, GENOTYPE)
+    assert load_genotype(path) == GENOTYPE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_failed_write_keeps_the_old_file(tmp_path):
+    path = tmp_path / "genotype.json"
+    save_genotype(path, GENOTYPE)
+    with pytest.raises(TypeError):
+        save_genotype(path, Genotype("toy", {"normal": (Edge({1}, 0, 1),)}))
+    assert load_genotype(path) == GENOTYPE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_unreadable_files_are_named(tmp_path):
+    missing = tmp_path / "missing.json"
+    with pytest.raises(ConfigError, match=r"genotype=.*missing.json cannot be read: No such file"):
+        load_genotype(missing)
+    binary = tmp_path / "model.bin"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"genotype=.*model.bin is not a UTF-8 text file"):
+        load_genotype(binary)
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(ConfigError, match=r"broken.json is not valid JSON"):
+        load_genotype(broken)
+
+
+def test_skip_share_counts_edges_of_all_cells():
+    assert skip_share(GENOTYPE) == 0.5
+    three = Genotype("toy", {**GENOTYPE.cells, "reduction": (Edge("none", 0, 1),) * 2})
+    assert skip_share(three) == 0.25
+    assert skip_share(Genotype("toy", {})) == 0.0
+
+
+@pytest.mark.parametrize("space", ["nasbench201", "darts", "mbconv"])
+@pytest.mark.parametrize("large", ["edges", "kinds", "op", "name"])
+def test_a_huge_genotype_is_refused_in_a_short_sentence(space, large):
+    sizes = {"channels": 4, "num_cells": 3}
+    if space == "mbconv":
+        sizes = {"skeleton": "small", "candidates": "proxyless", "width": 1.0}
+    made = make_space(space, input_shape=(3, 8, 8), num_classes=3, norm="batch", **sizes)
+    op = made.ops[-1]
+    cells = {kind: (Edge(op, 0, 1),) * 300_000 for kind in made.cell_kinds}
+    if large == "kinds":
+        cells = {f"kind {i}": () for i in range(300_000)}
+    if large == "op":
+        cells = {kind: (Edge("x" * 300_000, 0, 1),) for kind in made.cell_kinds}
+    with pytest.raises(ConfigError) as raised:
+        made.check(Genotype("s" * 300_000 if large == "name" else space, cells))
+    assert len(str(raised.value)) < 600

@@ -1,0 +1,122 @@
+"""Latency tables: what is measured once, what a file keeps, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.spaces import latency_tables
+from fednas_flwr.spaces.latency_tables import (
+    LatencyTable,
+    LayerKey,
+    Timing,
+    from_json,
+    measure_latency,
+    summarise,
+    to_json,
+)
+
+CPU = torch.device("cpu")
+SMALL = LayerKey("conv", (2, 4, 4), (2, 4, 4), 1, 1, 1)
+LARGE = LayerKey("conv", (64, 32, 32), (64, 32, 32), 1, 7, 1)
+TABLE = LatencyTable(
+    machine="a machine",
+    device="cpu",
+    clock="process_time",
+    threads=1,
+    batch_size=2,
+    norm="batch",
+    torch="2.11",
+    timings={SMALL: Timing(0.25, 0.125), LARGE: Timing(7.5, 0.0)},
+)
+
+
+def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monkeypatch) -> None:
+    """By a clock that goes on by the size of the kernel in every forward."""
+    made, now = [], [0.0]
+
+    def timer() -> float:
+        return now[0]
+
+    class Slow(nn.Identity):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            now[0] += made[self.number].kernel
+            return x
+
+    def remember(layer: LayerKey) -> nn.Module:
+        made.append(layer)
+        module = Slow()
+        module.number = len(made) - 1
+        return module
+
+    assert latency_tables._clock(CPU, 2).__name__ == "timer"  # two threads: wall time
+    assert latency_tables._clock(CPU, 1).__name__ == "process_time"
+    monkeypatch.setattr(latency_tables, "_clock", lambda *_: timer)
+    threads = torch.get_num_threads()
+    table, timings = measure_latency(
+        [SMALL, LARGE, SMALL, LARGE, SMALL],
+        remember,
+        device=CPU,
+        threads=2,
+        batch_size=4,
+        norm="group",
+        passes=5,
+        networks=[(nn.Flatten(), (2, 3))],
+    )
+    assert len(timings) == 1
+    assert made == [SMALL, LARGE] == list(table.timings)
+    assert torch.get_num_threads() == threads
+    assert (table.threads, table.batch_size, table.norm) == (2, 4, "group")
+    assert table.clock == "timer"
+    assert (table.latency_ms(LARGE), table.latency_ms(SMALL)) == (7000.0, 1000.0)
+
+
+def test_median_and_spread_are_those_of_the_quartiles() -> None:
+    assert summarise([5.0, 1.0, 100.0, 2.0, 3.0]) == Timing(3.0, 5.0 - 2.0)
+
+
+def test_a_table_survives_its_file_and_lists_a_layer_per_line() -> None:
+    text = to_json(TABLE)
+    assert from_json(text) == TABLE
+    assert sum('"op"' in line for line in text.splitlines()) == 2
+    assert from_json(text).latency_ms(("conv", (2, 4, 4), (2, 4, 4), 1, 1, 1)) == 0.25
+
+
+def test_a_missing_layer_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"a machine lacks the layer op conv.*kernel 5.*measure"):
+        TABLE.latency_ms(SMALL._replace(kernel=5))
+
+
+def changed(**fields: object) -> str:
+    return json.dumps(json.loads(to_json(TABLE)) | fields)
+
+
+def changed_layer(**fields: object) -> str:
+    document = json.loads(to_json(TABLE))
+    document["layers"][0] |= fields
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "table.json is not valid JSON"),
+        ("[]", "format must be 'fednas-latency'"),
+        (changed(format="other"), "format must be"),
+        (changed(version=2), "version must be 1, got 2: measure anew"),
+        (changed(threads=None), "a field is missing or wrong"),
+        (changed(layers=[{}]), "a field is missing or wrong: 'median_ms'"),
+        (changed(layers=json.loads(to_json(TABLE))["layers"] * 2), "a layer appears twice"),
+        (changed_layer(median_ms=0), "times must be above 0, at most 1e\\+09 ms"),
+        (changed_layer(median_ms=float("nan")), "times must be above 0, at most 1e\\+09 ms"),
+        (changed_layer(spread_ms=-1), "times must be above 0, at most 1e\\+09 ms"),
+        (changed_layer(input_shape=3), "a field is missing or wrong"),
+    ],
+)
+def test_what_is_no_table_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_json(text, origin="table.json")

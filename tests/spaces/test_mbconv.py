@@ -1,0 +1,226 @@
+"""Published networks fall out of the blocks; sampled paths are the derived networks, and cheap."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torchvision.models import mobilenet_v2
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace
+from fednas_flwr.spaces.mbconv_network import make_layer
+from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS, Skeleton
+
+SMALL = MBConvSpace(
+    input_shape=(3, 8, 8),
+    num_classes=5,
+    skeleton=SKELETONS["small"],
+    candidates=CANDIDATES["proxyless"],
+)
+WITH_ZERO = [column for column, name in enumerate(SMALL.ops) if name == "zero"]
+
+
+def space_of(skeleton: str, size: int, *, candidates: str = "fdnas", classes: int = 10):
+    return MBConvSpace(
+        input_shape=(3, size, size),
+        num_classes=classes,
+        skeleton=SKELETONS[skeleton],
+        candidates=CANDIDATES[candidates],
+    )
+
+
+def all_of(space, op):
+    return space.genotype([space.ops.index(op)] * len(space.plan.blocks))
+
+
+def test_mobilenet_v2_falls_out_of_the_blocks():
+    """Sandler et al. (2018), Table 4: 3.4 M parameters, 300 M multiply-adds at 224x224."""
+    space = space_of("mobilenet_v2", 224, classes=1000)
+    network = space.network(all_of(space, "mbconv6_3x3"))
+    assert count_parameters(network) == 3_504_872
+    assert count_multiply_adds(network, (3, 224, 224)) == pytest.approx(300e6, rel=0.01)
+
+
+@pytest.mark.parametrize("width", [0.5, 1.0, 1.4])
+def test_mobilenet_v2_is_torchvisions_to_rounding(width):
+    """Another code of the same network: same tensors in the same order, same outputs."""
+    space = dataclasses.replace(space_of("mobilenet_v2", 64, classes=7), width=width)
+    with seeded(0, "network"):
+        network = space.network(all_of(space, "mbconv6_3x3")).double()
+    other = mobilenet_v2(num_classes=7, width_mult=width, dropout=0.0).double()
+    other.load_state_dict(dict(zip(other.state_dict(), network.state_dict().values(), strict=True)))
+    x = torch.randn(2, 3, 64, 64, generator=make_generator(0, "x"), dtype=torch.float64)
+    logits = network(x)
+    assert logits.abs().max() > 1e-3
+    torch.testing.assert_close(logits, other(x), rtol=1e-9, atol=1e-12)
+
+
+def test_a_mixed_network_has_the_size_that_fdnas_reports():
+    """FDNAS, Tables 2 and 3: 3.38 M parameters, 346.6 M multiply-adds at 32x32, 388 M at 224x224.
+
+    Its genotype is not published; all six ops in turn cost about the same.
+    """
+    space, large = space_of("fdnas", 32), space_of("fdnas_imagenet", 224, classes=1000)
+    genotype = space.genotype([5 - block % 6 for block in range(19)])
+    network, transferred = space.network(genotype), large.network(genotype)
+    assert count_parameters(network) == pytest.approx(3.38e6, rel=0.03)
+    assert count_multiply_adds(network, space.input_shape) == pytest.approx(346.6e6, rel=0.03)
+    assert count_multiply_adds(transferred, large.input_shape) == pytest.approx(388e6, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("skeleton", "size", "blocks", "last"),
+    [
+        ("fdnas", 32, 19, (320, 8, 8)),
+        ("fdnas_imagenet", 224, 19, (320, 7, 7)),
+        ("proxyless", 224, 21, (320, 7, 7)),
+        ("small", 28, 6, (40, 7, 7)),
+        ("small", 8, 6, (40, 2, 2)),
+    ],
+)
+def test_skeletons_have_the_published_depth(skeleton, size, blocks, last):
+    space = space_of(skeleton, size)
+    assert space.cell_kinds == {"blocks": blocks}
+    assert space.plan.blocks[-1][0].output_shape == last
+
+
+def test_an_mbconv_counted_by_hand():
+    """16 -> 24 channels, expansion 3, kernel 5, stride 2 on 9x9: 5x5 remains."""
+    space = MBConvSpace(
+        input_shape=(3, 9, 9),
+        num_classes=2,
+        skeleton=Skeleton(16, 1, 16, ((24, 1),), (1,), 32),
+        candidates=("mbconv3_5x5", "mbconv6_3x3"),
+    )
+    layer = space.plan.blocks[0][0]
+    assert layer.output_shape == (24, 5, 5)
+    module = make_layer(layer, norm="batch")
+    expand, depthwise, project = 16 * 48 * 81, 48 * 25 * 25, 48 * 24 * 25
+    assert count_multiply_adds(module, layer.input_shape) == expand + depthwise + project
+    norms = 2 * (48 + 48 + 24)
+    assert count_parameters(module) == 16 * 48 + 48 * 25 + 48 * 24 + norms
+
+
+@pytest.mark.parametrize("skeleton", ["fdnas", "small"])
+def test_layers_of_the_plan_add_up_to_the_network(skeleton):
+    space = space_of(skeleton, 32, candidates="proxyless")
+    genotype = space.random_genotype(make_generator(1, "genotype"))
+    path = space.path(genotype)
+    chosen = [row[op] for row, op in zip(space.plan.blocks, path, strict=True)]
+    layers = [*space.plan.before, *chosen, *space.plan.after]
+    modules = [make_layer(layer, norm="batch") for layer in layers]
+    network = space.network(genotype)
+    assert sum(map(count_parameters, modules)) == count_parameters(network)
+    assert sum(
+        count_multiply_adds(module, layer.input_shape)
+        for module, layer in zip(modules, layers, strict=True)
+    ) == count_multiply_adds(network, space.input_shape)
+    x = torch.randn(2, 3, 32, 32)
+    for layer, module in zip(layers, modules, strict=True):
+        x = module(x)
+        assert x.shape[1:] == layer.output_shape
+
+
+def test_zero_is_offered_where_the_block_can_be_the_identity():
+    """Blocks 1, 3 change the size, 3 and 5 the channels (8-16, 16-16, 16-24, 24-24, 24-40, ...)."""
+    offered = [WITH_ZERO[0] in columns for columns in SMALL.offered]
+    assert offered == [False, True, False, True, False, True]
+    alphas = SMALL.supernet().alphas()["blocks"]
+    assert [bool(row[WITH_ZERO[0]] == NEVER) for row in alphas] == [not is_in for is_in in offered]
+    favoured = torch.zeros(6, 7)
+    favoured[:, WITH_ZERO] = 1.0
+    ops = [edge.op for edge in SMALL.derive({"blocks": favoured}).cells["blocks"]]
+    assert ops == ["mbconv3_3x3", "zero"] * 3
+    with pytest.raises(ConfigError, match="block 3 cannot be zero: it changes"):
+        SMALL.check(SMALL.genotype([0, 6, 6, 6, 0, 6]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_path_is_the_derived_network_with_its_weights(seed):
+    """Names agree, so a path's weights load into the derived network; outputs are equal."""
+    with seeded(seed, "supernet"):
+        supernet = SMALL.supernet()
+    genotype = SMALL.random_genotype(make_generator(seed, "path"))
+    network = SMALL.network(genotype)
+    inherited = {name: supernet.body.state_dict()[name] for name in network.state_dict()}
+    network.load_state_dict(inherited)
+    x = torch.randn(4, 3, 8, 8)
+    paths = [[op] for op in SMALL.path(genotype)]
+    one_hot = {"blocks": F.one_hot(torch.tensor(paths)[:, 0], 7).float()}
+    expected = network(x)
+    assert torch.equal(supernet.body(x, paths=paths), expected)
+    torch.testing.assert_close(supernet(x, one_hot), expected)
+
+
+def test_only_the_active_path_is_trained_and_only_sampled_ops_run():
+    with seeded(0, "supernet"):
+        supernet = SMALL.supernet()
+    ran = []
+    for index, block in enumerate(supernet.body.blocks):
+        for name, op in block.ops.items():
+            op.register_forward_hook(
+                lambda op, x, out, key=(index, name): ran.append((key, out.requires_grad))
+            )
+    paths = [[0, 3], [6, 1], [2, 4], [1, 6], [5, 0], [3, 2]]
+    gates = torch.tensor([[1.0, 0.0]] * 6, requires_grad=True)
+    supernet.body(torch.randn(2, 3, 8, 8), {"blocks": gates}, paths).sum().backward()
+    active = {(i, SMALL.ops[a]) for i, (a, _) in enumerate(paths) if SMALL.ops[a] != "zero"}
+    others = {(i, SMALL.ops[b]) for i, (_, b) in enumerate(paths) if SMALL.ops[b] != "zero"}
+    assert {key for key, has_graph in ran if has_graph} == active
+    assert {key for key, has_graph in ran if not has_graph} == others
+    trained = {
+        (index, name)
+        for index, block in enumerate(supernet.body.blocks)
+        for name, op in block.ops.items()
+        if any(p.grad is not None for p in op.parameters())
+    }
+    assert trained == active
+
+
+def test_gates_of_every_example_give_its_own_gradient():
+    space = dataclasses.replace(SMALL, norm="group")
+    with seeded(0, "supernet"):
+        supernet = space.supernet().double()
+    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    paths = [[0, 3], [6, 1], [2, 4], [1, 6], [5, 0], [3, 2]]
+
+    def gradient(x, gates):
+        loss = F.cross_entropy(
+            supernet.body(x, {"blocks": gates}, paths), torch.arange(len(x)), reduction="sum"
+        )
+        return torch.autograd.grad(loss, [gates])[0]
+
+    shared = torch.tensor([[1.0, 0.0]] * 6, dtype=torch.float64)
+    own = gradient(x, shared.expand(3, -1, -1).clone().requires_grad_())
+    torch.testing.assert_close(own.sum(0), gradient(x, shared.clone().requires_grad_()))
+    assert (own.flatten(1).norm(dim=1) > 0).all()
+    assert own[:, 0].abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 0.0}, r"search_space\.width=0\.0 is out of range"),
+        ({"candidates": ("mbconv6_3x3", "zero")}, "at least two different ops other than zero"),
+        ({"candidates": ("mbconv6_3x3",) * 3}, "each named once"),
+        ({"candidates": ("mbconv7_3x3", "zero")}, "candidate=mbconv7_3x3 is unknown"),
+        (
+            {"input_shape": (30,)},
+            r"needs images .* \(30,\); of a table take search_space=mlp",
+        ),
+    ],
+)
+def test_impossible_spaces_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(SMALL, **change)
+
+
+def test_genotypes_of_another_depth_are_refused():
+    other = space_of("fdnas", 32, candidates="proxyless")
+    with pytest.raises(ConfigError, match="up to 6 are needed"):
+        SMALL.network(other.random_genotype(make_generator(0, "other")))

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces import darts_network, nasbench201_network
+from fednas_flwr.spaces.operations import (
+    FactorizedReduce,
+    MixedOp,
+    channels_last,
+    drop_path,
+    make_norm,
+    num_groups,
+)
+
+
+def images(*shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=make_generator(0, "images"), dtype=dtype)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("op", darts_network.OPS[1:])
+def test_all_darts_ops_give_the_same_shape(op, stride):
+    module = darts_network.make_operation(op, 4, stride=stride, norm="group", affine=False)
+    for height, width in [(28, 28), (14, 7), (7, 4), (3, 2), (1, 1)]:
+        out = module(torch.randn(2, 4, height, width))
+        assert out.shape == (2, 4, -(-height // stride), -(-width // stride))
+
+
+def test_unknown_ops_are_refused():
+    with pytest.raises(ValueError, match="got none"):
+        darts_network.make_operation("none", 4, stride=1, norm="batch", affine=False)
+    with pytest.raises(ValueError, match="got sep_conv_3x3"):
+        nasbench201_network.make_operation("sep_conv_3x3", 4, norm="batch", affine=False)
+
+
+def test_average_pool_counts_only_real_pixels():
+    module = nasbench201_network.make_operation("avg_pool_3x3", 1, norm="batch", affine=True)
+    assert torch.equal(module(torch.ones(1, 1, 4, 4)), torch.ones(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize("size", [4, 7])
+def test_factorized_reduce_reads_even_and_odd_pixels(size):
+    module = FactorizedReduce(3, 5, norm="group", affine=False).double()
+    module.norm = nn.Identity()
+    x = images(2, 3, size, size)
+    relu = F.pad(x.relu(), (0, size % 2, 0, size % 2))
+    even, odd = relu[:, :, ::2, ::2], relu[:, :, 1::2, 1::2]
+    expected = torch.cat(
+        [F.conv2d(even, module.conv_even.weight), F.conv2d(odd, module.conv_odd.weight)], dim=1
+    )
+    torch.testing.assert_close(module(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_affine_is_the_only_thing_that_adds_weights(norm, affine):
+    parameters = sum(p.numel() for p in make_norm(6, norm=norm, affine=affine).parameters())
+    assert parameters == (12 if affine else 0)
+
+
+def test_groups_divide_the_channels_and_hold_at_least_two():
+    for channels in range(1, 200):
+        groups = num_groups(channels)
+        assert channels % groups == 0
+        assert groups <= 8
+        assert channels == 1 or channels // groups >= 2
+    assert [num_groups(channels) for channels in (4, 8, 12, 16, 36, 48)] == [2, 4, 6, 8, 6, 8]
+
+
+def test_mixed_op_is_the_weighted_sum_without_none():
+    mixed = MixedOp(
+        darts_network.OPS,
+        lambda op: darts_network.make_operation(op, 4, stride=1, norm="group", affine=False),
+    ).double()
+    assert "none" not in mixed.ops
+    x = images(2, 4, 5, 5)
+    weights = torch.rand(8, dtype=torch.float64, requires_grad=True)
+    out = mixed(x, weights)
+    expected = sum(weights[i] * mixed.ops[op](x) for i, op in enumerate(darts_network.OPS) if i)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    out.square().sum().backward()
+    assert weights.grad[0] == 0
+    assert (weights.grad[1:] != 0).all()
+
+
+def test_mixed_op_takes_weights_of_every_example():
+    mixed = MixedOp(
+        nasbench201_network.OPS,
+        lambda op: nasbench201_network.make_operation(op, 4, norm="group", affine=False),
+    ).double()
+    x = images(3, 4, 5, 5)
+    weights = torch.rand(3, 5, dtype=torch.float64)
+    rows = [mixed(x[i : i + 1], weights[i]) for i in range(3)]
+    torch.testing.assert_close(mixed(x, weights), torch.cat(rows), rtol=0, atol=1e-12)
+
+
+def test_drop_path_drops_whole_examples_and_keeps_the_mean():
+    x = torch.ones(4000, 2, 3, 3)
+    with seeded(0, "drop"):
+        out = drop_path(x, 0.25)
+    values = out.flatten(1)
+    assert (values == values[:, :1]).all()
+    assert sorted(set(values[:, 0].tolist())) == pytest.approx([0.0, 4 / 3])
+    assert out.mean().item() == pytest.approx(1.0, abs=0.04)
+    assert drop_path(x, 0.0) is x
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.0, float("nan")])
+def test_impossible_drop_path_probabilities_are_refused(probability):
+    with pytest.raises(ValueError, match="drop-path probability must be in"):
+        drop_path(torch.ones(1), probability)
+
+
+def test_channels_last_changes_the_layout_only():
+    x = images(2, 3, 4, 5)
+    moved = channels_last(x)
+    assert torch.equal(x, moved)
+    assert moved.is_contiguous(memory_format=torch.channels_last)
