@@ -37,9 +37,9 @@ ROUNDS = 4
 SEARCH = [
     *("algorithm=successive_halving", "algorithm.pool.draws=9", "algorithm.pool.keep=4"),
     *("algorithm.pool.by=[synflow,parameters]", "algorithm.weights.clip_norm=0.5", "clients=2"),
-    *("partition=quantity", "partition.fractions=[0.7,0.3]", "algorithm.batch_size=16"),
-    *("dataset.crop_padding=2", "dataset.flip=true"),
+    *("algorithm.batch_size=16", "dataset.crop_padding=2", "dataset.flip=true"),
 ]
+UNEQUAL = ["partition=quantity", "partition.fractions=[0.7,0.3]"]
 
 
 def searched_by(federation, rounds=ROUNDS):
@@ -60,7 +60,7 @@ def searched_by(federation, rounds=ROUNDS):
         federation.after.append(([to_json(g) for g in strategy.pool()], tensors(strategy)))
         return metrics
 
-    federation.cohort.ask, strategy.run_round = recording, remembered
+    federation.cohort.ask, strategy.run_round = of_exchange(recording), remembered
     strategy.start(federation.grid, num_rounds=rounds)
     assert not [e for e in federation.events if e["event"] in ("client_failed", "warning")]
     return federation
@@ -73,7 +73,7 @@ def tensors(strategy):
 
 @pytest.fixture(scope="module")
 def searched(compose_config, federate):
-    return searched_by(federate(compose_config(*SEARCH)))
+    return searched_by(federate(compose_config(*SEARCH, *UNEQUAL)))
 
 
 def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
@@ -144,7 +144,8 @@ def member(packed, layout_of, index):
 @pytest.mark.parametrize("momentum", ["reset", "averaged"])
 def test_a_member_is_trained_as_it_would_be_alone(momentum, compose_config, federate):
     """Bit by bit: the same batches, its own clipping, its own moments."""
-    federation = searched_by(federate(compose_config(*SEARCH, f"training.momentum={momentum}")))
+    config = compose_config(*SEARCH, *UNEQUAL, f"training.momentum={momentum}")
+    federation = searched_by(federate(config))
     trained = [entry for entry in federation.asked if entry[0] == "train.weights"]
     for number in (1, 2, 3):  # of the third two are left
         _, settings, sent, replies = trained[number - 1]
@@ -204,11 +205,11 @@ def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
 
 
 LOCAL = [*SEARCH, "algorithm.rewarded=local", "algorithm.local_epochs=2", "rounds=2"]
-THREE = ["clients=3", "partition=iid"]
+THREE = ["clients=3"]
 
 
 def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_config, federate):
-    searched = searched_by(federate(compose_config(*LOCAL)), rounds=2)
+    searched = searched_by(federate(compose_config(*LOCAL, *UNEQUAL)), rounds=2)
     rewarded = [event for event in searched.events if event["event"] == "rewarded"]
     asked = [entry for entry in searched.asked if entry[1] is not None and sent_genotypes(entry[1])]
     assert [action for action, *_ in asked] == ["evaluate.candidates"] * 2
@@ -229,7 +230,7 @@ def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_c
 
 def test_rewards_of_local_training_are_those_of_a_plain_loop(compose_config, federate):
     """Each member from the weights that were sent, on the same batches, annealed by epochs."""
-    searched = searched_by(federate(compose_config(*LOCAL)), rounds=2)
+    searched = searched_by(federate(compose_config(*LOCAL, *UNEQUAL)), rounds=2)
     _, settings, sent, _ = next(e for e in searched.asked if e[0] == "evaluate.candidates")
     training, client = settings.training, searched.clients[0]
     header = Header("run", "search", 1, 1, client.index, "nonce")
@@ -258,7 +259,7 @@ def test_rewards_of_local_training_are_those_of_a_plain_loop(compose_config, fed
 def test_a_network_whose_local_training_diverges_is_rewarded_least(compose_config, federate):
     diverging = ["lr=9000", "weight_decay=0", "clip_norm=null"]
     overrides = [f"algorithm.weights.{setting}" for setting in diverging]
-    searched = searched_by(federate(compose_config(*LOCAL, *overrides)), rounds=2)
+    searched = searched_by(federate(compose_config(*LOCAL, *UNEQUAL, *overrides)), rounds=2)
     rewards = [r for e in searched.events if e["event"] == "rewarded" for r in e["rewards"]]
     assert all(0 <= reward <= 1 for reward in rewards)
     assert min(rewards) == 0

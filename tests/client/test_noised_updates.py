@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.answer import answer
+from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.noised_updates import clipped
 from fednas_flwr.privacy.plan import of_clients
 from fednas_flwr.privacy.policy_file import parse_policy, template
@@ -125,6 +126,21 @@ def test_no_data_moves_a_reply_further_than_the_norm(make_client_site, action, h
             assert NORM / 5 < contribution.norm() < NORM * (1 + 1e-4)
     told = capsys.readouterr().err
     assert (f"{action} has failed, an update of zeros is sent: " in told) == (harm == "failure")
+
+
+def test_words_of_a_failing_update_move_no_cursor_and_forge_no_line(
+    make_client_site, monkeypatch, capsys
+):
+    def failing(*_):
+        raise ValueError("a\x1b[2Jb\nclient 1: accepted")
+
+    monkeypatch.setitem(ANSWERS, "train.weights", failing)
+    site = make_client_site(sigma=3.0, hold=lambda data: data)
+    site.answer(asked(site, "train.weights"))
+    told = capsys.readouterr().err
+    assert "an update of zeros is sent: ValueError: a" in told
+    assert "\x1b" not in told
+    assert told.count("\n") == 1
 
 
 def test_rewards_are_noised_one_by_one(make_client_site):
