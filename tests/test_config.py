@@ -313,7 +313,7 @@ def test_missing_and_unknown_keys_are_named(tree: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"retrain\.nom .*nearest: retrain\.norm"):
         parse_config(changed(tree, "retrain.nom", "batch"))
     with pytest.raises(ConfigError, match="dataset.root must be given: dataset.root=<text>"):
-        parse_config(changed(tree, "dataset.root", "???"))
+        parse_config(changed(compose_tree(["dataset=mnist"]), "dataset.root", "???"))
 
 
 def test_configuration_cannot_be_changed(tree: dict[str, Any]) -> None:

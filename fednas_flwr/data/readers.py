@@ -131,7 +131,8 @@ def check_sites(name: str) -> None:
 def data_settings(name: str, given: Mapping[str, Any]) -> Dataset:
     """Settings of a data set, checked; what is not given is neutral (:func:`_neutral`)."""
     values = {**_neutral(name), "name": name, **given}
-    settings: Dataset = parse(DATA_SETS[name].settings, values, key="dataset")
+    kind = DATA_SETS[name].settings
+    settings: Dataset = parse(kind, values, key="dataset", defaults=True)
     return settings
 
 

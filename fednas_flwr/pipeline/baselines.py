@@ -167,7 +167,8 @@ def _with_found(config: Config, derived: Event) -> Retrain:
 def _shipped(name: str, **changed: object) -> AlgorithmSettings:
     """Return the settings that ``algorithm=<name>`` has by default, some of them changed."""
     settings = {**_shipped_settings(f"algorithm/{name}.yaml"), **changed}
-    parsed: AlgorithmSettings = parse(algorithms()[name].settings, settings, key="algorithm")
+    kind = algorithms()[name].settings
+    parsed: AlgorithmSettings = parse(kind, settings, key="algorithm", defaults=True)
     return parsed
 
 

@@ -605,7 +605,8 @@ class Train(Settings):
         """The training."""
         local = self.local
         # a server may send anything, and a site that refuses it still answers
-        genotypes = local.network.get("genotypes")
+        described = local.network if isinstance(local.network, dict) else {}
+        genotypes = described.get("genotypes")
         members = len(genotypes) if isinstance(genotypes, list) else 1
         steps = local.amount.most_steps(rows)
         return Training(local.weights, steps, local.proximal, members=max(1, members))

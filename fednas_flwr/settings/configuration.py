@@ -131,7 +131,7 @@ def _parse(tree: Mapping[str, Any]) -> Config:
     if isinstance(evaluation, Mapping) and type(evaluation.get("positive")) is int:
         # as Hydra reads the name of a class 0, 1, ...
         tree = _with(tree, ["evaluation", "positive"], str(evaluation["positive"]))
-    config: Config = parse(Config, tree, key="", hints=hints)
+    config: Config = parse(Config, tree, key="", hints=hints, defaults=True)
     check_combinations(config)
     return config
 

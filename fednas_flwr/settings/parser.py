@@ -179,16 +179,25 @@ def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
             _check(f"{key}.{name}", arguments[1], item)
 
 
-def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None = None) -> Any:
+def parse(
+    kind: Any,
+    values: Any,
+    *,
+    key: str,
+    hints: Mapping[str, Any] | None = None,
+    defaults: bool = False,
+) -> Any:
     """Return the dataclass ``kind`` of a mapping.
 
     Args:
         kind: The dataclass; its fields are numbers, text, lists, mappings, dataclasses or these or
-            None. Where it may be None and all of its fields have defaults, ``true`` stands for
-            these and ``false`` for None.
+            None.
         values: The mapping; of a message it may be anything.
         key: Dotted name of the mapping in error sentences; empty at the top.
-        hints: Types of fields that overrule the dataclass' own.
+        hints: Types of fields that overrule those of the dataclass.
+        defaults: Whether fields with a default may be left out, as in files that people write;
+            messages are complete. Then ``true`` stands for the defaults of a dataclass that may be
+            None and has one for every field, and ``false`` for None.
 
     Raises:
         ConfigError: A key is unknown or missing, a value has the wrong type, or the dataclass
@@ -203,11 +212,12 @@ def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None =
             known = [f"{prefix}{known}" for known in types]
             raise unknown_choice("setting", f"{prefix}{show(name)}", known)
     parsed = {}
-    missing = [name for name in types if name not in values and name not in _defaults(kind)]
+    optional = _defaults(kind) if defaults else ()
+    missing = [name for name in types if name not in values and name not in optional]
     if missing:
         raise MissingSettingError(*(f"{prefix}{name}" for name in missing))
     for name in values:
-        parsed[name] = _convert(f"{prefix}{name}", types[name], values[name])
+        parsed[name] = _convert(f"{prefix}{name}", types[name], values[name], defaults)
     try:
         return kind(**parsed)
     except ConfigError as error:  # its sentence begins with a field
@@ -225,28 +235,29 @@ def _defaults(kind: type) -> frozenset[str]:
     return frozenset(field.name for field in fields(kind) if field.default is not NO_DEFAULT)
 
 
-def _convert(key: str, hint: Any, value: Any) -> Any:
+def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
     """Return ``value`` as the type ``hint``."""
     if isinstance(value, str) and value == MISSING:
         raise ConfigError(f"{key} must be given: {key}=<{_type_name(hint)}>.")
     if hint is Any:
         return value
     if is_dataclass(hint):
-        return parse(hint, value, key=key)
+        return parse(hint, value, key=key, defaults=defaults)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         if value is None:
             return None
         (hint,) = [kind for kind in arguments if kind is not type(None)]
-        if isinstance(value, bool) and isinstance(hint, type) and is_dataclass(hint):
+        if defaults and isinstance(value, bool) and isinstance(hint, type) and is_dataclass(hint):
             if _defaults(hint) == {*_hints(hint)}:
                 return hint() if value else None
-        return _convert(key, hint, value)
+        return _convert(key, hint, value, defaults)
     if origin in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
-        return origin(_convert(f"{key}[{i}]", arguments[0], item) for i, item in enumerate(value))
+        of = arguments[0]
+        return origin(_convert(f"{key}[{i}]", of, v, defaults) for i, v in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
-        items = value.items()
-        return {str(k): _convert(f"{key}.{show(k)}", arguments[1], item) for k, item in items}
+        of = arguments[1]
+        return {str(k): _convert(f"{key}.{show(k)}", of, v, defaults) for k, v in value.items()}
     if type(value) in (int, float) and hint in LARGEST:
         if abs(value) <= LARGEST[hint] and (hint is float or type(value) is int):  # NaN is not
             return hint(value)

@@ -180,7 +180,7 @@ def test_site_and_run_must_name_the_same_unit(make_site):
 def test_a_policy_declares_one_client():
     text = template().replace("unit: record", "unit: client")
     assert text != template()
-    with pytest.raises(ConfigError, match="records=5000 is not usable: expected 1 with unit"):
+    with pytest.raises(ConfigError, match="records=5000 is out of range: expected 1 with unit"):
         parse_policy(text)
     own = parse_policy(text.replace("records: 5000", "records: 1")).data_sets["my-data"]
     assert own.records == dict.fromkeys(SPLITS, 1)

@@ -409,7 +409,7 @@ def test_own_data_and_pooled_data_do_not_mix(
 def test_node_overrules_the_servers_settings(compose_config: Callable[..., Config]) -> None:
     config = compose_config(*REAL_SITES)
     own = site_config(config, {"data-path": "/data", "device": "cuda", "cache": "/fast"})
-    assert (own.dataset.root, own.device, own.dataset.cache) == ("/data", "cuda", "/fast")
+    assert (own.dataset.root, own.runtime.device, own.dataset.cache) == ("/data", "cuda", "/fast")
     assert site_config(config, {"data-path": str(config.dataset.root)}) == config
     with pytest.raises(ConfigError, match="device"):
         site_config(config, {"data-path": "/data", "device": "gpu"})

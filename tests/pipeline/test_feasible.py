@@ -62,12 +62,12 @@ def saved(path: Path, labels: np.ndarray, test_labels: np.ndarray, **more: np.nd
 def test_secure_sums_take_no_table_whose_statistics_each_client_tells(
     compose_config: Compose, table: tuple[str, ...]
 ) -> None:
-    own = (*table, "clients=3", "secure_sum.colluding=0", "secure_sum=true")
+    own = (*table, "clients=3", "secure_sum={least_sites: 3, colluding: 0}")
     sentence = refused(compose_config(*own))
     assert sentence.startswith("secure_sum=true with a table whose dataset.statistics are not")
     assert "declare them as {column: [mean, std], ...}" in sentence
     api.check([compose_config(*own, "dataset.statistics={age: [40, 10], size: [0, 1]}")])
-    api.check([compose_config(*own[:-2])])  # the same table, without secure sums
+    api.check([compose_config(*own[:-1])])  # the same table, without secure sums
 
 
 @pytest.mark.parametrize(
@@ -314,9 +314,7 @@ def test_a_partition_file_that_is_none_is_named(compose_config: Compose, tmp_pat
     sentence = refused(
         compose_config("partition=saved", f"partition.file={tmp_path / 'none.json'}")
     )
-    assert sentence.startswith(
-        "partition=saved", f"partition.file={tmp_path / 'none.json'} cannot be read"
-    )
+    assert sentence.startswith(f"partition.file={tmp_path / 'none.json'} cannot be read")
 
 
 def test_a_client_without_a_train_record_is_refused(compose_config: Compose) -> None:

@@ -407,7 +407,7 @@ def test_numbers_may_be_written_without_a_point():
         ({"largest_noise_multiplier": math.inf}, "ward: largest_noise_multiplier=inf"),
         ({"least_noise_multiplier": 1e-5}, "ward: noise_multiplier must be above 0"),
         ({"largest_grad_norm": math.inf}, "ward: largest_grad_norm=inf"),
-        ({"threads": 0}, "ward: runtime.threads=0 .* 1 or more"),
+        ({"threads": 0}, "ward: threads=0 .* 1 or more"),
         ({"micro_batch_size": 0}, "ward: micro_batch_size=0 .* 1 to 1024"),
         ({"micro_batch_size": 1025}, "ward: micro_batch_size=1025 .* 1 to 1024"),
         ({"largest_steps": 1.5}, "ward: largest_steps=1.5 .* a whole number"),
@@ -434,7 +434,7 @@ def test_numbers_may_be_written_without_a_point():
         ({"fractions": {"train": 1, "validation": 0.5, "test": -0.5}}, "fractions.test=-0.5"),
         ({"fractions": {"train": 1.5, "validation": -0.5, "test": 0}}, "fractions.train=1.5"),
         ({"records": 9, "fractions": dict.fromkeys(SPLITS, 0.5)}, "three numbers that sum to 1"),
-        ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "ward: fractions.train=x"),
+        ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "ward: fractions.test=x"),
         (
             {"records": 1, "fractions": {"train": 0, "validation": 1, "test": 0}},
             "records=1 .*train",
