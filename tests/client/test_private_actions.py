@@ -1113,7 +1113,7 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
         path = data.draw(st.sampled_from(sorted([*paths_of(values), *((key,) for key in ADDED)])))
         value = data.draw(st.sampled_from(JUNK_OF.get(path[-1], JUNK)))
         if value is not GONE or path[-1] not in ADDED:
-            put(values, ".".join(path), copy.deepcopy(value))
+            put(values, ".".join(path), value if value is GONE else copy.deepcopy(value))
     before = len(site.rows())
     noised.clear(), read.clear()
     try:

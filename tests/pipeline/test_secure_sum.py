@@ -153,7 +153,8 @@ def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(
     """Real messages of an exchange with shared noise; noise alone does not make them uniform."""
     if not masks:
         for module in ("sum_site", "masked_sum"):
-            monkeypatch.setattr(f"fednas_flwr.protocol.secure_sum.{module}.add_mask", lambda *_, **__: None)
+            where = f"fednas_flwr.protocol.secure_sum.{module}.add_mask"
+            monkeypatch.setattr(where, lambda *_, **__: None)
     records = []
     own = ("rounds=1", "stages=[search]", "search_space.channels=8", f"run_dir={tmp_path / 'run'}")
     _, error = run(compose_config(*DP, *SUMS, *own), records=records)
