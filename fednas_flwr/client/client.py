@@ -151,6 +151,17 @@ class Client:
         return replace(self, data=within)
 
     @property
+    def part_of_sums(self) -> SumSite:
+        """The client's part of secure sums.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        if self.sums is None:
+            raise ConfigError("refused: this site takes no part in secure sums.")
+        return self.sums
+
+    @property
     def data_form(self) -> dict[str, Any]:
         """Form of the client's records, as declared: the same for all clients of a run."""
         # what follows from records are moments, of which the server makes one mean

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,6 +118,21 @@ class ReleaseGuard:
     def is_secure(self) -> bool:
         """True if nobody can repeat masks and noise; False with a test seed."""
         return self._generator.is_secure
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        """What the client says of its policy and budget, which do not depend on records."""
+        allowed = self.allowed
+        terms = allowed.secure_sum
+        return {
+            "splits": dict(allowed.records),
+            "data_set": self.data_set,
+            "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
+            "secure_noise": self.is_secure,
+            "unit": allowed.unit,
+            "least_noise_multiplier": allowed.least_noise_multiplier,
+            "spent": self.spent(),
+        } | ({} if terms is None else {"honest_sites": terms.honest})
 
     def num_records(self, splits: Sequence[str]) -> int:
         """Return the declared number of records of some splits."""
@@ -269,11 +285,20 @@ class ReleaseGuard:
             raise refused("committed values", "steps", steps, limit)
         if (awaited := self.awaited_approval(header.run)) is not None:
             raise refused("approve", "schedule", awaited, "approved by a person at the site yet")
-        most = commitment.sizes.get(kind, num_values) if header.stage == "search" else num_values
-        if num_values > most:
+        self.check_size(planned, header.run, num_values)
+        return planned
+
+    def check_size(self, planned: PlannedRelease, run: str, num_values: int) -> None:
+        """Refuse a release of more values than the run has committed to, or its noise is for.
+
+        Raises:
+            ConfigError: The sentence names the rule.
+        """
+        commitment, kind = self._commitment(run), planned.kind
+        sizes = commitment.sizes if commitment and planned.stage == "search" else {}
+        if num_values > (most := sizes.get(kind, num_values)):
             raise refused("committed values", f"number of {kind}", num_values, f"at most {most}")
         check_planned(self.allowed, planned, num_values=num_values)
-        return planned
 
     def release(
         self,

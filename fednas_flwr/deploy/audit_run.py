@@ -39,8 +39,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.admission import admit, asked_kinds, description_of
-from fednas_flwr.client.agreement import begin_sum, sums_of
-from fednas_flwr.client.answer import answer
+from fednas_flwr.client.answer import answer, begin_sum
 from fednas_flwr.client.client import Augmentation, Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
@@ -565,12 +564,12 @@ class _Exchange:
                 context = bytes.fromhex(reply.properties["context"])
             else:
                 assert client.guard is not None
-                part = begin_sum(client, request, admit(client.guard, request))
+                part = begin_sum(client, admit(client.guard, request))
                 assert part is not None
                 vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
                 boxes[i] = part.mask(vectors)
             total.add(i, vectors)
-        sites = {i: sums_of(client) for i, client in enumerate(clients)}
+        sites = {i: client.part_of_sums for i, client in enumerate(clients)}
         signatures = {i: site.sign(context, everybody) for i, site in sites.items()}
         openings = {
             i: sites[i].open(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Self
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
@@ -132,12 +132,17 @@ class LocalSearch:
             raise ConfigError("alternating or paths must be given, and not both.")
 
     split = "train"
+    auxiliary_weight = 0.0
 
     @property
     def states(self) -> tuple[str, ...]:
         """The states that it trains."""
         warms_up = self.paths is not None and self.paths.warm_up
         return ("weights",) if warms_up else tuple(SPLIT_OF)
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps over the train records."""
+        return self.amount.most_steps(records[self.split])
 
     def with_steps(self, steps: int) -> LocalSearch:
         """The same search for so many steps."""
@@ -180,6 +185,8 @@ class LocalTraining(Checked):
     drop_path_prob: ShareBelow1
     proximal: NonNegative = 0.0
 
+    states = ("weights",)
+
     def num_steps(self, records: Mapping[str, int]) -> int:
         """Steps over the records of the split."""
         return self.amount.most_steps(sum(records[part] for part in splits_of(self.split)))
@@ -198,6 +205,52 @@ class Trial(Checked):
     drop_path_prob: ShareBelow1
 
 
+@dataclass(frozen=True, kw_only=True)
+class AtSite(Settings):
+    """Arguments of an action that reads a data set.
+
+    Attributes:
+        site: Its id at a private site, which answers no request without one.
+    """
+
+    site: Site | None = None
+
+    @property
+    def of_data_set(self) -> str | None:
+        """Id of the data set."""
+        return super().of_data_set if self.site is None else self.site.data_set
+
+
+@dataclass(frozen=True, kw_only=True)
+class InSteps(AtSite):
+    """Arguments of an action that takes ``local_steps`` steps, 1 to 1e6, before it answers."""
+
+    local_steps: Steps
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps before the answer, or of each candidate."""
+        return self.local_steps
+
+    def with_steps(self, steps: int) -> Self:
+        """The same request for so many of them."""
+        return replace(self, local_steps=steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locally(AtSite):
+    """Arguments of an action that is one ``local`` training."""
+
+    local: LocalSearch | LocalTraining
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps over the records of its split."""
+        return self.local.num_steps(records)
+
+    def with_steps(self, steps: int) -> Self:
+        """The same training for so many steps."""
+        return replace(self, local=self.local.with_steps(steps))
+
+
 @asks("query.describe")
 @dataclass(frozen=True, kw_only=True)
 class Describe(Settings):
@@ -214,23 +267,30 @@ class Commit(Settings):
     data_set: str
     releases: Annotated[tuple[PlannedRelease, ...], Length(Between(0, MOST_RELEASES))]
 
+    @property
+    def of_data_set(self) -> str:
+        """Id of the data set that the releases are of."""
+        return self.data_set
+
+    @property
+    def committed(self) -> tuple[PlannedRelease, ...]:
+        """All releases."""
+        return self.releases
+
 
 @asks("query.latency")
 @dataclass(frozen=True, kw_only=True)
-class MeasureLatency(Settings):
+class MeasureLatency(AtSite):
     """``query.latency``: passes of each layer on batches of made-up inputs."""
 
     batch_size: Annotated[int, Between(1, 1024)]
     passes: Annotated[int, Between(2, 1000)]
-    site: Site | None = None
 
 
 @asks("query.statistics")
 @dataclass(frozen=True, kw_only=True)
-class TellStatistics(Settings):
+class TellStatistics(AtSite):
     """``query.statistics``: of a table, within the ranges that the site declares."""
-
-    site: Site | None = None
 
     def released(self, action: str) -> Kinds:
         """One release for all columns."""
@@ -239,7 +299,7 @@ class TellStatistics(Settings):
 
 @asks("query.keep_model")
 @dataclass(frozen=True, kw_only=True)
-class KeepModel(Settings):
+class KeepModel(AtSite):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
 
     Attributes:
@@ -249,7 +309,6 @@ class KeepModel(Settings):
 
     card: Annotated[str, Length(Between(1, LONGEST_CARD))]
     signature: Annotated[str, Length(Between(128, 128))]
-    site: Site | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the card can be shown on a terminal."""
@@ -260,12 +319,12 @@ class KeepModel(Settings):
 
 @asks("train.weight_gradient", "train.alpha_gradient", "train.gradients")
 @dataclass(frozen=True, kw_only=True)
-class TakeGradients(Settings):
+class TakeGradients(InSteps):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
     Attributes:
         step: Number of the exchange, from 0: which batches are taken.
-        local_steps: Steps before the answer, 1 to 1e6.
+        local_steps: Steps before the answer.
         local_lrs: Of those steps, by state; from 0.
         batch_size: See :class:`Amount`.
         order: Of the alphas' gradient, 1 or 2.
@@ -273,12 +332,10 @@ class TakeGradients(Settings):
     """
 
     step: CountOrZero
-    local_steps: Steps
     local_lrs: dict[str, NonNegative]
     batch_size: Count | None
     order: Annotated[int, Between(1, 2)]
     inner_lr: Positive
-    site: Site | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges, and the names of states."""
@@ -289,22 +346,17 @@ class TakeGradients(Settings):
 
     def released(self, action: str) -> Kinds:
         """A sum of each gradient in every step."""
+        if self.order != 1:
+            limit = "1: second order mixes splits"
+            raise refused("first order only", "order", self.order, limit)
         check_private_batch(self.batch_size)
         states = ACTIONS[action].gradients_of
         return {state: ((SPLIT_OF[state],), self.local_steps) for state in states}
 
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps before the answer."""
-        return self.local_steps
-
-    def with_steps(self, steps: int) -> TakeGradients:
-        """The same request for so many steps."""
-        return replace(self, local_steps=steps)
-
 
 @asks("train.network_gradient")
 @dataclass(frozen=True, kw_only=True)
-class TakeNetworkGradient(Settings):
+class TakeNetworkGradient(AtSite):
     """``train.network_gradient``: one step's gradient of the weights of a network.
 
     Attributes:
@@ -322,7 +374,6 @@ class TakeNetworkGradient(Settings):
     batch_size: Count | None
     auxiliary_weight: NonNegative
     drop_path_prob: ShareBelow1
-    site: Site | None = None
 
     @property
     def described(self) -> Description:
@@ -337,7 +388,7 @@ class TakeNetworkGradient(Settings):
 
 @asks("train.search")
 @dataclass(frozen=True, kw_only=True)
-class Search(Settings):
+class Search(Locally):
     """``train.search``.
 
     Attributes:
@@ -347,7 +398,6 @@ class Search(Settings):
 
     local: LocalSearch
     sparse: bool = False
-    site: Site | None = None
 
     def released(self, action: str) -> Kinds:
         """A release of each state in every step."""
@@ -359,14 +409,6 @@ class Search(Settings):
             reason = "False: which tensors have changed would tell of the records"
             raise refused("unit", "sparse", True, reason)
         return dict.fromkeys(self.local.states, (SPLITS, 1))
-
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps over the train records."""
-        return self.local.amount.most_steps(records["train"])
-
-    def with_steps(self, steps: int) -> Search:
-        """The same search for so many steps."""
-        return replace(self, local=self.local.with_steps(steps))
 
     def trained_by(self, rows: float) -> Training:
         """The search."""
@@ -381,13 +423,13 @@ class Search(Settings):
 
 @asks("train.candidate")
 @dataclass(frozen=True, kw_only=True)
-class TrainCandidates(Settings):
+class TrainCandidates(InSteps):
     """``train.candidate``.
 
     Attributes:
         candidates: For each the column of the op on every edge; 1 to 1000.
         step: Number of the round, from 0: which batches are taken.
-        local_steps: Of each candidate, 1 to 1e6.
+        local_steps: Of each candidate.
         batch_size: See :class:`Amount`.
         weights: SGD.
         dp_aware: Clipping and noise as a regulariser; None without, and in private mode.
@@ -396,11 +438,9 @@ class TrainCandidates(Settings):
 
     candidates: Candidates
     step: CountOrZero
-    local_steps: Steps
     batch_size: Count | None
     weights: SGD
     dp_aware: DPAware | None
-    site: Site | None = None
     sparse: bool = False
 
     def released(self, action: str) -> Kinds:
@@ -412,14 +452,6 @@ class TrainCandidates(Settings):
             )
         return {"weights": (("train",), len(self.candidates) * self.local_steps)}
 
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps of each candidate."""
-        return self.local_steps
-
-    def with_steps(self, steps: int) -> TrainCandidates:
-        """The same request for so many steps of each candidate."""
-        return replace(self, local_steps=steps)
-
     def trained_by(self, rows: float) -> Training:
         """The steps on all candidates."""
         return Training(self.weights, len(self.candidates) * self.local_steps)
@@ -427,7 +459,7 @@ class TrainCandidates(Settings):
 
 @asks("evaluate.candidates")
 @dataclass(frozen=True, kw_only=True)
-class RewardCandidates(Settings):
+class RewardCandidates(AtSite):
     """``evaluate.candidates``: of paths through the supernet, or of the members of a pool.
 
     Attributes:
@@ -438,7 +470,6 @@ class RewardCandidates(Settings):
     """
 
     candidates: Candidates | None = None
-    site: Site | None = None
     network: Description | None = None
     training: LocalTraining | None = None
     sparse: bool = False
@@ -488,7 +519,7 @@ class RewardCandidates(Settings):
 
 @asks("train.probe")
 @dataclass(frozen=True, kw_only=True)
-class Probe(Settings):
+class Probe(AtSite):
     """``train.probe``: trials of a local search, or of the training of a network.
 
     Attributes:
@@ -502,7 +533,6 @@ class Probe(Settings):
     training: LocalTraining | None
     trials: Annotated[list[Trial], Length(Between(1, MOST_TRIALS))]
     loss_bound: LossBound
-    site: Site | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that one of the two is given."""
@@ -527,17 +557,14 @@ class Probe(Settings):
 
     def num_steps(self, records: Mapping[str, int]) -> int:
         """Steps of each trial."""
-        local = self.trainings()[0]
-        return self.amount.most_steps(sum(records[part] for part in splits_of(local.split)))
+        return self.trainings()[0].num_steps(records)
 
     def with_steps(self, steps: int) -> Probe:
         """The same probe for so many steps of each trial."""
-        search, training = self.search, self.training
-        return replace(
-            self,
-            search=None if search is None else search.with_steps(steps),
-            training=None if training is None else training.with_steps(steps),
-        )
+        if self.search is not None:
+            return replace(self, search=self.search.with_steps(steps))
+        assert self.training is not None
+        return replace(self, training=self.training.with_steps(steps))
 
     @property
     def amount(self) -> Amount:
@@ -562,7 +589,7 @@ class Probe(Settings):
 
 @asks("train.weights")
 @dataclass(frozen=True, kw_only=True)
-class Train(Settings):
+class Train(Locally):
     """``train.weights``.
 
     Attributes:
@@ -572,7 +599,6 @@ class Train(Settings):
 
     local: LocalTraining
     validates: bool = False
-    site: Site | None = None
 
     @property
     def described(self) -> Description:
@@ -593,14 +619,6 @@ class Train(Settings):
         if self.validates:
             raise ConfigError("refused: validates=True would tell a loss without noise.")
 
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps over the records of the split."""
-        return self.local.num_steps(records)
-
-    def with_steps(self, steps: int) -> Train:
-        """The same training for so many steps."""
-        return replace(self, local=self.local.with_steps(steps))
-
     def trained_by(self, rows: float) -> Training:
         """The training."""
         local = self.local
@@ -613,7 +631,7 @@ class Train(Settings):
 
 @asks("evaluate.model")
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(Settings):
+class Evaluate(AtSite):
     """``evaluate.model``: of a network on one of the splits.
 
     Attributes:
@@ -627,7 +645,6 @@ class Evaluate(Settings):
 
     network: Description
     split: str
-    site: Site | None = None
     statistics_batch_size: Count | None = None
     with_scores: bool = False
 
@@ -643,18 +660,10 @@ class Evaluate(Settings):
 
 @asks("evaluate.personalised")
 @dataclass(frozen=True, kw_only=True)
-class Personalise(Settings):
+class Personalise(Locally):
     """``evaluate.personalised``: metrics after local training."""
 
     local: LocalTraining
-
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps over the records of the split."""
-        return self.local.num_steps(records)
-
-    def with_steps(self, steps: int) -> Personalise:
-        """The same training for so many steps."""
-        return replace(self, local=self.local.with_steps(steps))
 
 
 def decode(action: str, values: object) -> Settings:
@@ -667,8 +676,3 @@ def decode(action: str, values: object) -> Settings:
         raise unknown_choice("action", action, REQUESTS)
     request: Settings = parse(REQUESTS[action], values, key="")
     return request
-
-
-def encode(settings: Settings) -> dict[str, Any]:
-    """Return a request as JSON values."""
-    return asdict(settings)

@@ -1,13 +1,21 @@
-"""Requests of a secure sum to a site besides the action that it sums; imports no torch."""
+"""What requests and replies are without tensors; imports no torch.
+
+The header and the JSON values of a message, the arguments of an action, and all that a site needs
+to answer the two messages of a secure sum besides the action that it sums.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
+
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.secure_sum.grid import Grid
 from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
@@ -15,12 +23,41 @@ from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.settings.parser import Between, Checked, Length
 
+HEADER = "header"
+JSON = "json"
+METRICS = "metrics"
+NUM_EXAMPLES = "num-examples"
+LONGEST_NAME = 300  # bytes of a run's name: a site keeps it in its ledger
+
+Json = Any  # what json.loads returns
+Name = Annotated[str, Length(Between(0, LONGEST_NAME))]
+Record = TypeVar("Record", ConfigRecord, MetricRecord)
 Digest = Annotated[str, Length(Between(64, 64))]  # hex digits
 Indices = Annotated[tuple[int, ...], Length(Between(0, MOST_SITES))]
 BySite = Annotated[dict[str, str], Length(Between(0, MOST_SITES))]  # hex digits by index
-
-
 Kinds = dict[str, tuple[tuple[str, ...], int]]  # kind -> splits that are read, number of releases
+
+
+@dataclass(frozen=True)
+class Header(Checked):
+    """Which exchange a message belongs to; a reply repeats its request's header.
+
+    Attributes:
+        run: Name of the run, the same for all its messages; like the other texts, of at most 300
+            bytes.
+        stage: ``search`` or ``retrain``; rounds are counted within a stage.
+        round: From 1; 0 before the first round.
+        phase: Number of the exchange within its round, from 1.
+        client: Index of the client that is asked.
+        nonce: Random text, new for every message.
+    """
+
+    run: Name
+    stage: Name
+    round: int
+    phase: int
+    client: int
+    nonce: Name
 
 
 @dataclass(frozen=True)
@@ -51,6 +88,27 @@ class Settings(Checked):
     """
 
     of_any_site = False
+
+    @property
+    def of_data_set(self) -> str | None:
+        """Id that a private site's policy gives to the data set that is read; None reads none.
+
+        Raises:
+            ConfigError: It reads one, but names none.
+        """
+        if self.of_any_site:
+            return None
+        raise refused("data_sets", "data set", None, "an id that this site's policy gives")
+
+    @property
+    def count(self) -> int:
+        """Number of rewards that are released at once."""
+        return 1
+
+    @property
+    def committed(self) -> tuple[PlannedRelease, ...]:
+        """Releases that it commits its run to."""
+        return ()
 
     @property
     def described(self) -> Mapping[str, Any] | None:
@@ -85,6 +143,21 @@ class Settings(Checked):
     def trained_by(self, rows: float) -> Training | None:
         """The local training whose result is returned, over so many rows; None without."""
         return None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request without its tensors.
+
+    Attributes:
+        action: One of ``actions.ACTIONS``, e.g. ``train.search``.
+        header: Exchange that it is part of.
+        settings: Arguments of the action.
+    """
+
+    action: str
+    header: Header
+    settings: Settings
 
 
 REQUESTS: dict[str, type[Settings]] = {}  # by action
@@ -215,3 +288,41 @@ def by_index(values: Mapping[str, str]) -> dict[int, bytes]:
 
 
 SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # answered without torch
+
+
+def encode_values(
+    header: Header,
+    properties: Mapping[str, Json],
+    *,
+    digests: Mapping[str, str] | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> dict[str, ConfigRecord | MetricRecord]:
+    """Return the records of a reply that hold no tensors.
+
+    Args:
+        header: Of the request.
+        properties: Of the reply.
+        digests: Of its states; None of a reply without any.
+        metrics: With the number of examples, which is 1 where None is given.
+    """
+    text = json.dumps(
+        {"header": vars(header), "digests": dict(digests or {}), "properties": dict(properties)}
+    )
+    numbers = MetricRecord(dict(metrics or {NUM_EXAMPLES: 1.0}))
+    return {HEADER: ConfigRecord({JSON: text}), METRICS: numbers}
+
+
+def record(content: RecordDict, name: str, kind: type[Record]) -> Record:
+    """Return one record; Flower's views by kind copy all records, at every look."""
+    record = content[name]
+    if not isinstance(record, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(record).__name__}")
+    return record
+
+
+def read_json(content: RecordDict, *, longest: int | None = None) -> Json:
+    """Return the JSON values of a message that are beside its tensors."""
+    text = cast(str, record(content, HEADER, ConfigRecord)[JSON])
+    if longest is not None and len(text) > longest:
+        raise ValueError(f"{len(text)} characters of JSON, at most {longest} are read")
+    return json.loads(text)

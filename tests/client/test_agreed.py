@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.agreement import agreed, begin_sum
+from fednas_flwr.client.answer import agreed, begin_sum
 from fednas_flwr.client.client import Augmentation, Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.release_guard import Commitment
@@ -71,6 +71,7 @@ def of_sum(**change):
 # Changes of what a request says, by the input that they change.
 SHARED_REQUEST = {
     "action": {"action": "train.gradients"},
+    "planned": {"planned": {"weights": replace(PLANNED, max_grad_norm=0.25)}},
     "settings": {"settings": replace(SETTINGS, step=1)},
     "states": {"states": {"weights": {"float32": torch.tensor([0.0, 0.0, 1e-30])}}},
     "statistics": {"statistics": Statistics((0.0,), (1.0000001,))},
@@ -186,7 +187,7 @@ def context(client, tmp_path):
         journal = tmp_path / f"{next(numbers)}.sqlite"
         site = SumSite(0, keys[0], roster, replace(terms, roster=roster.fingerprint), journal)
         client = replace(client, sums=site)
-        answer = begin_sum(client, request, {planned.kind: planned})
+        answer = begin_sum(client, replace(request, planned={planned.kind: planned}))
         return None if answer is None else answer.context
 
     return context_of
@@ -337,7 +338,7 @@ def test_records_are_in_no_context(client, context):
         data = replace(client.data, train=replace(train, rows=rows))
         assert context(replace(client, data=data)) == context()
     moments = [Moments(3, 1.0, 2.0)]
-    assert agreed(replace(client, moments=moments), REQUEST, {})["data"]["mean"] == []
+    assert agreed(replace(client, moments=moments), REQUEST)["data"]["mean"] == []
 
 
 @pytest.mark.parametrize("ranges", [{}, {"alphas": 8.0}, {"weights": 8.0, "alphas": 8.0}])
@@ -348,7 +349,7 @@ def test_ranges_are_of_states_whose_noise_is_shared(ranges, context):
 
 def test_contexts_are_of_plain_values(client):
     """Of what JSON can write, so that sites of other machines get the same bytes."""
-    values = agreed(client, REQUEST, {"weights": PLANNED})
+    values = agreed(client, replace(REQUEST, planned={"weights": PLANNED}))
     assert values["releases"] == {"weights": asdict(PLANNED)}
     assert values["honest"] == 3
     assert not any(isinstance(value, np.generic) for value in values.values())

@@ -27,7 +27,7 @@ from fednas_flwr.models.networks import describe_derived, make_network, make_spa
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import REQUESTS, LocalTraining, encode
+from fednas_flwr.protocol.requests import REQUESTS, LocalTraining
 from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
 from fednas_flwr.protocol.sum_requests import SUM_ACTIONS
 from fednas_flwr.search.objective import Objective, heads
@@ -831,7 +831,7 @@ def test_a_request_can_name_no_terms_of_its_own(make_site, no_record):
     site = make_site(committed=EVERYTHING)
     terms = {kind: TERMS | {"noise_multiplier": 0.1} for kind in TERMS_OF}
     for action in ASKED:
-        places = groups(encode(site.request(action).settings))
+        places = groups(asdict(site.request(action).settings))
         assert ("site",) in places
         assert len(places) > (
             3 if action in ("train.search", "train.probe", "train.weights") else 1
@@ -1108,7 +1108,7 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
     site, noised, read = hostile
     action = data.draw(st.sampled_from(RELEASING))
     sound = site.request(action)
-    values = json.loads(json.dumps(encode(sound.settings)))
+    values = json.loads(json.dumps(asdict(sound.settings)))
     for _ in range(data.draw(st.integers(1, 2))):
         path = data.draw(st.sampled_from(sorted([*paths_of(values), *((key,) for key in ADDED)])))
         value = data.draw(st.sampled_from(JUNK_OF.get(path[-1], JUNK)))
