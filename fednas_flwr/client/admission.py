@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.states import network_states
-from fednas_flwr.protocol.sum_requests import Kinds
+from fednas_flwr.protocol.sum_requests import PROPERTIES, Kinds
 from fednas_flwr.settings.names import CLIENT
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 
@@ -119,9 +119,9 @@ def before_reading(request: Request) -> Iterator[None]:
 def check_fields(action: str, reply: Reply) -> None:
     """Raise RuntimeError when a private reply has a field that may not leave."""
     leaving = {*reply.states, *reply.shares, *reply.metrics}
-    listed = ACTIONS[action]
+    listed, (_, properties) = ACTIONS[action], PROPERTIES[action]
     if not (
-        set(reply.properties) <= listed.properties
+        set(reply.properties) <= set(get_type_hints(properties))
         and leaving <= listed.releases
         and set(reply.digests) <= leaving
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,7 @@ def simulated_properties(
         }
         if prepared.uses_own_statistics:
             train = torch.from_numpy(rows[assigned[rows] == SPLITS.index("train")])
-            properties[index]["moments"] = [asdict(of) for of in column_moments(records, train)]
+            properties[index]["moments"] = column_moments(records, train)
     return properties
 
 

@@ -1,25 +1,53 @@
-"""Requests: one frozen dataclass for each action; on the wire it is JSON.
+"""Requests, and the properties of replies: a frozen dataclass and a TypedDict for each action.
 
-:func:`decode` is the only way from a message to a request: an unknown or missing key, or a value of
-another type or out of range, is refused before anything else is done. Tensors travel beside it.
+On the wire both are JSON, and tensors travel beside it. :func:`decode` is the only way from a
+message to a request, and :func:`decode_properties` to what a client says of itself: an unknown or
+missing key, or a value of another type or out of range, is refused before anything else is done.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self
+from functools import partial
+from typing import Annotated, Any, Self, TypedDict
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import (
+    ConfigError,
+    MissingSettingError,
+    ReplyError,
+    unknown_choice,
+)
+from fednas_flwr.data.schema import Column
+from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
+from fednas_flwr.models.class_scores import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.sum_requests import REQUESTS, Kinds, Training, asks
+from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
+from fednas_flwr.protocol.sum_requests import (
+    PROPERTIES,
+    REQUESTS,
+    Kinds,
+    Masked,
+    Training,
+    Untold,
+    asks,
+    is_hex,
+)
 from fednas_flwr.protocol.sum_requests import Settings as Settings
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.names import (
+    ACCOUNTANTS,
+    LARGEST_NOISE_MULTIPLIER,
+    LEAST_NOISE_MULTIPLIER,
+    PRV,
+    SPLITS,
+    UNITS,
+)
 from fednas_flwr.settings.optimizers import (
     MOST_CANDIDATES,
     SGD,
@@ -33,12 +61,42 @@ from fednas_flwr.settings.optimizers import (
     ShareBelow1,
     Steps,
 )
-from fednas_flwr.settings.parser import Between, Checked, Length, check_range, parse
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Length,
+    OneOf,
+    Where,
+    check_range,
+    parse,
+)
+from fednas_flwr.spaces.latency_tables import from_json
 
 MOST_TRIALS = 1000
 LARGEST_MODEL = 2**27  # bytes of the file of a model that a site keeps
 LONGEST_CARD = 2**17  # characters
 MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
+MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
+LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
+LARGEST_RECORD = 2**28  # values of its features
+LONGEST_TEXT = 200  # characters of a tag or of a name
+SCORES = ("f1", "auroc", "average_precision")
+
+Line = Annotated[
+    str, Where(lambda text: len(text) <= LONGEST_TEXT and text.isprintable(), "a line of text")
+]
+Number = Annotated[int, Between(0, MAX_EXAMPLES)]
+Shape = Annotated[
+    list[Number],
+    Where(
+        lambda shape: len(shape) <= 3 and math.prod(shape) <= LARGEST_RECORD,
+        "the shape of a record that a computer holds",
+    ),
+]
+Declared = Annotated[
+    dict[str, Number], Where(lambda splits: set(splits) == set(SPLITS), "a number of each split")
+]
+Epsilon = Annotated[float, Between(0)]
 Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
 
@@ -251,7 +309,56 @@ class Locally(AtSite):
         return replace(self, local=self.local.with_steps(steps))
 
 
-@asks("query.describe")
+class Budget(TypedDict):
+    """Budget that a policy gives."""
+
+    epsilon: Positive
+    delta: Annotated[float, Between(0, 1, above=True, below=True)]
+
+
+class Identity(TypedDict):
+    """Which client it is, in properties of any client."""
+
+    client: int
+
+
+class ClientProperties(Identity, total=False):
+    """Properties of the reply of a private client to ``query.describe``: no record decides them."""
+
+    tag: Line
+    hardware: Line
+    versions: Annotated[
+        dict[str, Line], Where(lambda of: all(map(str.isprintable, of)), "lines by name")
+    ]
+    keeps_model: Annotated[bool, Where(bool, "true")]
+    input_shape: Shape
+    image_shape: Shape
+    scattering: Shape
+    schema: list[Column]
+    mean: list[Annotated[float, Between(-LARGEST_NUMBER, LARGEST_NUMBER, above=True)]]
+    std: list[Annotated[float, Between(0, LARGEST_NUMBER, above=True)]]
+    class_names: list[Line]
+    multi_label: bool
+    splits: Declared
+    data_set: Line
+    budget: Budget
+    secure_noise: bool
+    unit: Annotated[str, OneOf(UNITS)]
+    least_noise_multiplier: Annotated[
+        float, Between(LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER)
+    ]
+    spent: Epsilon | None  # None is infinite
+    honest_sites: Annotated[int, Between(2, MOST_SITES)]
+
+
+class ExactClientProperties(ClientProperties, total=False):
+    """Properties of the reply of any client to ``query.describe``."""
+
+    class_counts: list[Number]
+    moments: list[Moments]
+
+
+@asks("query.describe", reply=ExactClientProperties, private=ClientProperties)
 @dataclass(frozen=True, kw_only=True)
 class Describe(Settings):
     """``query.describe``."""
@@ -259,7 +366,28 @@ class Describe(Settings):
     of_any_site = True
 
 
-@asks("query.commit")
+class Committed(TypedDict, total=False):
+    """Properties of the reply to ``query.commit``: a hash to approve, or what the run costs."""
+
+    awaits: Annotated[str, Where(partial(is_hex, 32), "32 hex digits")]
+    epsilon: Annotated[  # by accountant and split; None is infinite
+        dict[str, dict[str, Epsilon | None]],
+        Where(
+            lambda by: (
+                set(by) == set(ACCOUNTANTS) and len({frozenset(of) for of in by.values()}) == 1
+            ),
+            "epsilons of the same splits by each accountant",
+        ),
+        Where(lambda by: set(by[PRV]) <= set(SPLITS), "epsilons by split"),
+    ]
+    covered_steps: dict[str, Number]
+    uncounted: Annotated[
+        list[str],
+        Where(lambda units: units and units == sorted({*units} & {*UNITS}), "units of privacy"),
+    ]
+
+
+@asks("query.commit", reply=Committed)
 @dataclass(frozen=True, kw_only=True)
 class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
@@ -278,7 +406,21 @@ class Commit(Settings):
         return self.releases
 
 
-@asks("query.latency")
+def is_latency_table(text: str) -> bool:
+    """Return whether a text is a latency table, of a size that any search space has."""
+    try:
+        return len(text) <= LARGEST_TABLE and bool(from_json(text))
+    except ConfigError:
+        return False
+
+
+class Latency(TypedDict):
+    """Properties of the reply to ``query.latency``."""
+
+    latency: Annotated[str, Where(is_latency_table, "a latency table")]
+
+
+@asks("query.latency", reply=Latency)
 @dataclass(frozen=True, kw_only=True)
 class MeasureLatency(AtSite):
     """``query.latency``: passes of each layer on batches of made-up inputs."""
@@ -297,7 +439,13 @@ class TellStatistics(AtSite):
         return {STATISTICS: (("train",), 1)}
 
 
-@asks("query.keep_model")
+class Kept(TypedDict):
+    """Properties of the reply to ``query.keep_model``."""
+
+    kept: Annotated[bool, Where(bool, "true")]
+
+
+@asks("query.keep_model", reply=Kept)
 @dataclass(frozen=True, kw_only=True)
 class KeepModel(AtSite):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
@@ -386,7 +534,13 @@ class TakeNetworkGradient(AtSite):
         return {"weights": (splits_of(self.split), 1)}
 
 
-@asks("train.search")
+class Changed(TypedDict, total=False):
+    """Properties of a sparse reply to ``train.search``: they follow from what it releases."""
+
+    changed: dict[str, Annotated[str, Where(partial(re.fullmatch, "[01]*"), "digits 0 and 1")]]
+
+
+@asks("train.search", reply=Changed)
 @dataclass(frozen=True, kw_only=True)
 class Search(Locally):
     """``train.search``.
@@ -398,6 +552,11 @@ class Search(Locally):
 
     local: LocalSearch
     sparse: bool = False
+
+    @property
+    def leaves_out_unchanged(self) -> bool:
+        """True if it is sparse."""
+        return self.sparse
 
     def released(self, action: str) -> Kinds:
         """A release of each state in every step."""
@@ -629,7 +788,23 @@ class Train(Locally):
         return Training(local.weights, steps, local.proximal, members=max(1, members))
 
 
-@asks("evaluate.model")
+Bins = Annotated[
+    list[Number], Where(lambda row: len(row) == BINS and sum(row) <= MAX_EXAMPLES, "a histogram")
+]
+
+
+class Scored(TypedDict, total=False):
+    """Properties of the reply to ``evaluate.model``, of clients without privacy."""
+
+    scores: Annotated[
+        dict[str, Annotated[float, Between(0, 1)]],
+        Where(lambda scores: set(scores) <= set(SCORES), f"some of {', '.join(SCORES)}"),
+    ]
+    # of the probability of being positive, for positive and other records
+    histogram: Annotated[list[Bins], Length(Between(2, 2))]
+
+
+@asks("evaluate.model", reply=Scored, private=Untold)
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(AtSite):
     """``evaluate.model``: of a network on one of the splits.
@@ -676,3 +851,22 @@ def decode(action: str, values: object) -> Settings:
         raise unknown_choice("action", action, REQUESTS)
     request: Settings = parse(REQUESTS[action], values, key="")
     return request
+
+
+def decode_properties(action: str, values: object, *, masked: bool = False) -> Any:
+    """Return the properties of a reply to an action, of the form that its TypedDict gives.
+
+    Args:
+        action: That it answers.
+        values: JSON values, whatever they are.
+        masked: Whether it is part of a secure sum.
+
+    Raises:
+        ReplyError: One is missing or unknown, or malformed.
+    """
+    try:
+        return parse(Masked if masked else PROPERTIES[action][0], values, key="")
+    except MissingSettingError as error:
+        raise ReplyError(f"does not say its {error.key}") from error
+    except ConfigError as error:
+        raise ReplyError(f"says {error}") from error

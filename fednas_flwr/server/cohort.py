@@ -29,16 +29,11 @@ from fednas_flwr.protocol.messages import (
     encode_states,
     payload_bytes,
 )
-from fednas_flwr.protocol.requests import Describe
+from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.client_sampling import Sampling
 from fednas_flwr.server.exchange import Exchange, Requests
-from fednas_flwr.server.reply_checks import (
-    MAX_EXAMPLES,
-    check_properties,
-    misfits,
-    outliers,
-)
+from fednas_flwr.server.reply_checks import misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
 from fednas_flwr.server.weights import share_scales, weighed
 
@@ -244,20 +239,17 @@ class Cohort:
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
         found = []
         for place, answer in self._exchange(describe):
-            try:
-                if not isinstance(answer, Reply):
-                    raise ReplyError(answer)
-                check_properties(answer.properties, needed=needed)
-            except ReplyError as error:
-                reasons.append(f"node {nodes[place]}: {_plain(str(error))}")
-                continue
-            index = answer.properties["client"]
-            if 0 <= index < self.num_clients:
+            if isinstance(answer, str):
+                reasons.append(f"node {nodes[place]}: {answer}")
+            elif silent := [name for name in needed if name not in answer.properties]:
+                reasons.append(f"node {nodes[place]}: does not say its {silent[0]}")
+            elif not 0 <= (index := answer.properties["client"]) < self.num_clients:
+                reasons.append(
+                    f"node {nodes[place]} says that it is client {index} of "
+                    f"clients={self.num_clients}"
+                )
+            else:
                 found.append((index, nodes[place], answer.properties, answer.num_examples))
-                continue
-            reasons.append(
-                f"node {nodes[place]} says that it is client {index} of clients={self.num_clients}"
-            )
         return found
 
     def quorum_of(self, asked: int) -> int:
@@ -365,7 +357,7 @@ class Cohort:
         )
         failed = f"the secure sum of {exchange.action} in round {exchange.server_round} has failed"
         sign = sum_step("query.sign_survivors", settings=pending.sign_request())
-        signed = self._gather(sign, needed=("signature",))
+        signed = self._gather(sign)
         missing = sorted(set(survivors) - set(signed))
         if missing:
             raise QuorumError(
@@ -376,7 +368,7 @@ class Cohort:
         signatures = {client: properties["signature"] for client, properties in signed.items()}
         own = pending.open_requests(signatures)
         openings = sum_step("query.open_masks", settings=next(iter(own.values())), own_settings=own)
-        opened = self._gather(openings, needed=("parts", "pairs"))
+        opened = self._gather(openings)
         try:
             return pending.unmask(opened)
         except (LookupError, ValueError) as error:
@@ -384,18 +376,14 @@ class Cohort:
                 f"{failed}, with {len(opened)} of {len(survivors)} survivors' openings: {error}"
             ) from error
 
-    def _gather(self, exchange: Exchange, *, needed: Sequence[str]) -> dict[int, Mapping[str, Any]]:
+    def _gather(self, exchange: Exchange) -> dict[int, Mapping[str, Any]]:
         """The properties of all clients that answer a secure sum's message well."""
         found = {}
         for client, answer in self._exchange(exchange, exchange.among):
             if isinstance(answer, Reply):
-                try:
-                    check_properties(answer.properties, needed=needed)
-                    found[client] = answer.properties
-                    continue
-                except ReplyError as error:
-                    answer = self._strike(client, _plain(str(error)))
-            self.tell_failure(client, exchange, answer)
+                found[client] = answer.properties
+            else:
+                self.tell_failure(client, exchange, answer)
         return found
 
     def _exchange(

@@ -11,7 +11,7 @@ from flwr.app import Message
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import Search, Settings
+from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import Layout, Packed
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.protocol.wire import restore_sent, round_sent
@@ -95,14 +95,13 @@ class Exchange:
 
     def reader(self, wire: str, summands: Summands | None) -> partial[Reply]:
         """Reads a reply, given its header and limits, see :func:`accept_reply`."""
-        sparse = isinstance(self.settings, Search) and self.settings.sparse
         return partial(
             accept_reply,
+            action=self.action,
             layouts=self.layouts,
-            metrics=ACTIONS[self.action].metrics,
-            sent=self.states if sparse else None,
+            sent=self.states,
+            sparse=self.settings.leaves_out_unchanged,
             wire=wire,
-            base=self.states if ACTIONS[self.action].trains else None,
             summands=summands,
         )
 

@@ -14,7 +14,6 @@ from fednas_flwr.protocol.secure_sum.sum_site import Opening
 from fednas_flwr.protocol.sum_encoding import MASKED, Summands
 from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.reply_checks import check_properties
 
 
 @dataclass
@@ -67,7 +66,6 @@ class PendingSum:
         Raises:
             ReplyError: The client was asked, or says that it was asked, something else.
         """
-        check_properties(reply.properties, needed=("context", "boxes"))
         self.context = self.context or reply.properties["context"]
         if reply.properties["context"] != self.context:
             raise ReplyError("it has answered another request than the clients before it")

@@ -191,7 +191,14 @@ def test_hostile_sparse_replies_are_refused():
         reply = Reply(1, states=states, digests={"weights": digest}, properties=properties)
         request = Message(encode_reply(header, reply), 1, "train")
         message = Message(encode_reply(header, reply), reply_to=request)
-        return accept_reply(message, header=header, layouts={"weights": layout}, sent=sent)
+        return accept_reply(
+            message,
+            action="train.search",
+            header=header,
+            layouts={"weights": layout},
+            sent=sent,
+            sparse=True,
+        )
 
     assert accepted({"weights": "01"}).states["weights"]["float32"].tolist() == [0, 1, 2, 7, 8]
     assert sent["weights"]["float32"].tolist() == [0, 1, 2, 3, 4]

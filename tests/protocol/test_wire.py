@@ -53,7 +53,9 @@ def accepted(reply: Reply, wire: str, base: dict | None, tensors: dict | None = 
     InProcessGrid(ClientApp(), 1)  # Flower makes messages for a task only
     message = Message(encode_reply(HEADER, reply), dst_node_id=1, message_type="train.search")
     layouts = {name: Layout.of(own) for name, own in (tensors or made(0)).items()}
-    return accept_reply(message, header=HEADER, layouts=layouts, wire=wire, base=base)
+    return accept_reply(
+        message, action="train.search", header=HEADER, layouts=layouts, wire=wire, sent=base
+    )
 
 
 @pytest.mark.parametrize("wire", ROUNDED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -18,9 +18,13 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.messages import Header, Reply, encode_reply
+from fednas_flwr.protocol.requests import decode_properties
 from fednas_flwr.protocol.states import Layout, Packed, pack
+from fednas_flwr.protocol.sum_requests import PROPERTIES
 from fednas_flwr.server.limits import Limits
-from fednas_flwr.server.reply_checks import accept_reply, check_properties
+from fednas_flwr.server.reply_checks import accept_reply
+
+from ..asked import FORMS
 
 HEADER = Header("run", "search", 3, 1, 1, "0123456789abcdef")
 MOST = 100.0
@@ -180,10 +184,12 @@ def test_a_reply_is_refused_or_sound(
     try:
         reply = accept_reply(
             message_with(content),
+            action="train.search",
             header=HEADER,
             layouts=LAYOUTS,
             limits=Limits(MOST),
-            sent=SENT if sparse else None,
+            sent=SENT,
+            sparse=sparse,
         )
     except ReplyError:
         assert damages or edits
@@ -202,16 +208,15 @@ def test_a_reply_is_refused_or_sound(
                 assert torch.equal(reply.states[name][dtype], vector)
 
 
-NEEDED = ("client", "epsilon", "budget", "splits", "latency", "spent", "input_shape")
-
-
-@given(st.dictionaries(st.sampled_from([*NEEDED, "class_counts", "covered_steps"]), JSON))
-def test_facts_are_refused_or_pass_and_nothing_else(properties: dict[str, Any]) -> None:
+@given(st.dictionaries(st.sampled_from(sorted(FORMS)), JSON), st.sampled_from(sorted(PROPERTIES)))
+def test_properties_are_refused_or_pass_and_nothing_else(said: dict[str, Any], action: str) -> None:
+    form, _ = PROPERTIES[action]
     try:
-        check_properties(json.loads(json.dumps(properties)), needed=NEEDED[:1])
+        properties = decode_properties(action, json.loads(json.dumps(said)))
     except ReplyError:
         return
-    assert type(properties["client"]) is int
+    assert set(properties) == set(said) <= set(get_type_hints(form))
+    assert type(properties.get("client", 0)) is int
 
 
 @pytest.mark.parametrize("descr", ["<f4", "<f8", "|V1000"])
@@ -225,7 +230,7 @@ def test_memory_is_that_of_what_was_sent_not_of_what_it_announces(
     tracemalloc.start()
     try:
         with pytest.raises(ReplyError, match="malformed"):
-            accept_reply(message, header=HEADER, layouts=LAYOUTS)
+            accept_reply(message, action="train.search", header=HEADER, layouts=LAYOUTS)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
