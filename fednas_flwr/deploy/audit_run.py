@@ -70,7 +70,6 @@ from fednas_flwr.protocol.requests import (
     TellStatistics,
     TrainCandidates,
 )
-from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states, pack, unpack
 from fednas_flwr.protocol.sum_encoding import MASKED, Sizes, Summands, sizes_of
 from fednas_flwr.protocol.sum_requests import Summed, by_index
@@ -78,6 +77,7 @@ from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.search.pool import Pool
+from fednas_flwr.server.secure_sums import MaskedSum
 from fednas_flwr.settings import Config, DifferentialPrivacy, with_runtime
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import CLIENT, LARGEST_EPSILON, SPLITS

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -164,47 +165,45 @@ class Cohort:
         if known is None:
             described = self._described(nodes, describe, needed, reasons)
         else:
-            described = [
-                (index, nodes[index], properties, max(1, sum(properties["splits"].values())))
-                for index, properties in known.items()
-            ]
+            described = {
+                nodes[index]: Reply(max(1, sum(of["splits"].values())), properties=of)
+                for index, of in known.items()
+            }
         owners: dict[int, list[int]] = {}
-        properties: dict[int, Mapping[str, Any]] = {}
-        max_examples: dict[int, float] = {}
-        for index, node, said, examples in described:
-            owners.setdefault(index, []).append(node)
-            properties[index], max_examples[index] = said, examples
+        for node, reply in described.items():
+            owners.setdefault(reply.properties["client"], []).append(node)
         for index, claimants in sorted(owners.items()):
             if len(claimants) > 1:
-                del properties[index]
                 reasons.append(
                     f"nodes {' and '.join(map(str, claimants))} say that they are the same client, "
                     f"{index}: give each its own partition-id"
                 )
-        properties = dict(sorted(properties.items()))
-        for index, reason in misfits(properties, alike).items():
-            del properties[index]
-            reasons.append(f"client {index}: {_plain(reason)}")
-        declared = {
-            index: {"": max_examples[index]}
-            | {f"{split} ": number for split, number in known.get("splits", {}).items()}
-            for index, known in properties.items()
-        }
-        strange = outliers(declared, fewest=self.fewest_records, most=self.most_records)
-        for index, reason in strange.items():
-            del properties[index]
-            reasons.append(f"client {index}: {reason}")
-        for client in sorted(set(range(self.num_clients)) - set(properties)):
+        nodes_of = {index: of[0] for index, of in sorted(owners.items()) if len(of) == 1}
+
+        def leave_out(unfit: Mapping[int, str]) -> None:
+            for index, reason in unfit.items():
+                del nodes_of[index]
+                reasons.append(f"client {index}: {_plain(reason)}")
+
+        leave_out(misfits({i: described[node].properties for i, node in nodes_of.items()}, alike))
+        declared = {}
+        for index, node in nodes_of.items():
+            splits = described[node].properties.get("splits", {})
+            declared[index] = {"": described[node].num_examples}
+            declared[index] |= {f"{split} ": number for split, number in splits.items()}
+        leave_out(outliers(declared, fewest=self.fewest_records, most=self.most_records))
+        for client in sorted(set(range(self.num_clients)) - set(nodes_of)):
             self.tell_failure(client, describe, "; ".join(reasons))
-        if len(properties) < self.quorum:
+        if len(nodes_of) < self.quorum:
             raise QuorumError(
-                f"{'; '.join(reasons)} (query.describe: {len(properties)} of {self.num_clients} "
+                f"{'; '.join(reasons)} (query.describe: {len(nodes_of)} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed)"
             )
         self._refused.clear()  # they stood at provisional indices
-        self._nodes = {index: owners[index][0] for index in properties}
-        self.properties, self._max_examples = properties, max_examples
-        named = [len(own.get("class_names", [])) for own in properties.values()]
+        self._nodes = nodes_of
+        self.properties = {index: described[node].properties for index, node in nodes_of.items()}
+        self._max_examples = {i: described[node].num_examples for i, node in nodes_of.items()}
+        named = [len(of.get("class_names", [])) for of in self.properties.values()]
         self._num_classes = max(1, int(median(named)))  # as most clients have it
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
@@ -227,8 +226,8 @@ class Cohort:
 
     def _described(
         self, nodes: Sequence[int], describe: Exchange, needed: Sequence[str], reasons: list[str]
-    ) -> list[tuple[int, int, Mapping[str, Any], float]]:
-        """Index, node, properties and number of examples of each node that says who it is.
+    ) -> dict[int, Reply]:
+        """The reply of each node that says who it is.
 
         Args:
             nodes: Asked.
@@ -237,19 +236,19 @@ class Cohort:
             reasons: Gets a sentence for each node that is left out.
         """
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
-        found = []
+        found = {}
         for place, answer in self._exchange(describe):
+            node = nodes[place]
             if isinstance(answer, str):
-                reasons.append(f"node {nodes[place]}: {answer}")
+                reasons.append(f"node {node}: {answer}")
             elif silent := [name for name in needed if name not in answer.properties]:
-                reasons.append(f"node {nodes[place]}: does not say its {silent[0]}")
-            elif not 0 <= (index := answer.properties["client"]) < self.num_clients:
-                reasons.append(
-                    f"node {nodes[place]} says that it is client {index} of "
-                    f"clients={self.num_clients}"
-                )
+                reasons.append(f"node {node}: does not say its {silent[0]}")
+            elif 0 <= (index := answer.properties["client"]) < self.num_clients:
+                found[node] = answer
             else:
-                found.append((index, nodes[place], answer.properties, answer.num_examples))
+                reasons.append(
+                    f"node {node} says that it is client {index} of clients={self.num_clients}"
+                )
         return found
 
     def quorum_of(self, asked: int) -> int:
@@ -267,22 +266,14 @@ class Cohort:
         return dict(sorted(self._left.items()))
 
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
-        """Return a cohort of its own to some of the connected clients, with their own quorum."""
-        part = Cohort(
-            run=run,
-            num_clients=len(clients),
-            quorum=self.quorum_share,
-            deadline_s=self.deadline_s,
-            connect_s=self.connect_s,
-            wire=self.wire,
-            largest_share=self.largest_share,
-            secure_sum=self.secure_sum,
-            emit=emit,
-        )
-        part._grid = self._grid
+        """Make a cohort of some of the connected clients, with their own quorum and counts."""
+        part = copy(self)
+        part.run, part.num_clients, part.emit = run, len(clients), emit
+        part.quorum = part.quorum_of(len(clients))
+        part.wait, part.sampling = time.sleep, None
+        part.bytes_sent = part.bytes_received = part.bytes_dense = 0
+        part._limited, part._missed = set(), set()
         part._nodes = {client: self._nodes[client] for client in clients}
-        part.statistics, part._num_classes = self.statistics, self._num_classes
-        part._refused = self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
         part.properties = {client: self.properties[client] for client in clients}

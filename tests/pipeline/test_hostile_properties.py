@@ -1,6 +1,6 @@
 """Whatever one client of several declares, the run ends well with the others, and names it.
 
-The properties are those of the server's own table, ``protocol.requests``: one that is new is tried by
+The properties are those of the table in ``protocol.requests``: one that is new is tried by
 itself, and the test says so if no run here has it.
 """
 

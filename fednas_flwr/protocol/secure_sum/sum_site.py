@@ -20,9 +20,15 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.anchor import connect
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.protocol.secure_sum.masks import add_mask, derive, seal, unseal
+from fednas_flwr.protocol.secure_sum.masks import (
+    SECRET_BYTES,
+    add_mask,
+    derive,
+    seal,
+    split,
+    unseal,
+)
 from fednas_flwr.protocol.secure_sum.roster import Context, Roster, SiteKeys, survivors_message
-from fednas_flwr.protocol.secure_sum.shamir import SECRET_BYTES, split
 
 NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
 _SCHEMA = """
