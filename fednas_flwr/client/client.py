@@ -215,10 +215,4 @@ class Client:
         """Return the batch ``x`` augmented as the data set's settings say."""
         if x.dim() != 4:
             return x
-        return augment(
-            x,
-            generator=generator,
-            crop_padding=self.augmentation.crop_padding,
-            flip=self.augmentation.flip,
-            cutout=self.augmentation.cutout,
-        )
+        return augment(x, generator=generator, **asdict(self.augmentation))

@@ -571,7 +571,7 @@ def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Coho
     return Cohort(
         run=run,
         num_clients=config.clients,
-        quorum=runtime.quorum,
+        quorum_share=runtime.quorum,
         deadline_s=runtime.deadline_s,
         connect_s=runtime.connect_s if isinstance(runtime, Deployment) else CONNECT_S,
         wire=runtime.wire,

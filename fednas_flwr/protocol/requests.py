@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Self, TypedDict
@@ -40,27 +40,10 @@ from fednas_flwr.protocol.sum_requests import (
 from fednas_flwr.protocol.sum_requests import Settings as Settings
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.settings.names import (
-    ACCOUNTANTS,
-    LARGEST_NOISE_MULTIPLIER,
-    LEAST_NOISE_MULTIPLIER,
-    PRV,
-    SPLITS,
-    UNITS,
-)
-from fednas_flwr.settings.optimizers import (
-    MOST_CANDIDATES,
-    SGD,
-    Adam,
-    Count,
-    CountOrZero,
-    DPAware,
-    LossBound,
-    NonNegative,
-    Positive,
-    ShareBelow1,
-    Steps,
-)
+from fednas_flwr.settings import names
+from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.settings.parser import (
     Between,
     Checked,
@@ -97,7 +80,7 @@ Declared = Annotated[
     dict[str, Number], Where(lambda splits: set(splits) == set(SPLITS), "a number of each split")
 ]
 Epsilon = Annotated[float, Between(0)]
-Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]
+Candidates = Annotated[list[list[int]], Length(Between(1, opt.MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
 
 
@@ -136,9 +119,9 @@ class Amount(Checked):
             expected size that was committed to.
     """
 
-    epochs: Steps | None
-    steps: Steps | None
-    batch_size: Count | None
+    epochs: opt.Steps | None
+    steps: opt.Steps | None
+    batch_size: opt.Count | None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that one of the two is given."""
@@ -239,9 +222,9 @@ class LocalTraining(Checked):
     split: str
     amount: Amount
     weights: SGD
-    auxiliary_weight: NonNegative
-    drop_path_prob: ShareBelow1
-    proximal: NonNegative = 0.0
+    auxiliary_weight: opt.NonNegative
+    drop_path_prob: opt.ShareBelow1
+    proximal: opt.NonNegative = 0.0
 
     states = ("weights",)
 
@@ -260,7 +243,7 @@ class Trial(Checked):
 
     weights: SGD
     alphas: Adam
-    drop_path_prob: ShareBelow1
+    drop_path_prob: opt.ShareBelow1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +266,7 @@ class AtSite(Settings):
 class InSteps(AtSite):
     """Arguments of an action that takes ``local_steps`` steps, 1 to 1e6, before it answers."""
 
-    local_steps: Steps
+    local_steps: opt.Steps
 
     def num_steps(self, records: Mapping[str, int]) -> int:
         """Steps before the answer, or of each candidate."""
@@ -312,7 +295,7 @@ class Locally(AtSite):
 class Budget(TypedDict):
     """Budget that a policy gives."""
 
-    epsilon: Positive
+    epsilon: opt.Positive
     delta: Annotated[float, Between(0, 1, above=True, below=True)]
 
 
@@ -343,9 +326,9 @@ class ClientProperties(Identity, total=False):
     data_set: Line
     budget: Budget
     secure_noise: bool
-    unit: Annotated[str, OneOf(UNITS)]
+    unit: Annotated[str, OneOf(names.UNITS)]
     least_noise_multiplier: Annotated[
-        float, Between(LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER)
+        float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
     ]
     spent: Epsilon | None  # None is infinite
     honest_sites: Annotated[int, Between(2, MOST_SITES)]
@@ -366,25 +349,27 @@ class Describe(Settings):
     of_any_site = True
 
 
+def _are_complete(epsilons: Mapping[str, Mapping[str, float | None]]) -> bool:
+    splits = [set(of) for of in epsilons.values()]
+    alike = all(of == splits[0] <= set(SPLITS) for of in splits)
+    return set(epsilons) == set(names.ACCOUNTANTS) and alike
+
+
+def _are_units(units: Sequence[str]) -> bool:
+    return bool(units) and units == sorted({*units} & {*names.UNITS})
+
+
 class Committed(TypedDict, total=False):
     """Properties of the reply to ``query.commit``: a hash to approve, or what the run costs."""
 
     awaits: Annotated[str, Where(partial(is_hex, 32), "32 hex digits")]
-    epsilon: Annotated[  # by accountant and split; None is infinite
+    # by accountant and split; None is infinite
+    epsilon: Annotated[
         dict[str, dict[str, Epsilon | None]],
-        Where(
-            lambda by: (
-                set(by) == set(ACCOUNTANTS) and len({frozenset(of) for of in by.values()}) == 1
-            ),
-            "epsilons of the same splits by each accountant",
-        ),
-        Where(lambda by: set(by[PRV]) <= set(SPLITS), "epsilons by split"),
+        Where(_are_complete, "an epsilon of the same splits by each accountant"),
     ]
     covered_steps: dict[str, Number]
-    uncounted: Annotated[
-        list[str],
-        Where(lambda units: units and units == sorted({*units} & {*UNITS}), "units of privacy"),
-    ]
+    uncounted: Annotated[list[str], Where(_are_units, "different units of privacy")]
 
 
 @asks("query.commit", reply=Committed)
@@ -479,11 +464,11 @@ class TakeGradients(InSteps):
         inner_lr: Learning rate of the weights' last step, for order 2; above 0.
     """
 
-    step: CountOrZero
-    local_lrs: dict[str, NonNegative]
-    batch_size: Count | None
+    step: opt.CountOrZero
+    local_lrs: dict[str, opt.NonNegative]
+    batch_size: opt.Count | None
     order: Annotated[int, Between(1, 2)]
-    inner_lr: Positive
+    inner_lr: opt.Positive
 
     def __post_init__(self) -> None:
         """Check the ranges, and the names of states."""
@@ -518,10 +503,10 @@ class TakeNetworkGradient(AtSite):
 
     network: Description
     split: str
-    step: CountOrZero
-    batch_size: Count | None
-    auxiliary_weight: NonNegative
-    drop_path_prob: ShareBelow1
+    step: opt.CountOrZero
+    batch_size: opt.Count | None
+    auxiliary_weight: opt.NonNegative
+    drop_path_prob: opt.ShareBelow1
 
     @property
     def described(self) -> Description:
@@ -596,10 +581,10 @@ class TrainCandidates(InSteps):
     """
 
     candidates: Candidates
-    step: CountOrZero
-    batch_size: Count | None
+    step: opt.CountOrZero
+    batch_size: opt.Count | None
     weights: SGD
-    dp_aware: DPAware | None
+    dp_aware: opt.DPAware | None
     sparse: bool = False
 
     def released(self, action: str) -> Kinds:
@@ -643,8 +628,8 @@ class RewardCandidates(AtSite):
         if self.candidates is None:
             members = self.pool.get("genotypes")
             count = len(members) if isinstance(members, list) else 0
-            wanted = f"a list of 1 to {MOST_CANDIDATES}"
-            check_range(1 <= count <= MOST_CANDIDATES, "genotypes", members, wanted)
+            wanted = f"a list of 1 to {opt.MOST_CANDIDATES}"
+            check_range(1 <= count <= opt.MOST_CANDIDATES, "genotypes", members, wanted)
 
     @property
     def pool(self) -> Description:
@@ -691,7 +676,7 @@ class Probe(AtSite):
     search: LocalSearch | None
     training: LocalTraining | None
     trials: Annotated[list[Trial], Length(Between(1, MOST_TRIALS))]
-    loss_bound: LossBound
+    loss_bound: opt.LossBound
 
     def __post_init__(self) -> None:
         """Check the ranges, and that one of the two is given."""
@@ -820,7 +805,7 @@ class Evaluate(AtSite):
 
     network: Description
     split: str
-    statistics_batch_size: Count | None = None
+    statistics_batch_size: opt.Count | None = None
     with_scores: bool = False
 
     @property

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -33,10 +34,9 @@ from fednas_flwr.protocol.messages import (
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.client_sampling import Sampling
-from fednas_flwr.server.exchange import Exchange, Requests
+from fednas_flwr.server.exchange import Exchange, Requests, share_scales
 from fednas_flwr.server.reply_checks import misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
-from fednas_flwr.server.weights import share_scales, weighed
 
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
 POLL_SHARE = 0.05  # of the time since the last reply
@@ -60,13 +60,14 @@ class QuorumError(RuntimeError):
     """Too few clients answered an exchange; the message names each missing one and its reason."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Cohort:
     """The clients of one run as the server sees them.
 
     Args:
         run: Name of the run; replies to another run are refused.
         num_clients: Number of clients, whose indices are 0 to ``num_clients - 1``.
-        quorum: Share of the clients, in (0, 1], that must answer every exchange.
+        quorum_share: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
         wire: What float32 vectors travel as, see :mod:`fednas_flwr.protocol.wire`.
@@ -76,6 +77,7 @@ class Cohort:
         secure_sum: Whether clients send what depends on records as part of secure sums only.
         emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
             has left because its replies were refused is ``expelled``.
+        wait: Called with seconds where there is nothing to do but wait for replies.
 
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
@@ -84,51 +86,34 @@ class Cohort:
         properties: What each connected client said of itself, by client.
         statistics: By which all clients standardise a table; None where they are declared.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
-        wait: Called with seconds where there is nothing to do but wait for replies.
     """
 
-    def __init__(
-        self,
-        *,
-        num_clients: int,
-        run: str = "run",
-        quorum: float = 1.0,
-        deadline_s: float = 3600.0,
-        connect_s: float = 60.0,
-        wire: str = "float32",
-        fewest_records: float = 0.0,
-        most_records: float = math.inf,
-        largest_share: float = 1.0,
-        secure_sum: bool = False,
-        emit: Emit = ignore_events,
-    ) -> None:
-        """See the class."""
-        self.run = run
-        self.num_clients = num_clients
-        self.quorum_share = quorum
-        self.quorum = self.quorum_of(num_clients)
-        self.deadline_s = deadline_s
-        self.connect_s = connect_s
-        self.wire = wire
-        self.fewest_records, self.most_records = fewest_records, most_records
-        self.largest_share = largest_share
-        self.secure_sum = secure_sum
-        self.emit = emit
-        self.wait: Callable[[float], None] = time.sleep
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.bytes_dense = 0
-        self.properties: dict[int, Mapping[str, Any]] = {}
-        self.statistics: Statistics | None = None
-        self.sampling: Sampling | None = None
-        self._num_classes = 1
-        self._grid: Grid | None = None
-        self._nodes: dict[int, int] = {}  # client -> node id
-        self._max_examples: dict[int, float] = {}  # client -> records it has
-        self._left: dict[int, str] = {}  # clients that are asked no more: their reason
-        self._refused: Counter[int] = Counter()  # client -> refused replies
-        self._limited: set[int] = set()  # clients whose weight was once cut to the largest share
-        self._missed: set[int] = set()  # clients without an accepted reply when last asked
+    num_clients: int
+    run: str = "run"
+    quorum_share: float = 1.0
+    deadline_s: float = 3600.0
+    connect_s: float = 60.0
+    wire: str = "float32"
+    fewest_records: float = 0.0
+    most_records: float = math.inf
+    largest_share: float = 1.0
+    secure_sum: bool = False
+    emit: Emit = ignore_events
+    wait: Callable[[float], None] = time.sleep
+    bytes_sent: int = field(default=0, init=False)
+    bytes_received: int = field(default=0, init=False)
+    bytes_dense: int = field(default=0, init=False)
+    properties: dict[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
+    statistics: Statistics | None = field(default=None, init=False)
+    sampling: Sampling | None = field(default=None, init=False)
+    _num_classes: int = field(default=1, init=False)
+    _grid: Grid | None = field(default=None, init=False)
+    _nodes: dict[int, int] = field(default_factory=dict, init=False)  # client -> node id
+    _max_examples: dict[int, float] = field(default_factory=dict, init=False)  # declared records
+    _left: dict[int, str] = field(default_factory=dict, init=False)  # why they are asked no more
+    _refused: Counter[int] = field(default_factory=Counter, init=False)  # refused replies
+    _limited: set[int] = field(default_factory=set, init=False)  # once held to the largest share
+    _missed: set[int] = field(default_factory=set, init=False)  # without a reply when last asked
 
     def connect(
         self,
@@ -251,6 +236,11 @@ class Cohort:
                 )
         return found
 
+    @property
+    def quorum(self) -> int:
+        """Number of all clients that must answer an exchange with all."""
+        return self.quorum_of(self.num_clients)
+
     def quorum_of(self, asked: int) -> int:
         """Return how many of so many clients must answer."""
         return max(1, math.ceil(self.quorum_share * asked - 1e-9))
@@ -269,7 +259,6 @@ class Cohort:
         """Make a cohort of some of the connected clients, with their own quorum and counts."""
         part = copy(self)
         part.run, part.num_clients, part.emit = run, len(clients), emit
-        part.quorum = part.quorum_of(len(clients))
         part.wait, part.sampling = time.sleep, None
         part.bytes_sent = part.bytes_received = part.bytes_dense = 0
         part._limited, part._missed = set(), set()
@@ -401,8 +390,7 @@ class Cohort:
         for client, answer in self._in_order(self._grid, awaited, unsent, requests.accepts):
             if isinstance(answer, Reply):
                 self.bytes_dense += exchange.dense_reply
-                scale, weight = scales.get(client), exchange.weights.get(client)
-                answer = weighed(answer, exchange.action, scale=scale, weight=weight)
+                answer = exchange.weighed(client, answer, scales.get(client, 1.0))
                 if pending is not None:
                     try:
                         pending.add(client, answer)

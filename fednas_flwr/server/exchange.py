@@ -18,6 +18,7 @@ from fednas_flwr.protocol.wire import restore_sent, round_sent
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.limits import Limits, honest_limits, norm
 from fednas_flwr.server.reply_checks import accept_reply
+from fednas_flwr.settings.names import FEWEST_VOTES
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,20 @@ class Exchange:
         """Weights of replies in place of their numbers of examples, where these are planned."""
         return {} if self.participants is None else self.participants.weights
 
+    def weighed(self, client: int, reply: Reply, scale: float) -> Reply:
+        """Give an accepted reply the weight that counts.
+
+        Args:
+            client: Whose it is.
+            reply: The reply.
+            scale: Factor that keeps it to the largest share of an average.
+        """
+        if client in self.weights:
+            scale *= self.weights[client] / reply.num_examples
+        if scale == 1:
+            return reply
+        return reply.weighing(scale, summed=ACTIONS[self.action].gradients_of)
+
     @property
     def dense_request(self) -> int:
         """Bytes of a request of whole, unrounded states."""
@@ -134,3 +149,17 @@ class Requests:
 
 def _num_bytes(packed: Packed) -> int:
     return sum(vector.numel() * vector.itemsize for vector in packed.values())
+
+
+def share_scales(examples: Mapping[int, float], largest: float) -> dict[int, float]:
+    """Factors of the weights of the clients that would exceed a share of the sum.
+
+    Args:
+        examples: Largest weight of each client; of one or two none is scaled.
+        largest: Share of a client; the sum that counts is that of the others as they declare it.
+    """
+    total = sum(examples.values())
+    if len(examples) < FEWEST_VOTES or largest == 1:
+        return {}
+    scales = {c: largest / (1 - largest) * (total - n) / n for c, n in examples.items()}
+    return {client: scale for client, scale in scales.items() if scale < 1}

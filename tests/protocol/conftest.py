@@ -101,7 +101,7 @@ def federation():
             run="run",
             num_clients=num_clients,
             emit=lambda event, **fields: events.append({"event": event, **fields}),
-            **{"quorum": 0.5, "deadline_s": 30.0, "connect_s": 30.0, **settings},
+            **{"quorum_share": 0.5, "deadline_s": 30.0, "connect_s": 30.0, **settings},
         )
         layouts = {name: Layout.of(tensors) for name, tensors in client_tensors(0).items()}
 

@@ -21,10 +21,9 @@ from fednas_flwr.protocol.secure_sum.masks import PART_BYTES
 from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
 from fednas_flwr.protocol.states import WeightedAverage
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.exchange import Exchange, share_scales
 from fednas_flwr.server.reply_checks import MAX_EXAMPLES, outliers
 from fednas_flwr.server.robust_averages import TrimmedMean
-from fednas_flwr.server.weights import share_scales
 from fednas_flwr.settings.names import ACCOUNTANTS
 
 from ..asked import decoded
@@ -493,7 +492,7 @@ def test_a_reply_of_another_run_or_site_is_refused(federation):
         return content
 
     foreign = federation(
-        damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum=0.3
+        damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum_share=0.3
     )
     foreign.cohort.connect(foreign.grid)
     assert [client for client, _ in foreign.ask()] == [0, 2]  # site 0's reply to this exchange

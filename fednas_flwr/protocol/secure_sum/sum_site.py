@@ -110,27 +110,12 @@ class SumSite:
         paths = [Path(node[key]) for key in NODE_KEYS]
         return cls(index, SiteKeys.at(paths[1]), Roster.read(paths[0]), terms, paths[2])
 
-    def begin(
-        self,
-        *,
-        run: str,
-        attempt: str,
-        stage: str,
-        round: int,
-        phase: int,
-        participants: Sequence[int],
-        agreed: Mapping[str, Any],
-    ) -> Answer:
+    def begin(self, *, participants: Sequence[int], **place: Any) -> Answer:
         """Record that a context is answered, before the action reads a record.
 
         Args:
-            run: As the others an attribute of :class:`Context`.
-            attempt: See there.
-            stage: See there.
-            round: See there.
-            phase: See there.
-            participants: See there.
-            agreed: See there.
+            participants: As all others an attribute of :class:`Context`.
+            **place: The others, but the roster, which is this site's.
 
         Raises:
             ConfigError: The participants are too few, not in order, not of the roster or without
@@ -140,12 +125,12 @@ class SumSite:
         if list(asked) != sorted(set(asked)) or not all(0 <= i < others for i in asked):
             raise _refused("participants", list(asked), f"indices of the {others} sites, ascending")
         self._check_members("participants", asked)
-        place = (run, attempt, stage, round, phase)
-        context = Context(self.terms.roster, *place, asked, agreed).digest
+        exchange = Context(roster=self.terms.roster, participants=asked, **place)
+        context = exchange.digest
         seed = secrets.token_bytes(SECRET_BYTES)
         threshold = self.terms.colluding + 1
         parts = split(seed, [i + 1 for i in asked], threshold=threshold)
-        values = (context.hex(), run, json.dumps(asked), parts[self.index + 1])
+        values = (context.hex(), exchange.run, json.dumps(asked), parts[self.index + 1])
         with self._books() as books:
             known = "SELECT 1 FROM answers WHERE context = ?"
             if books.execute(known, (context.hex(),)).fetchone() is not None:
