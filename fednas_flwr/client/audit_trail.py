@@ -296,10 +296,10 @@ def _follow(line: bytes, number: int, mac: str, key: bytes) -> _End | None:
     if matched is None or int(matched[2]) != number + 1:
         return None
     try:
-        own = seal(key, "audit line", mac, matched[1].decode())
+        seal_of_line = seal(key, "audit line", mac, matched[1].decode())
     except UnicodeDecodeError:
         return None
-    return _End(number + 1, own, mac) if equal(matched[3].decode(), own) else None
+    return _End(number + 1, seal_of_line, mac) if equal(matched[3].decode(), seal_of_line) else None
 
 
 def _genesis(key: bytes) -> _End:

@@ -325,9 +325,9 @@ def search(client: Client, request: Request, asked: rq.Search) -> Reply:
     """
     with before_reading(request):
         supernet = request_supernet(client, request)
-        own = {name for name, state in st.network_states(supernet).items() if state}
-        if asked.sparse and not own <= set(request.states):
-            raise ValueError(f"sparse=True needs the states {', '.join(sorted(own))}")
+        needed = {name for name, state in st.network_states(supernet).items() if state}
+        if asked.sparse and not needed <= set(request.states):
+            raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
         check_network(client, request, supernet)
         run = prepare(client, request, asked.local, supernet)
     descents, metrics = run()
@@ -353,7 +353,7 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
     sgd, paths = asked.weights, asked.candidates
     gradients: Gradients
     with before_reading(request):
-        supernet, own = path_supernet(client, request, paths, sparse=asked.sparse)
+        supernet, named = path_supernet(client, request, paths, sparse=asked.sparse)
         check_network(client, request, supernet.train())
         steps = len(paths) * asked.local_steps
         if client.guard is not None:
@@ -365,12 +365,12 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
             gradients = _candidate_gradients(client, request, asked, steps)
         weights = supernet.weights()
         descent = Descent(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
-        moments = sent_moments(request, supernet, only=own.get(st.MOMENTS))
+        moments = sent_moments(request, supernet, only=named.get(st.MOMENTS))
         descents = Descents(descent, sent=moments)
     train_candidates(supernet, paths, gradients, descent, steps=asked.local_steps)
     states = trained_states(supernet, descents, without=("alphas", "buffers"))
     if asked.sparse:
-        states["weights"] = {n: w for n, w in states["weights"].items() if n in own["weights"]}
+        states["weights"] = {n: w for n, w in states["weights"].items() if n in named["weights"]}
     return Reply.of(_num_records(client, "train"), states, gradients.metrics())
 
 
@@ -589,9 +589,9 @@ def path_supernet(
     network = client.network({"name": SUPERNET})
     assert isinstance(network, Supernet)
     used = path_states(network, paths)
-    own = used if sparse else {}
-    st.load_states(network, request.network_states, only=own)
-    return network, own
+    named = used if sparse else {}
+    st.load_states(network, request.network_states, only=named)
+    return network, named
 
 
 def _num_records(client: Client, split: str) -> int:

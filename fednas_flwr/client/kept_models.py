@@ -110,8 +110,8 @@ def _check_inputs(client: Client, model: Model) -> None:
     theirs["shape"] = model.input_shape
     ours["multi_label"] = client.objective.multi_label
     theirs["multi_label"] = model.inputs.multi_label
-    for name, own in ours.items():
-        if theirs[name] != own:
+    for name, value in ours.items():
+        if theirs[name] != value:
             raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
 
 

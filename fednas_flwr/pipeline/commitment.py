@@ -136,7 +136,7 @@ def _agreed(
     event ``approval_awaited`` names the run, so that one that ended here can go on under its name.
     """
     request = next(iter(requests.values()))
-    exchange = Exchange("query.commit", stage="commit", settings=request, own_settings=requests)
+    exchange = Exchange("query.commit", stage="commit", settings=request, settings_of=requests)
     replies = dict(cohort.ask(exchange))
     deadline = time.monotonic() + approval_s
     told: dict[int, str] = {}

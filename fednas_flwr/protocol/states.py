@@ -188,15 +188,15 @@ def load_states(
     Raises:
         ValueError: A state is not one of this network's, or has other sizes.
     """
-    own = network_states(network)
+    present = network_states(network)
     for name, packed in states.items():
-        if name not in own:
-            raise ValueError(f"a network has the states {sorted(own)}, got {name!r}")
-        layout = Layout.of(own[name])
+        if name not in present:
+            raise ValueError(f"a network has the states {sorted(present)}, got {name!r}")
+        layout = Layout.of(present[name])
         if only is not None and name in only:
             layout = layout.part(layout.marks(only[name]))
         for key, tensor in unpack(packed, layout).items():
-            own[name][key].copy_(tensor)
+            present[name][key].copy_(tensor)
 
 
 class Average(Protocol):

@@ -178,7 +178,7 @@ class Cohort:
             declared[index] |= {f"{split} ": number for split, number in splits.items()}
         leave_out(outliers(declared, fewest=self.fewest_records, most=self.most_records))
         for client in sorted(set(range(self.num_clients)) - set(nodes_of)):
-            self.tell_failure(client, describe, "; ".join(reasons))
+            self.report_failure(client, describe, "; ".join(reasons))
         if len(nodes_of) < self.quorum:
             raise QuorumError(
                 f"{'; '.join(reasons)} (query.describe: {len(nodes_of)} of {self.num_clients} "
@@ -301,12 +301,12 @@ class Cohort:
             for client, answer in self._exchange(exchange, asked, pending):
                 if isinstance(answer, Reply):
                     accepted += 1
-                    self.tell_back(client, exchange)
+                    self.report_back(client, exchange)
                     if pending is None:
                         yield client, answer
                 else:
                     failures[client] = answer
-                    self.tell_failure(client, exchange, answer)
+                    self.report_failure(client, exchange, answer)
             short = max(0, wanted - accepted)
             asked, backups = backups[:short], backups[short:]
         if accepted < (quorum := self.quorum_of(wanted)):
@@ -346,8 +346,9 @@ class Cohort:
                 "opened; continue the run with resume=<run folder>."
             )
         signatures = {client: properties["signature"] for client, properties in signed.items()}
-        own = pending.open_requests(signatures)
-        openings = sum_step("query.open_masks", settings=next(iter(own.values())), own_settings=own)
+        requests = pending.open_requests(signatures)
+        one = next(iter(requests.values()))
+        openings = sum_step("query.open_masks", settings=one, settings_of=requests)
         opened = self._gather(openings)
         try:
             return pending.unmask(opened)
@@ -363,7 +364,7 @@ class Cohort:
             if isinstance(answer, Reply):
                 found[client] = answer.properties
             else:
-                self.tell_failure(client, exchange, answer)
+                self.report_failure(client, exchange, answer)
         return found
 
     def _exchange(
@@ -440,37 +441,37 @@ class Cohort:
                 continue
             place = (exchange.stage, exchange.server_round, exchange.phase)
             header = Header(self.run, *place, client, secrets.token_hex(8))
-            settings = exchange.own_settings.get(client, exchange.settings)
+            settings = exchange.settings_of.get(client, exchange.settings)
             content = encode_request(
                 header, settings, records, statistics=self.statistics, summed=summed
             )
             self.bytes_sent += payload_bytes(content)
             self.bytes_dense += exchange.dense_request
-            own_limits = limits(
+            client_limits = limits(
                 settings,
                 examples=self._max_examples.get(client, MAX_EXAMPLES),
                 records=self.properties.get(client, {}).get("splits", {}),
             )
-            most[client] = exchange.weights.get(client, own_limits.examples)
-            accepts[client] = partial(accept, header=header, limits=own_limits)
+            most[client] = exchange.weights.get(client, client_limits.examples)
+            accepts[client] = partial(accept, header=header, limits=client_limits)
             node = self._nodes[client]
             messages[client] = Message(content, node, exchange.action, ttl=self.deadline_s + 60)
         return Requests(messages, accepts, most)
 
-    def tell_back(self, client: int, exchange: Exchange) -> None:
+    def report_back(self, client: int, exchange: Exchange) -> None:
         """Emit that a client has answered again that did not before."""
         if client in self._missed:
             self._missed.remove(client)
-            self._tell("client_back", client, exchange)
+            self._report("client_back", client, exchange)
 
-    def tell_failure(self, client: int, exchange: Exchange, reason: str) -> None:
+    def report_failure(self, client: int, exchange: Exchange, reason: str) -> None:
         """Emit that a client gave no accepted reply, and whether it has left."""
         event = "client_left" if client in self._left else "client_failed"
         more = {"expelled": True} if self._refused[client] >= STRIKES else {}
         self._missed.add(client)
-        self._tell(event, client, exchange, reason=reason, **more)
+        self._report(event, client, exchange, reason=reason, **more)
 
-    def _tell(self, event: str, client: int, exchange: Exchange, **fields: object) -> None:
+    def _report(self, event: str, client: int, exchange: Exchange, **fields: object) -> None:
         self.emit(
             event,
             stage=exchange.stage,

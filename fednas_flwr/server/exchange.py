@@ -32,7 +32,7 @@ class Exchange:
             whole.
         server_round: Round within the stage.
         phase: Number of the exchange within the round.
-        own_settings: Arguments for single clients in their place.
+        settings_of: Arguments for single clients in their place.
         states: Packed tensors to send.
         layouts: The states that every reply must carry.
         whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
@@ -50,7 +50,7 @@ class Exchange:
     settings: Settings
     server_round: int = 0
     phase: int = 1
-    own_settings: Mapping[int, Settings] = field(default_factory=dict)
+    settings_of: Mapping[int, Settings] = field(default_factory=dict)
     states: Mapping[str, Packed] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     whole: Mapping[str, Layout] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Exchange:
     @property
     def dense_reply(self) -> int:
         """Bytes of a reply of whole, unrounded states."""
-        return sum(self.whole.get(name, own).num_bytes for name, own in self.layouts.items())
+        return sum(self.whole.get(name, layout).num_bytes for name, layout in self.layouts.items())
 
     def carried(self, wire: str) -> Mapping[str, Packed]:
         """The states as they travel."""

@@ -94,8 +94,8 @@ class PendingSum:
             clients: All that can be asked, ascending.
             properties: What each has said of itself.
         """
-        if exchange.own_settings:
-            raise ValueError("a secure sum is of replies to one request: no own_settings")
+        if exchange.settings_of:
+            raise ValueError("a secure sum is of replies to one request: no settings_of")
         ranges = {
             kind: max(release.sum_range(properties[client]["splits"]) for client in clients)
             for kind, release in exchange.planned.items()

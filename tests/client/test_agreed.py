@@ -71,7 +71,6 @@ def of_sum(**change):
 # Changes of what a request says, by the input that they change.
 SHARED_REQUEST = {
     "action": {"action": "train.gradients"},
-    "planned": {"planned": {"weights": replace(PLANNED, max_grad_norm=0.25)}},
     "settings": {"settings": replace(SETTINGS, step=1)},
     "states": {"states": {"weights": {"float32": torch.tensor([0.0, 0.0, 1e-30])}}},
     "statistics": {"statistics": Statistics((0.0,), (1.0000001,))},
@@ -199,7 +198,11 @@ def named(of):
 
 def test_every_input_is_in_one_list():
     parts = {f"header.{name}" for name in named(Header)} | {f"summed.{n}" for n in named(Summed)}
-    assert {*SHARED_REQUEST, *OWN_REQUEST} == parts | named(Request) - {"header", "summed"}
+    assert {*SHARED_REQUEST, *OWN_REQUEST} == parts | named(Request) - {
+        "header",
+        "summed",
+        "planned",
+    }
     assert not {*SHARED_REQUEST} & {*OWN_REQUEST}
     assert set(SHARED_RELEASE) == named(PlannedRelease)
     assert SHARED_COMMITMENT | set(OWN_COMMITMENT) == named(Commitment)

@@ -20,7 +20,7 @@ from fednas_flwr.protocol.states import Layout, pack
 from fednas_flwr.protocol.wire import BLOCK, SCALES, restore_vector, round_reply, round_vector
 from fednas_flwr.server.reply_checks import accept_reply
 
-from .conftest import SEARCH
+from ..server.conftest import SEARCH
 
 HEADER = Header("run", "search", 1, 1, 0, "n")
 LENGTH = 2 * BLOCK + 3

@@ -279,13 +279,13 @@ class Answer:
 
     def mask(self, vectors: Sequence[np.ndarray]) -> dict[int, bytes]:
         """Mask the site's integers, in place, and return the sealed part of every other site."""
-        own, boxes = self.site.index, {}
+        index, boxes = self.site.index, {}
         add_mask(self._seed, vectors, sign=1)
         for i in self.participants:
-            if i != own:
+            if i != index:
                 seed = self.site.pair_seed(self.context, i)
-                add_mask(seed, vectors, sign=1 if own < i else -1)
-                key = self.site.part_key(self.context, own, i)
+                add_mask(seed, vectors, sign=1 if index < i else -1)
+                key = self.site.part_key(self.context, index, i)
                 boxes[i] = seal(key, self._parts[i + 1])
         return boxes
 
