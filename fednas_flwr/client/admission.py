@@ -93,6 +93,18 @@ def check_network(client: Client, request: Request, network: nn.Module) -> None:
         client.guard.check_size(request.releases[kind], request.header.run, num_values)
 
 
+def sent_network(client: Client, request: Request) -> nn.Module:
+    """Return the network that a request describes, with the states that it carries, checked.
+
+    Raises:
+        ConfigError: See :func:`check_network`.
+        ValueError: The states are not of this network.
+    """
+    network = client.network(description_of(request), request.network_states)
+    check_network(client, request, network)
+    return network
+
+
 def guard_of(client: Client) -> ReleaseGuard:
     """Return the guard of a private client."""
     assert client.guard is not None

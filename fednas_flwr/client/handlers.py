@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator
 from fednas_flwr.client import kept_models
-from fednas_flwr.client.admission import before_reading, check_network, guard_of
+from fednas_flwr.client.admission import (
+    before_reading,
+    check_network,
+    description_of,
+    guard_of,
+    sent_network,
+)
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.local_training import (
     clipped_decreases,
@@ -191,7 +197,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
 
     norm = largest_norm(num_columns)
     means = noised_mean(client, request, STATISTICS, split, values, norm=norm)
-    return Reply.of(guard.expected_batch(planned), {STATISTICS: {STATISTICS: means}})
+    return Reply.of(_released_weight(client, request), {STATISTICS: {STATISTICS: means}})
 
 
 @answers("query.keep_model")
@@ -225,11 +231,11 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
     states = ACTIONS[request.action].gradients_of
     gradients: NoisedGradients | ExactSums
     with before_reading(request):
-        supernet = request_supernet(client, request).train()
+        supernet = sent_network(client, request).train()
+        assert isinstance(supernet, Supernet)
         lrs = {state: asked.local_lrs[state] for state in states}
-        check_network(client, request, supernet)
         if client.guard is None:
-            gradients = _exact_sums(client, request, asked)
+            gradients = _exact_sums(client, request, asked, supernet)
         else:
             gradients = NoisedGradients(client, request)
             if "weights" in states:
@@ -253,9 +259,8 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
     gradients: NoisedGradients | ExactSums
     weight, drop_path_prob = asked.auxiliary_weight, asked.drop_path_prob
     with before_reading(request):
-        network = client.network(asked.network, request.network_states).train()
+        network = sent_network(client, request).train()
         network.drop_path_prob = drop_path_prob  # type: ignore[assignment]
-        check_network(client, request, network)
         if client.guard is None:
             # A round has many steps: what is drawn must differ between them.
             purpose = (request.action, client.index, asked.step)
@@ -324,11 +329,10 @@ def search(client: Client, request: Request, asked: rq.Search) -> Reply:
     reply leaves out are those that no release has moved.
     """
     with before_reading(request):
-        supernet = request_supernet(client, request)
+        supernet = sent_network(client, request)
         needed = {name for name, state in st.network_states(supernet).items() if state}
         if asked.sparse and not needed <= set(request.states):
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
-        check_network(client, request, supernet)
         run = prepare(client, request, asked.local, supernet)
     descents, metrics = run()
     states = trained_states(supernet, descents)
@@ -398,8 +402,8 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
         if client.guard is not None:
             release = prepare_rewards(client, request, candidates, largest, described)
     if client.guard is not None:
-        expected = client.guard.expected_batch(request.releases["rewards"])
-        return Reply.of(expected, {"rewards": {"rewards": release()}})
+        rewards = release()
+        return Reply.of(_released_weight(client, request), {"rewards": {"rewards": rewards}})
     measured = [
         evaluate(candidate, split, client.device, objective=client.objective)
         for candidate in candidates
@@ -462,41 +466,35 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     """
     bound, batch_size, guard = asked.loss_bound, asked.amount.batch_size, client.guard
     with before_reading(request):
-        described = {"name": SUPERNET} if asked.training is None else asked.training.network
-        restore = partial(client.network, described, request.network_states)
-        network = restore()
-        check_network(client, request, network)
+        network = sent_network(client, request)
         trainings = [prepare(client, request, local, network) for local in asked.trainings()]
         if guard is not None:
-            losses = prepare_losses(client, network, described)
-    if guard is None:
+            losses = prepare_losses(client, network, description_of(request))
+    split, before, rewards = client.data.validation, torch.zeros(0), []
+
+    def exact_losses() -> Tensor:
         refresh_statistics(client, request, network, batch_size)
-        before = validation_losses(client, network)
-    else:
-        before = torch.zeros(0)
-    rewards = []
+        return validation_losses(client, network)
+
+    def decreases_of(rows: Tensor) -> Tensor:
+        nonlocal before
+        after = losses()
+        if not len(before):
+            sent_network(client, request)
+            before = losses()
+        return clipped_decreases(before - after, bound)[rows, None]
+
+    if guard is None:
+        before = exact_losses()
     for train in trainings:
         with torch.random.fork_rng():
-            restore()
+            sent_network(client, request)
             train()
             if guard is None:
-                refresh_statistics(client, request, network, batch_size)
-                decreases = before - validation_losses(client, network)
-                rewards.append(clipped_decreases(decreases, bound).mean()[None])
+                rewards.append(clipped_decreases(before - exact_losses(), bound).mean()[None])
                 continue
-
-        def decreases_of(rows: Tensor) -> Tensor:
-            nonlocal before
-            after = losses()
-            if not len(before):
-                restore()
-                before = losses()
-            return clipped_decreases(before - after, bound)[rows, None]
-
-        split = client.data.validation
         rewards.append(noised_mean(client, request, "rewards", split, decreases_of, norm=bound))
-    records = len(client.data.validation)
-    weight = records if guard is None else guard.expected_batch(request.releases["rewards"])
+    weight = len(split) if guard is None else _released_weight(client, request)
     return Reply.of(weight, {"rewards": {"rewards": torch.cat(rewards).float()}})
 
 
@@ -508,8 +506,7 @@ def train_weights(client: Client, request: Request, asked: rq.Train) -> Reply:
     """
     local = asked.local
     with before_reading(request):
-        network = client.network(local.network, request.network_states)
-        check_network(client, request, network)
+        network = sent_network(client, request)
         run = prepare(client, request, local, network)
     descents, metrics = run()
     states = trained_states(network, descents)
@@ -524,29 +521,25 @@ def train_weights(client: Client, request: Request, asked: rq.Train) -> Reply:
 @answers("evaluate.model")
 def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Reply:
     """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
-    if client.guard is None:
-        network = client.network(asked.network, request.network_states)
-        if asked.statistics_batch_size is not None:
-            refresh_statistics(client, request, network, asked.statistics_batch_size)
-        objective = client.objective
-        logits, labels = predicted(network, client.split(asked.split), client.device)
-        metrics = measured(logits, labels, objective=objective)
-        properties: dict[str, Any] = {}
-        if asked.with_scores:
-            properties["scores"] = objective.scores(logits, labels)
-            positive = objective.positive_class(logits.shape[1])
-            if positive is not None:
-                shares = objective.probabilities(logits.double())[:, positive]
-                properties["histogram"] = histogram(shares, objective.members(labels, positive))
-        return Reply(
-            num_examples=metrics.num_examples, metrics=metrics.as_dict(), properties=properties
-        )
     with before_reading(request):
-        network = client.network(asked.network, request.network_states)
-        check_network(client, request, network)
-        release = prepare_metrics(client, request, network, asked.network)
-    expected = client.guard.expected_batch(request.releases["metrics"])
-    return Reply(num_examples=expected, metrics=release())
+        network = sent_network(client, request)
+        if client.guard is not None:
+            release = prepare_metrics(client, request, network, asked.network)
+    if client.guard is not None:
+        return Reply(_released_weight(client, request), release())
+    if asked.statistics_batch_size is not None:
+        refresh_statistics(client, request, network, asked.statistics_batch_size)
+    objective = client.objective
+    logits, labels = predicted(network, client.split(asked.split), client.device)
+    metrics = measured(logits, labels, objective=objective)
+    properties: dict[str, Any] = {}
+    if asked.with_scores:
+        properties["scores"] = objective.scores(logits, labels)
+        positive = objective.positive_class(logits.shape[1])
+        if positive is not None:
+            shares = objective.probabilities(logits.double())[:, positive]
+            properties["histogram"] = histogram(shares, objective.members(labels, positive))
+    return Reply(metrics.num_examples, metrics.as_dict(), properties=properties)
 
 
 @answers("evaluate.personalised")
@@ -555,7 +548,7 @@ def personalise(client: Client, request: Request, asked: rq.Personalise) -> Repl
 
     What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
     """
-    network = client.network(asked.local.network, request.network_states)
+    network = sent_network(client, request)
     prepare(client, request, asked.local, network)()
     metrics = evaluate(network, client.data.test, client.device, objective=client.objective)
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
@@ -567,13 +560,6 @@ def request_pool(client: Client, request: Request, described: Mapping[str, Any])
     if not isinstance(pool, Pool):
         raise ValueError(f"network {described['name']!r} is no pool of candidates")
     return pool
-
-
-def request_supernet(client: Client, request: Request) -> Supernet:
-    """Return the supernet with the states that the request carries."""
-    network = client.network({"name": SUPERNET}, request.network_states)
-    assert isinstance(network, Supernet)
-    return network
 
 
 def path_supernet(
@@ -594,6 +580,12 @@ def path_supernet(
     return network, named
 
 
+def _released_weight(client: Client, request: Request) -> float:
+    """Return the number of records that a noised mean stands for: a public one."""
+    (kind,) = request.releases.keys() & {"rewards", "metrics", STATISTICS}
+    return guard_of(client).expected_batch(request.releases[kind])
+
+
 def _num_records(client: Client, split: str) -> int:
     """Return how many records a split has, of a private client those that its policy declares."""
     if client.guard is not None:
@@ -601,7 +593,9 @@ def _num_records(client: Client, split: str) -> int:
     return len(client.split(split))
 
 
-def _exact_sums(client: Client, request: Request, asked: rq.TakeGradients) -> ExactSums:
+def _exact_sums(
+    client: Client, request: Request, asked: rq.TakeGradients, supernet: Supernet
+) -> ExactSums:
     first = asked.step * asked.local_steps
     train, validation = (
         _step_batches(
@@ -613,7 +607,7 @@ def _exact_sums(client: Client, request: Request, asked: rq.TakeGradients) -> Ex
     )
     ahead = None
     if asked.order == 2:
-        layout = st.Layout.of(st.network_states(request_supernet(client, request))["weights"])
+        layout = st.Layout.of(st.network_states(supernet)["weights"])
         previous = st.unpack(request.states["previous_weights"], layout)
         weights = {name: weight.to(client.device) for name, weight in previous.items()}
         ahead = LookAhead(weights, asked.inner_lr)

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.client.admission import (
-    before_reading,
-    check_network,
-    description_of,
-    guard_of,
-)
+from fednas_flwr.client.admission import before_reading, guard_of, sent_network
 from fednas_flwr.client.client import Client
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.policy import refused
@@ -54,8 +49,7 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
     guard, header, settings = guard_of(client), request.header, request.settings
     planned = request.releases
     with before_reading(request):
-        network = client.network(description_of(request), request.network_states)
-        check_network(client, request, network)
+        network = sent_network(client, request)
         if MOMENTS in request.states:
             limit = "none: they would tell of the records without noise"
             raise refused("unit", "moments", "sent", limit)

@@ -825,6 +825,11 @@ class Personalise(Locally):
 
     local: LocalTraining
 
+    @property
+    def described(self) -> Description:
+        """Description of the network."""
+        return self.local.network
+
 
 def decode(action: str, values: object) -> Settings:
     """Return the request of an action that a message's JSON values say.
