@@ -184,7 +184,7 @@ def begin(
         statistics = statistics or inherited_statistics(folder, log)
     properties = [known for _, known in sorted(cohort.properties.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
-    declared = splits
+    declared: Sequence[Mapping[str, int]] = splits
     if config.samples:
         declared = _declared_at_first(cohort, earlier)
         cohort.sampling = make_sampling(config, declared)

@@ -112,7 +112,8 @@ class Reply:
         metrics: Numbers by name, never averaged into a state. A loss may be NaN or infinite.
         states: Packed tensors by state.
         digests: The layout digest of every state, see ``Layout.digest``.
-        properties: What ``query.describe`` tells about the client, JSON values only.
+        properties: JSON values by name; of a reply that the server has accepted the TypedDict of
+            its action.
         shares: By state, what takes the place of its packed tensors where clients share the noise;
             it leaves under masks only.
         sites: Number of clients that it stands for: more than 1 of the total of a secure sum. It
@@ -123,7 +124,7 @@ class Reply:
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Packed] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
-    properties: Mapping[str, Json] = field(default_factory=dict)
+    properties: Any = field(default_factory=dict)
     shares: Mapping[str, Cells] = field(default_factory=dict)
     sites: int = 1
 

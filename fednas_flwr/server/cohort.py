@@ -31,7 +31,7 @@ from fednas_flwr.protocol.messages import (
     encode_states,
     payload_bytes,
 )
-from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe
+from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.client_sampling import Sampling
 from fednas_flwr.server.exchange import Exchange, Requests, share_scales
@@ -103,7 +103,7 @@ class Cohort:
     bytes_sent: int = field(default=0, init=False)
     bytes_received: int = field(default=0, init=False)
     bytes_dense: int = field(default=0, init=False)
-    properties: dict[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
+    properties: dict[int, ExactClientProperties] = field(default_factory=dict, init=False)
     statistics: Statistics | None = field(default=None, init=False)
     sampling: Sampling | None = field(default=None, init=False)
     _num_classes: int = field(default=1, init=False)
@@ -186,7 +186,7 @@ class Cohort:
             )
         self._refused.clear()  # they stood at provisional indices
         self._nodes = nodes_of
-        self.properties = {index: described[node].properties for index, node in nodes_of.items()}
+        self.properties = {i: described[node].properties for i, node in nodes_of.items()}
         self._max_examples = {i: described[node].num_examples for i, node in nodes_of.items()}
         named = [len(of.get("class_names", [])) for of in self.properties.values()]
         self._num_classes = max(1, int(median(named)))  # as most clients have it
@@ -450,7 +450,9 @@ class Cohort:
             client_limits = limits(
                 settings,
                 examples=self._max_examples.get(client, MAX_EXAMPLES),
-                records=self.properties.get(client, {}).get("splits", {}),
+                records=self.properties[client].get("splits", {})
+                if client in self.properties
+                else {},
             )
             most[client] = exchange.weights.get(client, client_limits.examples)
             accepts[client] = partial(accept, header=header, limits=client_limits)
