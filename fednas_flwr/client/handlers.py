@@ -22,31 +22,9 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator
-from fednas_flwr.client import kept_models
-from fednas_flwr.client.admission import (
-    before_reading,
-    check_network,
-    description_of,
-    guard_of,
-    sent_network,
-)
+from fednas_flwr.client import admission, kept_models, local_training, noised_measures
 from fednas_flwr.client.client import Client
-from fednas_flwr.client.local_training import (
-    clipped_decreases,
-    prepare,
-    prepare_training,
-    refresh_statistics,
-    sent_moments,
-    trained_states,
-    validation_losses,
-)
 from fednas_flwr.client.noised_gradients import NoisedGradients
-from fednas_flwr.client.noised_measures import (
-    noised_mean,
-    prepare_losses,
-    prepare_metrics,
-    prepare_rewards,
-)
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.data.records import count_labels
 from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
@@ -130,7 +108,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
     if client.guard is None:
         raise ConfigError("query.commit is for private clients: this one has no policy.")
     guard, run = client.guard, request.header.run
-    with before_reading(request):
+    with admission.before_reading(request):
         covered_steps = guard.covered_steps(asked.releases)
         guard.commit(run, asked.releases, sizes=_search_sizes(client, asked))
         properties: dict[str, Any] = {"awaits": guard.awaited_approval(run)}
@@ -143,7 +121,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
 def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:
     """Return how many weights and alphas the search has, where a person is to approve it."""
     searches = any(planned.stage == "search" for planned in asked.releases)
-    if not (searches and guard_of(client).allowed.needs_approval):
+    if not (searches and admission.guard_of(client).allowed.needs_approval):
         return {}
     states = st.network_states(client.network({"name": SUPERNET}))
     return {
@@ -181,7 +159,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
     guard, num_columns = client.guard, client.num_columns
     if guard is None:
         raise ConfigError("query.statistics is for private clients: this one has no policy.")
-    with before_reading(request):
+    with admission.before_reading(request):
         if not (client.from_ranges and num_columns):
             raise ConfigError(
                 "refused: statistics are told within public ranges only, and this site does not "
@@ -196,14 +174,14 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
         return bounded_powers(split.features[split.rows[rows], :num_columns], ranges)
 
     norm = largest_norm(num_columns)
-    means = noised_mean(client, request, STATISTICS, split, values, norm=norm)
+    means = noised_measures.noised_mean(client, request, STATISTICS, split, values, norm=norm)
     return Reply.of(_released_weight(client, request), {STATISTICS: {STATISTICS: means}})
 
 
 @answers("query.keep_model")
 def keep_model(client: Client, request: Request, asked: rq.KeepModel) -> Reply:
     """``query.keep_model``: the site takes the model and tests it; what it measures stays there."""
-    with before_reading(request):
+    with admission.before_reading(request):
         new = kept_models.check(client, request, asked)
     folder = kept_models.keep(client, new)
     print(f"kept the model of run {request.header.run!r} as {folder}", file=sys.stderr)
@@ -230,8 +208,8 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
     """
     states = ACTIONS[request.action].gradients_of
     gradients: NoisedGradients | ExactSums
-    with before_reading(request):
-        supernet = sent_network(client, request).train()
+    with admission.before_reading(request):
+        supernet = admission.sent_network(client, request).train()
         assert isinstance(supernet, Supernet)
         lrs = {state: asked.local_lrs[state] for state in states}
         if client.guard is None:
@@ -258,8 +236,8 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
     """
     gradients: NoisedGradients | ExactSums
     weight, drop_path_prob = asked.auxiliary_weight, asked.drop_path_prob
-    with before_reading(request):
-        network = sent_network(client, request).train()
+    with admission.before_reading(request):
+        network = admission.sent_network(client, request).train()
         network.drop_path_prob = drop_path_prob  # type: ignore[assignment]
         if client.guard is None:
             # A round has many steps: what is drawn must differ between them.
@@ -328,14 +306,14 @@ def search(client: Client, request: Request, asked: rq.Search) -> Reply:
     In private mode each step is a release, from which the states follow; tensors that a sparse
     reply leaves out are those that no release has moved.
     """
-    with before_reading(request):
-        supernet = sent_network(client, request)
+    with admission.before_reading(request):
+        supernet = admission.sent_network(client, request)
         needed = {name for name, state in st.network_states(supernet).items() if state}
         if asked.sparse and not needed <= set(request.states):
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
-        run = prepare(client, request, asked.local, supernet)
+        run = local_training.prepare(client, request, asked.local, supernet)
     descents, metrics = run()
-    states = trained_states(supernet, descents)
+    states = local_training.trained_states(supernet, descents)
     reply = Reply.of(_num_records(client, "train"), states, metrics)
     if not asked.sparse:
         return reply
@@ -356,9 +334,9 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
     """
     sgd, paths = asked.weights, asked.candidates
     gradients: Gradients
-    with before_reading(request):
+    with admission.before_reading(request):
         supernet, named = path_supernet(client, request, paths, sparse=asked.sparse)
-        check_network(client, request, supernet.train())
+        admission.check_network(client, request, supernet.train())
         steps = len(paths) * asked.local_steps
         if client.guard is not None:
             gradients = noised = NoisedGradients(client, request, steps=steps)
@@ -369,10 +347,10 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
             gradients = _candidate_gradients(client, request, asked, steps)
         weights = supernet.weights()
         descent = Descent(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
-        moments = sent_moments(request, supernet, only=named.get(st.MOMENTS))
+        moments = local_training.sent_moments(request, supernet, only=named.get(st.MOMENTS))
         descents = Descents(descent, sent=moments)
     train_candidates(supernet, paths, gradients, descent, steps=asked.local_steps)
-    states = trained_states(supernet, descents, without=("alphas", "buffers"))
+    states = local_training.trained_states(supernet, descents, without=("alphas", "buffers"))
     if asked.sparse:
         states["weights"] = {n: w for n, w in states["weights"].items() if n in named["weights"]}
     return Reply.of(_num_records(client, "train"), states, gradients.metrics())
@@ -387,7 +365,7 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
     if asked.training is not None:
         return trained_rewards(client, request, asked.training)
     split = client.data.validation
-    with before_reading(request):
+    with admission.before_reading(request):
         described = asked.network or {"name": SUPERNET}
         network: nn.Module
         if asked.candidates is not None:
@@ -398,9 +376,11 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
         else:
             network = request_pool(client, request, described).eval()
             candidates = largest = list(network.members)
-        check_network(client, request, network)
+        admission.check_network(client, request, network)
         if client.guard is not None:
-            release = prepare_rewards(client, request, candidates, largest, described)
+            release = noised_measures.prepare_rewards(
+                client, request, candidates, largest, described
+            )
     if client.guard is not None:
         rewards = release()
         return Reply.of(_released_weight(client, request), {"rewards": {"rewards": rewards}})
@@ -423,7 +403,7 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
     of which begins with no momentum; steps in place of epochs count as one epoch. All members see
     the same batches. Exact clients only: the loss depends on every record that a step has read.
     """
-    with before_reading(request):
+    with admission.before_reading(request):
         pool = request_pool(client, request, training.network)
         if client.guard is not None:
             raise ConfigError(
@@ -438,7 +418,9 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
         for epoch in range(1, epochs + 1):
             sgd = training.weights.at_round(epoch, epochs)
             local = replace(training, amount=of_epoch, weights=sgd)
-            train = prepare_training(client, request, local, member, generator=generator)
+            train = local_training.prepare_training(
+                client, request, local, member, generator=generator
+            )
             _, metrics = train()
         losses.append(metrics["train_loss"])
     rewards = torch.tensor(losses).neg().exp().nan_to_num(nan=0.0)
@@ -462,38 +444,46 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     trial.
 
     Deviations: the text does not clip, its clients try one configuration per message, and its
-    losses are those with batch norm's running statistics, see :func:`refresh_statistics`.
+    losses are those with batch norm's running statistics, see ``refresh_statistics``.
     """
     bound, batch_size, guard = asked.loss_bound, asked.amount.batch_size, client.guard
-    with before_reading(request):
-        network = sent_network(client, request)
-        trainings = [prepare(client, request, local, network) for local in asked.trainings()]
+    with admission.before_reading(request):
+        network = admission.sent_network(client, request)
+        trainings = [
+            local_training.prepare(client, request, local, network) for local in asked.trainings()
+        ]
         if guard is not None:
-            losses = prepare_losses(client, network, description_of(request))
+            losses = noised_measures.prepare_losses(
+                client, network, admission.description_of(request)
+            )
     split, before, rewards = client.data.validation, torch.zeros(0), []
 
     def exact_losses() -> Tensor:
-        refresh_statistics(client, request, network, batch_size)
-        return validation_losses(client, network)
+        local_training.refresh_statistics(client, request, network, batch_size)
+        return local_training.validation_losses(client, network)
 
     def decreases_of(rows: Tensor) -> Tensor:
         nonlocal before
         after = losses()
         if not len(before):
-            sent_network(client, request)
+            admission.sent_network(client, request)
             before = losses()
-        return clipped_decreases(before - after, bound)[rows, None]
+        return local_training.clipped_decreases(before - after, bound)[rows, None]
 
     if guard is None:
         before = exact_losses()
     for train in trainings:
         with torch.random.fork_rng():
-            sent_network(client, request)
+            admission.sent_network(client, request)
             train()
             if guard is None:
-                rewards.append(clipped_decreases(before - exact_losses(), bound).mean()[None])
+                rewards.append(
+                    local_training.clipped_decreases(before - exact_losses(), bound).mean()[None]
+                )
                 continue
-        rewards.append(noised_mean(client, request, "rewards", split, decreases_of, norm=bound))
+        rewards.append(
+            noised_measures.noised_mean(client, request, "rewards", split, decreases_of, norm=bound)
+        )
     weight = len(split) if guard is None else _released_weight(client, request)
     return Reply.of(weight, {"rewards": {"rewards": torch.cat(rewards).float()}})
 
@@ -505,30 +495,30 @@ def train_weights(client: Client, request: Request, asked: rq.Train) -> Reply:
     With ``validates`` also its mean loss on validation records after it, if the client has any.
     """
     local = asked.local
-    with before_reading(request):
-        network = sent_network(client, request)
-        run = prepare(client, request, local, network)
+    with admission.before_reading(request):
+        network = admission.sent_network(client, request)
+        run = local_training.prepare(client, request, local, network)
     descents, metrics = run()
-    states = trained_states(network, descents)
+    states = local_training.trained_states(network, descents)
     reply = Reply.of(_num_records(client, local.split), states, metrics)
     if not (asked.validates and len(client.data.validation)):
         return reply
-    refresh_statistics(client, request, network, local.amount.batch_size)
-    loss = float(validation_losses(client, network).mean())
+    local_training.refresh_statistics(client, request, network, local.amount.batch_size)
+    loss = float(local_training.validation_losses(client, network).mean())
     return replace(reply, metrics={**metrics, "validation_loss": loss})
 
 
 @answers("evaluate.model")
 def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Reply:
     """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
-    with before_reading(request):
-        network = sent_network(client, request)
+    with admission.before_reading(request):
+        network = admission.sent_network(client, request)
         if client.guard is not None:
-            release = prepare_metrics(client, request, network, asked.network)
+            release = noised_measures.prepare_metrics(client, request, network, asked.network)
     if client.guard is not None:
         return Reply(_released_weight(client, request), release())
     if asked.statistics_batch_size is not None:
-        refresh_statistics(client, request, network, asked.statistics_batch_size)
+        local_training.refresh_statistics(client, request, network, asked.statistics_batch_size)
     objective = client.objective
     logits, labels = predicted(network, client.split(asked.split), client.device)
     metrics = measured(logits, labels, objective=objective)
@@ -548,8 +538,8 @@ def personalise(client: Client, request: Request, asked: rq.Personalise) -> Repl
 
     What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
     """
-    network = sent_network(client, request)
-    prepare(client, request, asked.local, network)()
+    network = admission.sent_network(client, request)
+    local_training.prepare(client, request, asked.local, network)()
     metrics = evaluate(network, client.data.test, client.device, objective=client.objective)
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
@@ -583,13 +573,13 @@ def path_supernet(
 def _released_weight(client: Client, request: Request) -> float:
     """Return the number of records that a noised mean stands for: a public one."""
     (kind,) = request.releases.keys() & {"rewards", "metrics", STATISTICS}
-    return guard_of(client).expected_batch(request.releases[kind])
+    return admission.guard_of(client).expected_batch(request.releases[kind])
 
 
 def _num_records(client: Client, split: str) -> int:
     """Return how many records a split has, of a private client those that its policy declares."""
     if client.guard is not None:
-        return guard_of(client).num_records(split.split("+"))
+        return admission.guard_of(client).num_records(split.split("+"))
     return len(client.split(split))
 
 

@@ -21,24 +21,15 @@ from fednas_flwr.models.metrics import record_losses
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.requests import LocalSearch, LocalTraining
 from fednas_flwr.protocol.states import MOMENTS, Layout, Tensors, network_states, unpack
+from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import alternate
-from fednas_flwr.search.optimizer_step import (
-    Descent,
-    Descents,
-    Gradients,
-    make_adam,
-    make_sgd,
-    no_moments,
-    train,
-    trainable_weights,
-)
 from fednas_flwr.search.path_network import PathNetwork, covering_paths
 from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.proxyless import search_paths
 from fednas_flwr.spaces.space import Supernet
 
-Training = Callable[[], tuple[Descents, dict[str, float]]]  # trains; returns also what was seen
+Training = Callable[[], tuple[opt.Descents, dict[str, float]]]  # trains; returns also what was seen
 
 
 def prepare(
@@ -89,16 +80,16 @@ def prepare_search(
 
     sent = sent_moments(request, supernet)
 
-    def search() -> tuple[Descents, dict[str, float]]:
+    def search() -> tuple[opt.Descents, dict[str, float]]:
         nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)
         weights, alphas = supernet.weights(), supernet.alphas()
-        descents = Descents(
-            Descent(
+        descents = opt.Descents(
+            opt.Descent(
                 weights,
-                make_sgd(weights.values(), local.weights, nesterov=nesterov),
+                opt.make_sgd(weights.values(), local.weights, nesterov=nesterov),
                 local.weights.clip_norm,
             ),
-            Descent(alphas, make_adam(alphas.values(), local.alphas, beta=beta)),
+            opt.Descent(alphas, opt.make_adam(alphas.values(), local.alphas, beta=beta)),
             sent,
         )
         if paths is None:
@@ -136,14 +127,14 @@ def prepare_training(
 
     sent = sent_moments(request, network)
 
-    def train_weights() -> tuple[Descents, dict[str, float]]:
+    def train_weights() -> tuple[opt.Descents, dict[str, float]]:
         network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
-        weights = trainable_weights(network)
+        weights = opt.trainable_weights(network)
         members = network.members if isinstance(network, Pool) else [network]
-        groups = [{"params": list(trainable_weights(member).values())} for member in members]
-        descent = Descent(weights, make_sgd(groups, local.weights), local.weights.clip_norm)
-        descents = Descents(descent, sent=sent)
-        train(network, gradients, descent, local.proximal)
+        groups = [{"params": list(opt.trainable_weights(member).values())} for member in members]
+        descent = opt.Descent(weights, opt.make_sgd(groups, local.weights), local.weights.clip_norm)
+        descents = opt.Descents(descent, sent=sent)
+        opt.train(network, gradients, descent, local.proximal)
         return descents, gradients.metrics()
 
     return train_weights
@@ -154,7 +145,7 @@ def _gradients(
     request: Request,
     local: LocalSearch | LocalTraining,
     generator: torch.Generator,
-) -> Gradients:
+) -> opt.Gradients:
     """Return the source of a local loop's gradients; reads no record.
 
     Args:
@@ -194,7 +185,7 @@ def sent_moments(
     """
     if MOMENTS not in request.states:
         return {}
-    layout = Layout.of(no_moments(network))
+    layout = Layout.of(opt.no_moments(network))
     if only is not None:
         layout = layout.part(layout.marks(only))
     moments = unpack(request.states[MOMENTS], layout)
@@ -205,7 +196,7 @@ def sent_moments(
 
 
 def trained_states(
-    network: nn.Module, descents: Descents, *, without: tuple[str, ...] = ()
+    network: nn.Module, descents: opt.Descents, *, without: tuple[str, ...] = ()
 ) -> dict[str, Tensors]:
     """Return the states of a trained network that hold any tensor, and its moments if they travel.
 

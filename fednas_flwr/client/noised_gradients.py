@@ -229,12 +229,15 @@ class NoisedGradients:
         )
 
     def _alpha_sum(self, supernet: Supernet, x: Tensor, y: Tensor, **how: Any) -> ClippedSum:
-        """Return the clipped sum of gradients by the alphas."""
+        """Return the clipped sum of gradients by the alphas.
+
+        ``how`` may replace the network that computes with them, and the loss of its outputs.
+        """
         return clipped_alpha_gradient_sum(
-            supernet,
+            how.pop("network", supernet),
             x,
             y,
-            loss=self._client.objective.plain_losses,
+            loss=how.pop("loss", self._client.objective.plain_losses),
             alphas=supernet.alphas(),
             max_norm=self._planned["alphas"].max_grad_norm,
             class_factors=self._client.objective.class_factors,
@@ -262,19 +265,12 @@ class NoisedGradients:
             logits, cost_B = output
             return factor(objective.plain_losses(logits, labels), cost_B)
 
-        return clipped_alpha_gradient_sum(
-            PathNetwork(supernet, paths_EK, None if factor is None else factor.costs),
-            x,
-            y,
-            loss=losses,
-            alphas=alphas,
-            relaxation=Relaxation(
-                {CELL: gates_EK}, lambda kind, g: alpha_gradient(g, alphas[kind].double(), paths_EK)
-            ),
-            max_norm=self._planned["alphas"].max_grad_norm,
-            class_factors=objective.class_factors,
-            **how,
-        )
+        def by_alphas(kind: str, gradient: Tensor) -> Tensor:
+            return alpha_gradient(gradient, alphas[kind].double(), paths_EK)
+
+        network = PathNetwork(supernet, paths_EK, None if factor is None else factor.costs)
+        how |= {"network": network, "relaxation": Relaxation({CELL: gates_EK}, by_alphas)}
+        return self._alpha_sum(supernet, x, y, loss=losses, **how)
 
     def _cost_gradient(
         self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None

@@ -23,13 +23,8 @@ from fednas_flwr.client.admission import guard_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.rehearsal import rehearse
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.privacy.mechanism.micro_batches import (
-    ClippedSum,
-    clipped_row_sum,
-    filled,
-    joined,
-    person_means,
-)
+from fednas_flwr.privacy.mechanism import micro_batches
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, filled
 from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.search.objective import heads
@@ -63,11 +58,11 @@ def noised_mean(
 
     def total(units: Tensor) -> ClippedSum:
         vectors = values(units) if split.persons is None else means(units)
-        return clipped_row_sum(kind, vectors, max_norm=norm)
+        return micro_batches.clipped_row_sum(kind, vectors, max_norm=norm)
 
     def means(units: Tensor) -> Tensor:
-        rows, persons = joined(split.records_of(units))
-        return person_means(values(rows), persons)
+        rows, persons = micro_batches.joined(split.records_of(units))
+        return micro_batches.person_means(values(rows), persons)
 
     sums = guard.release(planned, request.header, split.num_units, total)
     return sums[kind] / guard.expected_batch(planned)

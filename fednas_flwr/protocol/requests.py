@@ -14,12 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Self, TypedDict
 
-from fednas_flwr.base.errors import (
-    ConfigError,
-    MissingSettingError,
-    ReplyError,
-    unknown_choice,
-)
+from fednas_flwr.base.errors import ConfigError, MissingSettingError, ReplyError, unknown_choice
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
 from fednas_flwr.models.class_scores import BINS
@@ -44,15 +39,7 @@ from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.settings.parser import (
-    Between,
-    Checked,
-    Length,
-    OneOf,
-    Where,
-    check_range,
-    parse,
-)
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, check_range, parse
 from fednas_flwr.spaces.latency_tables import from_json
 
 MOST_TRIALS = 1000
