@@ -35,7 +35,7 @@ from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientPro
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.client_sampling import Sampling
 from fednas_flwr.server.exchange import Exchange, Requests, share_scales
-from fednas_flwr.server.reply_checks import misfits, outliers
+from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
 
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
@@ -432,7 +432,7 @@ class Cohort:
         most: dict[int, float] = {}
         carried = exchange.carried(self.wire)
         records = encode_states(carried)
-        accept = exchange.reader(self.wire, summands)
+        accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
         limits = exchange.limits(carried, num_classes=self._num_classes)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):

@@ -13,11 +13,9 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import Layout, Packed
-from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.protocol.wire import restore_sent, round_sent
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.limits import Limits, honest_limits, norm
-from fednas_flwr.server.reply_checks import accept_reply
 from fednas_flwr.settings.names import FEWEST_VOTES
 
 
@@ -107,18 +105,6 @@ class Exchange:
     def carried(self, wire: str) -> Mapping[str, Packed]:
         """The states as they travel."""
         return round_sent(self.states, action=self.action, wire=wire)
-
-    def reader(self, wire: str, summands: Summands | None) -> partial[Reply]:
-        """Reads a reply, given its header and limits, see :func:`accept_reply`."""
-        return partial(
-            accept_reply,
-            action=self.action,
-            layouts=self.layouts,
-            sent=self.states,
-            sparse=self.settings.leaves_out_unchanged,
-            wire=wire,
-            summands=summands,
-        )
 
     def limits(self, carried: Mapping[str, Packed], *, num_classes: int) -> partial[Limits]:
         """Limits of a client's reply, given its settings and records: :func:`honest_limits`."""

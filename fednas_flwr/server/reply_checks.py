@@ -24,6 +24,7 @@ from fednas_flwr.protocol.requests import MAX_EXAMPLES, decode_properties
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
 from fednas_flwr.protocol.sum_encoding import Summands, check_masked
 from fednas_flwr.protocol.wire import restore
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.limits import Limits, distance
 from fednas_flwr.settings.names import FEWEST_VOTES
 
@@ -35,13 +36,10 @@ NON_NEGATIVE = {"buffers": ("running_var",), MOMENTS: ("alphas.exp_avg_sq.", "al
 
 def accept_reply(
     message: Message,
+    exchange: Exchange,
     *,
-    action: str,
     header: Header,
-    layouts: Mapping[str, Layout],
     limits: Limits = NO_LIMITS,
-    sent: Mapping[str, Packed] | None = None,
-    sparse: bool = False,
     wire: str = "float32",
     summands: Summands | None = None,
 ) -> Reply:
@@ -49,16 +47,13 @@ def accept_reply(
 
     Args:
         message: A client's reply or error.
-        action: What was asked.
+        exchange: What was asked. Its layouts are the states the reply must have, no more and no
+            fewer. Where its settings leave out tensors that have not changed, a reply names the
+            others (``properties["changed"]``), and they are filled in.
         header: The header of the request; the reply must repeat it, nonce included, so that a
             reply from another run, round, phase or client is refused.
-        layouts: The states the reply must have, no more and no fewer, each with the tensors of
-            its layout.
         limits: What an honest reply stays within. A tiny or a huge weight would overflow the
             aggregate although every tensor is finite.
-        sent: The states of the request, to which rounded ones of a trained model are differences.
-        sparse: Whether the reply may leave out the tensors that have not changed, and name the
-            others (``properties["changed"]``); they are filled in.
         wire: What float32 vectors travel as, see :mod:`fednas_flwr.protocol.wire`.
         summands: Of a secure sum: the reply is masked, and nothing else can be checked.
 
@@ -79,13 +74,13 @@ def accept_reply(
         raise ReplyError(
             f"num-examples must be from 1 to {limits.examples:g}, got {reply.num_examples}"
         )
-    masked = summands is not None
+    action, layouts, masked = exchange.action, exchange.layouts, summands is not None
     reply = replace(reply, properties=decode_properties(action, reply.properties, masked=masked))
     if summands is not None:
         check_masked(reply, summands, layouts)
         return reply
-    metrics, sent = ACTIONS[action].metrics, sent or {}
-    base = sent if ACTIONS[action].trains else {}
+    metrics = ACTIONS[action].metrics
+    base = exchange.states if ACTIONS[action].trains else {}
     for name, value in reply.metrics.items():
         if name == "train_loss" and not math.isfinite(value):
             raise ReplyError(f"train_loss={value} is not finite: lower the learning rate")
@@ -98,7 +93,9 @@ def accept_reply(
             raise ReplyError(f"{name}={value} is not from {low:.3g} to {high:.3g}")
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
-    changed = _changed(reply.properties, layouts) if sparse else {}
+    changed = {}
+    if exchange.settings.leaves_out_unchanged:
+        changed = _changed(reply.properties, layouts)
     states: dict[str, Packed] = {}
     for name, whole in layouts.items():
         layout = whole.part(changed[name]) if name in changed else whole
@@ -113,7 +110,7 @@ def accept_reply(
                 vector = states[name][dtype]
                 vector[mask & (vector < 0)] = 0
     for name, chosen in changed.items():
-        states[name] = fill_unchanged(states[name], sent[name], layouts[name], chosen)
+        states[name] = fill_unchanged(states[name], exchange.states[name], layouts[name], chosen)
     for name, packed in states.items():
         _check_values(name, packed, layouts[name], limits, base.get(name, {}))
     return replace(reply, states=states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -21,10 +22,12 @@ from fednas_flwr.protocol.messages import Header, Reply, encode_reply
 from fednas_flwr.protocol.requests import decode_properties
 from fednas_flwr.protocol.states import Layout, Packed, pack
 from fednas_flwr.protocol.sum_requests import PROPERTIES
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.limits import Limits
 from fednas_flwr.server.reply_checks import accept_reply
 
 from ..asked import FORMS
+from .conftest import SEARCH
 
 HEADER = Header("run", "search", 3, 1, 1, "0123456789abcdef")
 MOST = 100.0
@@ -42,6 +45,7 @@ GOOD = Reply(
     digests={name: layout.digest for name, layout in LAYOUTS.items()},
     properties={"changed": {name: "1" * len(layout.entries) for name, layout in LAYOUTS.items()}},
 )
+ASKED = Exchange("train.search", stage="search", settings=SEARCH, states=SENT, layouts=LAYOUTS)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -184,12 +188,9 @@ def test_a_reply_is_refused_or_sound(
     try:
         reply = accept_reply(
             message_with(content),
-            action="train.search",
+            replace(ASKED, settings=replace(SEARCH, sparse=sparse)),
             header=HEADER,
-            layouts=LAYOUTS,
             limits=Limits(MOST),
-            sent=SENT,
-            sparse=sparse,
         )
     except ReplyError:
         assert damages or edits
@@ -230,7 +231,7 @@ def test_memory_is_that_of_what_was_sent_not_of_what_it_announces(
     tracemalloc.start()
     try:
         with pytest.raises(ReplyError, match="malformed"):
-            accept_reply(message, action="train.search", header=HEADER, layouts=LAYOUTS)
+            accept_reply(message, ASKED, header=HEADER)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
