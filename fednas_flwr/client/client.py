@@ -30,7 +30,7 @@ from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.protocol.states import Packed, load_states
 from fednas_flwr.search.gradient_sums import Batch
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.settings.names import FLOAT32
+from fednas_flwr.settings.names import FLOAT32, SPLITS
 from fednas_flwr.spaces.space import SearchSpace
 
 
@@ -184,15 +184,10 @@ class Client:
 
     def split(self, name: str) -> Split:
         """Return one split; ``train+validation`` is what retraining uses."""
-        splits = {
-            "train": lambda: self.data.train,
-            "validation": lambda: self.data.validation,
-            "test": lambda: self.data.test,
-            "train+validation": lambda: concat_splits(self.data.train, self.data.validation),
-        }
-        if name not in splits:
-            raise unknown_choice("split", name, splits)
-        return splits[name]()
+        if name not in (names := (*SPLITS, "train+validation")):
+            raise unknown_choice("split", name, names)
+        first, *rest = (getattr(self.data, part) for part in name.split("+"))
+        return concat_splits(first, *rest) if rest else first
 
     def for_training(self, split: Split) -> Split:
         """Return the split whose rows are trained on."""

@@ -215,6 +215,11 @@ class LocalTraining(Checked):
 
     states = ("weights",)
 
+    @property
+    def releases(self) -> Kinds:
+        """What it releases of a private client."""
+        return {"weights": (splits_of(self.split), self.amount.private_steps)}
+
     def num_steps(self, records: Mapping[str, int]) -> int:
         """Steps over the records of the split."""
         return self.amount.most_steps(sum(records[part] for part in splits_of(self.split)))
@@ -269,6 +274,10 @@ class Locally(AtSite):
     """Arguments of an action that is one ``local`` training."""
 
     local: LocalSearch | LocalTraining
+
+    def released(self, action: str) -> Kinds:
+        """A release of each state in every step."""
+        return self.local.releases
 
     def num_steps(self, records: Mapping[str, int]) -> int:
         """Steps over the records of its split."""
@@ -427,14 +436,12 @@ class KeepModel(AtSite):
         signature: Of file and card by the server's operator, see :mod:`exchange.signed_model`.
     """
 
-    card: Annotated[str, Length(Between(1, LONGEST_CARD))]
+    card: Annotated[
+        str,
+        Length(Between(1, LONGEST_CARD)),
+        Where(lambda card: all(c.isprintable() or c == "\n" for c in card), "printable text"),
+    ]
     signature: Annotated[str, Length(Between(128, 128))]
-
-    def __post_init__(self) -> None:
-        """Check the ranges, and that the card can be shown on a terminal."""
-        super().__post_init__()
-        strange = [c for c in self.card if not (c.isprintable() or c == "\n")]
-        check_range(not strange, "card", strange[:1], "printable text")
 
 
 @asks("train.weight_gradient", "train.alpha_gradient", "train.gradients")
@@ -529,10 +536,6 @@ class Search(Locally):
     def leaves_out_unchanged(self) -> bool:
         """True if it is sparse."""
         return self.sparse
-
-    def released(self, action: str) -> Kinds:
-        """A release of each state in every step."""
-        return self.local.releases
 
     def client_releases(self, action: str) -> Kinds:
         """One update of each state."""
@@ -673,14 +676,9 @@ class Probe(AtSite):
 
     def released(self, action: str) -> Kinds:
         """Every step of each trial, and its reward."""
-        steps = len(self.trials) * self.amount.private_steps
-        if self.search is not None:
-            kinds = self.search.releases
-        else:
-            assert self.training is not None
-            kinds = {"weights": (splits_of(self.training.split), 1)}
-        trained = {kind: (splits, steps) for kind, (splits, _) in kinds.items()}
-        return trained | {"rewards": (("validation",), len(self.trials))}
+        trials, kinds = len(self.trials), self.trainings()[0].releases
+        trained = {kind: (splits, trials * steps) for kind, (splits, steps) in kinds.items()}
+        return trained | {"rewards": (("validation",), trials)}
 
     def client_releases(self, action: str) -> Kinds:
         """The rewards."""
@@ -739,7 +737,7 @@ class Train(Locally):
     def released(self, action: str) -> Kinds:
         """A release in every step."""
         self._check_unvalidated()
-        return {"weights": (splits_of(self.local.split), self.local.amount.private_steps)}
+        return super().released(action)
 
     def client_releases(self, action: str) -> Kinds:
         """One update."""
