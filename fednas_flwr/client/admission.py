@@ -44,7 +44,8 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
         raise unknown_choice("private action", action, PRIVATE_ACTIONS)
     if request.statistics is not None:  # as public as weights are; standardised_within checks them
         guard.check_action("query.statistics", guard.data_set)
-    guard.check_action(action, settings.of_data_set or guard.data_set)
+    data_set = settings.of_data_set
+    guard.check_action(action, guard.data_set if data_set is None else data_set)
     guard.check_plan(settings.committed)
     if ACTIONS[action].is_public:
         return replace(request, planned={})

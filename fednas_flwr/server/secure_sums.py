@@ -74,7 +74,7 @@ class PendingSum:
     Attributes:
         summands: What is summed.
         total: Of the masked vectors.
-        context: As its first client has told it.
+        context: As its first client has named it.
         boxes: By client, the sealed parts that it has made for the others.
     """
 

@@ -735,6 +735,7 @@ def test_a_search_with_moments_goes_on_where_the_last_request_ended(
     ("action", "change", "words"),
     [
         ("train.weights", {"data_set": "other"}, "rule data_sets: data set=other"),
+        ("train.weights", {"data_set": ""}, "rule data_sets: data set="),
         ("train.weights", {"data_set": None}, "site.data_set=null has the wrong type"),
         ("train.weights", {"site": None}, "rule data_sets: data set=null"),
         ("query.latency", {"site": None}, "rule data_sets: data set=null"),

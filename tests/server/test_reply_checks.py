@@ -19,11 +19,10 @@ from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import decode_properties
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES
 from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
-from fednas_flwr.protocol.states import WeightedAverage
+from fednas_flwr.protocol.states import TrimmedMean, WeightedAverage
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange, share_scales
 from fednas_flwr.server.reply_checks import MAX_EXAMPLES, outliers
-from fednas_flwr.server.robust_averages import TrimmedMean
 from fednas_flwr.settings.names import ACCOUNTANTS
 
 from ..asked import decoded
