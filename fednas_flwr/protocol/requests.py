@@ -27,8 +27,8 @@ from fednas_flwr.protocol.sum_requests import (
     REQUESTS,
     Kinds,
     Masked,
+    NoProperties,
     Training,
-    Untold,
     asks,
     is_hex,
 )
@@ -433,7 +433,7 @@ class KeepModel(AtSite):
 
     Attributes:
         card: Its model card, Markdown.
-        signature: Of file and card by the server's operator, see :mod:`exchange.signed_model`.
+        signature: Of file and card by the server's operator, see :mod:`~fednas_flwr.protocol.signed_model`.
     """
 
     card: Annotated[
@@ -774,7 +774,7 @@ class Scored(TypedDict, total=False):
     histogram: Annotated[list[Bins], Length(Between(2, 2))]
 
 
-@asks("evaluate.model", reply=Scored, private=Untold)
+@asks("evaluate.model", reply=Scored, private=NoProperties)
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(AtSite):
     """``evaluate.model``: of a network on one of the splits.

@@ -188,7 +188,7 @@ class Asked:
     settings: Settings
 
 
-class Untold(TypedDict):
+class NoProperties(TypedDict):
     """Properties of a reply that has none."""
 
 
@@ -206,7 +206,7 @@ Kind = TypeVar("Kind", bound=Settings)
 
 
 def asks(
-    *actions: str, reply: type = Untold, private: type | None = None
+    *actions: str, reply: type = NoProperties, private: type | None = None
 ) -> Callable[[type[Kind]], type[Kind]]:
     """Make a class the request of actions.
 
