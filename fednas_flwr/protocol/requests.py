@@ -433,7 +433,7 @@ class KeepModel(AtSite):
 
     Attributes:
         card: Its model card, Markdown.
-        signature: Of file and card by the server's operator, see :mod:`~fednas_flwr.protocol.signed_model`.
+        signature: Of file and card by the server's operator, see ``signed_model``.
     """
 
     card: Annotated[
