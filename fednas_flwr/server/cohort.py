@@ -34,7 +34,7 @@ from fednas_flwr.protocol.messages import (
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.client_sampling import Sampling
-from fednas_flwr.server.exchange import Exchange, Requests, share_scales
+from fednas_flwr.server.exchange import Exchange, Sent, share_scales
 from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
 
@@ -382,13 +382,13 @@ class Cohort:
         """
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
-        requests = self._requests(exchange, among, None if pending is None else pending.summands)
-        sent = set(self._grid.push_messages(list(requests.messages.values())))
-        ids = {client: m.metadata.message_id for client, m in requests.messages.items()}
+        asked = self._requests(exchange, among, None if pending is None else pending.summands)
+        sent = set(self._grid.push_messages([request.message for request in asked.values()]))
+        ids = {client: request.message.metadata.message_id for client, request in asked.items()}
         awaited = {i: client for client, i in ids.items() if i in sent}
         unsent = {c: "the request could not be sent" for c, i in ids.items() if i not in sent}
-        scales = self._share_scales(requests.most)
-        for client, answer in self._in_order(self._grid, awaited, unsent, requests.accepts):
+        scales = self._share_scales({client: request.most for client, request in asked.items()})
+        for client, answer in self._in_order(self._grid, awaited, unsent, asked):
             if isinstance(answer, Reply):
                 self.bytes_dense += exchange.dense_reply
                 answer = exchange.weighed(client, answer, scales.get(client, 1.0))
@@ -425,11 +425,9 @@ class Cohort:
 
     def _requests(
         self, exchange: Exchange, among: Collection[int] | None, summands: Summands | None
-    ) -> Requests:
-        """The messages of an exchange, and what reads their replies."""
-        messages: dict[int, Message] = {}
-        accepts: dict[int, Callable[[Message], Reply]] = {}
-        most: dict[int, float] = {}
+    ) -> dict[int, Sent]:
+        """The messages of an exchange by client, and what reads their replies."""
+        requests: dict[int, Sent] = {}
         carried = exchange.carried(self.wire)
         records = encode_states(carried)
         accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
@@ -447,18 +445,19 @@ class Cohort:
             )
             self.bytes_sent += payload_bytes(content)
             self.bytes_dense += exchange.dense_request
+            said = self.properties.get(client)
             client_limits = limits(
                 settings,
                 examples=self._max_examples.get(client, MAX_EXAMPLES),
-                records=self.properties[client].get("splits", {})
-                if client in self.properties
-                else {},
+                records={} if said is None else said.get("splits", {}),
             )
-            most[client] = exchange.weights.get(client, client_limits.examples)
-            accepts[client] = partial(accept, header=header, limits=client_limits)
-            node = self._nodes[client]
-            messages[client] = Message(content, node, exchange.action, ttl=self.deadline_s + 60)
-        return Requests(messages, accepts, most)
+            node, ttl = self._nodes[client], self.deadline_s + 60
+            requests[client] = Sent(
+                Message(content, node, exchange.action, ttl=ttl),
+                partial(accept, header=header, limits=client_limits),
+                exchange.weights.get(client, client_limits.examples),
+            )
+        return requests
 
     def report_back(self, client: int, exchange: Exchange) -> None:
         """Emit that a client has answered again that did not before."""
@@ -488,19 +487,19 @@ class Cohort:
         grid: Grid,
         pending: dict[str, int],
         arrived: Mapping[int, Reply | str],
-        accepts: Mapping[int, Callable[[Message], Reply]],
+        asked: Mapping[int, Sent],
     ) -> Iterator[tuple[int, Reply | str]]:
-        """Yield every client of ``accepts`` with its accepted reply or the reason it has none."""
+        """Yield every client of ``asked`` with its accepted reply or the reason it has none."""
         deadline = time.monotonic() + self.deadline_s
         answers, waited_s = dict(arrived), 0.0
-        for client in accepts:
+        for client in asked:
             while client not in answers:
                 late = time.monotonic() >= deadline
                 messages = list(grid.pull_messages(list(pending)))
                 for message in messages:
                     sender = pending.pop(message.metadata.reply_to_message_id, None)
                     if sender is not None:
-                        answers[sender] = self._read(message, sender, accepts[sender])
+                        answers[sender] = self._read(message, sender, asked[sender].accept)
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)

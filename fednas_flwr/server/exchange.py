@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from flwr.app import Message
 
@@ -118,19 +119,18 @@ class Exchange:
         )
 
 
-@dataclass(frozen=True)
-class Requests:
-    """The messages of an exchange, by client.
+class Sent(NamedTuple):
+    """The message to one client.
 
     Attributes:
-        messages: To be sent.
-        accepts: Reads the client's reply.
+        message: To be sent.
+        accept: Reads the client's reply.
         most: Examples that it may have, or what it counts for in their place.
     """
 
-    messages: Mapping[int, Message]
-    accepts: Mapping[int, Callable[[Message], Reply]]
-    most: Mapping[int, float]
+    message: Message
+    accept: Callable[[Message], Reply]
+    most: float
 
 
 def _num_bytes(packed: Packed) -> int:
