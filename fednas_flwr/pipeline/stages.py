@@ -99,7 +99,7 @@ from fednas_flwr.spaces.skip import SkipNetwork
 
 # What each real site must tell of its data, from which the server builds networks.
 CONNECT_S = 60.0  # for simulated clients, which are there from the start
-SITE_FACTS = (
+SITE_PROPERTIES = (
     *("input_shape", "image_shape", "scattering"),
     *("schema", "mean", "std", "class_names", "multi_label"),
 )
@@ -166,7 +166,7 @@ def begin(
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_PROPERTIES if private else ()))
     if has_real_sites(config):
-        alike = (*SITE_FACTS, *(("honest_sites",) if config.secure_sum else ()))
+        alike = (*SITE_PROPERTIES, *(("honest_sites",) if config.secure_sum else ()))
         cohort.connect(grid, needed=(*needed, *alike), alike=alike)
         prepared = make_server_data(config, next(iter(cohort.properties.values())))
     else:

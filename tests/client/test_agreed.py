@@ -25,7 +25,7 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.statistics import Moments, Statistics
 from fednas_flwr.deploy import client_app
-from fednas_flwr.pipeline.stages import SITE_FACTS
+from fednas_flwr.pipeline.stages import SITE_PROPERTIES
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -212,7 +212,7 @@ def test_every_input_is_in_one_list():
 
 
 def test_the_form_of_the_data_is_what_the_server_compares():
-    assert set(SITE_FACTS) == set(Client.data_form.fget(_client_without_data()))
+    assert set(SITE_PROPERTIES) == set(Client.data_form.fget(_client_without_data()))
 
 
 def _client_without_data():
