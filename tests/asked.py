@@ -1,10 +1,10 @@
-"""A request of every action, which asks for as little as there is."""
+"""A request of every action, which asks for as little as there is, and single properties."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from fednas_flwr.protocol.requests import (
     Amount,
@@ -27,8 +27,9 @@ from fednas_flwr.protocol.requests import (
     Train,
     TrainCandidates,
     Trial,
+    decode_properties,
 )
-from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
+from fednas_flwr.protocol.sum_requests import PROPERTIES, Masked, OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings.optimizers import SGD, Adam
@@ -117,3 +118,20 @@ def of_exchange(spy: Callable[..., Any]) -> Callable[[Exchange], Any]:
         return spy(exchange.action, **{name: getattr(exchange, name) for name in names})
 
     return asked
+
+
+ALWAYS_SAID = {"client": 0, "context": "ab" * 32, "boxes": {}, "parts": {}, "pairs": {}}
+FORMS = {name: form for form, _ in PROPERTIES.values() for name in get_type_hints(form)}
+FORMS |= dict.fromkeys(get_type_hints(Masked), Masked)
+
+
+def decoded(name: str, value: Any) -> Any:
+    """Return a property as the server decodes it, of a reply that says nothing else it need not.
+
+    Raises:
+        ReplyError: It is malformed.
+    """
+    form = FORMS[name]
+    action = next((action for action, forms in PROPERTIES.items() if form in forms), "train.search")
+    said = {n: v for n, v in ALWAYS_SAID.items() if n in get_type_hints(form)} | {name: value}
+    return decode_properties(action, said, masked=form is Masked)[name]

@@ -130,7 +130,7 @@ def federate() -> Callable[..., SimpleNamespace]:
 
         data = make_data(config)
         cohort = Cohort(
-            run="test", num_clients=config.clients, quorum=1.0, deadline_s=60.0, emit=emit
+            run="test", num_clients=config.clients, quorum_share=1.0, deadline_s=60.0, emit=emit
         )
         folder = None
         if checkpoints is not None:

@@ -88,7 +88,7 @@ import sys
 from pathlib import Path
 import numpy as np, torch
 from fednas_flwr.client.audit_trail import AuditTrail
-from fednas_flwr.client.shown_sizes import shown_size
+from fednas_flwr.client.rehearsal import shown_size
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.records import Records
 from fednas_flwr.protocol.secure_sum.roster import SiteKeys

@@ -21,7 +21,6 @@ from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator, seeded
 from fednas_flwr.client.answer import answer
-from fednas_flwr.client.handlers import identity
 from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_guard
 from fednas_flwr.data.loaders import augment, epoch_batches, server_split
 from fednas_flwr.data.prepared import make_data, make_server_data
@@ -343,7 +342,7 @@ def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_con
     prepared, _ = data = make_data(runs)
     alone = make_client(runs, 0, data=data, networks={}, site={"split-key": "of the site"})
     gated = make_client(private, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
-    assert identity(gated)["mean"] == list(prepared.mean) == [0.5, 0.5, 0.5]
+    assert gated.data_form["mean"] == list(prepared.mean) == [0.5, 0.5, 0.5]
     for client, own in ((alone, runs.dataset.fractions), (gated, fractions)):
         key = b"of the site"
         parts = assign_splits(prepared.train.ids, key=key, fractions=own)

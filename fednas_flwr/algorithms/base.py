@@ -36,8 +36,10 @@ from fednas_flwr.protocol.states import (
     Packed,
     Part,
     Tensors,
+    TrimmedMean,
     WeightedAverage,
     load_states,
+    median_rewards,
     network_states,
     pack,
     unpack,
@@ -48,7 +50,6 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.robust_averages import TrimmedMean, median_rewards
 from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.incompatible import follows_noise
 from fednas_flwr.settings.names import FEWEST_VOTES
@@ -227,7 +228,7 @@ class RoundStrategy(Strategy, Generic[S]):
         action: str,
         settings: Settings,
         *,
-        own_settings: Mapping[int, Settings] | None = None,
+        settings_of: Mapping[int, Settings] | None = None,
         states: Mapping[str, Packed] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         whole: Mapping[str, Layout] | None = None,
@@ -241,7 +242,7 @@ class RoundStrategy(Strategy, Generic[S]):
             server_round=self._round,
             phase=self._phase,
             settings=settings,
-            own_settings=own_settings or {},
+            settings_of=settings_of or {},
             states=states or {},
             layouts=layouts or {},
             whole=whole or {},
@@ -306,7 +307,7 @@ class RoundStrategy(Strategy, Generic[S]):
             request: Names the candidates.
             only: Of some states the names of the tensors that are sent.
             by_median: Whether three or more clients without privacy count by
-                :func:`~fednas_flwr.server.robust_averages.median_rewards` in place of the mean, so
+                :func:`~fednas_flwr.protocol.states.median_rewards` in place of the mean, so
                 that none of them decides which candidate is best.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Checks of a private site before it reads a record: request, policy, commitment, computation.
+"""Checks of a private site before it reads a record: request, policy, commitment, network.
 
 A request that failed on some records and not on others would tell which are there; so whatever can
 fail is tried before, inside :func:`before_reading`.
@@ -6,59 +6,35 @@ fail is tried before, inside :func:`before_reading`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_type_hints
 
-import torch
 from torch import nn
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.release_guard import ReleaseGuard
-from fednas_flwr.client.shown_sizes import machine, shown_size, structure
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SUPERNET
-from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.privacy.self_test import (
-    Computation,
-    largest_size,
-    made_up_labels,
-    unwatched,
-)
 from fednas_flwr.protocol.messages import Reply, Request
-from fednas_flwr.protocol.requests import (
-    Commit,
-    RewardCandidates,
-    Site,
-    TakeGradients,
-)
 from fednas_flwr.protocol.states import network_states
-from fednas_flwr.protocol.sum_requests import Kinds
+from fednas_flwr.protocol.sum_requests import PROPERTIES, Kinds
 from fednas_flwr.settings.names import CLIENT
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 
-NUMBERS_OF = {"metrics": 2, "rewards": 1}  # values of a release that are no network's
 
+def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = None) -> Request:
+    """Return the request with the plan of each kind of release; without any it releases nothing.
 
-def admit(
-    guard: ReleaseGuard,
-    request: Request,
-    network: nn.Module | None = None,
-    *,
-    supernet_norm: str | None = None,
-) -> dict[str, PlannedRelease]:
-    """Return the plan of each kind of release of a request; empty if it releases nothing.
-
-    Called before a site loads its records, before an action, and by the action with its network.
+    Called once, before a site loads its records; :func:`check_network` follows once there is one.
 
     Args:
         guard: The site's.
         request: The request.
-        network: What it is about, once that is built.
-        supernet_norm: Before that, how the run's supernet normalises.
+        supernet_norm: How the run's supernet normalises, if that is known.
 
     Raises:
         ConfigError: There is no such private action, or the policy refuses the request.
@@ -68,38 +44,28 @@ def admit(
         raise unknown_choice("private action", action, PRIVATE_ACTIONS)
     if request.statistics is not None:  # as public as weights are; standardised_within checks them
         guard.check_action("query.statistics", guard.data_set)
-    if settings.of_any_site:
-        guard.check_action(action, guard.data_set)
-        return {}
-    if isinstance(settings, Commit):
-        guard.check_action(action, settings.data_set)
-        guard.check_plan(settings.releases)
-        return {}
-    guard.check_action(action, site_of(request).data_set)
+    data_set = settings.of_data_set
+    guard.check_action(action, guard.data_set if data_set is None else data_set)
+    guard.check_plan(settings.committed)
     if ACTIONS[action].is_public:
-        return {}
-    if isinstance(settings, TakeGradients) and settings.order != 1:
-        raise refused("first order only", "order", settings.order, "1: second order mixes splits")
-    norm = _norm(request, supernet_norm) if network is None else _norm_of(network)
-    if norm == "batch":
-        reason = "False: it has no per-record gradient and its buffers leak"
-        raise refused("no batch_norm", "batch_norm", True, reason)
+        return replace(request, planned={})
+    if _norm(request, supernet_norm) == "batch":
+        raise _refused_batch_norm()
     kinds = asked_kinds(request, of_client=guard.allowed.unit == CLIENT)
-    return {
+    planned = {
         kind: guard.admit(
-            request.header,
-            action,
-            kind,
+            *(request.header, action, kind),
             splits=splits,
             steps=steps,
-            num_values=_num_values(request, network, kind),
+            num_values={"metrics": 2, "rewards": settings.count}.get(kind, 1),
         )
         for kind, (splits, steps) in kinds.items()
     }
+    return replace(request, planned=planned)
 
 
 def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
-    """What a request releases: by kind the splits that it reads, and how many times.
+    """Kinds of release that a private request asks for: splits that are read, number of releases.
 
     Args:
         request: Of a private action.
@@ -109,21 +75,35 @@ def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
         ConfigError: It asks for what a private client does not do.
     """
     settings = request.settings
-    if of_client:
-        return settings.client_releases(request.action)
-    return settings.released(request.action)
+    return (settings.client_releases if of_client else settings.released)(request.action)
 
 
-def site_of(request: Request) -> Site:
-    """Return what a request names of the site.
+def check_network(client: Client, request: Request, network: nn.Module) -> None:
+    """Refuse a network of whose records no noised release can be made, at a private client.
 
     Raises:
-        ConfigError: It names nothing.
+        ConfigError: It has batch norm, or is larger than the run has committed to.
     """
-    site: Site | None = getattr(request.settings, "site", None)
-    if site is None:
-        raise refused("data_sets", "data set", None, "an id that this site's policy gives")
-    return site
+    if client.guard is None:
+        return
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
+        raise _refused_batch_norm()
+    states = network_states(network)
+    for kind in request.releases.keys() & states.keys():
+        num_values = sum(tensor.numel() for tensor in states[kind].values())
+        client.guard.check_size(request.releases[kind], request.header.run, num_values)
+
+
+def sent_network(client: Client, request: Request) -> nn.Module:
+    """Return the network that a request describes, with the states that it carries, checked.
+
+    Raises:
+        ConfigError: See :func:`check_network`.
+        ValueError: The states are not of this network.
+    """
+    network = client.network(description_of(request), request.network_states)
+    check_network(client, request, network)
+    return network
 
 
 def guard_of(client: Client) -> ReleaseGuard:
@@ -149,73 +129,16 @@ def before_reading(request: Request) -> Iterator[None]:
         ) from error
 
 
-def rehearse(
-    client: Client, computation: Computation, network: nn.Module, kind: str, *chosen: Any
-) -> int:
-    """Compute on made-up records, shaped like the client's; return the micro-batch size to use.
-
-    First a micro-batch of the site's size, of zeros of the last class: once for everything that the
-    server has chosen and on which success could depend, memory included. No computation on records
-    takes more. Then the self-test, which takes the size down to one at which no record changes what
-    is computed of another.
-
-    Args:
-        client: With a guard.
-        computation: Of a micro-batch of any size.
-        network: What it computes with.
-        kind: Of the computation; with the network it says by which kernels it is made.
-        chosen: What the server has chosen besides.
-    """
-    key = json.dumps([kind, *chosen])
-    if key in client.rehearsed:
-        return client.rehearsed[key]
-    size = guard_of(client).allowed.micro_batch_size
-    shape, device = tuple(client.data.train.features.shape[1:]), client.device
-    num_classes = len(client.class_names)
-    x = torch.zeros(size, *shape, device=device)
-    multi_label = client.objective.multi_label
-    y = made_up_labels([num_classes - 1] * size, num_classes, multi_label=multi_label).to(device)
-    try:
-        computation(x, y, unwatched)
-        client.rehearsed[key] = shown_size(
-            [
-                *(kind, size, shape, num_classes, multi_label),
-                *(*machine(device, client.threads), structure(network)),
-            ],
-            client.cache,
-            partial(
-                largest_size,
-                *(computation, network, shape),
-                num_classes=num_classes,
-                size=size,
-                device=device,
-                multi_label=multi_label,
-            ),
-        )
-    except RuntimeError as error:  # of torch
-        raise ValueError(error) from error
-    return client.rehearsed[key]
-
-
 def check_fields(action: str, reply: Reply) -> None:
     """Raise RuntimeError when a private reply has a field that may not leave."""
     leaving = {*reply.states, *reply.shares, *reply.metrics}
-    listed = ACTIONS[action]
+    listed, (_, properties) = ACTIONS[action], PROPERTIES[action]
     if not (
-        set(reply.properties) <= listed.properties
+        set(reply.properties) <= set(get_type_hints(properties))
         and leaving <= listed.releases
         and set(reply.digests) <= leaving
     ):
         raise RuntimeError(f"{action} must not return {sorted({*reply.properties, *leaving})}")
-
-
-def _num_values(request: Request, network: nn.Module | None, kind: str) -> int:
-    """Return how many values a release of one kind has, 1 where that is not known yet."""
-    if isinstance(request.settings, RewardCandidates):
-        return request.settings.count
-    if network is None or kind in NUMBERS_OF:
-        return NUMBERS_OF.get(kind, 1)
-    return sum(tensor.numel() for tensor in network_states(network)[kind].values())
 
 
 def description_of(request: Request) -> Mapping[str, Any]:
@@ -236,6 +159,6 @@ def _norm(request: Request, supernet_norm: str | None) -> str | None:
     return norm
 
 
-def _norm_of(network: nn.Module) -> str | None:
-    norms = nn.modules.batchnorm._BatchNorm
-    return "batch" if any(isinstance(m, norms) for m in network.modules()) else None
+def _refused_batch_norm() -> ConfigError:
+    reason = "False: it has no per-record gradient and its buffers leak"
+    return refused("no batch_norm", "batch_norm", True, reason)

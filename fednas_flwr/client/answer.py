@@ -1,20 +1,28 @@
-"""The one entrance to all actions, for every runtime."""
+"""The one entrance to all actions, for every runtime, and replies that are masked for a secure sum.
+
+Main function: :func:`answer`.
+"""
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.client.admission import admit, check_fields
-from fednas_flwr.client.agreement import begin_sum, masked
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.noised_updates import noised_update
 from fednas_flwr.privacy.actions import ACTIONS
+from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
+from fednas_flwr.protocol.secure_sum.sum_site import Answer
+from fednas_flwr.protocol.sum_encoding import MASKED, NOT_TOLD, Summands, sizes_of
+from fednas_flwr.protocol.sum_requests import by_text
 from fednas_flwr.protocol.wire import restore_sent, round_reply
 from fednas_flwr.settings.names import CLIENT
 
@@ -27,20 +35,20 @@ def answer(client: Client, request: Request) -> Reply:
 
     A client with a release guard answers the private actions only. torch's global generator is
     seeded from (seed, stage, round, client, action), for layers that cannot take a generator
-    (drop-path,
-    dropout), and restored afterwards. In private mode the seed is nobody's: what is drawn per place
-    in a batch would be drawn for other records if one more were in it, and whoever knows the
-    draws could tell.
+    (drop-path, dropout), and restored afterwards. In private mode the seed is nobody's: what is
+    drawn per place in a batch would be drawn for other records if one more were in it, and whoever
+    knows the draws could tell.
 
     Raises:
         ConfigError: The action is unknown, or the site's policy refuses the request.
         BudgetExceededError: The site's privacy budget does not cover it.
         ValueError: The request does not fit the action.
     """
-    planned = {} if client.guard is None else admit(client.guard, request)
+    if client.guard is not None and request.planned is None:
+        request = admit(client.guard, request)
     if request.statistics is not None:
         client = client.standardised(request.statistics)
-    part = begin_sum(client, request, planned)
+    part = begin_sum(client, request)
     request = replace(request, states=restore_sent(request.states))
     header = request.header
     threads = torch.get_num_threads()
@@ -72,3 +80,90 @@ def _answered(client: Client, request: Request) -> Reply:
     if whole and not ACTIONS[request.action].is_public:
         return noised_update(client, request, exact)
     return exact(client)
+
+
+def agreed(client: Client, request: Request) -> dict[str, Any]:
+    """Return all by which a reply is computed and on which the sites of a sum must agree.
+
+    **Rule.** An input of a reply that comes from the server, or that stands in the site's policy or
+    data settings and decides how much content or noise the reply has, is in the context of its
+    secure sum: masks cancel among sites that agree on all of these, so that no site's value lies
+    under less content and noise of others than its own policy and commitment say. Beside these are
+    only what each site may have to itself, because no value of it makes others add less, and
+    secrets; ``tests/client/test_agreed.py`` lists every input in one of the three.
+
+    Args:
+        client: With secure sums.
+        request: What is asked; its plans are those by which the site answers.
+    """
+    guard = client.guard
+    return {
+        "request": request.digest,
+        "settings": client.settings_digest,
+        "releases": {kind: asdict(release) for kind, release in request.releases.items()},
+        "unit": None if guard is None else guard.allowed.unit,
+        "secure_noise": guard is None or guard.is_secure,
+        "honest": client.part_of_sums.terms.honest,
+        "data": client.data_form,
+    }
+
+
+def begin_sum(client: Client, request: Request) -> Answer | None:
+    """Record that a request is answered, once, before it reads a record.
+
+    Args:
+        client: Asked.
+        request: What is asked, with a guard as it was admitted.
+
+    Returns:
+        What masks the reply; None of requests whose replies are public.
+
+    Raises:
+        ConfigError: The client has secure sums and is asked for a reply that is none, or the other
+            way round; or its policy refuses the exchange.
+    """
+    if ACTIONS[request.action].is_public:
+        return None
+    if request.summed is None:
+        if client.sums is not None:
+            raise ConfigError(
+                "refused by the policy, rule secure_sum: this site's replies are sent as part of a "
+                "secure sum only; set secure_sum=true."
+            )
+        return None
+    summed, header = request.summed, request.header
+    shared = {kind for kind, release in request.releases.items() if release.shared}
+    if set(summed.ranges) != shared:
+        limit = f"of {sorted(shared)}, whose noise is shared"
+        raise refused("secure_sum", "ranges", sorted(summed.ranges), limit)
+    return client.part_of_sums.begin(
+        run=header.run,
+        attempt=summed.attempt,
+        stage=header.stage,
+        round=header.round,
+        phase=header.phase,
+        participants=summed.participants,
+        agreed=agreed(client, request),
+    )
+
+
+def masked(request: Request, reply: Reply, answer: Answer) -> Reply:
+    """Return a reply of which nothing can be read but the layout of its tensors.
+
+    Raises:
+        ValueError: A value is not finite, or beyond the range of the sum.
+    """
+    assert request.summed is not None
+    summands = Summands(
+        request.action, sizes_of(reply.states, reply.shares), request.summed, request.states
+    )
+    vectors = summands.encode(reply)
+    boxes = answer.mask(list(vectors.values()))
+    return replace(
+        reply,
+        num_examples=NOT_TOLD,
+        metrics={},
+        states={MASKED: {dtype: torch.from_numpy(v) for dtype, v in vectors.items()}},
+        shares={},
+        properties={"context": answer.context.hex(), "boxes": by_text(boxes)},
+    )

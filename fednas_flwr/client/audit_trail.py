@@ -24,15 +24,14 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from traceback import format_exception
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fednas_flwr.base.errors import ConfigError, DamagedError, DayFullError
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.privacy.allowance import counter_of, take
 from fednas_flwr.privacy.books.anchor import create_key, equal, read_key, seal
 from fednas_flwr.privacy.books.ledger import Ledger
-from fednas_flwr.protocol.headers import Header
-from fednas_flwr.protocol.sum_requests import Settings
+from fednas_flwr.protocol.sum_requests import Asked
 
 if TYPE_CHECKING:  # these bring torch
     from fednas_flwr.client.release_guard import ReleaseGuard
@@ -45,22 +44,6 @@ LONGEST_END = 20_000  # bytes beyond the daily allowance for lines that say it i
 # the journal of secure sums, the result of a self-test.
 REQUEST_BYTES = 2000
 _LINE = re.compile(rb'(\{"number": ([1-9][0-9]*), .*), "mac": "([0-9a-f]{64})"\}\n')
-
-
-class Asked(Protocol):
-    """Request without its tensors."""
-
-    @property
-    def action(self) -> str:
-        """Action that is asked."""
-
-    @property
-    def header(self) -> Header:
-        """Exchange that it is part of."""
-
-    @property
-    def settings(self) -> Settings:
-        """Arguments of the action."""
 
 
 class _End(NamedTuple):
@@ -313,10 +296,10 @@ def _follow(line: bytes, number: int, mac: str, key: bytes) -> _End | None:
     if matched is None or int(matched[2]) != number + 1:
         return None
     try:
-        own = seal(key, "audit line", mac, matched[1].decode())
+        seal_of_line = seal(key, "audit line", mac, matched[1].decode())
     except UnicodeDecodeError:
         return None
-    return _End(number + 1, own, mac) if equal(matched[3].decode(), own) else None
+    return _End(number + 1, seal_of_line, mac) if equal(matched[3].decode(), seal_of_line) else None
 
 
 def _genesis(key: bytes) -> _End:

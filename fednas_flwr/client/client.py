@@ -30,7 +30,7 @@ from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.protocol.states import Packed, load_states
 from fednas_flwr.search.gradient_sums import Batch
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.settings.names import FLOAT32
+from fednas_flwr.settings.names import FLOAT32, SPLITS
 from fednas_flwr.spaces.space import SearchSpace
 
 
@@ -151,6 +151,17 @@ class Client:
         return replace(self, data=within)
 
     @property
+    def part_of_sums(self) -> SumSite:
+        """The client's part of secure sums.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        if self.sums is None:
+            raise ConfigError("refused: this site takes no part in secure sums.")
+        return self.sums
+
+    @property
     def data_form(self) -> dict[str, Any]:
         """Form of the client's records, as declared: the same for all clients of a run."""
         # what follows from records are moments, of which the server makes one mean
@@ -173,15 +184,10 @@ class Client:
 
     def split(self, name: str) -> Split:
         """Return one split; ``train+validation`` is what retraining uses."""
-        splits = {
-            "train": lambda: self.data.train,
-            "validation": lambda: self.data.validation,
-            "test": lambda: self.data.test,
-            "train+validation": lambda: concat_splits(self.data.train, self.data.validation),
-        }
-        if name not in splits:
-            raise unknown_choice("split", name, splits)
-        return splits[name]()
+        if name not in (names := (*SPLITS, "train+validation")):
+            raise unknown_choice("split", name, names)
+        first, *rest = (getattr(self.data, part) for part in name.split("+"))
+        return concat_splits(first, *rest) if rest else first
 
     def for_training(self, split: Split) -> Split:
         """Return the split whose rows are trained on."""
@@ -204,10 +210,4 @@ class Client:
         """Return the batch ``x`` augmented as the data set's settings say."""
         if x.dim() != 4:
             return x
-        return augment(
-            x,
-            generator=generator,
-            crop_padding=self.augmentation.crop_padding,
-            flip=self.augmentation.flip,
-            cutout=self.augmentation.cutout,
-        )
+        return augment(x, generator=generator, **asdict(self.augmentation))

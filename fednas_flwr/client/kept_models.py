@@ -104,14 +104,14 @@ def _read(client: Client, path: Path) -> Model:
 
 def _check_inputs(client: Client, model: Model) -> None:
     """Refuse a model that takes other records, or names other classes, than the site has."""
-    ours: dict[str, object] = {"class_names": client.class_names, "schema": client.schema}
-    ours["shape"] = tuple(client.data.train.features.shape[1:])
-    theirs: dict[str, object] = {"class_names": model.class_names, "schema": model.inputs.schema}
-    theirs["shape"] = model.input_shape
-    ours["multi_label"] = client.objective.multi_label
-    theirs["multi_label"] = model.inputs.multi_label
-    for name, own in ours.items():
-        if theirs[name] != own:
+    values = {
+        "class_names": (client.class_names, model.class_names),
+        "schema": (client.schema, model.inputs.schema),
+        "shape": (tuple(client.data.train.features.shape[1:]), model.input_shape),
+        "multi_label": (client.objective.multi_label, model.inputs.multi_label),
+    }
+    for name, (ours, theirs) in values.items():
+        if theirs != ours:
             raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
 
 

@@ -6,7 +6,7 @@ private client, and return what then trains the network in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import partial
 
@@ -17,29 +17,19 @@ from torch.optim.swa_utils import update_bn
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.noised_gradients import NoisedGradients
-from fednas_flwr.client.replies import sent_moments
 from fednas_flwr.models.metrics import record_losses
-from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Request
-from fednas_flwr.protocol.requests import Amount, LocalSearch, LocalTraining
+from fednas_flwr.protocol.requests import LocalSearch, LocalTraining
+from fednas_flwr.protocol.states import MOMENTS, Layout, Tensors, network_states, unpack
+from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import alternate
-from fednas_flwr.search.optimizer_step import (
-    Descent,
-    Descents,
-    Gradients,
-    make_adam,
-    make_sgd,
-    train,
-    trainable_weights,
-)
 from fednas_flwr.search.path_network import PathNetwork, covering_paths
 from fednas_flwr.search.pool import Pool
 from fednas_flwr.search.proxyless import search_paths
 from fednas_flwr.spaces.space import Supernet
 
-Plan = Mapping[str, PlannedRelease]  # of a private request, by kind; empty without privacy
-Training = Callable[[], tuple[Descents, dict[str, float]]]  # trains; returns also what was seen
+Training = Callable[[], tuple[opt.Descents, dict[str, float]]]  # trains; returns also what was seen
 
 
 def prepare(
@@ -47,21 +37,16 @@ def prepare(
     request: Request,
     local: LocalSearch | LocalTraining,
     network: nn.Module,
-    planned: Plan,
 ) -> Training:
-    """Return what trains ``network`` as ``local`` says, by the one of the two that it is for."""
+    """Return the function that trains ``network``: a search of a supernet, or its weights alone."""
     if isinstance(local, LocalTraining):
-        return prepare_training(client, request, local, network, planned)
+        return prepare_training(client, request, local, network)
     assert isinstance(network, Supernet)
-    return prepare_search(client, request, local, network, planned)
+    return prepare_search(client, request, local, network)
 
 
 def prepare_search(
-    client: Client,
-    request: Request,
-    local: LocalSearch,
-    supernet: Supernet,
-    planned: Plan,
+    client: Client, request: Request, local: LocalSearch, supernet: Supernet
 ) -> Training:
     """Return what searches locally: FEATHERS, Alg. 4, of which it is also the private form.
 
@@ -69,24 +54,20 @@ def prepare_search(
 
     Args:
         client: Whose records are read.
-        request: What is answered.
+        request: What is answered; of a private client with the plans of ``weights`` and, but in a
+            warm-up, of ``alphas``.
         local: What to do.
         supernet: Searched in place.
-        planned: The plans of ``weights`` and, but in a warm-up, of ``alphas``.
     """
     generator = client.generator(request.header, "search")
     paths = local.paths
-    warms_up = paths is not None and paths.warm_up
-    validated = None if warms_up else "validation"
-    gradients = _gradients(
-        client, request, local.amount, "train", validated, planned, generator=generator
-    )
+    gradients = _gradients(client, request, local, generator)
     hardware = None if paths is None or paths.hardware is None else paths.hardware.loss()
     if isinstance(gradients, NoisedGradients) and paths is not None:
         for active_E1 in covering_paths(supernet, mode="one"):
             network = PathNetwork(supernet.train(), active_E1)
             gradients.rehearse_weights(network, "path", active_E1.tolist())
-        for paths_EK in () if warms_up else covering_paths(supernet, mode=paths.gates):
+        for paths_EK in () if paths.warm_up else covering_paths(supernet, mode=paths.gates):
             gradients.rehearse_gates(supernet, paths_EK, hardware, asdict(paths), paths_EK.tolist())
     elif isinstance(gradients, NoisedGradients):
         if local.alternating is not None and local.alternating.temperature is not None:
@@ -99,16 +80,16 @@ def prepare_search(
 
     sent = sent_moments(request, supernet)
 
-    def search() -> tuple[Descents, dict[str, float]]:
+    def search() -> tuple[opt.Descents, dict[str, float]]:
         nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)
         weights, alphas = supernet.weights(), supernet.alphas()
-        descents = Descents(
-            Descent(
+        descents = opt.Descents(
+            opt.Descent(
                 weights,
-                make_sgd(weights.values(), local.weights, nesterov=nesterov),
+                opt.make_sgd(weights.values(), local.weights, nesterov=nesterov),
                 local.weights.clip_norm,
             ),
-            Descent(alphas, make_adam(alphas.values(), local.alphas, beta=beta)),
+            opt.Descent(alphas, opt.make_adam(alphas.values(), local.alphas, beta=beta)),
             sent,
         )
         if paths is None:
@@ -128,7 +109,6 @@ def prepare_training(
     request: Request,
     local: LocalTraining,
     network: nn.Module,
-    planned: Plan,
     *,
     generator: torch.Generator | None = None,
 ) -> Training:
@@ -139,30 +119,22 @@ def prepare_training(
     bounds the noised mean, beside the clipping of each record. Arguments as
     :func:`prepare_search`; ``generator`` is of exact batches, None makes the request's.
     """
-    gradients = _gradients(
-        client,
-        request,
-        local.amount,
-        local.split,
-        None,
-        planned,
-        generator=generator or client.generator(request.header, "weights"),
-        auxiliary_weight=local.auxiliary_weight,
-    )
+    generator = generator or client.generator(request.header, "weights")
+    gradients = _gradients(client, request, local, generator)
     network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
     if isinstance(gradients, NoisedGradients):
         gradients.rehearse_weights(network, local.network, local.drop_path_prob > 0)
 
     sent = sent_moments(request, network)
 
-    def train_weights() -> tuple[Descents, dict[str, float]]:
+    def train_weights() -> tuple[opt.Descents, dict[str, float]]:
         network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
-        weights = trainable_weights(network)
+        weights = opt.trainable_weights(network)
         members = network.members if isinstance(network, Pool) else [network]
-        groups = [{"params": list(trainable_weights(member).values())} for member in members]
-        descent = Descent(weights, make_sgd(groups, local.weights), local.weights.clip_norm)
-        descents = Descents(descent, sent=sent)
-        train(network, gradients, descent, local.proximal)
+        groups = [{"params": list(opt.trainable_weights(member).values())} for member in members]
+        descent = opt.Descent(weights, opt.make_sgd(groups, local.weights), local.weights.clip_norm)
+        descents = opt.Descents(descent, sent=sent)
+        opt.train(network, gradients, descent, local.proximal)
         return descents, gradients.metrics()
 
     return train_weights
@@ -171,41 +143,70 @@ def prepare_training(
 def _gradients(
     client: Client,
     request: Request,
-    amount: Amount,
-    trained: str,
-    validated: str | None,
-    planned: Plan,
-    *,
+    local: LocalSearch | LocalTraining,
     generator: torch.Generator,
-    auxiliary_weight: float = 0.0,
-) -> Gradients:
-    """Return where a local loop's gradients come from; reads no record.
+) -> opt.Gradients:
+    """Return the source of a local loop's gradients; reads no record.
 
     Args:
         client: Whose records are read.
         request: What is answered.
-        amount: How many steps.
-        trained: Split of the weights' gradients.
-        validated: Split of the alphas' gradients; None where there are none.
-        planned: With privacy the plan of each kind.
+        local: The loop.
         generator: Of exact batches and their augmentation.
-        auxiliary_weight: Of an auxiliary head's loss.
     """
+    amount, auxiliary_weight = local.amount, local.auxiliary_weight
     if client.guard is not None:
         steps = amount.steps or 0
-        return NoisedGradients(
-            client, request, planned, steps=steps, auxiliary_weight=auxiliary_weight
-        )
+        return NoisedGradients(client, request, steps=steps, auxiliary_weight=auxiliary_weight)
     batches = partial(client.epoch, batch_size=amount.batch_size, generator=generator)
     return ExactGradients(
-        partial(batches, client.split(trained)),
-        None if validated is None else partial(batches, client.split(validated)),
+        partial(batches, client.split(local.split)),
+        partial(batches, client.data.validation) if "alphas" in local.states else None,
         epochs=amount.epochs,
         steps=amount.steps,
         objective=client.objective,
         auxiliary_weight=auxiliary_weight,
         precision=client.precision,
     )
+
+
+def sent_moments(
+    request: Request, network: nn.Module, *, only: Collection[str] | None = None
+) -> Tensors:
+    """Return the optimisers' moments that a request carries, by name; none if it does not.
+
+    Args:
+        request: Of which ``moments`` is read.
+        network: Whose moments they are.
+        only: The names of those that the request carries; None is all.
+
+    Raises:
+        ValueError: They are not of this network, or Adam cannot go on from their numbers of steps.
+    """
+    if MOMENTS not in request.states:
+        return {}
+    layout = Layout.of(opt.no_moments(network))
+    if only is not None:
+        layout = layout.part(layout.marks(only))
+    moments = unpack(request.states[MOMENTS], layout)
+    for name, tensor in moments.items():
+        if name.startswith("alphas.step.") and not tensor.item() >= 0:
+            raise ValueError(f"{name}={tensor.item()}: a number of steps is 0 or more")
+    return moments
+
+
+def trained_states(
+    network: nn.Module, descents: opt.Descents, *, without: tuple[str, ...] = ()
+) -> dict[str, Tensors]:
+    """Return the states of a trained network that hold any tensor, and its moments if they travel.
+
+    Args:
+        network: Trained.
+        descents: That have trained it.
+        without: States that are left out.
+    """
+    states = {**network_states(network), MOMENTS: descents.moments()}
+    return {name: state for name, state in states.items() if state and name not in without}
 
 
 def refresh_statistics(

@@ -1,10 +1,10 @@
-"""Clients with their gates, and the server's way to them."""
+"""Clients with their release guards, of real sites and of simulated ones."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def make_client(
         data: What :func:`make_data` returns; shared by the clients of a process.
         networks: Built networks, shared likewise: clients of a process take turns.
         site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
-        guard: What :func:`make_site_guard` has made of a ``site`` that names a policy; the gates of
+        guard: What :func:`make_site_guard` has made of a ``site`` that names a policy; those of
             simulated clients are made here.
         settings: The run's, as the server has sent them; None is all of ``config``.
 
@@ -99,7 +99,7 @@ def make_client(
         fractions = guard.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
     tags: list[str] = getattr(config.algorithm, "client_tags", [])  # of CFDNAS
-    own = make_client_data(
+    client_data = make_client_data(
         prepared, parts[index], key=key, fractions=fractions, may_be_empty=guard is not None
     )
     if guard is not None:
@@ -111,7 +111,7 @@ def make_client(
     return Client(
         index=index,
         seed=config.seed,
-        data=own,
+        data=client_data,
         class_names=prepared.train.class_names,
         device=device,
         threads=config.runtime.threads if guard is None else guard.allowed.threads,
@@ -123,7 +123,7 @@ def make_client(
         schema=prepared.train.schema,
         image_shape=prepared.train.image_shape,
         scattering=prepared.scattering,
-        moments=None if prepared.mean else column_moments(prepared.train, own.train.rows),
+        moments=None if prepared.mean else column_moments(prepared.train, client_data.train.rows),
         from_ranges=prepared.from_ranges,
         objective=make_objective(config, prepared.train, device),
         oversample=config.training.oversample
@@ -171,7 +171,7 @@ def simulated_properties(
         }
         if prepared.uses_own_statistics:
             train = torch.from_numpy(rows[assigned[rows] == SPLITS.index("train")])
-            properties[index]["moments"] = [asdict(of) for of in column_moments(records, train)]
+            properties[index]["moments"] = column_moments(records, train)
     return properties
 
 
@@ -295,7 +295,7 @@ def make_sum_site(config: Config, index: int) -> SumSite | None:
         raise ConfigError("secure_sum=true needs a run folder: set run_dir=<folder>.")
     folders = [Path(config.run_dir) / "sites" / f"client-{i}" for i in range(config.clients)]
     keys = [SiteKeys.at(folder / "sum.keys") for folder in folders]
-    roster = Roster(tuple(own.public(f"client-{i}") for i, own in enumerate(keys)))
+    roster = Roster(tuple(key.public(f"client-{i}") for i, key in enumerate(keys)))
     terms = _simulated_terms(config, roster.fingerprint)
     return SumSite(index, keys[index], roster, terms, folders[index] / "sums.sqlite")
 
@@ -334,7 +334,8 @@ def simulated_policy(config: Config, index: int, records: Records, rows: np.ndar
     if not config.secure_sum:
         return policy
     terms = _simulated_terms(config, NO_ROSTER)
-    return Policy({n: replace(own, secure_sum=terms) for n, own in policy.data_sets.items()})
+    sections = policy.data_sets.items()
+    return Policy({name: replace(rules, secure_sum=terms) for name, rules in sections})
 
 
 def num_units(records: Records, rows: np.ndarray) -> int:

@@ -11,17 +11,18 @@ Tensor suffixes: B records, E blocks, O ops, K ops that are computed in a block.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import repeat
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import guard_of, rehearse
+from fednas_flwr.client.admission import guard_of
 from fednas_flwr.client.client import Client
+from fednas_flwr.client.rehearsal import rehearse
 from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.privacy.mechanism.clipping import (
@@ -30,7 +31,6 @@ from fednas_flwr.privacy.mechanism.clipping import (
     clipped_gradient_sum,
 )
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, by_person, sum_of_parts
-from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.secure_sum.grid import Cells
@@ -46,16 +46,9 @@ from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.mbconv_plan import CELL
 from fednas_flwr.spaces.space import Supernet
 
-# Of features [N, ...] and labels [N], watched, in micro-batches of one size; None is one of all.
-TakeSum = Callable[..., ClippedSum]  # of features [B, ...] and labels [B]; takes How by name
-
-
-class How(TypedDict, total=False):
-    """Computation of a clipped sum; see ``clipping.clipped_gradient_sum``."""
-
-    micro_batch_size: int
-    persons: Tensor | None
-    watch: Watch
+# Of features [B, ...] and labels [B]; by name ``micro_batch_size``, ``persons`` and ``watch``, see
+# ``clipping.clipped_gradient_sum``.
+TakeSum = Callable[..., ClippedSum]
 
 
 class NoisedGradients:
@@ -66,8 +59,7 @@ class NoisedGradients:
 
     Args:
         client: With a guard.
-        request: What is answered.
-        planned: The plan of each kind of release, of ``weights`` and ``alphas``.
+        request: As the guard has admitted it, with releases of ``weights`` or ``alphas``.
         steps: Steps of the loop.
         auxiliary_weight: Of an auxiliary head's loss.
     """
@@ -76,15 +68,14 @@ class NoisedGradients:
         self,
         client: Client,
         request: Request,
-        planned: Mapping[str, PlannedRelease],
         *,
         steps: int = 1,
         auxiliary_weight: float = 0.0,
     ) -> None:
         """See the class."""
-        self._client, self._header, self._planned = client, request.header, planned
-        self._steps, self._auxiliary_weight = steps, auxiliary_weight
-        self._grids = request.grids
+        self._client, self._guard, self._request = client, guard_of(client), request
+        self._planned, self._steps = request.releases, steps
+        self._auxiliary_weight = auxiliary_weight
         self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
 
     def rehearse_weights(self, network: nn.Module, *chosen: Any) -> None:
@@ -127,17 +118,18 @@ class NoisedGradients:
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """Return a noised sum of gradients, and the expected batch size that it is divided by."""
         released = self._release(state, partial(self._sum_of(state), network))
-        return released, guard_of(self._client).expected_batch(self._planned[state])
+        return released, self._guard.expected_batch(self._planned[state])
 
     def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
         """Return :meth:`sums` where clients share the noise."""
         split, total = self._contributions(state, partial(self._sum_of(state), network))
-        guard, planned, grid = guard_of(self._client), self._planned[state], self._grids.get(state)
-        cells = guard.share(planned, self._header, split.num_units, total, grid=grid)
-        return cells, guard.expected_batch(planned)
+        planned, request = self._planned[state], self._request
+        grid, num_units = request.grids.get(state), split.num_units
+        cells = self._guard.share(planned, request.header, num_units, total, grid=grid)
+        return cells, self._guard.expected_batch(planned)
 
     def _sum_of(self, state: str) -> TakeSum:
-        return {"weights": self._weight_sum, "alphas": self._alpha_sum}[state]
+        return self._weight_sum if state == "weights" else self._alpha_sum
 
     def weights(self, network: nn.Module) -> Gradient:
         """Return the noised mean gradient of the weights that a network computes with.
@@ -178,14 +170,14 @@ class NoisedGradients:
 
     def _mean(self, state: str, take: TakeSum) -> Tensors:
         """Return the noised sum over a Poisson batch, over the batch's expected size."""
-        size = guard_of(self._client).expected_batch(self._planned[state])
+        size = self._guard.expected_batch(self._planned[state])
         return {name: total / size for name, total in self._release(state, take).items()}
 
     def _release(self, state: str, take: TakeSum) -> Tensors:
         """Return one release, on the client's device: the noised sum over a Poisson batch."""
         split, total = self._contributions(state, take)
-        guard, planned = guard_of(self._client), self._planned[state]
-        sums = guard.release(planned, self._header, split.num_units, total)
+        planned, header = self._planned[state], self._request.header
+        sums = self._guard.release(planned, header, split.num_units, total)
         return {name: value.to(self._client.device) for name, value in sums.items()}
 
     def _contributions(self, state: str, take: TakeSum) -> tuple[Split, Contributions]:
@@ -215,9 +207,7 @@ class NoisedGradients:
         generator = torch.Generator().manual_seed(secrets.randbits(63))
         return (self._client.augmented(x, generator) if len(rows) else x), y
 
-    def _weight_sum(
-        self, network: nn.Module, x: Tensor, y: Tensor, **how: Unpack[How]
-    ) -> ClippedSum:
+    def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor, **how: Any) -> ClippedSum:
         """Return the clipped sum of gradients by the weights that a network computes with.
 
         The members of a :class:`Pool` are clipped one by one.
@@ -238,15 +228,16 @@ class NoisedGradients:
             **how,
         )
 
-    def _alpha_sum(
-        self, supernet: Supernet, x: Tensor, y: Tensor, **how: Unpack[How]
-    ) -> ClippedSum:
-        """Return the clipped sum of gradients by the alphas."""
+    def _alpha_sum(self, supernet: Supernet, x: Tensor, y: Tensor, **how: Any) -> ClippedSum:
+        """Return the clipped sum of gradients by the alphas.
+
+        ``how`` may replace the network that computes with them, and the loss of its outputs.
+        """
         return clipped_alpha_gradient_sum(
-            supernet,
+            how.pop("network", supernet),
             x,
             y,
-            loss=self._client.objective.plain_losses,
+            loss=how.pop("loss", self._client.objective.plain_losses),
             alphas=supernet.alphas(),
             max_norm=self._planned["alphas"].max_grad_norm,
             class_factors=self._client.objective.class_factors,
@@ -260,7 +251,7 @@ class NoisedGradients:
         hardware: HardwareLoss | None,
         x: Tensor,
         y: Tensor,
-        **how: Unpack[How],
+        **how: Any,
     ) -> ClippedSum:
         """Return the clipped sum of gradients by the alphas, through the paths' gates."""
         alphas, objective = supernet.alphas(), self._client.objective
@@ -274,19 +265,12 @@ class NoisedGradients:
             logits, cost_B = output
             return factor(objective.plain_losses(logits, labels), cost_B)
 
-        return clipped_alpha_gradient_sum(
-            PathNetwork(supernet, paths_EK, None if factor is None else factor.costs),
-            x,
-            y,
-            loss=losses,
-            alphas=alphas,
-            relaxation=Relaxation(
-                {CELL: gates_EK}, lambda kind, g: alpha_gradient(g, alphas[kind].double(), paths_EK)
-            ),
-            max_norm=self._planned["alphas"].max_grad_norm,
-            class_factors=objective.class_factors,
-            **how,
-        )
+        def by_alphas(kind: str, gradient: Tensor) -> Tensor:
+            return alpha_gradient(gradient, alphas[kind].double(), paths_EK)
+
+        network = PathNetwork(supernet, paths_EK, None if factor is None else factor.costs)
+        how |= {"network": network, "relaxation": Relaxation({CELL: gates_EK}, by_alphas)}
+        return self._alpha_sum(supernet, x, y, loss=losses, **how)
 
     def _cost_gradient(
         self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None

@@ -19,19 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import own_linear_layers
-from fednas_flwr.client.admission import guard_of, rehearse
+from fednas_flwr.client.admission import guard_of
 from fednas_flwr.client.client import Client
+from fednas_flwr.client.rehearsal import rehearse
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.privacy.mechanism.micro_batches import (
-    ClippedSum,
-    clipped_row_sum,
-    filled,
-    joined,
-    person_means,
-)
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.mechanism import micro_batches
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, filled
 from fednas_flwr.privacy.self_test import Watch, unwatched
-from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.messages import Request
 from fednas_flwr.search.objective import heads
 
 # Of features [B, ...] and labels, watched: values of every record, float64 [B, V].
@@ -42,8 +37,8 @@ METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 
 
 def noised_mean(
     client: Client,
-    header: Header,
-    planned: PlannedRelease,
+    request: Request,
+    kind: str,
     split: Split,
     values: Callable[[Tensor], Tensor],
     *,
@@ -53,51 +48,93 @@ def noised_mean(
 
     Args:
         client: With a guard.
-        header: Of the request.
-        planned: The plan.
+        request: As the guard has admitted it.
+        kind: Of the release.
         split: What is measured. Of a person counts the mean of all records.
         values: Given indices, returns a vector of each record, float64 [N, V].
         norm: What a unit's vector is clipped to, and what noise is scaled by.
     """
-    guard = guard_of(client)
+    guard, planned = guard_of(client), request.releases[kind]
 
     def total(units: Tensor) -> ClippedSum:
         vectors = values(units) if split.persons is None else means(units)
-        return clipped_row_sum(planned.kind, vectors, max_norm=norm)
+        return micro_batches.clipped_row_sum(kind, vectors, max_norm=norm)
 
     def means(units: Tensor) -> Tensor:
-        rows, persons = joined(split.records_of(units))
-        return person_means(values(rows), persons)
+        rows, persons = micro_batches.joined(split.records_of(units))
+        return micro_batches.person_means(values(rows), persons)
 
-    sums = guard.release(planned, header, split.num_units, total)
-    return sums[planned.kind] / guard.expected_batch(planned)
+    sums = guard.release(planned, request.header, split.num_units, total)
+    return sums[kind] / guard.expected_batch(planned)
+
+
+class Measurement:
+    """Values of the records of a split, as networks in evaluation mode give them.
+
+    The constructor tries the computation on made-up records and reads none.
+
+    Args:
+        client: With a guard.
+        split: Of the records.
+        networks: What is computed with.
+        measure: The computation.
+        tried: One of the same kind that takes as much memory as any; None is ``measure``.
+        chosen: Its name, and all that the server has chosen of it besides.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        split: Split,
+        networks: nn.Module,
+        measure: Measure,
+        *chosen: Any,
+        tried: Measure | None = None,
+    ) -> None:
+        """See the class."""
+        self._client, self._split = client, split
+        self._networks, self._measure = networks, measure
+        with torch.no_grad(), _measuring(networks):
+            self._size = rehearse(client, tried or measure, networks, *chosen)
+
+    @torch.no_grad()
+    def of(self, rows: Tensor) -> Tensor:
+        """Return the values of some rows [N, V], in micro-batches of exactly one size."""
+        values, size = [], self._size
+        with _measuring(self._networks):
+            for part in torch.split(rows, size) if len(rows) else (rows,):
+                x, y = self._split.batch(part, self._client.device)
+                measured = self._measure(filled(x, size), filled(y, size), unwatched)
+                values.append(measured[: len(part)])
+        return torch.cat(values)
 
 
 def prepare_metrics(
-    client: Client,
-    header: Header,
-    planned: PlannedRelease,
-    network: nn.Module,
-    description: object,
+    client: Client, request: Request, network: nn.Module, description: object
 ) -> Callable[[], dict[str, float]]:
     """Return what releases a network's loss and accuracy; reads no record.
 
-    A record's loss counts for at most twice that of guessing.
+    A record's loss counts for at most twice that of guessing, and so does one that is not finite.
     """
-    bound = 2 * client.objective.guessing_loss(len(client.class_names))
-    measure = partial(_loss_and_hits, client, network, bound)
-    with _measuring(network):
-        size = rehearse(client, measure, network, "metrics", description)
-    split = client.split("+".join(planned.splits))
+    objective = client.objective
+    bound = 2 * objective.guessing_loss(len(client.class_names))
 
-    def values(rows: Tensor) -> Tensor:
-        with _measuring(network):
-            return _measured(client, split, measure, size, rows)
+    def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
+        """Return (loss / bound, correct) of every record, each from 0 to 1; float64 [B, 2]."""
+        logits, _ = heads(network(x))
+        losses = objective.plain_losses(logits, y).double()
+        losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
+        values_B2 = torch.stack([losses, objective.hits(logits, y).double()], dim=1).cpu()
+        watch(logits)
+        watch(values_B2)
+        return values_B2
+
+    split = client.split("+".join(request.releases["metrics"].splits))
+    values = Measurement(client, split, network, measure, "metrics", description)
 
     def release() -> dict[str, float]:
-        loss, accuracy = noised_mean(
-            client, header, planned, split, values, norm=METRICS_NORM
-        ).tolist()
+        means = noised_mean(client, request, "metrics", split, values.of, norm=METRICS_NORM)
+        loss, accuracy = means.tolist()
         return {"loss": loss * bound, "accuracy": accuracy}
 
     return release
@@ -110,7 +147,6 @@ def prepare_losses(client: Client, network: nn.Module, description: object) -> C
     """
     objective = client.objective
 
-    @torch.no_grad()
     def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
         logits, _ = heads(network(x))
         losses_B, factors_B = objective.plain_losses(logits, y), objective.record_factors(y)
@@ -121,24 +157,17 @@ def prepare_losses(client: Client, network: nn.Module, description: object) -> C
         watch(values_B1)
         return values_B1
 
-    with _measuring(network):
-        size = rehearse(client, measure, network, "losses", description)
     split = client.data.validation
-
-    def losses() -> Tensor:
-        with _measuring(network):
-            return _measured(client, split, measure, size, torch.arange(len(split)))[:, 0]
-
-    return losses
+    values = Measurement(client, split, network, measure, "losses", description)
+    return lambda: values.of(torch.arange(len(split)))[:, 0]
 
 
 def prepare_rewards(
     client: Client,
-    header: Header,
-    planned: PlannedRelease,
+    request: Request,
     candidates: Sequence[nn.Module],
     largest: Sequence[nn.Module],
-    *chosen: Any,
+    description: object,
 ) -> Callable[[], Tensor]:
     """Return what releases each candidate's accuracy over the declared validation records, [M].
 
@@ -147,14 +176,12 @@ def prepare_rewards(
 
     Args:
         client: With a guard.
-        header: Of the request.
-        planned: The plan.
+        request: As the guard has admitted it.
         candidates: M networks in evaluation mode.
         largest: Candidates which take as much memory as any; they are tried before.
-        *chosen: All that the server has chosen of them besides.
+        description: All that the server has chosen of them besides.
     """
 
-    @torch.no_grad()
     def correct(measured: Sequence[nn.Module], x: Tensor, y: Tensor, watch: Watch) -> Tensor:
         hits = []
         for candidate in measured:
@@ -165,47 +192,11 @@ def prepare_rewards(
         watch(hits_BM)
         return hits_BM
 
-    networks = nn.ModuleList([*candidates, *largest]).eval()
-    with _measuring(networks):
-        size = rehearse(client, partial(correct, largest), networks, "rewards", *chosen)
-    split = client.data.validation
-
-    def values(rows: Tensor) -> Tensor:
-        with _measuring(networks):
-            return _measured(client, split, partial(correct, candidates), size, rows)
-
-    def release() -> Tensor:
-        norm = math.sqrt(len(candidates))
-        return noised_mean(client, header, planned, split, values, norm=norm)
-
-    return release
-
-
-def _measured(client: Client, split: Split, measure: Measure, size: int, rows: Tensor) -> Tensor:
-    """Return what is measured of some rows [N, V], in micro-batches of exactly ``size``."""
-    values = []
-    for part in torch.split(rows, size) if len(rows) else (rows,):
-        x, y = split.batch(part, client.device)
-        values.append(measure(filled(x, size), filled(y, size), unwatched)[: len(part)])
-    return torch.cat(values)
-
-
-@torch.no_grad()
-def _loss_and_hits(
-    client: Client, network: nn.Module, bound: float, x: Tensor, y: Tensor, watch: Watch
-) -> Tensor:
-    """Return (loss / bound, correct) of every record, each from 0 to 1; float64 [B, 2].
-
-    A loss that is not finite counts as the bound.
-    """
-    logits, _ = heads(network(x))
-    losses = client.objective.plain_losses(logits, y).double()
-    losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
-    correct = client.objective.hits(logits, y).double()
-    values_B2 = torch.stack([losses, correct], dim=1).cpu()
-    watch(logits)
-    watch(values_B2)
-    return values_B2
+    networks, split = nn.ModuleList([*candidates, *largest]).eval(), client.data.validation
+    measure, tried = partial(correct, candidates), partial(correct, largest)
+    values = Measurement(client, split, networks, measure, "rewards", description, tried=tried)
+    norm = math.sqrt(len(candidates))
+    return lambda: noised_mean(client, request, "rewards", split, values.of, norm=norm)
 
 
 @contextmanager

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.client.admission import admit, before_reading, description_of, guard_of
+from fednas_flwr.client.admission import before_reading, guard_of, sent_network
 from fednas_flwr.client.client import Client
-from fednas_flwr.client.replies import network_states_of
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
-from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import Probe
@@ -49,13 +47,13 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
         BudgetExceededError: The budget does not cover it; nothing was read.
     """
     guard, header, settings = guard_of(client), request.header, request.settings
+    planned = request.releases
     with before_reading(request):
-        network = client.network(description_of(request), network_states_of(request))
-        planned = admit(guard, request, network)
+        network = sent_network(client, request)
         if MOMENTS in request.states:
             limit = "none: they would tell of the records without noise"
             raise refused("unit", "moments", "sent", limit)
-        base, digests, grids = *_sent(request, network, planned), request.grids
+        base, digests, grids = *_sent(request, network), request.grids
         _check_sent(base, grids)
 
     @cache
@@ -120,13 +118,11 @@ def _check_sent(base: Mapping[str, Packed], grids: Mapping[str, Grid]) -> None:
             raise refused("secure_sum", f"largest of {kind}", largest, f"at most {most:g}")
 
 
-def _sent(
-    request: Request, network: nn.Module, planned: Mapping[str, PlannedRelease]
-) -> tuple[dict[str, Packed], dict[str, str]]:
+def _sent(request: Request, network: nn.Module) -> tuple[dict[str, Packed], dict[str, str]]:
     """Return the states to which updates are differences, and all layouts' digests."""
     if isinstance(request.settings, Probe):
         rewards = torch.zeros(len(request.settings.trials))
         return {}, {"rewards": Layout.of({"rewards": rewards}).digest}
     states = network_states(network)
-    digests = {kind: Layout.of(states[kind]).digest for kind in planned}
-    return {kind: request.states[kind] for kind in planned}, digests
+    digests = {kind: Layout.of(states[kind]).digest for kind in request.releases}
+    return {kind: request.states[kind] for kind in digests}, digests

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,6 +119,21 @@ class ReleaseGuard:
         """True if nobody can repeat masks and noise; False with a test seed."""
         return self._generator.is_secure
 
+    @property
+    def properties(self) -> dict[str, Any]:
+        """What the client says of its policy and budget, which do not depend on records."""
+        allowed = self.allowed
+        terms = allowed.secure_sum
+        return {
+            "splits": dict(allowed.records),
+            "data_set": self.data_set,
+            "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
+            "secure_noise": self.is_secure,
+            "unit": allowed.unit,
+            "least_noise_multiplier": allowed.least_noise_multiplier,
+            "spent": self.spent(),
+        } | ({} if terms is None else {"honest_sites": terms.honest})
+
     def num_records(self, splits: Sequence[str]) -> int:
         """Return the declared number of records of some splits."""
         return sum(self.allowed.records[split] for split in splits)
@@ -132,9 +148,9 @@ class ReleaseGuard:
         Raises:
             ConfigError: A rule is broken; the sentence names it.
         """
-        own = Policy({self.data_set: self.allowed})  # the node's other data is not loaded
+        policy = Policy({self.data_set: self.allowed})  # the node's other data is not loaded
         secure = self.is_secure
-        check_action(own, data_set, action, secure_noise=secure, test_seed=not secure)
+        check_action(policy, data_set, action, secure_noise=secure, test_seed=not secure)
 
     def check_plan(self, plan: Sequence[PlannedRelease]) -> None:
         """Refuse a plan of which the policy refuses a term, or with two of one kind.
@@ -269,11 +285,20 @@ class ReleaseGuard:
             raise refused("committed values", "steps", steps, limit)
         if (awaited := self.awaited_approval(header.run)) is not None:
             raise refused("approve", "schedule", awaited, "approved by a person at the site yet")
-        most = commitment.sizes.get(kind, num_values) if header.stage == "search" else num_values
-        if num_values > most:
+        self.check_size(planned, header.run, num_values)
+        return planned
+
+    def check_size(self, planned: PlannedRelease, run: str, num_values: int) -> None:
+        """Refuse a release of more values than the run has committed to, or its noise is for.
+
+        Raises:
+            ConfigError: The sentence names the rule.
+        """
+        commitment, kind = self._commitment(run), planned.kind
+        sizes = commitment.sizes if commitment and planned.stage == "search" else {}
+        if num_values > (most := sizes.get(kind, num_values)):
             raise refused("committed values", f"number of {kind}", num_values, f"at most {most}")
         check_planned(self.allowed, planned, num_values=num_values)
-        return planned
 
     def release(
         self,

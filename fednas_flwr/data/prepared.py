@@ -14,10 +14,8 @@ from fednas_flwr.data.datasets import Prepared, intensity_of, prepare, scatterin
 from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.readers import check_sites
 from fednas_flwr.data.records import Records
-from fednas_flwr.data.schema import Column
 from fednas_flwr.settings import Config, expanded
 from fednas_flwr.settings.data_settings import LabelTable
-from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.partitions import SavedPartition
 
 
@@ -59,7 +57,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
             images that is not theirs.
     """
     shape, names = tuple(properties["input_shape"]), tuple(properties["class_names"])
-    schema = tuple(parse(Column, column, key="schema") for column in properties["schema"])
+    schema = tuple(properties["schema"])
     image_shape, scattering = tuple(properties["image_shape"]), tuple(properties["scattering"])
     dtype = torch.float32 if len(shape) == 1 or scattering else torch.uint8
     features = torch.empty(0, *shape, dtype=dtype)

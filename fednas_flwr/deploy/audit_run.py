@@ -39,8 +39,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.admission import admit, asked_kinds, description_of
-from fednas_flwr.client.agreement import begin_sum, sums_of
-from fednas_flwr.client.answer import answer
+from fednas_flwr.client.answer import answer, begin_sum
 from fednas_flwr.client.client import Augmentation, Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
@@ -71,7 +70,6 @@ from fednas_flwr.protocol.requests import (
     TellStatistics,
     TrainCandidates,
 )
-from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states, pack, unpack
 from fednas_flwr.protocol.sum_encoding import MASKED, Sizes, Summands, sizes_of
 from fednas_flwr.protocol.sum_requests import Summed, by_index
@@ -79,6 +77,7 @@ from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.search.pool import Pool
+from fednas_flwr.server.secure_sums import MaskedSum
 from fednas_flwr.settings import Config, DifferentialPrivacy, with_runtime
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import CLIENT, LARGEST_EPSILON, SPLITS
@@ -565,12 +564,12 @@ class _Exchange:
                 context = bytes.fromhex(reply.properties["context"])
             else:
                 assert client.guard is not None
-                part = begin_sum(client, request, admit(client.guard, request))
+                part = begin_sum(client, admit(client.guard, request))
                 assert part is not None
                 vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
                 boxes[i] = part.mask(vectors)
             total.add(i, vectors)
-        sites = {i: sums_of(client) for i, client in enumerate(clients)}
+        sites = {i: client.part_of_sums for i, client in enumerate(clients)}
         signatures = {i: site.sign(context, everybody) for i, site in sites.items()}
         openings = {
             i: sites[i].open(

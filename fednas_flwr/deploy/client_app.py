@@ -95,7 +95,7 @@ def _handler(
             guard = _guard(text, site, policy)
             if guard is not None:
                 safe = (ConfigError,)
-                admit(guard, request, supernet_norm=_supernet_norm(text))
+                request = admit(guard, request, supernet_norm=_supernet_norm(text))
                 safe = ()
             client = _client(text, index, site, policy)
             if client.guard is not None:

@@ -5,7 +5,6 @@ They are what the ClientApp would answer, in the second that it takes to import 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -15,19 +14,18 @@ from fednas_flwr.client.audit_trail import trail_of
 from fednas_flwr.deploy.flower_patches import CLIENT_RAISED
 from fednas_flwr.privacy.policy import check_action
 from fednas_flwr.privacy.policy_file import load_policy
-from fednas_flwr.protocol.headers import Header, encode_values, read_json
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.sum_requests import REQUESTS, SUM_ACTIONS, Settings, answer_sum
+from fednas_flwr.protocol.sum_requests import (
+    REQUESTS,
+    SUM_ACTIONS,
+    Asked,
+    Header,
+    Settings,
+    answer_sum,
+    encode_values,
+    read_json,
+)
 from fednas_flwr.settings.parser import parse
-
-
-@dataclass(frozen=True)
-class SumRequest:
-    """A request for a signature or an opening."""
-
-    action: str
-    header: Header
-    settings: Settings
 
 
 def answers(message: Message, context: Context) -> bool:
@@ -60,7 +58,7 @@ def answer_sum_message(message: Message, context: Context) -> Message:
         return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
 
-def _read(action: str, content: RecordDict) -> SumRequest:
+def _read(action: str, content: RecordDict) -> Asked:
     """Return the request in a message.
 
     Raises:
@@ -76,4 +74,4 @@ def _read(action: str, content: RecordDict) -> SumRequest:
         raise ConfigError("refused: a request has a header and settings, and nothing else.")
     own: Header = parse(Header, header, key="header")
     asked: Settings = parse(REQUESTS[action], settings, key="")
-    return SumRequest(action, own, asked)
+    return Asked(action, own, asked)

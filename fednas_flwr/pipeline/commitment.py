@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from fednas_flwr.base.errors import ConfigError, ReplyError
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.pipeline.schedule import Schedule, largest_schedule, turns_of, whole_turns
 from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
@@ -18,7 +17,6 @@ from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.runs.events import Event
 from fednas_flwr.server.cohort import Cohort, QuorumError
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.names import PRV
 
@@ -73,15 +71,14 @@ def commit(
         of = whole_turns(config) if turns is None else turns[client]
         to_do = {s: sum(r > done.get(s, 0) for r in rounds) for s, rounds in of.items()}
         committed = {split for planned in own for split in planned.splits}
-        try:
-            check_properties(reply.properties, needed=("epsilon", "covered_steps"))
-            missing = sorted(committed - set(reply.properties["epsilon"][PRV]))
-            if missing:
-                raise ReplyError(f"does not say its epsilon of {', '.join(missing)}")
-        except ReplyError as error:
+        silent = [name for name in ("epsilon", "covered_steps") if name not in reply.properties]
+        if not silent and (rest := committed - set(reply.properties["epsilon"][PRV])):
+            silent = [f"epsilon of {', '.join(sorted(rest))}"]
+        if silent:
+            reason = f"does not say its {silent[0]}"
             place = {"stage": "commit", "round": 0, "action": "query.commit", "client": client}
-            cohort.emit("client_left", **place, reason=str(error))
-            cohort.dismiss(client, str(error))
+            cohort.emit("client_left", **place, reason=reason)
+            cohort.dismiss(client, reason)
             continue
         terms = (tuple(own), tuple(sorted(properties["splits"].items())))
         if terms not in search_epsilons:
@@ -139,7 +136,7 @@ def _agreed(
     event ``approval_awaited`` names the run, so that one that ended here can go on under its name.
     """
     request = next(iter(requests.values()))
-    exchange = Exchange("query.commit", stage="commit", settings=request, own_settings=requests)
+    exchange = Exchange("query.commit", stage="commit", settings=request, settings_of=requests)
     replies = dict(cohort.ask(exchange))
     deadline = time.monotonic() + approval_s
     told: dict[int, str] = {}
@@ -173,13 +170,9 @@ def _agreed(
 
 
 def _awaited(replies: Mapping[int, Reply]) -> dict[int, str]:
-    """Return the schedule that each client waits to have approved; malformed ones are none."""
-    awaited = {}
-    for client, reply in replies.items():
-        with suppress(ReplyError):
-            check_properties(reply.properties, needed=("awaits",))
-            awaited[client] = reply.properties["awaits"]
-    return awaited
+    """Return the schedule that each client waits to have approved."""
+    said = {client: reply.properties for client, reply in replies.items()}
+    return {client: of["awaits"] for client, of in said.items() if "awaits" in of}
 
 
 def awaited_run(events: Sequence[Event]) -> str | None:

@@ -101,7 +101,8 @@ def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
     Raises:
         ConfigError: The run's own ``algorithm.client_tags`` name none, or too few are left.
     """
-    cohort, found = run.cohort, {}
+    cohort = run.cohort
+    found: dict[int, Mapping[str, object]] = {}
     tags = _algorithm(run.config).client_tags or [""] * run.config.clients
     for client in cohort.clients:
         try:

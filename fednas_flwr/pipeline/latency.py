@@ -18,7 +18,6 @@ from fednas_flwr.protocol.requests import MeasureLatency, Site
 from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.hardware_terms import load_table
@@ -90,7 +89,6 @@ def _ask(run: Run) -> LatencyTable:
         Exchange("query.latency", stage="latency", settings=request, participants=participants)
     ):
         try:
-            check_properties(reply.properties, needed=("latency",))
             table = from_json(reply.properties["latency"], origin=f"the table of client {client}")
             space_costs(space, table)
             if table.batch_size != BATCH_SIZE:

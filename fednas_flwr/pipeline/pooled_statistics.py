@@ -32,7 +32,6 @@ from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
 from fednas_flwr.server.cohort import Cohort, QuorumError
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings.parser import parse
 
 
 def known_statistics(earlier: Sequence[Event]) -> Statistics | None:
@@ -74,7 +73,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> Stati
     parties: dict[int, list[Moments]] = {}
     for client in cohort.clients:
         properties = cohort.properties[client]
-        moments = [parse(Moments, of, key="moments") for of in properties.get("moments", ())]
+        moments: list[Moments] = properties.get("moments", [])
         most = properties.get("splits", {}).get("train", 0)
         if len(moments) != prepared.train.num_numeric or any(of.count > most for of in moments):
             reason = (

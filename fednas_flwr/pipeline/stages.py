@@ -28,7 +28,6 @@ from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
 from fednas_flwr.algorithms.sampled_rounds import make_sampling
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
-from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import make_objective, simulated_properties
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
 from fednas_flwr.data.partitioners import save_partition
@@ -88,7 +87,6 @@ from fednas_flwr.runs.run_folder import GENOTYPE_FILE, PARTITION_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, Cohort, Emit, QuorumError, ignore_events
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
@@ -101,7 +99,7 @@ from fednas_flwr.spaces.skip import SkipNetwork
 
 # What each real site must tell of its data, from which the server builds networks.
 CONNECT_S = 60.0  # for simulated clients, which are there from the start
-SITE_FACTS = (
+SITE_PROPERTIES = (
     *("input_shape", "image_shape", "scattering"),
     *("schema", "mean", "std", "class_names", "multi_label"),
 )
@@ -168,7 +166,7 @@ def begin(
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(NEEDED_PROPERTIES if private else ()))
     if has_real_sites(config):
-        alike = (*SITE_FACTS, *(("honest_sites",) if config.secure_sum else ()))
+        alike = (*SITE_PROPERTIES, *(("honest_sites",) if config.secure_sum else ()))
         cohort.connect(grid, needed=(*needed, *alike), alike=alike)
         prepared = make_server_data(config, next(iter(cohort.properties.values())))
     else:
@@ -186,7 +184,7 @@ def begin(
         statistics = statistics or inherited_statistics(folder, log)
     properties = [known for _, known in sorted(cohort.properties.items())]
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
-    declared = splits
+    declared: Sequence[Mapping[str, int]] = splits
     if config.samples:
         declared = _declared_at_first(cohort, earlier)
         cohort.sampling = make_sampling(config, declared)
@@ -445,8 +443,7 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
                 among=having,
             )
         ):
-            with suppress(ReplyError):
-                check_properties(reply.properties, needed=("histogram",))
+            if "histogram" in reply.properties:
                 histograms.append(reply.properties["histogram"])
                 weights.append(reply.num_examples)  # and not what it has counted
     return best_threshold(histograms, weights) if histograms else None
@@ -485,11 +482,9 @@ def _ask_tests(
             fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
             if client == TOTAL:
                 fields = {"sites": reply.sites, "num_examples": reply.num_examples}
-            with suppress(ReplyError):
-                check_properties(reply.properties, needed=())
-                fields |= reply.properties.get("scores", {})
-                if threshold is not None and "histogram" in reply.properties:
-                    fields |= shares_at(reply.properties["histogram"], threshold)
+            fields |= reply.properties.get("scores", {})
+            if threshold is not None and "histogram" in reply.properties:
+                fields |= shares_at(reply.properties["histogram"], threshold)
             results.append(dict(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
@@ -516,8 +511,7 @@ def _report_spending(run: Run) -> None:
         for client, reply in run.cohort.ask(
             Exchange("query.describe", stage="evaluate", settings=Describe(), also_left=True)
         ):
-            with suppress(ReplyError):
-                check_properties(reply.properties, needed=("spent",))
+            if "spent" in reply.properties:
                 spent.append({"client": client, "spent": reply.properties["spent"]})
     run.log.emit("privacy_spent", clients=spent)
 
@@ -577,7 +571,7 @@ def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Coho
     return Cohort(
         run=run,
         num_clients=config.clients,
-        quorum=runtime.quorum,
+        quorum_share=runtime.quorum,
         deadline_s=runtime.deadline_s,
         connect_s=runtime.connect_s if isinstance(runtime, Deployment) else CONNECT_S,
         wire=runtime.wire,

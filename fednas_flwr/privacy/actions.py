@@ -2,7 +2,7 @@
 
 This table is the whole surface on which data can leave a client. In private mode a reply carries
 nothing beside its header, layout digests and number of examples, which are public, but ``releases``
-and ``properties``.
+and the properties that stand beside its request (``protocol.requests``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class Action:
         releases: States and metrics that depend on records: with privacy noised and booked, or
             computed from what was.
         metrics: The only metrics that a reply may carry.
-        properties: Facts that a private reply may carry: they do not depend on records.
         gradients_of: States whose gradients are returned.
         of_supernet: Whether it is about the supernet whatever its request says.
         trains: Whether it returns the model that it was sent, trained.
@@ -30,7 +29,6 @@ class Action:
 
     releases: frozenset[str] = frozenset()
     metrics: frozenset[str] = frozenset()
-    properties: frozenset[str] = frozenset()
     gradients_of: tuple[str, ...] = ()
     of_supernet: bool = False
     trains: bool = False
@@ -43,40 +41,20 @@ class Action:
 
 
 _MODEL = frozenset({"weights", "alphas", "moments"})
-_IDENTITY = {
-    *(
-        "client",
-        "tag",
-        "hardware",
-        "versions",
-        "input_shape",
-        "image_shape",
-        "scattering",
-        "schema",
-        "mean",
-        "std",
-        "class_names",
-        "multi_label",
-    ),
-    *("splits", "data_set", "budget", "secure_noise", "unit", "spent"),
-    *("honest_sites", "keeps_model", "least_noise_multiplier"),
-}
 _TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})
 _MEASURED = frozenset({"loss", "accuracy"})
 METRICS = _TRAIN | _VALIDATION | _MEASURED
 ACTIONS = {
-    "query.describe": Action(properties=frozenset(_IDENTITY)),
-    "query.commit": Action(
-        properties=frozenset({"epsilon", "covered_steps", "awaits", "uncounted"})
-    ),
-    "query.latency": Action(properties=frozenset({"latency"})),  # of layers on made-up inputs
+    "query.describe": Action(),
+    "query.commit": Action(),
+    "query.latency": Action(),  # of layers on made-up inputs
     # of a table's columns, in the ranges that the site declares
     "query.statistics": Action(frozenset({"statistics"})),
     # the site gets the model; what it measures with it stays there
-    "query.keep_model": Action(properties=frozenset({"kept"})),
+    "query.keep_model": Action(),
     # of a secure sum: what masks hide is noised, if at all, before it is masked
-    "query.sign_survivors": Action(properties=frozenset({"signature"})),
-    "query.open_masks": Action(properties=frozenset({"parts", "pairs"})),
+    "query.sign_survivors": Action(),
+    "query.open_masks": Action(),
     "train.weight_gradient": Action(
         frozenset({"weights"}), _TRAIN, gradients_of=("weights",), of_supernet=True
     ),
@@ -90,10 +68,7 @@ ACTIONS = {
         of_supernet=True,
     ),
     "train.network_gradient": Action(frozenset({"weights"}), _TRAIN, gradients_of=("weights",)),
-    # which tensors have changed follows from the released states
-    "train.search": Action(
-        _MODEL, _TRAIN | _VALIDATION, frozenset({"changed"}), of_supernet=True, trains=True
-    ),
+    "train.search": Action(_MODEL, _TRAIN | _VALIDATION, of_supernet=True, trains=True),
     "train.candidate": Action(_MODEL - {"alphas"}, _TRAIN, of_supernet=True, trains=True),
     "train.probe": Action(frozenset({"rewards"})),
     "train.weights": Action(_MODEL - {"alphas"}, _TRAIN | _VALIDATION, trains=True),

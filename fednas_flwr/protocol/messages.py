@@ -1,4 +1,4 @@
-"""Requests and replies as Flower records; every record key is spelt here or in ``headers``.
+"""Requests and replies as Flower records; every record key is spelt here or in ``sum_requests``.
 
 A message carries one ConfigRecord (a JSON header), one ArrayRecord per state with one vector per
 dtype, and, in a reply, one MetricRecord. Nothing is pickled: vectors travel in the npy format.
@@ -11,7 +11,7 @@ import io
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -21,17 +21,23 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.protocol.headers import HEADER as HEADER
-from fednas_flwr.protocol.headers import JSON as JSON
-from fednas_flwr.protocol.headers import LONGEST_NAME as LONGEST_NAME
-from fednas_flwr.protocol.headers import METRICS as METRICS
-from fednas_flwr.protocol.headers import NUM_EXAMPLES as NUM_EXAMPLES
-from fednas_flwr.protocol.headers import Header as Header
-from fednas_flwr.protocol.headers import Json, encode_values, read_json, record
-from fednas_flwr.protocol.requests import Settings, decode, encode
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.requests import Settings, decode
 from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
-from fednas_flwr.protocol.states import Packed
-from fednas_flwr.protocol.sum_requests import Summed
+from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, Tensors, pack
+from fednas_flwr.protocol.sum_requests import (
+    HEADER,
+    JSON,
+    METRICS,
+    NUM_EXAMPLES,
+    Asked,
+    Json,
+    Summed,
+    encode_values,
+    read_json,
+    record,
+)
+from fednas_flwr.protocol.sum_requests import Header as Header
 from fednas_flwr.settings.parser import parse
 
 STATE_PREFIX = "state."
@@ -46,24 +52,32 @@ with warnings.catch_warnings():  # torch warns once per process: messages can on
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Asked):
     """Request to a client.
 
     Attributes:
-        action: One of ``actions.ACTIONS``, e.g. ``train.search``.
-        header: See :class:`Header`.
-        settings: Arguments of the action.
         states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``, ``moments``.
         statistics: By which all clients standardise a table whose own are not declared.
         summed: How the reply is masked; None asks for a reply that the server reads.
+        planned: At a private site that has admitted the request the plan of each kind of release,
+            None before. It does not travel.
     """
 
-    action: str
-    header: Header
-    settings: Settings
     states: Mapping[str, Packed] = field(default_factory=dict)
     statistics: Statistics | None = None
     summed: Summed | None = None
+    planned: Mapping[str, PlannedRelease] | None = None
+
+    @property
+    def releases(self) -> Mapping[str, PlannedRelease]:
+        """The plan of each kind of release; empty without privacy."""
+        return self.planned or {}
+
+    @property
+    def network_states(self) -> dict[str, Packed]:
+        """The states that its network is to have: all but those beside it."""
+        beside = (MOMENTS, "previous_weights")
+        return {name: state for name, state in self.states.items() if name not in beside}
 
     @property
     def grids(self) -> dict[str, Grid]:
@@ -79,7 +93,7 @@ class Request:
         """64 hex digits that differ when action, settings, tensors, ranges or statistics differ."""
         ranges = {} if self.summed is None else self.summed.ranges
         statistics = {} if self.statistics is None else vars(self.statistics)
-        asked = [self.action, encode(self.settings), ranges, statistics]
+        asked = [self.action, asdict(self.settings), ranges, statistics]
         text = json.dumps(asked, sort_keys=True)
         found = hashlib.sha256(text.encode())
         for name in sorted(self.states):
@@ -98,7 +112,8 @@ class Reply:
         metrics: Numbers by name, never averaged into a state. A loss may be NaN or infinite.
         states: Packed tensors by state.
         digests: The layout digest of every state, see ``Layout.digest``.
-        properties: What ``query.describe`` tells about the client, JSON values only.
+        properties: JSON values by name; of a reply that the server has accepted the TypedDict of
+            its action.
         shares: By state, what takes the place of its packed tensors where clients share the noise;
             it leaves under masks only.
         sites: Number of clients that it stands for: more than 1 of the total of a secure sum. It
@@ -109,9 +124,21 @@ class Reply:
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Packed] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
-    properties: Mapping[str, Json] = field(default_factory=dict)
+    properties: Any = field(default_factory=dict)
     shares: Mapping[str, Cells] = field(default_factory=dict)
     sites: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        num_examples: float,
+        states: Mapping[str, Tensors],
+        metrics: Mapping[str, float] | None = None,
+    ) -> Reply:
+        """Make the reply that carries tensors by state."""
+        packed = {name: pack(tensors) for name, tensors in states.items()}
+        digests = {name: Layout.of(tensors).digest for name, tensors in states.items()}
+        return cls(num_examples, metrics or {}, packed, digests)
 
     def weighing(self, scale: float, *, summed: Sequence[str]) -> Reply:
         """Return the reply with its weight scaled, and so its ``summed`` states."""
@@ -142,7 +169,7 @@ def encode_request(
     summed: Summed | None = None,
 ) -> RecordDict:
     """Return the content of a request; ``states`` comes from :func:`encode_states`."""
-    values: dict[str, Json] = {"header": vars(header), "settings": encode(settings)}
+    values: dict[str, Json] = {"header": vars(header), "settings": asdict(settings)}
     if statistics is not None:
         values["statistics"] = vars(statistics)
     if summed is not None:

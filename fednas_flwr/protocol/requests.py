@@ -1,45 +1,73 @@
-"""Requests: one frozen dataclass for each action; on the wire it is JSON.
+"""Requests, and the properties of replies: a frozen dataclass and a TypedDict for each action.
 
-:func:`decode` is the only way from a message to a request: an unknown or missing key, or a value of
-another type or out of range, is refused before anything else is done. Tensors travel beside it.
+On the wire both are JSON, and tensors travel beside it. :func:`decode` is the only way from a
+message to a request, and :func:`decode_properties` to what a client says of itself: an unknown or
+missing key, or a value of another type or out of range, is refused before anything else is done.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, Self, TypedDict
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, MissingSettingError, ReplyError, unknown_choice
+from fednas_flwr.data.schema import Column
+from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
+from fednas_flwr.models.class_scores import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.sum_requests import REQUESTS, Kinds, Training, asks
+from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
+from fednas_flwr.protocol.sum_requests import (
+    PROPERTIES,
+    REQUESTS,
+    Kinds,
+    Masked,
+    NoProperties,
+    Training,
+    asks,
+    is_hex,
+)
 from fednas_flwr.protocol.sum_requests import Settings as Settings
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
+from fednas_flwr.settings import names
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import SPLITS
-from fednas_flwr.settings.optimizers import (
-    MOST_CANDIDATES,
-    SGD,
-    Adam,
-    Count,
-    CountOrZero,
-    DPAware,
-    LossBound,
-    NonNegative,
-    Positive,
-    ShareBelow1,
-    Steps,
-)
-from fednas_flwr.settings.parser import Between, Checked, Length, check_range, parse
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, check_range, parse
+from fednas_flwr.spaces.latency_tables import from_json
 
 MOST_TRIALS = 1000
 LARGEST_MODEL = 2**27  # bytes of the file of a model that a site keeps
 LONGEST_CARD = 2**17  # characters
 MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
-Candidates = Annotated[list[list[int]], Length(Between(1, MOST_CANDIDATES))]
+MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
+LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
+LARGEST_RECORD = 2**28  # values of its features
+LONGEST_TEXT = 200  # characters of a tag or of a name
+SCORES = ("f1", "auroc", "average_precision")
+
+Line = Annotated[
+    str, Where(lambda text: len(text) <= LONGEST_TEXT and text.isprintable(), "a line of text")
+]
+Number = Annotated[int, Between(0, MAX_EXAMPLES)]
+Shape = Annotated[
+    list[Number],
+    Where(
+        lambda shape: len(shape) <= 3 and math.prod(shape) <= LARGEST_RECORD,
+        "the shape of a record that a computer holds",
+    ),
+]
+Declared = Annotated[
+    dict[str, Number], Where(lambda splits: set(splits) == set(SPLITS), "a number of each split")
+]
+Epsilon = Annotated[float, Between(0)]
+Candidates = Annotated[list[list[int]], Length(Between(1, opt.MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
 
 
@@ -78,9 +106,9 @@ class Amount(Checked):
             expected size that was committed to.
     """
 
-    epochs: Steps | None
-    steps: Steps | None
-    batch_size: Count | None
+    epochs: opt.Steps | None
+    steps: opt.Steps | None
+    batch_size: opt.Count | None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that one of the two is given."""
@@ -132,12 +160,17 @@ class LocalSearch:
             raise ConfigError("alternating or paths must be given, and not both.")
 
     split = "train"
+    auxiliary_weight = 0.0
 
     @property
     def states(self) -> tuple[str, ...]:
         """The states that it trains."""
         warms_up = self.paths is not None and self.paths.warm_up
         return ("weights",) if warms_up else tuple(SPLIT_OF)
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps over the train records."""
+        return self.amount.most_steps(records[self.split])
 
     def with_steps(self, steps: int) -> LocalSearch:
         """The same search for so many steps."""
@@ -176,9 +209,16 @@ class LocalTraining(Checked):
     split: str
     amount: Amount
     weights: SGD
-    auxiliary_weight: NonNegative
-    drop_path_prob: ShareBelow1
-    proximal: NonNegative = 0.0
+    auxiliary_weight: opt.NonNegative
+    drop_path_prob: opt.ShareBelow1
+    proximal: opt.NonNegative = 0.0
+
+    states = ("weights",)
+
+    @property
+    def releases(self) -> Kinds:
+        """What it releases of a private client."""
+        return {"weights": (splits_of(self.split), self.amount.private_steps)}
 
     def num_steps(self, records: Mapping[str, int]) -> int:
         """Steps over the records of the split."""
@@ -195,10 +235,109 @@ class Trial(Checked):
 
     weights: SGD
     alphas: Adam
-    drop_path_prob: ShareBelow1
+    drop_path_prob: opt.ShareBelow1
 
 
-@asks("query.describe")
+@dataclass(frozen=True, kw_only=True)
+class AtSite(Settings):
+    """Arguments of an action that reads a data set.
+
+    Attributes:
+        site: Its id at a private site, which answers no request without one.
+    """
+
+    site: Site | None = None
+
+    @property
+    def of_data_set(self) -> str | None:
+        """Id of the data set."""
+        return super().of_data_set if self.site is None else self.site.data_set
+
+
+@dataclass(frozen=True, kw_only=True)
+class InSteps(AtSite):
+    """Arguments of an action that takes ``local_steps`` steps, 1 to 1e6, before it answers."""
+
+    local_steps: opt.Steps
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps before the answer, or of each candidate."""
+        return self.local_steps
+
+    def with_steps(self, steps: int) -> Self:
+        """The same request for so many of them."""
+        return replace(self, local_steps=steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locally(AtSite):
+    """Arguments of an action that is one ``local`` training."""
+
+    local: LocalSearch | LocalTraining
+
+    def released(self, action: str) -> Kinds:
+        """A release of each state in every step."""
+        return self.local.releases
+
+    def num_steps(self, records: Mapping[str, int]) -> int:
+        """Steps over the records of its split."""
+        return self.local.num_steps(records)
+
+    def with_steps(self, steps: int) -> Self:
+        """The same training for so many steps."""
+        return replace(self, local=self.local.with_steps(steps))
+
+
+class Budget(TypedDict):
+    """Budget that a policy gives."""
+
+    epsilon: opt.Positive
+    delta: Annotated[float, Between(0, 1, above=True, below=True)]
+
+
+class Identity(TypedDict):
+    """Which client it is, in properties of any client."""
+
+    client: int
+
+
+class ClientProperties(Identity, total=False):
+    """Properties of the reply of a private client to ``query.describe``: no record decides them."""
+
+    tag: Line
+    hardware: Line
+    versions: Annotated[
+        dict[str, Line], Where(lambda of: all(map(str.isprintable, of)), "lines by name")
+    ]
+    keeps_model: Annotated[bool, Where(bool, "true")]
+    input_shape: Shape
+    image_shape: Shape
+    scattering: Shape
+    schema: list[Column]
+    mean: list[Annotated[float, Between(-LARGEST_NUMBER, LARGEST_NUMBER, above=True)]]
+    std: list[Annotated[float, Between(0, LARGEST_NUMBER, above=True)]]
+    class_names: list[Line]
+    multi_label: bool
+    splits: Declared
+    data_set: Line
+    budget: Budget
+    secure_noise: bool
+    unit: Annotated[str, OneOf(names.UNITS)]
+    least_noise_multiplier: Annotated[
+        float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+    ]
+    spent: Epsilon | None  # None is infinite
+    honest_sites: Annotated[int, Between(2, MOST_SITES)]
+
+
+class ExactClientProperties(ClientProperties, total=False):
+    """Properties of the reply of any client to ``query.describe``."""
+
+    class_counts: list[Number]
+    moments: list[Moments]
+
+
+@asks("query.describe", reply=ExactClientProperties, private=ClientProperties)
 @dataclass(frozen=True, kw_only=True)
 class Describe(Settings):
     """``query.describe``."""
@@ -206,7 +345,30 @@ class Describe(Settings):
     of_any_site = True
 
 
-@asks("query.commit")
+def _are_complete(epsilons: Mapping[str, Mapping[str, float | None]]) -> bool:
+    splits = [set(of) for of in epsilons.values()]
+    alike = all(of == splits[0] <= set(SPLITS) for of in splits)
+    return set(epsilons) == set(names.ACCOUNTANTS) and alike
+
+
+def _are_units(units: Sequence[str]) -> bool:
+    return bool(units) and units == sorted({*units} & {*names.UNITS})
+
+
+class Committed(TypedDict, total=False):
+    """Properties of the reply to ``query.commit``: a hash to approve, or what the run costs."""
+
+    awaits: Annotated[str, Where(partial(is_hex, 32), "32 hex digits")]
+    # by accountant and split; None is infinite
+    epsilon: Annotated[
+        dict[str, dict[str, Epsilon | None]],
+        Where(_are_complete, "an epsilon of the same splits by each accountant"),
+    ]
+    covered_steps: dict[str, Number]
+    uncounted: Annotated[list[str], Where(_are_units, "different units of privacy")]
+
+
+@asks("query.commit", reply=Committed)
 @dataclass(frozen=True, kw_only=True)
 class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
@@ -214,71 +376,93 @@ class Commit(Settings):
     data_set: str
     releases: Annotated[tuple[PlannedRelease, ...], Length(Between(0, MOST_RELEASES))]
 
+    @property
+    def of_data_set(self) -> str:
+        """Id of the data set that the releases are of."""
+        return self.data_set
 
-@asks("query.latency")
+    @property
+    def committed(self) -> tuple[PlannedRelease, ...]:
+        """All releases."""
+        return self.releases
+
+
+def is_latency_table(text: str) -> bool:
+    """Return whether a text is a latency table, of a size that any search space has."""
+    try:
+        return len(text) <= LARGEST_TABLE and bool(from_json(text))
+    except ConfigError:
+        return False
+
+
+class Latency(TypedDict):
+    """Properties of the reply to ``query.latency``."""
+
+    latency: Annotated[str, Where(is_latency_table, "a latency table")]
+
+
+@asks("query.latency", reply=Latency)
 @dataclass(frozen=True, kw_only=True)
-class MeasureLatency(Settings):
+class MeasureLatency(AtSite):
     """``query.latency``: passes of each layer on batches of made-up inputs."""
 
     batch_size: Annotated[int, Between(1, 1024)]
     passes: Annotated[int, Between(2, 1000)]
-    site: Site | None = None
 
 
 @asks("query.statistics")
 @dataclass(frozen=True, kw_only=True)
-class TellStatistics(Settings):
+class TellStatistics(AtSite):
     """``query.statistics``: of a table, within the ranges that the site declares."""
-
-    site: Site | None = None
 
     def released(self, action: str) -> Kinds:
         """One release for all columns."""
         return {STATISTICS: (("train",), 1)}
 
 
-@asks("query.keep_model")
+class Kept(TypedDict):
+    """Properties of the reply to ``query.keep_model``."""
+
+    kept: Annotated[bool, Where(bool, "true")]
+
+
+@asks("query.keep_model", reply=Kept)
 @dataclass(frozen=True, kw_only=True)
-class KeepModel(Settings):
+class KeepModel(AtSite):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
 
     Attributes:
         card: Its model card, Markdown.
-        signature: Of file and card by the server's operator, see :mod:`exchange.signed_model`.
+        signature: Of file and card by the server's operator, see ``signed_model``.
     """
 
-    card: Annotated[str, Length(Between(1, LONGEST_CARD))]
+    card: Annotated[
+        str,
+        Length(Between(1, LONGEST_CARD)),
+        Where(lambda card: all(c.isprintable() or c == "\n" for c in card), "printable text"),
+    ]
     signature: Annotated[str, Length(Between(128, 128))]
-    site: Site | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges, and that the card can be shown on a terminal."""
-        super().__post_init__()
-        strange = [c for c in self.card if not (c.isprintable() or c == "\n")]
-        check_range(not strange, "card", strange[:1], "printable text")
 
 
 @asks("train.weight_gradient", "train.alpha_gradient", "train.gradients")
 @dataclass(frozen=True, kw_only=True)
-class TakeGradients(Settings):
+class TakeGradients(InSteps):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
     Attributes:
         step: Number of the exchange, from 0: which batches are taken.
-        local_steps: Steps before the answer, 1 to 1e6.
+        local_steps: Steps before the answer.
         local_lrs: Of those steps, by state; from 0.
         batch_size: See :class:`Amount`.
         order: Of the alphas' gradient, 1 or 2.
         inner_lr: Learning rate of the weights' last step, for order 2; above 0.
     """
 
-    step: CountOrZero
-    local_steps: Steps
-    local_lrs: dict[str, NonNegative]
-    batch_size: Count | None
+    step: opt.CountOrZero
+    local_lrs: dict[str, opt.NonNegative]
+    batch_size: opt.Count | None
     order: Annotated[int, Between(1, 2)]
-    inner_lr: Positive
-    site: Site | None = None
+    inner_lr: opt.Positive
 
     def __post_init__(self) -> None:
         """Check the ranges, and the names of states."""
@@ -289,22 +473,17 @@ class TakeGradients(Settings):
 
     def released(self, action: str) -> Kinds:
         """A sum of each gradient in every step."""
+        if self.order != 1:
+            limit = "1: second order mixes splits"
+            raise refused("first order only", "order", self.order, limit)
         check_private_batch(self.batch_size)
         states = ACTIONS[action].gradients_of
         return {state: ((SPLIT_OF[state],), self.local_steps) for state in states}
 
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps before the answer."""
-        return self.local_steps
-
-    def with_steps(self, steps: int) -> TakeGradients:
-        """The same request for so many steps."""
-        return replace(self, local_steps=steps)
-
 
 @asks("train.network_gradient")
 @dataclass(frozen=True, kw_only=True)
-class TakeNetworkGradient(Settings):
+class TakeNetworkGradient(AtSite):
     """``train.network_gradient``: one step's gradient of the weights of a network.
 
     Attributes:
@@ -318,11 +497,10 @@ class TakeNetworkGradient(Settings):
 
     network: Description
     split: str
-    step: CountOrZero
-    batch_size: Count | None
-    auxiliary_weight: NonNegative
-    drop_path_prob: ShareBelow1
-    site: Site | None = None
+    step: opt.CountOrZero
+    batch_size: opt.Count | None
+    auxiliary_weight: opt.NonNegative
+    drop_path_prob: opt.ShareBelow1
 
     @property
     def described(self) -> Description:
@@ -335,9 +513,15 @@ class TakeNetworkGradient(Settings):
         return {"weights": (splits_of(self.split), 1)}
 
 
-@asks("train.search")
+class Changed(TypedDict, total=False):
+    """Properties of a sparse reply to ``train.search``: they follow from what it releases."""
+
+    changed: dict[str, Annotated[str, Where(partial(re.fullmatch, "[01]*"), "digits 0 and 1")]]
+
+
+@asks("train.search", reply=Changed)
 @dataclass(frozen=True, kw_only=True)
-class Search(Settings):
+class Search(Locally):
     """``train.search``.
 
     Attributes:
@@ -347,11 +531,11 @@ class Search(Settings):
 
     local: LocalSearch
     sparse: bool = False
-    site: Site | None = None
 
-    def released(self, action: str) -> Kinds:
-        """A release of each state in every step."""
-        return self.local.releases
+    @property
+    def leaves_out_unchanged(self) -> bool:
+        """True if it is sparse."""
+        return self.sparse
 
     def client_releases(self, action: str) -> Kinds:
         """One update of each state."""
@@ -359,14 +543,6 @@ class Search(Settings):
             reason = "False: which tensors have changed would tell of the records"
             raise refused("unit", "sparse", True, reason)
         return dict.fromkeys(self.local.states, (SPLITS, 1))
-
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps over the train records."""
-        return self.local.amount.most_steps(records["train"])
-
-    def with_steps(self, steps: int) -> Search:
-        """The same search for so many steps."""
-        return replace(self, local=self.local.with_steps(steps))
 
     def trained_by(self, rows: float) -> Training:
         """The search."""
@@ -381,13 +557,13 @@ class Search(Settings):
 
 @asks("train.candidate")
 @dataclass(frozen=True, kw_only=True)
-class TrainCandidates(Settings):
+class TrainCandidates(InSteps):
     """``train.candidate``.
 
     Attributes:
         candidates: For each the column of the op on every edge; 1 to 1000.
         step: Number of the round, from 0: which batches are taken.
-        local_steps: Of each candidate, 1 to 1e6.
+        local_steps: Of each candidate.
         batch_size: See :class:`Amount`.
         weights: SGD.
         dp_aware: Clipping and noise as a regulariser; None without, and in private mode.
@@ -395,12 +571,10 @@ class TrainCandidates(Settings):
     """
 
     candidates: Candidates
-    step: CountOrZero
-    local_steps: Steps
-    batch_size: Count | None
+    step: opt.CountOrZero
+    batch_size: opt.Count | None
     weights: SGD
-    dp_aware: DPAware | None
-    site: Site | None = None
+    dp_aware: opt.DPAware | None
     sparse: bool = False
 
     def released(self, action: str) -> Kinds:
@@ -412,14 +586,6 @@ class TrainCandidates(Settings):
             )
         return {"weights": (("train",), len(self.candidates) * self.local_steps)}
 
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps of each candidate."""
-        return self.local_steps
-
-    def with_steps(self, steps: int) -> TrainCandidates:
-        """The same request for so many steps of each candidate."""
-        return replace(self, local_steps=steps)
-
     def trained_by(self, rows: float) -> Training:
         """The steps on all candidates."""
         return Training(self.weights, len(self.candidates) * self.local_steps)
@@ -427,7 +593,7 @@ class TrainCandidates(Settings):
 
 @asks("evaluate.candidates")
 @dataclass(frozen=True, kw_only=True)
-class RewardCandidates(Settings):
+class RewardCandidates(AtSite):
     """``evaluate.candidates``: of paths through the supernet, or of the members of a pool.
 
     Attributes:
@@ -438,7 +604,6 @@ class RewardCandidates(Settings):
     """
 
     candidates: Candidates | None = None
-    site: Site | None = None
     network: Description | None = None
     training: LocalTraining | None = None
     sparse: bool = False
@@ -453,8 +618,8 @@ class RewardCandidates(Settings):
         if self.candidates is None:
             members = self.pool.get("genotypes")
             count = len(members) if isinstance(members, list) else 0
-            wanted = f"a list of 1 to {MOST_CANDIDATES}"
-            check_range(1 <= count <= MOST_CANDIDATES, "genotypes", members, wanted)
+            wanted = f"a list of 1 to {opt.MOST_CANDIDATES}"
+            check_range(1 <= count <= opt.MOST_CANDIDATES, "genotypes", members, wanted)
 
     @property
     def pool(self) -> Description:
@@ -488,7 +653,7 @@ class RewardCandidates(Settings):
 
 @asks("train.probe")
 @dataclass(frozen=True, kw_only=True)
-class Probe(Settings):
+class Probe(AtSite):
     """``train.probe``: trials of a local search, or of the training of a network.
 
     Attributes:
@@ -501,8 +666,7 @@ class Probe(Settings):
     search: LocalSearch | None
     training: LocalTraining | None
     trials: Annotated[list[Trial], Length(Between(1, MOST_TRIALS))]
-    loss_bound: LossBound
-    site: Site | None = None
+    loss_bound: opt.LossBound
 
     def __post_init__(self) -> None:
         """Check the ranges, and that one of the two is given."""
@@ -512,14 +676,9 @@ class Probe(Settings):
 
     def released(self, action: str) -> Kinds:
         """Every step of each trial, and its reward."""
-        steps = len(self.trials) * self.amount.private_steps
-        if self.search is not None:
-            kinds = self.search.releases
-        else:
-            assert self.training is not None
-            kinds = {"weights": (splits_of(self.training.split), 1)}
-        trained = {kind: (splits, steps) for kind, (splits, _) in kinds.items()}
-        return trained | {"rewards": (("validation",), len(self.trials))}
+        trials, kinds = len(self.trials), self.trainings()[0].releases
+        trained = {kind: (splits, trials * steps) for kind, (splits, steps) in kinds.items()}
+        return trained | {"rewards": (("validation",), trials)}
 
     def client_releases(self, action: str) -> Kinds:
         """The rewards."""
@@ -527,17 +686,14 @@ class Probe(Settings):
 
     def num_steps(self, records: Mapping[str, int]) -> int:
         """Steps of each trial."""
-        local = self.trainings()[0]
-        return self.amount.most_steps(sum(records[part] for part in splits_of(local.split)))
+        return self.trainings()[0].num_steps(records)
 
     def with_steps(self, steps: int) -> Probe:
         """The same probe for so many steps of each trial."""
-        search, training = self.search, self.training
-        return replace(
-            self,
-            search=None if search is None else search.with_steps(steps),
-            training=None if training is None else training.with_steps(steps),
-        )
+        if self.search is not None:
+            return replace(self, search=self.search.with_steps(steps))
+        assert self.training is not None
+        return replace(self, training=self.training.with_steps(steps))
 
     @property
     def amount(self) -> Amount:
@@ -562,7 +718,7 @@ class Probe(Settings):
 
 @asks("train.weights")
 @dataclass(frozen=True, kw_only=True)
-class Train(Settings):
+class Train(Locally):
     """``train.weights``.
 
     Attributes:
@@ -572,7 +728,6 @@ class Train(Settings):
 
     local: LocalTraining
     validates: bool = False
-    site: Site | None = None
 
     @property
     def described(self) -> Description:
@@ -582,7 +737,7 @@ class Train(Settings):
     def released(self, action: str) -> Kinds:
         """A release in every step."""
         self._check_unvalidated()
-        return {"weights": (splits_of(self.local.split), self.local.amount.private_steps)}
+        return super().released(action)
 
     def client_releases(self, action: str) -> Kinds:
         """One update."""
@@ -592,14 +747,6 @@ class Train(Settings):
     def _check_unvalidated(self) -> None:
         if self.validates:
             raise ConfigError("refused: validates=True would tell a loss without noise.")
-
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps over the records of the split."""
-        return self.local.num_steps(records)
-
-    def with_steps(self, steps: int) -> Train:
-        """The same training for so many steps."""
-        return replace(self, local=self.local.with_steps(steps))
 
     def trained_by(self, rows: float) -> Training:
         """The training."""
@@ -612,9 +759,25 @@ class Train(Settings):
         return Training(local.weights, steps, local.proximal, members=max(1, members))
 
 
-@asks("evaluate.model")
+Bins = Annotated[
+    list[Number], Where(lambda row: len(row) == BINS and sum(row) <= MAX_EXAMPLES, "a histogram")
+]
+
+
+class Scored(TypedDict, total=False):
+    """Properties of the reply to ``evaluate.model``, of clients without privacy."""
+
+    scores: Annotated[
+        dict[str, Annotated[float, Between(0, 1)]],
+        Where(lambda scores: set(scores) <= set(SCORES), f"some of {', '.join(SCORES)}"),
+    ]
+    # of the probability of being positive, for positive and other records
+    histogram: Annotated[list[Bins], Length(Between(2, 2))]
+
+
+@asks("evaluate.model", reply=Scored, private=NoProperties)
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(Settings):
+class Evaluate(AtSite):
     """``evaluate.model``: of a network on one of the splits.
 
     Attributes:
@@ -628,8 +791,7 @@ class Evaluate(Settings):
 
     network: Description
     split: str
-    site: Site | None = None
-    statistics_batch_size: Count | None = None
+    statistics_batch_size: opt.Count | None = None
     with_scores: bool = False
 
     @property
@@ -644,18 +806,15 @@ class Evaluate(Settings):
 
 @asks("evaluate.personalised")
 @dataclass(frozen=True, kw_only=True)
-class Personalise(Settings):
+class Personalise(Locally):
     """``evaluate.personalised``: metrics after local training."""
 
     local: LocalTraining
 
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps over the records of the split."""
-        return self.local.num_steps(records)
-
-    def with_steps(self, steps: int) -> Personalise:
-        """The same training for so many steps."""
-        return replace(self, local=self.local.with_steps(steps))
+    @property
+    def described(self) -> Description:
+        """Description of the network."""
+        return self.local.network
 
 
 def decode(action: str, values: object) -> Settings:
@@ -670,6 +829,20 @@ def decode(action: str, values: object) -> Settings:
     return request
 
 
-def encode(settings: Settings) -> dict[str, Any]:
-    """Return a request as JSON values."""
-    return asdict(settings)
+def decode_properties(action: str, values: object, *, masked: bool = False) -> Any:
+    """Return the properties of a reply to an action, of the form that its TypedDict gives.
+
+    Args:
+        action: That it answers.
+        values: JSON values, whatever they are.
+        masked: Whether it is part of a secure sum.
+
+    Raises:
+        ReplyError: One is missing or unknown, or malformed.
+    """
+    try:
+        return parse(Masked if masked else PROPERTIES[action][0], values, key="")
+    except MissingSettingError as error:
+        raise ReplyError(f"does not say its {error.key}") from error
+    except ConfigError as error:
+        raise ReplyError(f"says {error}") from error

@@ -3,6 +3,9 @@
 A supernet has a thousand small tensors; sending, checking and adding them one by one costs far
 more than the arithmetic. A :class:`Layout` says which tensors stand in a vector, in which order.
 It is computed on both sides from the same network and never sent: only its digest is.
+
+The weighted mean of :class:`WeightedAverage` follows one client anywhere; a minority of hostile
+clients cannot move :class:`TrimmedMean` and :func:`median_rewards` far.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 MOMENTS = "moments"  # state of the optimisers' moments, where they travel with a model
+CHUNK = 2**16  # elements that a trimmed mean sorts at a time, of every client
 Tensors = dict[str, Tensor]  # name -> tensor
 Packed = dict[str, Tensor]  # dtype name, e.g. "float32" -> all tensors of that dtype, [numel]
 
@@ -188,15 +192,15 @@ def load_states(
     Raises:
         ValueError: A state is not one of this network's, or has other sizes.
     """
-    own = network_states(network)
+    present = network_states(network)
     for name, packed in states.items():
-        if name not in own:
-            raise ValueError(f"a network has the states {sorted(own)}, got {name!r}")
-        layout = Layout.of(own[name])
+        if name not in present:
+            raise ValueError(f"a network has the states {sorted(present)}, got {name!r}")
+        layout = Layout.of(present[name])
         if only is not None and name in only:
             layout = layout.part(layout.marks(only[name]))
         for key, tensor in unpack(packed, layout).items():
-            own[name][key].copy_(tensor)
+            present[name][key].copy_(tensor)
 
 
 class Average(Protocol):
@@ -253,6 +257,80 @@ class WeightedAverage:
                 if not self._dtypes[dtype].is_floating_point:
                     sums[dtype] = vector.round().to(self._dtypes[dtype])
         return means
+
+
+class TrimmedMean:
+    """The coordinate-wise trimmed mean, or median, of packed states (Yin et al., 2018).
+
+    arXiv 1803.01498, Definitions 1 and 2: of the N values of a coordinate the largest and smallest
+    ``trim`` are left out, the others averaged; the median leaves out all but the middle one or
+    two. While at most ``trim`` clients are hostile (of the median: fewer than N / 2), every
+    coordinate lies between two values of honest clients.
+
+    Deviation: the number that is cut off at each end is given, not its share of the clients, so
+    that a client that is missing does not weaken it. Clients count alike whatever their number of
+    examples: a weight is what a client says.
+
+    Memory is that of all replies and of ``CHUNK * N`` elements.
+
+    Args:
+        trim: Values left out at each end, 0 or more; None is the median.
+    """
+
+    def __init__(self, trim: int | None) -> None:
+        """See the class."""
+        self.trim = trim
+        self._states: list[Mapping[str, Packed]] = []
+
+    def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
+        """Add one client's states; ``weight`` does not count."""
+        self._states.append(states)
+
+    def result(self) -> dict[str, Packed]:
+        """Return the mean of what is left of every coordinate and give up the states.
+
+        Integer vectors are averaged in float64, rounded, and keep their dtype.
+
+        Raises:
+            ValueError: There are not more than ``2 * trim`` states.
+        """
+        states, self._states = self._states, []
+        trim = (len(states) - 1) // 2 if self.trim is None else self.trim
+        if len(states) <= max(0, 2 * trim):
+            raise ValueError(f"{len(states)} states are too few to leave out {trim} at each end")
+        return {
+            name: {
+                dtype: _trimmed([state[name][dtype] for state in states], trim) for dtype in packed
+            }
+            for name, packed in states[0].items()
+        }
+
+
+def _trimmed(vectors: list[Tensor], trim: int) -> Tensor:
+    """Return the trimmed mean of every coordinate of equally long vectors."""
+    result = torch.empty_like(vectors[0])
+    for start in range(0, len(result), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        values_NP = torch.stack([vector[chunk] for vector in vectors])
+        if not values_NP.dtype.is_floating_point:
+            values_NP = values_NP.double()
+        mean = values_NP.sort(dim=0).values[trim : len(vectors) - trim].mean(dim=0)
+        result[chunk] = mean if result.dtype.is_floating_point else mean.round()
+    return result
+
+
+def median_rewards(rewards_NC: Tensor) -> Tensor:
+    """Return rewards [C] of candidates that no minority of the clients decides.
+
+    ``median_k(r_kc - mean_c r_kc)``, added to the median client's mean reward: a client's level,
+    which differs with its records, says nothing of a candidate, and a median of raw rewards would
+    follow whoever is in the middle. Clients count alike.
+
+    Args:
+        rewards_NC: Of each client, one for each candidate.
+    """
+    levels_N1 = rewards_NC.mean(dim=1, keepdim=True)
+    return levels_N1.quantile(0.5) + (rewards_NC - levels_N1).quantile(0.5, dim=0)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

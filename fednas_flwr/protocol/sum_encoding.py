@@ -78,10 +78,10 @@ class Summands:
         Raises:
             ValueError: A value of a state without a range is not finite, or too large.
         """
-        n, told = reply.num_examples, reply.metrics
+        n, metrics = reply.num_examples, reply.metrics
         head = [n]
         for name in self.metrics:
-            head += [n, n * told[name]] if name in told else [0.0, 0.0]
+            head += [n, n * metrics[name]] if name in metrics else [0.0, 0.0]
         vectors: dict[str, list[np.ndarray]] = {"int64": [self.wide.encode(head)], "int32": []}
         for state, dtype, _ in self._parts():
             if state in self.summed.ranges:

@@ -1,26 +1,86 @@
-"""Requests of a secure sum to a site besides the action that it sums; imports no torch."""
+"""What requests and replies are without tensors; imports no torch.
+
+The header and the JSON values of a message, the arguments of an action, and all that a site needs
+to answer the two messages of a secure sum besides the action that it sums.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from functools import partial
+from typing import Annotated, Any, TypedDict, TypeVar, cast
+
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.masks import PART_BYTES, SECRET_BYTES
 from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.settings.parser import Between, Checked, Length
+from fednas_flwr.settings.parser import Between, Checked, Length, Where
 
-Digest = Annotated[str, Length(Between(64, 64))]  # hex digits
+HEADER = "header"
+JSON = "json"
+METRICS = "metrics"
+NUM_EXAMPLES = "num-examples"
+LONGEST_NAME = 300  # bytes of a run's name: a site keeps it in its ledger
+
+Json = Any  # what json.loads returns
+Name = Annotated[str, Length(Between(0, LONGEST_NAME))]
+Record = TypeVar("Record", ConfigRecord, MetricRecord)
+
+
+def is_hex(digits: int, text: str) -> bool:
+    """Return whether a text is a number of so many hex digits."""
+    return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
+
+
+class BySite(Where):
+    """Numbers of so many hex digits by the index of a site."""
+
+    def __init__(self, digits: int) -> None:
+        """See the class."""
+
+        def holds(values: Mapping[str, str]) -> bool:
+            indices = all(re.fullmatch("0|[1-9][0-9]{0,3}", key) for key in values)
+            return len(values) <= MOST_SITES and indices and all(map(is_number, values.values()))
+
+        is_number = partial(is_hex, digits)
+        super().__init__(holds, f"{digits} hex digits by the index of each site")
+
+
+Digest = Annotated[str, Where(partial(is_hex, 64), "64 hex digits")]
 Indices = Annotated[tuple[int, ...], Length(Between(0, MOST_SITES))]
-BySite = Annotated[dict[str, str], Length(Between(0, MOST_SITES))]  # hex digits by index
-
-
+HexTexts = Annotated[dict[str, str], Length(Between(0, MOST_SITES))]  # by index
 Kinds = dict[str, tuple[tuple[str, ...], int]]  # kind -> splits that are read, number of releases
+
+
+@dataclass(frozen=True)
+class Header(Checked):
+    """Which exchange a message belongs to; a reply repeats its request's header.
+
+    Attributes:
+        run: Name of the run, the same for all its messages; like the other texts, of at most 300
+            bytes.
+        stage: ``search`` or ``retrain``; rounds are counted within a stage.
+        round: From 1; 0 before the first round.
+        phase: Number of the exchange within its round, from 1.
+        client: Index of the client that is asked.
+        nonce: Random text, new for every message.
+    """
+
+    run: Name
+    stage: Name
+    round: int
+    phase: int
+    client: int
+    nonce: Name
 
 
 @dataclass(frozen=True)
@@ -51,6 +111,32 @@ class Settings(Checked):
     """
 
     of_any_site = False
+
+    @property
+    def of_data_set(self) -> str | None:
+        """Id that a private site's policy gives to the data set that is read; None reads none.
+
+        Raises:
+            ConfigError: It reads one, but names none.
+        """
+        if self.of_any_site:
+            return None
+        raise refused("data_sets", "data set", None, "an id that this site's policy gives")
+
+    @property
+    def leaves_out_unchanged(self) -> bool:
+        """True if its replies leave out tensors that are as they were sent."""
+        return False
+
+    @property
+    def count(self) -> int:
+        """Number of rewards that are released at once."""
+        return 1
+
+    @property
+    def committed(self) -> tuple[PlannedRelease, ...]:
+        """Releases that it commits its run to."""
+        return ()
 
     @property
     def described(self) -> Mapping[str, Any] | None:
@@ -87,15 +173,52 @@ class Settings(Checked):
         return None
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A request without its tensors.
+
+    Attributes:
+        action: One of ``actions.ACTIONS``, e.g. ``train.search``.
+        header: Exchange that it is part of.
+        settings: Arguments of the action.
+    """
+
+    action: str
+    header: Header
+    settings: Settings
+
+
+class NoProperties(TypedDict):
+    """Properties of a reply that has none."""
+
+
+class Masked(TypedDict):
+    """Properties of a reply that is part of a secure sum."""
+
+    context: Digest  # of the exchange
+    boxes: Annotated[dict[str, str], BySite(2 * (PART_BYTES + 16))]  # sealed parts of a seed
+
+
 REQUESTS: dict[str, type[Settings]] = {}  # by action
+# By action the properties of its replies, TypedDicts: of any client's, and of a private client's.
+PROPERTIES: dict[str, tuple[type, type]] = {}
 Kind = TypeVar("Kind", bound=Settings)
 
 
-def asks(*actions: str) -> Callable[[type[Kind]], type[Kind]]:
-    """Make a class the request of actions."""
+def asks(
+    *actions: str, reply: type = NoProperties, private: type | None = None
+) -> Callable[[type[Kind]], type[Kind]]:
+    """Make a class the request of actions.
+
+    Args:
+        *actions: Their names.
+        reply: The properties that their replies have, a TypedDict.
+        private: Those of them that do not depend on records, where these are not all.
+    """
 
     def register(kind: type[Kind]) -> type[Kind]:
         REQUESTS.update(dict.fromkeys(actions, kind))
+        PROPERTIES.update(dict.fromkeys(actions, (reply, private or reply)))
         return kind
 
     return register
@@ -127,7 +250,13 @@ class Summed(Checked):
         return {state: Grid.of_range(most, sites=sites) for state, most in self.ranges.items()}
 
 
-@asks("query.sign_survivors")
+class Signature(TypedDict):
+    """Properties of the reply to ``query.sign_survivors``."""
+
+    signature: Annotated[str, Where(partial(is_hex, 128), "128 hex digits")]
+
+
+@asks("query.sign_survivors", reply=Signature)
 @dataclass(frozen=True, kw_only=True)
 class SignSurvivors(Settings):
     """``query.sign_survivors``: the list of the clients whose replies are in a sum.
@@ -142,13 +271,15 @@ class SignSurvivors(Settings):
     context: Digest
     survivors: Indices
 
-    def __post_init__(self) -> None:
-        """Check the sizes, and that the digest is one."""
-        super().__post_init__()
-        check_digest(self.context)
+
+class Opened(TypedDict):
+    """Properties of the reply to ``query.open_masks``."""
+
+    parts: Annotated[dict[str, str], BySite(2 * PART_BYTES)]
+    pairs: Annotated[dict[str, str], BySite(2 * SECRET_BYTES)]
 
 
-@asks("query.open_masks")
+@asks("query.open_masks", reply=Opened)
 @dataclass(frozen=True, kw_only=True)
 class OpenMasks(Settings):
     """``query.open_masks``: what the server needs to take the masks off a sum.
@@ -164,19 +295,8 @@ class OpenMasks(Settings):
 
     context: Digest
     survivors: Indices
-    signatures: BySite
-    boxes: BySite
-
-    def __post_init__(self) -> None:
-        """Check the sizes, and that the digest is one."""
-        super().__post_init__()
-        check_digest(self.context)
-
-
-def check_digest(context: str) -> None:
-    """Raise ConfigError for a context of anything but hex digits."""
-    if not re.fullmatch("[0-9a-f]{64}", context):
-        raise ConfigError(f"context={context!r} is not usable: expected 64 hex digits.")
+    signatures: HexTexts
+    boxes: HexTexts
 
 
 def answer_sum(sums: SumSite, asked: Settings) -> dict[str, Any]:
@@ -215,3 +335,41 @@ def by_index(values: Mapping[str, str]) -> dict[int, bytes]:
 
 
 SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # answered without torch
+
+
+def encode_values(
+    header: Header,
+    properties: Mapping[str, Json],
+    *,
+    digests: Mapping[str, str] | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> dict[str, ConfigRecord | MetricRecord]:
+    """Return the records of a reply that hold no tensors.
+
+    Args:
+        header: Of the request.
+        properties: Of the reply.
+        digests: Of its states; None of a reply without any.
+        metrics: With the number of examples, which is 1 where None is given.
+    """
+    text = json.dumps(
+        {"header": vars(header), "digests": dict(digests or {}), "properties": dict(properties)}
+    )
+    numbers = MetricRecord(dict(metrics or {NUM_EXAMPLES: 1.0}))
+    return {HEADER: ConfigRecord({JSON: text}), METRICS: numbers}
+
+
+def record(content: RecordDict, name: str, kind: type[Record]) -> Record:
+    """Return one record; Flower's views by kind copy all records, at every look."""
+    record = content[name]
+    if not isinstance(record, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(record).__name__}")
+    return record
+
+
+def read_json(content: RecordDict, *, longest: int | None = None) -> Json:
+    """Return the JSON values of a message that are beside its tensors."""
+    text = cast(str, record(content, HEADER, ConfigRecord)[JSON])
+    if longest is not None and len(text) > longest:
+        raise ValueError(f"{len(text)} characters of JSON, at most {longest} are read")
+    return json.loads(text)

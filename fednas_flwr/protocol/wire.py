@@ -68,11 +68,10 @@ def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -
             f"{length} values rounded to {wire} and {expected} scales were expected, got vectors "
             f"of sizes {str(sizes)[:200]}"
         )
-    vector = restore_vector(packed[key], packed[SCALES])
+    restored = _restored(packed, key)
     if base is not None:
-        vector += base["float32"]
-    rest = {dtype: v for dtype, v in packed.items() if dtype not in (key, SCALES)}
-    return {**rest, "float32": vector}
+        restored["float32"] += base["float32"]
+    return restored
 
 
 def round_sent(states: Mapping[str, Packed], *, action: str, wire: str) -> dict[str, Packed]:
@@ -95,14 +94,13 @@ def restore_sent(states: Mapping[str, Packed]) -> dict[str, Packed]:
         if key is None:
             restored[name] = packed
             continue
-        values, scales = packed[key], packed.get(SCALES, torch.zeros(0))
-        if len(scales) != math.ceil(len(values) / BLOCK):
+        num_values, num_scales = len(packed[key]), len(packed.get(SCALES, ()))
+        if num_scales != math.ceil(num_values / BLOCK):
             raise ConfigError(
-                f"refused: {name} has {len(values)} rounded values and {len(scales)} scales; one "
-                f"for each {BLOCK} values was expected."
+                f"refused: {name} has {num_values} rounded values and {num_scales} scales; one for "
+                f"each {BLOCK} values was expected."
             )
-        rest = {dtype: v for dtype, v in packed.items() if dtype not in (key, SCALES)}
-        restored[name] = {**rest, "float32": restore_vector(values, scales)}
+        restored[name] = _restored(packed, key)
     return restored
 
 
@@ -144,6 +142,11 @@ def round_vector(
 def restore_vector(values: Tensor, scales: Tensor) -> Tensor:
     """Return ``values * scales``, float32 [n]."""
     return values.float().mul_(scales.repeat_interleave(BLOCK)[: len(values)])
+
+
+def _restored(packed: Packed, key: str) -> Packed:
+    rest = {dtype: v for dtype, v in packed.items() if dtype not in (key, SCALES)}
+    return {**rest, "float32": restore_vector(packed[key], packed[SCALES])}
 
 
 def _round_packed(

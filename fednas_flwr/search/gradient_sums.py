@@ -98,7 +98,7 @@ def weight_gradient_sum(
 
 def periodic_gradients(
     gradient_sums: Callable[[], Mapping[str, tuple[Tensors, float]]],
-    parameters: Mapping[str, Mapping[str, nn.Parameter]],
+    parameters: Mapping[str, Mapping[str, Tensor]],
     *,
     steps: int,
     local_lrs: Mapping[str, float],

@@ -13,6 +13,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -29,18 +31,12 @@ from fednas_flwr.protocol.messages import (
     encode_states,
     payload_bytes,
 )
-from fednas_flwr.protocol.requests import Describe
+from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.client_sampling import Sampling
-from fednas_flwr.server.exchange import Exchange, Requests
-from fednas_flwr.server.reply_checks import (
-    MAX_EXAMPLES,
-    check_properties,
-    misfits,
-    outliers,
-)
+from fednas_flwr.server.exchange import Exchange, Sent, share_scales
+from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
-from fednas_flwr.server.weights import share_scales, weighed
 
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
 POLL_SHARE = 0.05  # of the time since the last reply
@@ -64,13 +60,14 @@ class QuorumError(RuntimeError):
     """Too few clients answered an exchange; the message names each missing one and its reason."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Cohort:
     """The clients of one run as the server sees them.
 
     Args:
         run: Name of the run; replies to another run are refused.
         num_clients: Number of clients, whose indices are 0 to ``num_clients - 1``.
-        quorum: Share of the clients, in (0, 1], that must answer every exchange.
+        quorum_share: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
         wire: What float32 vectors travel as, see :mod:`fednas_flwr.protocol.wire`.
@@ -80,6 +77,7 @@ class Cohort:
         secure_sum: Whether clients send what depends on records as part of secure sums only.
         emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
             has left because its replies were refused is ``expelled``.
+        wait: Called with seconds where there is nothing to do but wait for replies.
 
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
@@ -88,51 +86,34 @@ class Cohort:
         properties: What each connected client said of itself, by client.
         statistics: By which all clients standardise a table; None where they are declared.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
-        wait: Called with seconds where there is nothing to do but wait for replies.
     """
 
-    def __init__(
-        self,
-        *,
-        num_clients: int,
-        run: str = "run",
-        quorum: float = 1.0,
-        deadline_s: float = 3600.0,
-        connect_s: float = 60.0,
-        wire: str = "float32",
-        fewest_records: float = 0.0,
-        most_records: float = math.inf,
-        largest_share: float = 1.0,
-        secure_sum: bool = False,
-        emit: Emit = ignore_events,
-    ) -> None:
-        """See the class."""
-        self.run = run
-        self.num_clients = num_clients
-        self.quorum_share = quorum
-        self.quorum = self.quorum_of(num_clients)
-        self.deadline_s = deadline_s
-        self.connect_s = connect_s
-        self.wire = wire
-        self.fewest_records, self.most_records = fewest_records, most_records
-        self.largest_share = largest_share
-        self.secure_sum = secure_sum
-        self.emit = emit
-        self.wait: Callable[[float], None] = time.sleep
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.bytes_dense = 0
-        self.properties: dict[int, Mapping[str, Any]] = {}
-        self.statistics: Statistics | None = None
-        self.sampling: Sampling | None = None
-        self._num_classes = 1
-        self._grid: Grid | None = None
-        self._nodes: dict[int, int] = {}  # client -> node id
-        self._max_examples: dict[int, float] = {}  # client -> records it has
-        self._left: dict[int, str] = {}  # clients that are asked no more: their reason
-        self._refused: Counter[int] = Counter()  # client -> refused replies
-        self._limited: set[int] = set()  # clients whose weight was once cut to the largest share
-        self._missed: set[int] = set()  # clients without an accepted reply when last asked
+    num_clients: int
+    run: str = "run"
+    quorum_share: float = 1.0
+    deadline_s: float = 3600.0
+    connect_s: float = 60.0
+    wire: str = "float32"
+    fewest_records: float = 0.0
+    most_records: float = math.inf
+    largest_share: float = 1.0
+    secure_sum: bool = False
+    emit: Emit = ignore_events
+    wait: Callable[[float], None] = time.sleep
+    bytes_sent: int = field(default=0, init=False)
+    bytes_received: int = field(default=0, init=False)
+    bytes_dense: int = field(default=0, init=False)
+    properties: dict[int, ExactClientProperties] = field(default_factory=dict, init=False)
+    statistics: Statistics | None = field(default=None, init=False)
+    sampling: Sampling | None = field(default=None, init=False)
+    _num_classes: int = field(default=1, init=False)
+    _grid: Grid | None = field(default=None, init=False)
+    _nodes: dict[int, int] = field(default_factory=dict, init=False)  # client -> node id
+    _max_examples: dict[int, float] = field(default_factory=dict, init=False)  # declared records
+    _left: dict[int, str] = field(default_factory=dict, init=False)  # why they are asked no more
+    _refused: Counter[int] = field(default_factory=Counter, init=False)  # refused replies
+    _limited: set[int] = field(default_factory=set, init=False)  # once held to the largest share
+    _missed: set[int] = field(default_factory=set, init=False)  # without a reply when last asked
 
     def connect(
         self,
@@ -169,47 +150,45 @@ class Cohort:
         if known is None:
             described = self._described(nodes, describe, needed, reasons)
         else:
-            described = [
-                (index, nodes[index], properties, max(1, sum(properties["splits"].values())))
-                for index, properties in known.items()
-            ]
+            described = {
+                nodes[index]: Reply(max(1, sum(of["splits"].values())), properties=of)
+                for index, of in known.items()
+            }
         owners: dict[int, list[int]] = {}
-        properties: dict[int, Mapping[str, Any]] = {}
-        max_examples: dict[int, float] = {}
-        for index, node, said, examples in described:
-            owners.setdefault(index, []).append(node)
-            properties[index], max_examples[index] = said, examples
+        for node, reply in described.items():
+            owners.setdefault(reply.properties["client"], []).append(node)
         for index, claimants in sorted(owners.items()):
             if len(claimants) > 1:
-                del properties[index]
                 reasons.append(
                     f"nodes {' and '.join(map(str, claimants))} say that they are the same client, "
                     f"{index}: give each its own partition-id"
                 )
-        properties = dict(sorted(properties.items()))
-        for index, reason in misfits(properties, alike).items():
-            del properties[index]
-            reasons.append(f"client {index}: {_plain(reason)}")
-        declared = {
-            index: {"": max_examples[index]}
-            | {f"{split} ": number for split, number in known.get("splits", {}).items()}
-            for index, known in properties.items()
-        }
-        strange = outliers(declared, fewest=self.fewest_records, most=self.most_records)
-        for index, reason in strange.items():
-            del properties[index]
-            reasons.append(f"client {index}: {reason}")
-        for client in sorted(set(range(self.num_clients)) - set(properties)):
-            self.tell_failure(client, describe, "; ".join(reasons))
-        if len(properties) < self.quorum:
+        nodes_of = {index: of[0] for index, of in sorted(owners.items()) if len(of) == 1}
+
+        def leave_out(unfit: Mapping[int, str]) -> None:
+            for index, reason in unfit.items():
+                del nodes_of[index]
+                reasons.append(f"client {index}: {_plain(reason)}")
+
+        leave_out(misfits({i: described[node].properties for i, node in nodes_of.items()}, alike))
+        declared = {}
+        for index, node in nodes_of.items():
+            splits = described[node].properties.get("splits", {})
+            declared[index] = {"": described[node].num_examples}
+            declared[index] |= {f"{split} ": number for split, number in splits.items()}
+        leave_out(outliers(declared, fewest=self.fewest_records, most=self.most_records))
+        for client in sorted(set(range(self.num_clients)) - set(nodes_of)):
+            self.report_failure(client, describe, "; ".join(reasons))
+        if len(nodes_of) < self.quorum:
             raise QuorumError(
-                f"{'; '.join(reasons)} (query.describe: {len(properties)} of {self.num_clients} "
+                f"{'; '.join(reasons)} (query.describe: {len(nodes_of)} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed)"
             )
         self._refused.clear()  # they stood at provisional indices
-        self._nodes = {index: owners[index][0] for index in properties}
-        self.properties, self._max_examples = properties, max_examples
-        named = [len(own.get("class_names", [])) for own in properties.values()]
+        self._nodes = nodes_of
+        self.properties = {i: described[node].properties for i, node in nodes_of.items()}
+        self._max_examples = {i: described[node].num_examples for i, node in nodes_of.items()}
+        named = [len(of.get("class_names", [])) for of in self.properties.values()]
         self._num_classes = max(1, int(median(named)))  # as most clients have it
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
@@ -232,8 +211,8 @@ class Cohort:
 
     def _described(
         self, nodes: Sequence[int], describe: Exchange, needed: Sequence[str], reasons: list[str]
-    ) -> list[tuple[int, int, Mapping[str, Any], float]]:
-        """Index, node, properties and number of examples of each node that says who it is.
+    ) -> dict[int, Reply]:
+        """The reply of each node that says who it is.
 
         Args:
             nodes: Asked.
@@ -242,23 +221,25 @@ class Cohort:
             reasons: Gets a sentence for each node that is left out.
         """
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
-        found = []
+        found = {}
         for place, answer in self._exchange(describe):
-            try:
-                if not isinstance(answer, Reply):
-                    raise ReplyError(answer)
-                check_properties(answer.properties, needed=needed)
-            except ReplyError as error:
-                reasons.append(f"node {nodes[place]}: {_plain(str(error))}")
-                continue
-            index = answer.properties["client"]
-            if 0 <= index < self.num_clients:
-                found.append((index, nodes[place], answer.properties, answer.num_examples))
-                continue
-            reasons.append(
-                f"node {nodes[place]} says that it is client {index} of clients={self.num_clients}"
-            )
+            node = nodes[place]
+            if isinstance(answer, str):
+                reasons.append(f"node {node}: {answer}")
+            elif silent := [name for name in needed if name not in answer.properties]:
+                reasons.append(f"node {node}: does not say its {silent[0]}")
+            elif 0 <= (index := answer.properties["client"]) < self.num_clients:
+                found[node] = answer
+            else:
+                reasons.append(
+                    f"node {node} says that it is client {index} of clients={self.num_clients}"
+                )
         return found
+
+    @property
+    def quorum(self) -> int:
+        """Number of all clients that must answer an exchange with all."""
+        return self.quorum_of(self.num_clients)
 
     def quorum_of(self, asked: int) -> int:
         """Return how many of so many clients must answer."""
@@ -275,22 +256,13 @@ class Cohort:
         return dict(sorted(self._left.items()))
 
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
-        """Return a cohort of its own to some of the connected clients, with their own quorum."""
-        part = Cohort(
-            run=run,
-            num_clients=len(clients),
-            quorum=self.quorum_share,
-            deadline_s=self.deadline_s,
-            connect_s=self.connect_s,
-            wire=self.wire,
-            largest_share=self.largest_share,
-            secure_sum=self.secure_sum,
-            emit=emit,
-        )
-        part._grid = self._grid
+        """Make a cohort of some of the connected clients, with their own quorum and counts."""
+        part = copy(self)
+        part.run, part.num_clients, part.emit = run, len(clients), emit
+        part.wait, part.sampling = time.sleep, None
+        part.bytes_sent = part.bytes_received = part.bytes_dense = 0
+        part._limited, part._missed = set(), set()
         part._nodes = {client: self._nodes[client] for client in clients}
-        part.statistics, part._num_classes = self.statistics, self._num_classes
-        part._refused = self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
         part.properties = {client: self.properties[client] for client in clients}
@@ -329,12 +301,12 @@ class Cohort:
             for client, answer in self._exchange(exchange, asked, pending):
                 if isinstance(answer, Reply):
                     accepted += 1
-                    self.tell_back(client, exchange)
+                    self.report_back(client, exchange)
                     if pending is None:
                         yield client, answer
                 else:
                     failures[client] = answer
-                    self.tell_failure(client, exchange, answer)
+                    self.report_failure(client, exchange, answer)
             short = max(0, wanted - accepted)
             asked, backups = backups[:short], backups[short:]
         if accepted < (quorum := self.quorum_of(wanted)):
@@ -365,7 +337,7 @@ class Cohort:
         )
         failed = f"the secure sum of {exchange.action} in round {exchange.server_round} has failed"
         sign = sum_step("query.sign_survivors", settings=pending.sign_request())
-        signed = self._gather(sign, needed=("signature",))
+        signed = self._gather(sign)
         missing = sorted(set(survivors) - set(signed))
         if missing:
             raise QuorumError(
@@ -374,9 +346,10 @@ class Cohort:
                 "opened; continue the run with resume=<run folder>."
             )
         signatures = {client: properties["signature"] for client, properties in signed.items()}
-        own = pending.open_requests(signatures)
-        openings = sum_step("query.open_masks", settings=next(iter(own.values())), own_settings=own)
-        opened = self._gather(openings, needed=("parts", "pairs"))
+        requests = pending.open_requests(signatures)
+        one = next(iter(requests.values()))
+        openings = sum_step("query.open_masks", settings=one, settings_of=requests)
+        opened = self._gather(openings)
         try:
             return pending.unmask(opened)
         except (LookupError, ValueError) as error:
@@ -384,18 +357,14 @@ class Cohort:
                 f"{failed}, with {len(opened)} of {len(survivors)} survivors' openings: {error}"
             ) from error
 
-    def _gather(self, exchange: Exchange, *, needed: Sequence[str]) -> dict[int, Mapping[str, Any]]:
+    def _gather(self, exchange: Exchange) -> dict[int, Mapping[str, Any]]:
         """The properties of all clients that answer a secure sum's message well."""
         found = {}
         for client, answer in self._exchange(exchange, exchange.among):
             if isinstance(answer, Reply):
-                try:
-                    check_properties(answer.properties, needed=needed)
-                    found[client] = answer.properties
-                    continue
-                except ReplyError as error:
-                    answer = self._strike(client, _plain(str(error)))
-            self.tell_failure(client, exchange, answer)
+                found[client] = answer.properties
+            else:
+                self.report_failure(client, exchange, answer)
         return found
 
     def _exchange(
@@ -413,17 +382,16 @@ class Cohort:
         """
         if self._grid is None:
             raise ValueError("call connect(grid) before ask")
-        requests = self._requests(exchange, among, None if pending is None else pending.summands)
-        sent = set(self._grid.push_messages(list(requests.messages.values())))
-        ids = {client: m.metadata.message_id for client, m in requests.messages.items()}
+        asked = self._requests(exchange, among, None if pending is None else pending.summands)
+        sent = set(self._grid.push_messages([request.message for request in asked.values()]))
+        ids = {client: request.message.metadata.message_id for client, request in asked.items()}
         awaited = {i: client for client, i in ids.items() if i in sent}
         unsent = {c: "the request could not be sent" for c, i in ids.items() if i not in sent}
-        scales = self._share_scales(requests.most)
-        for client, answer in self._in_order(self._grid, awaited, unsent, requests.accepts):
+        scales = self._share_scales({client: request.most for client, request in asked.items()})
+        for client, answer in self._in_order(self._grid, awaited, unsent, asked):
             if isinstance(answer, Reply):
                 self.bytes_dense += exchange.dense_reply
-                scale, weight = scales.get(client), exchange.weights.get(client)
-                answer = weighed(answer, exchange.action, scale=scale, weight=weight)
+                answer = exchange.weighed(client, answer, scales.get(client, 1.0))
                 if pending is not None:
                     try:
                         pending.add(client, answer)
@@ -457,14 +425,12 @@ class Cohort:
 
     def _requests(
         self, exchange: Exchange, among: Collection[int] | None, summands: Summands | None
-    ) -> Requests:
-        """The messages of an exchange, and what reads their replies."""
-        messages: dict[int, Message] = {}
-        accepts: dict[int, Callable[[Message], Reply]] = {}
-        most: dict[int, float] = {}
+    ) -> dict[int, Sent]:
+        """The messages of an exchange by client, and what reads their replies."""
+        requests: dict[int, Sent] = {}
         carried = exchange.carried(self.wire)
         records = encode_states(carried)
-        accept = exchange.reader(self.wire, summands)
+        accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
         limits = exchange.limits(carried, num_classes=self._num_classes)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
@@ -473,37 +439,40 @@ class Cohort:
                 continue
             place = (exchange.stage, exchange.server_round, exchange.phase)
             header = Header(self.run, *place, client, secrets.token_hex(8))
-            settings = exchange.own_settings.get(client, exchange.settings)
+            settings = exchange.settings_of.get(client, exchange.settings)
             content = encode_request(
                 header, settings, records, statistics=self.statistics, summed=summed
             )
             self.bytes_sent += payload_bytes(content)
             self.bytes_dense += exchange.dense_request
-            own_limits = limits(
+            said = self.properties.get(client)
+            client_limits = limits(
                 settings,
                 examples=self._max_examples.get(client, MAX_EXAMPLES),
-                records=self.properties.get(client, {}).get("splits", {}),
+                records={} if said is None else said.get("splits", {}),
             )
-            most[client] = exchange.weights.get(client, own_limits.examples)
-            accepts[client] = partial(accept, header=header, limits=own_limits)
-            node = self._nodes[client]
-            messages[client] = Message(content, node, exchange.action, ttl=self.deadline_s + 60)
-        return Requests(messages, accepts, most)
+            node, ttl = self._nodes[client], self.deadline_s + 60
+            requests[client] = Sent(
+                Message(content, node, exchange.action, ttl=ttl),
+                partial(accept, header=header, limits=client_limits),
+                exchange.weights.get(client, client_limits.examples),
+            )
+        return requests
 
-    def tell_back(self, client: int, exchange: Exchange) -> None:
+    def report_back(self, client: int, exchange: Exchange) -> None:
         """Emit that a client has answered again that did not before."""
         if client in self._missed:
             self._missed.remove(client)
-            self._tell("client_back", client, exchange)
+            self._report("client_back", client, exchange)
 
-    def tell_failure(self, client: int, exchange: Exchange, reason: str) -> None:
+    def report_failure(self, client: int, exchange: Exchange, reason: str) -> None:
         """Emit that a client gave no accepted reply, and whether it has left."""
         event = "client_left" if client in self._left else "client_failed"
         more = {"expelled": True} if self._refused[client] >= STRIKES else {}
         self._missed.add(client)
-        self._tell(event, client, exchange, reason=reason, **more)
+        self._report(event, client, exchange, reason=reason, **more)
 
-    def _tell(self, event: str, client: int, exchange: Exchange, **fields: object) -> None:
+    def _report(self, event: str, client: int, exchange: Exchange, **fields: object) -> None:
         self.emit(
             event,
             stage=exchange.stage,
@@ -518,19 +487,19 @@ class Cohort:
         grid: Grid,
         pending: dict[str, int],
         arrived: Mapping[int, Reply | str],
-        accepts: Mapping[int, Callable[[Message], Reply]],
+        asked: Mapping[int, Sent],
     ) -> Iterator[tuple[int, Reply | str]]:
-        """Yield every client of ``accepts`` with its accepted reply or the reason it has none."""
+        """Yield every client of ``asked`` with its accepted reply or the reason it has none."""
         deadline = time.monotonic() + self.deadline_s
         answers, waited_s = dict(arrived), 0.0
-        for client in accepts:
+        for client in asked:
             while client not in answers:
                 late = time.monotonic() >= deadline
                 messages = list(grid.pull_messages(list(pending)))
                 for message in messages:
                     sender = pending.pop(message.metadata.reply_to_message_id, None)
                     if sender is not None:
-                        answers[sender] = self._read(message, sender, accepts[sender])
+                        answers[sender] = self._read(message, sender, asked[sender].accept)
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from flwr.app import Message
 
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import Search, Settings
+from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import Layout, Packed
-from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.protocol.wire import restore_sent, round_sent
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.limits import Limits, honest_limits, norm
-from fednas_flwr.server.reply_checks import accept_reply
+from fednas_flwr.settings.names import FEWEST_VOTES
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Exchange:
             whole.
         server_round: Round within the stage.
         phase: Number of the exchange within the round.
-        own_settings: Arguments for single clients in their place.
+        settings_of: Arguments for single clients in their place.
         states: Packed tensors to send.
         layouts: The states that every reply must carry.
         whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
@@ -49,7 +49,7 @@ class Exchange:
     settings: Settings
     server_round: int = 0
     phase: int = 1
-    own_settings: Mapping[int, Settings] = field(default_factory=dict)
+    settings_of: Mapping[int, Settings] = field(default_factory=dict)
     states: Mapping[str, Packed] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     whole: Mapping[str, Layout] = field(default_factory=dict)
@@ -78,6 +78,20 @@ class Exchange:
         """Weights of replies in place of their numbers of examples, where these are planned."""
         return {} if self.participants is None else self.participants.weights
 
+    def weighed(self, client: int, reply: Reply, scale: float) -> Reply:
+        """Give an accepted reply the weight that counts.
+
+        Args:
+            client: Whose it is.
+            reply: The reply.
+            scale: Factor that keeps it to the largest share of an average.
+        """
+        if client in self.weights:
+            scale *= self.weights[client] / reply.num_examples
+        if scale == 1:
+            return reply
+        return reply.weighing(scale, summed=ACTIONS[self.action].gradients_of)
+
     @property
     def dense_request(self) -> int:
         """Bytes of a request of whole, unrounded states."""
@@ -87,24 +101,11 @@ class Exchange:
     @property
     def dense_reply(self) -> int:
         """Bytes of a reply of whole, unrounded states."""
-        return sum(self.whole.get(name, own).num_bytes for name, own in self.layouts.items())
+        return sum(self.whole.get(name, layout).num_bytes for name, layout in self.layouts.items())
 
     def carried(self, wire: str) -> Mapping[str, Packed]:
         """The states as they travel."""
         return round_sent(self.states, action=self.action, wire=wire)
-
-    def reader(self, wire: str, summands: Summands | None) -> partial[Reply]:
-        """Reads a reply, given its header and limits, see :func:`accept_reply`."""
-        sparse = isinstance(self.settings, Search) and self.settings.sparse
-        return partial(
-            accept_reply,
-            layouts=self.layouts,
-            metrics=ACTIONS[self.action].metrics,
-            sent=self.states if sparse else None,
-            wire=wire,
-            base=self.states if ACTIONS[self.action].trains else None,
-            summands=summands,
-        )
 
     def limits(self, carried: Mapping[str, Packed], *, num_classes: int) -> partial[Limits]:
         """Limits of a client's reply, given its settings and records: :func:`honest_limits`."""
@@ -118,20 +119,33 @@ class Exchange:
         )
 
 
-@dataclass(frozen=True)
-class Requests:
-    """The messages of an exchange, by client.
+class Sent(NamedTuple):
+    """The message to one client.
 
     Attributes:
-        messages: To be sent.
-        accepts: Reads the client's reply.
+        message: To be sent.
+        accept: Reads the client's reply.
         most: Examples that it may have, or what it counts for in their place.
     """
 
-    messages: Mapping[int, Message]
-    accepts: Mapping[int, Callable[[Message], Reply]]
-    most: Mapping[int, float]
+    message: Message
+    accept: Callable[[Message], Reply]
+    most: float
 
 
 def _num_bytes(packed: Packed) -> int:
     return sum(vector.numel() * vector.itemsize for vector in packed.values())
+
+
+def share_scales(examples: Mapping[int, float], largest: float) -> dict[int, float]:
+    """Factors of the weights of the clients that would exceed a share of the sum.
+
+    Args:
+        examples: Largest weight of each client; of one or two none is scaled.
+        largest: Share of a client; the sum that counts is that of the others as they declare it.
+    """
+    total = sum(examples.values())
+    if len(examples) < FEWEST_VOTES or largest == 1:
+        return {}
+    scales = {c: largest / (1 - largest) * (total - n) / n for c, n in examples.items()}
+    return {client: scale for client, scale in scales.items() if scale < 1}

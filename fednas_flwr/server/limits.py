@@ -1,9 +1,9 @@
 """Bounds on honest replies: norms of updates and of gradients, and what noise does to means.
 
-The gate refuses what is beyond. Each bound follows from what was asked for and from what is public:
-an honest client keeps to it with certainty, or, where noise has a part in it, but for a probability
-of ``exp(-TAIL)`` per release. A hostile client can still send anything within them:
-``exchange.robust`` is against that. Main function: :func:`honest_limits`.
+Reply checks refuse what is beyond. Each bound follows from what was asked for and from what is
+public: an honest client keeps to it with certainty, or, where noise has a part in it, but for a
+probability of ``exp(-TAIL)`` per release. A hostile client can still send anything within them:
+``states.TrimmedMean`` is against that. Main function: :func:`honest_limits`.
 """
 
 from __future__ import annotations

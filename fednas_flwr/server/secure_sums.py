@@ -7,14 +7,64 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
+from fednas_flwr.protocol.secure_sum.masks import add_mask, rebuild
 from fednas_flwr.protocol.secure_sum.sum_site import Opening
 from fednas_flwr.protocol.sum_encoding import MASKED, Summands
 from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.reply_checks import check_properties
+
+
+class MaskedSum:
+    """The running sum of masked vectors.
+
+    Args:
+        participants: Indices of the sites that are asked.
+
+    Attributes:
+        survivors: The sites whose vectors are in the sum.
+        vectors: The sum, modulo two to the power of each vector's width; new ones are added in
+            place, so that it takes the memory of one reply.
+    """
+
+    def __init__(self, participants: Sequence[int]) -> None:
+        """Start with nothing added."""
+        self.participants = list(participants)
+        self.survivors: list[int] = []
+        self.vectors: list[np.ndarray] = []
+
+    def add(self, site: int, vectors: Sequence[np.ndarray]) -> None:
+        """Add a site's vectors; all sites send the same shapes and types."""
+        if not self.survivors:
+            self.vectors = [vector.copy() for vector in vectors]
+        for total, vector in zip(self.vectors, vectors if self.survivors else (), strict=False):
+            total += vector  # integers wrap
+        self.survivors.append(site)
+
+    def unmask(self, openings: Mapping[int, Opening]) -> list[np.ndarray]:
+        """Return the sum of what the survivors have masked.
+
+        Args:
+            openings: What survivors have opened.
+
+        Raises:
+            ValueError: They do not suffice.
+        """
+        for i in self.survivors:
+            parts = {j + 1: opened.parts[i] for j, opened in openings.items()}
+            add_mask(rebuild(parts), self.vectors, sign=-1)
+        for d in set(self.participants) - set(self.survivors):
+            for i in self.survivors:
+                if i not in openings:
+                    raise ValueError(
+                        f"site {i} has dropped out after site {d}, and only it could open the mask "
+                        "that they share."
+                    )
+                add_mask(openings[i].pairs[d], self.vectors, sign=-1 if i < d else 1)
+        return self.vectors
 
 
 @dataclass
@@ -24,7 +74,7 @@ class PendingSum:
     Attributes:
         summands: What is summed.
         total: Of the masked vectors.
-        context: As its first client has told it.
+        context: As its first client has named it.
         boxes: By client, the sealed parts that it has made for the others.
     """
 
@@ -44,8 +94,8 @@ class PendingSum:
             clients: All that can be asked, ascending.
             properties: What each has said of itself.
         """
-        if exchange.own_settings:
-            raise ValueError("a secure sum is of replies to one request: no own_settings")
+        if exchange.settings_of:
+            raise ValueError("a secure sum is of replies to one request: no settings_of")
         ranges = {
             kind: max(release.sum_range(properties[client]["splits"]) for client in clients)
             for kind, release in exchange.planned.items()
@@ -67,7 +117,6 @@ class PendingSum:
         Raises:
             ReplyError: The client was asked, or says that it was asked, something else.
         """
-        check_properties(reply.properties, needed=("context", "boxes"))
         self.context = self.context or reply.properties["context"]
         if reply.properties["context"] != self.context:
             raise ReplyError("it has answered another request than the clients before it")

@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from fednas_flwr.base.errors import ConfigError, MissingSettingError, show, unknown_choice
 
@@ -91,7 +91,24 @@ class OneOf:
             raise unknown_choice(key, value, self.names)
 
 
-Constraint = Between | Length | OneOf
+@dataclass(frozen=True)
+class Where:
+    """Values for which a condition holds.
+
+    Attributes:
+        holds: The condition.
+        expected: What an error's sentence expects.
+    """
+
+    holds: Callable[[Any], object]
+    expected: str
+
+    def check(self, key: str, value: Any, alternative: str) -> None:
+        """Raise ConfigError for a value for which it does not hold."""
+        check_range(bool(self.holds(value)), key, value, self.expected + alternative)
+
+
+Constraint = Between | Length | OneOf | Where
 Text = Annotated[str, Length(Between(1, 4096))]  # a name or path, which is not empty
 
 
@@ -187,11 +204,11 @@ def parse(
     hints: Mapping[str, Any] | None = None,
     defaults: bool = False,
 ) -> Any:
-    """Return the dataclass ``kind`` of a mapping.
+    """Return the dataclass ``kind`` of a mapping, or a TypedDict with what it holds.
 
     Args:
-        kind: The dataclass; its fields are numbers, text, lists, mappings, dataclasses or these or
-            None.
+        kind: The dataclass or TypedDict; its fields are numbers, text, lists, mappings,
+            dataclasses or these or None.
         values: The mapping; of a message it may be anything.
         key: Dotted name of the mapping in error sentences; empty at the top.
         hints: Types of fields that overrule those of the dataclass.
@@ -212,12 +229,17 @@ def parse(
             known = [f"{prefix}{known}" for known in types]
             raise unknown_choice("setting", f"{prefix}{show(name)}", known)
     parsed = {}
-    optional = _defaults(kind) if defaults else ()
+    optional = _defaults(kind) if defaults or is_typeddict(kind) else ()
     missing = [name for name in types if name not in values and name not in optional]
     if missing:
         raise MissingSettingError(*(f"{prefix}{name}" for name in missing))
     for name in values:
         parsed[name] = _convert(f"{prefix}{name}", types[name], values[name], defaults)
+    if is_typeddict(kind):
+        for name, hint in _hints(kind, extras=True).items():
+            if name in parsed:
+                _check(f"{prefix}{name}", hint, parsed[name])
+        return parsed
     try:
         return kind(**parsed)
     except ConfigError as error:  # its sentence begins with a field
@@ -232,6 +254,8 @@ def _hints(kind: type, extras: bool = False) -> dict[str, Any]:
 @cache
 def _defaults(kind: type) -> frozenset[str]:
     """The fields that may be left out."""
+    if is_typeddict(kind):
+        return frozenset(getattr(kind, "__optional_keys__", ()))
     return frozenset(field.name for field in fields(kind) if field.default is not NO_DEFAULT)
 
 
@@ -241,7 +265,7 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
         raise ConfigError(f"{key} must be given: {key}=<{_type_name(hint)}>.")
     if hint is Any:
         return value
-    if is_dataclass(hint):
+    if is_dataclass(hint) or is_typeddict(hint):
         return parse(hint, value, key=key, defaults=defaults)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,11 @@ from fednas_flwr.protocol.messages import Header, Reply, encode_reply
 from fednas_flwr.protocol.states import Layout, changed_part, fill_unchanged, pack
 from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
 from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import accept_reply
 from fednas_flwr.spaces.space_costs import space_costs
+
+from ..asked import smallest
 
 SMALL = [
     *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=2"),
@@ -191,7 +196,17 @@ def test_hostile_sparse_replies_are_refused():
         reply = Reply(1, states=states, digests={"weights": digest}, properties=properties)
         request = Message(encode_reply(header, reply), 1, "train")
         message = Message(encode_reply(header, reply), reply_to=request)
-        return accept_reply(message, header=header, layouts={"weights": layout}, sent=sent)
+        return accept_reply(
+            message,
+            Exchange(
+                "train.search",
+                stage="search",
+                settings=replace(smallest()["train.search"], sparse=True),
+                states=sent,
+                layouts={"weights": layout},
+            ),
+            header=header,
+        )
 
     assert accepted({"weights": "01"}).states["weights"]["float32"].tolist() == [0, 1, 2, 7, 8]
     assert sent["weights"]["float32"].tolist() == [0, 1, 2, 3, 4]

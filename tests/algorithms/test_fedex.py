@@ -76,7 +76,7 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
         for client in federation.clients:
             arm = theta.draw(make_generator(config.seed, "theta", number, client.index))
             drawn_ever.add(arm)
-            own = asked["own_settings"][client.index]
+            own = asked["settings_of"][client.index]
             assert own.local.weights == configurations[arm].sgd(5.0)
             assert own.local.drop_path_prob == configurations[arm].dropout
             header = Header("test", "retrain", number, 1, client.index, "nonce")

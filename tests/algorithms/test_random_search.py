@@ -191,5 +191,5 @@ def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, fed
     assert strategy.drop_path_prob == best.dropout
 
 
-def test_without_ranges_retraining_keeps_its_own_settings(searched):
+def test_without_ranges_retraining_keeps_its_settings_of(searched):
     assert searched.strategy.configuration() is None

@@ -7,7 +7,7 @@ import torch
 
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.server.robust_averages import TrimmedMean
+from fednas_flwr.protocol.states import TrimmedMean
 
 HUGE = {"weights": 1e5, "alphas": 1.0, "buffers": 1e5}  # small enough for the gate
 

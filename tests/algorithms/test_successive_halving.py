@@ -23,11 +23,18 @@ from fednas_flwr.models.networks import make_network
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Train
-from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
+from fednas_flwr.protocol.states import (
+    MOMENTS,
+    Layout,
+    load_states,
+    median_rewards,
+    network_states,
+    pack,
+    unpack,
+)
 from fednas_flwr.search.data_free_scores import AZ_NAS, combine, measure
 from fednas_flwr.search.data_free_search import draw_by_alphas
 from fednas_flwr.search.optimizer_step import no_moments
-from fednas_flwr.server.robust_averages import median_rewards
 from fednas_flwr.spaces.flops import count_parameters
 from fednas_flwr.spaces.genotype import from_json, to_json
 

@@ -33,7 +33,6 @@ from fednas_flwr.protocol.requests import (
     Site,
     TrainCandidates,
     Trial,
-    encode,
 )
 from fednas_flwr.protocol.states import MOMENTS, network_states, pack
 from fednas_flwr.search.candidate import Candidate
@@ -287,7 +286,7 @@ def make_site(
             action: str, *, run: str = "run", moments: bool = False, **changes: Any
         ) -> Request:
             stage, releases = ASKED.get(action, ("commit", {}))
-            values = json.loads(json.dumps(encode(asked(action))))
+            values = json.loads(json.dumps(asdict(asked(action))))
             for path, value in changes.items():
                 put(values, path, copy.deepcopy(value))
             name = "derived" if ASKED.get(action, ("",))[0] == "retrain" else "supernet"

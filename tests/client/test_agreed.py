@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.agreement import agreed, begin_sum
+from fednas_flwr.client.answer import agreed, begin_sum
 from fednas_flwr.client.client import Augmentation, Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.release_guard import Commitment
@@ -25,7 +25,7 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.statistics import Moments, Statistics
 from fednas_flwr.deploy import client_app
-from fednas_flwr.pipeline.stages import SITE_FACTS
+from fednas_flwr.pipeline.stages import SITE_PROPERTIES
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -186,7 +186,7 @@ def context(client, tmp_path):
         journal = tmp_path / f"{next(numbers)}.sqlite"
         site = SumSite(0, keys[0], roster, replace(terms, roster=roster.fingerprint), journal)
         client = replace(client, sums=site)
-        answer = begin_sum(client, request, {planned.kind: planned})
+        answer = begin_sum(client, replace(request, planned={planned.kind: planned}))
         return None if answer is None else answer.context
 
     return context_of
@@ -198,7 +198,11 @@ def named(of):
 
 def test_every_input_is_in_one_list():
     parts = {f"header.{name}" for name in named(Header)} | {f"summed.{n}" for n in named(Summed)}
-    assert {*SHARED_REQUEST, *OWN_REQUEST} == parts | named(Request) - {"header", "summed"}
+    assert {*SHARED_REQUEST, *OWN_REQUEST} == parts | named(Request) - {
+        "header",
+        "summed",
+        "planned",
+    }
     assert not {*SHARED_REQUEST} & {*OWN_REQUEST}
     assert set(SHARED_RELEASE) == named(PlannedRelease)
     assert SHARED_COMMITMENT | set(OWN_COMMITMENT) == named(Commitment)
@@ -208,7 +212,7 @@ def test_every_input_is_in_one_list():
 
 
 def test_the_form_of_the_data_is_what_the_server_compares():
-    assert set(SITE_FACTS) == set(Client.data_form.fget(_client_without_data()))
+    assert set(SITE_PROPERTIES) == set(Client.data_form.fget(_client_without_data()))
 
 
 def _client_without_data():
@@ -337,7 +341,7 @@ def test_records_are_in_no_context(client, context):
         data = replace(client.data, train=replace(train, rows=rows))
         assert context(replace(client, data=data)) == context()
     moments = [Moments(3, 1.0, 2.0)]
-    assert agreed(replace(client, moments=moments), REQUEST, {})["data"]["mean"] == []
+    assert agreed(replace(client, moments=moments), REQUEST)["data"]["mean"] == []
 
 
 @pytest.mark.parametrize("ranges", [{}, {"alphas": 8.0}, {"weights": 8.0, "alphas": 8.0}])
@@ -348,7 +352,7 @@ def test_ranges_are_of_states_whose_noise_is_shared(ranges, context):
 
 def test_contexts_are_of_plain_values(client):
     """Of what JSON can write, so that sites of other machines get the same bytes."""
-    values = agreed(client, REQUEST, {"weights": PLANNED})
+    values = agreed(client, replace(REQUEST, planned={"weights": PLANNED}))
     assert values["releases"] == {"weights": asdict(PLANNED)}
     assert values["honest"] == 3
     assert not any(isinstance(value, np.generic) for value in values.values())

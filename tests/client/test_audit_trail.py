@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from fednas_flwr.cli import main
 from fednas_flwr.client.audit_trail import AuditTrail, verify_trail
 from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
 from fednas_flwr.protocol.messages import Header, Reply, Request
-from fednas_flwr.protocol.requests import RewardCandidates, Site, encode
+from fednas_flwr.protocol.requests import RewardCandidates, Site
 
 ASKED = RewardCandidates(candidates=[[123, 4711]], site=Site("ward"))
 REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
@@ -56,7 +56,7 @@ def test_lines_say_what_was_asked_and_no_values(
     assert [line.get("superlink") for line in lines] == ["fl.example.org:8000", None] * 2 + [None]
     assert lines[1]["metrics"] == ["loss"]
     assert {line["action"] for line in lines} == {"evaluate.candidates"}
-    settings = json.dumps(encode(ASKED), sort_keys=True).encode()
+    settings = json.dumps(asdict(ASKED), sort_keys=True).encode()
     assert lines[0]["settings_sha256"] == hashlib.sha256(settings).hexdigest()
     for line in lines:
         told = {k: v for k, v in line.items() if k not in ("mac", "settings_sha256", "time")}
@@ -204,7 +204,7 @@ def test_a_node_without_a_ledger_has_a_key_of_its_own(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from fednas_flwr.client.audit_trail import AuditTrail
 path, key = map(Path, sys.argv[1:])

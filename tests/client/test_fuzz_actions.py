@@ -22,7 +22,6 @@ from fednas_flwr.data.loaders import Split
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.messages import decode_request, encode_states
-from fednas_flwr.protocol.requests import encode
 
 from .conftest import ASKED, GONE, put, schedule
 from .test_private_actions import ADDED, JUNK_OF, paths_of, unreleased
@@ -80,7 +79,7 @@ def make_message(rng, site):
     """Return an action and the parts of a message that asks for it, most of them malformed."""
     action = "query.commit" if rng.random() < 0.02 else rng.choice(ACTIONS_ASKED)
     sound = site.request(action)
-    header, values, states = asdict(sound.header), encode(sound.settings), sound.states
+    header, values, states = asdict(sound.header), asdict(sound.settings), sound.states
     values = json.loads(json.dumps(values))
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
         kind = rng.random()
@@ -160,7 +159,7 @@ def test_the_fuzz_sees_a_site_that_tells(leak, make_site):
     sites = [make_site(hold=hold) for hold in (None, without_one)]
     full = len(sites[0].client.data.train)
     request = sites[0].request("train.weight_gradient")
-    text = json.dumps({"header": asdict(request.header), "settings": encode(request.settings)})
+    text = json.dumps({"header": asdict(request.header), "settings": asdict(request.settings)})
     for site in sites:
         answers = site.answer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +19,6 @@ from fednas_flwr.client.answer import answer
 from fednas_flwr.models.networks import describe_pool, make_network
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.protocol.requests import Amount, LocalTraining, RewardCandidates, Site, Train
-from fednas_flwr.protocol.requests import encode as encode_settings
 from fednas_flwr.protocol.states import Layout, network_states, pack, unpack
 
 from .conftest import METRICS, RECORDS, STEP, TERMS, received, schedule
@@ -58,7 +57,7 @@ def pool(networks):
 
 
 def ask(site, action, stage, settings, states):
-    values = json.loads(json.dumps(encode_settings(settings)))
+    values = json.loads(json.dumps(asdict(settings)))
     request = received(action, Header("run", stage, 1, 1, 0, "nonce"), values, states)
     return answer(site.client, request)
 

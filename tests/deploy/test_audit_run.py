@@ -18,7 +18,7 @@ import pytest
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.cli.commands import INCONCLUSIVE, RUN_FAILED
-from fednas_flwr.client import agreement
+from fednas_flwr.client import answer as entrance
 from fednas_flwr.deploy import audit_run as audit
 from fednas_flwr.deploy.audit_run import audit_run
 from fednas_flwr.pipeline.schedule import Schedule
@@ -178,8 +178,8 @@ def test_faults_are_found_in_totals(
 def test_sites_with_other_commitments_in_one_sum_are_found(
     table: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agreed = agreement.agreed
-    monkeypatch.setattr(agreement, "agreed", lambda *args: agreed(*args) | {"releases": None})
+    agreed = entrance.agreed
+    monkeypatch.setattr(entrance, "agreed", lambda *args: agreed(*args) | {"releases": None})
     with audited_only(ALPHAS):
         code, said = command(*SURE, *table, *DP_FNAS, *SUMS)
     assert code == RUN_FAILED

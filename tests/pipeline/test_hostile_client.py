@@ -205,7 +205,7 @@ def test_too_few_honest_clients_end_the_run_and_the_sentence_names_the_hostile_o
 ):
     lying("query.describe", telling(tag=7))
     run = run_inline(*EXACT, "runtime.quorum=1")
-    with pytest.raises(QuorumError, match="says tag=7, which is malformed"):
+    with pytest.raises(QuorumError, match="says tag=7 has the wrong type: expected text"):
         raise run.error
 
 

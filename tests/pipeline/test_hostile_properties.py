@@ -1,6 +1,6 @@
 """Whatever one client of several declares, the run ends well with the others, and names it.
 
-The properties are those of the server's own table, ``guard.FORMS``: one that is new is tried by
+The properties are those of the table in ``protocol.requests``: one that is new is tried by
 itself, and the test says so if no run here has it.
 """
 
@@ -28,7 +28,9 @@ from fednas_flwr.report.model_card import write_model_card
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.server.reply_checks import FORMS, NO_LIMITS, check_properties
+from fednas_flwr.server.reply_checks import NO_LIMITS
+
+from ..asked import FORMS, decoded
 
 BAD = 1
 NUMBERS = [1e300, -1e300, 1e30, 1e-300, 10**400, 10**18, 10**9, -1, 0, 1, 0.5, math.nan, math.inf]
@@ -54,7 +56,7 @@ def variants(honest):
 
 def passes(name, value):
     try:
-        check_properties({name: json.loads(json.dumps(value))}, needed=(name,))
+        decoded(name, json.loads(json.dumps(value)))
     except ReplyError:
         return False
     return True

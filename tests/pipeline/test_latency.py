@@ -16,11 +16,11 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline.latency import cost_of
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import decode
-from fednas_flwr.server.reply_checks import LARGEST_TABLE, check_properties
+from fednas_flwr.protocol.requests import LARGEST_TABLE, decode
 from fednas_flwr.spaces.latency_tables import from_json, machine_name, median_table, to_json
 from fednas_flwr.spaces.space_costs import space_costs
 
+from ..asked import decoded
 from .test_hostile_properties import variants
 
 COST = "{table: null, unit: ms, target: %s, loss: additive, scale: 1.0, exponent: 1.0}"
@@ -106,7 +106,8 @@ def test_a_hostile_table_is_dropped_and_counts_for_the_quorum(whole, run, reacha
     assert "says latency=" in failed["reason"]
     assert len(failed["reason"]) < 200
     alone = run(reachable, "runtime.quorum=1.0")
-    assert "2 of 3 clients sent a latency table" in str(alone.error)
+    assert str(alone.error).startswith("client 1: says latency=")
+    assert "(query.latency: 2 of 3 clients answered, 3 are needed)" in str(alone.error)
     assert not named(alone, "round")
 
 
@@ -177,11 +178,11 @@ def hostile(text, **changes):
         lambda text: text.replace('"median_ms": 0', '"median_ms": -1'),
     ],
 )
-def test_a_table_that_is_none_is_refused_by_the_gate(damage, whole):
+def test_a_table_that_is_none_is_refused_by_the_reply_checks(damage, whole):
     text = (whole.folder / "latency.json").read_text()
-    check_properties({"latency": text}, needed=("latency",))
+    assert decoded("latency", text) == text
     with pytest.raises(ReplyError, match="latency"):
-        check_properties({"latency": damage(text)}, needed=("latency",))
+        decoded("latency", damage(text))
 
 
 def test_without_a_target_there_is_no_cost_and_no_question(compose_config, whole):

@@ -27,7 +27,7 @@ from fednas_flwr.protocol.messages import (
 from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.protocol.sum_requests import Summed
 
-from .conftest import SEARCH
+from ..server.conftest import SEARCH
 
 HEADER = Header("run", "search", 3, 2, 1, "abc")
 STATES = {

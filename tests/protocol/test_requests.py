@@ -6,7 +6,7 @@ import json
 import math
 import types
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -49,7 +49,6 @@ from fednas_flwr.protocol.requests import (
     TrainCandidates,
     Trial,
     decode,
-    encode,
 )
 from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
@@ -232,7 +231,7 @@ def test_every_action_has_its_request():
 @given(data=st.data())
 def test_every_request_survives_its_message(action, data):
     asked = data.draw(ALL[action])
-    assert decode(action, json.loads(json.dumps(encode(asked)))) == asked
+    assert decode(action, json.loads(json.dumps(asdict(asked)))) == asked
     request = decode_request(action, encode_request(ASKED, asked, encode_states(STATES)))
     assert (request.action, request.header, request.settings) == (action, ASKED, asked)
     for name, packed in STATES.items():
@@ -251,7 +250,7 @@ def test_an_unknown_action_is_refused(action):
 
 def full(action: str, data: st.DataObject) -> dict[str, Any]:
     """Return the JSON values of some request of an action."""
-    values: dict[str, Any] = json.loads(json.dumps(encode(data.draw(ALL[action]))))
+    values: dict[str, Any] = json.loads(json.dumps(asdict(data.draw(ALL[action]))))
     return values
 
 
@@ -317,7 +316,7 @@ def test_a_key_that_is_missing_is_refused_by_name(action, data):
             assert str(refusal.value).startswith(f"{place} is missing")
             # back at the end: the order of keys means nothing
             group[name] = kept
-    assert encode(decode(action, values)) is not None
+    assert asdict(decode(action, values)) is not None
 
 
 @pytest.mark.parametrize("action", ALL)
@@ -448,7 +447,7 @@ AT_LEAST["train.probe"] = replace(
 )
 def test_a_value_out_of_range_is_refused_by_name(action, path):
     for bad in BAD[action][path]:
-        values = json.loads(json.dumps(encode(AT_LEAST[action])))
+        values = json.loads(json.dumps(asdict(AT_LEAST[action])))
         assert decode(action, values) == AT_LEAST[action]
         *outer, name = path.split(".")
         group = values
@@ -464,14 +463,14 @@ def test_a_value_out_of_range_is_refused_by_name(action, path):
 
 def test_a_trial_is_in_the_ranges_of_what_it_changes():
     for change in ({"drop_path_prob": 1.0}, {"drop_path_prob": -0.1}):
-        values = json.loads(json.dumps(encode(AT_LEAST["train.probe"])))
+        values = json.loads(json.dumps(asdict(AT_LEAST["train.probe"])))
         values["trials"].append(values["trials"][0] | change)
         with pytest.raises(ConfigError, match=r"^trials\[1\].drop_path_prob=.* is out of range"):
             decode("train.probe", values)
 
 
 def test_a_learning_rate_of_no_state_is_refused():
-    values = encode(AT_LEAST["train.gradients"]) | {"local_lrs": {"weight": 0.1}}
+    values = asdict(AT_LEAST["train.gradients"]) | {"local_lrs": {"weight": 0.1}}
     with pytest.raises(ConfigError, match="local_lrs=weight is unknown: .* .nearest: weights"):
         decode("train.gradients", values)
 
@@ -494,15 +493,15 @@ def test_a_learning_rate_of_no_state_is_refused():
     ],
 )
 def test_of_alternatives_exactly_one_is_given(action, change, words):
-    values = json.loads(json.dumps(encode(AT_LEAST[action])))
+    values = json.loads(json.dumps(asdict(AT_LEAST[action])))
     values["local"] |= change
     with pytest.raises(ConfigError, match=words):
         decode(action, values)
 
 
 def test_a_probe_is_of_a_search_or_of_a_training():
-    values = encode(AT_LEAST["train.probe"])
-    searched = encode(AT_LEAST["train.search"])["local"]
+    values = asdict(AT_LEAST["train.probe"])
+    searched = asdict(AT_LEAST["train.search"])["local"]
     for change in ({"training": None}, {"search": searched}):
         with pytest.raises(ConfigError, match="search or training must be given, and not both"):
             decode("train.probe", json.loads(json.dumps(values | change)))
@@ -587,7 +586,7 @@ def test_any_json_is_a_request_or_refused_with_a_config_error(data, action):
         refusal.encode()
     else:
         assert isinstance(request, Request)
-        assert decode(action, json.loads(json.dumps(encode(request.settings)))) == request.settings
+        assert decode(action, json.loads(json.dumps(asdict(request.settings)))) == request.settings
 
 
 @given(text=st.text() | trees.map(json.dumps))

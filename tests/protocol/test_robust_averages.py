@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fednas_flwr.server.robust_averages import CHUNK, TrimmedMean, median_rewards
+from fednas_flwr.protocol.states import CHUNK, TrimmedMean, median_rewards
 
 VALUES = st.floats(-1e6, 1e6, width=32)
 

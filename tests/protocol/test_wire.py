@@ -18,9 +18,10 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.messages import Header, Reply, Request, encode_reply, payload_bytes
 from fednas_flwr.protocol.states import Layout, pack
 from fednas_flwr.protocol.wire import BLOCK, SCALES, restore_vector, round_reply, round_vector
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import accept_reply
 
-from .conftest import SEARCH
+from ..server.conftest import SEARCH
 
 HEADER = Header("run", "search", 1, 1, 0, "n")
 LENGTH = 2 * BLOCK + 3
@@ -53,7 +54,10 @@ def accepted(reply: Reply, wire: str, base: dict | None, tensors: dict | None = 
     InProcessGrid(ClientApp(), 1)  # Flower makes messages for a task only
     message = Message(encode_reply(HEADER, reply), dst_node_id=1, message_type="train.search")
     layouts = {name: Layout.of(own) for name, own in (tensors or made(0)).items()}
-    return accept_reply(message, header=HEADER, layouts=layouts, wire=wire, base=base)
+    exchange = Exchange(
+        "train.search", stage="search", settings=SEARCH, states=base or {}, layouts=layouts
+    )
+    return accept_reply(message, exchange, header=HEADER, wire=wire)
 
 
 @pytest.mark.parametrize("wire", ROUNDED)

@@ -46,7 +46,7 @@ class FedEx(RoundStrategy[FedExSettings]):
             for client, reply in self.ask(
                 "train.weights",
                 self._training(self.configurations[0]),
-                own_settings={c: self._training(self.configurations[i]) for c, i in drawn.items()},
+                settings_of={c: self._training(self.configurations[i]) for c, i in drawn.items()},
                 states=self.states,
                 layouts=self.layouts,
             ):

@@ -36,7 +36,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     are left, in one exchange (``train.weights``), and each network is averaged. After the last
     round of a rung one more exchange (``evaluate.candidates``) measures them on validation records,
     and the best ``1 / eta`` of them stay and train on. The one left after the last round is found.
-    Of three or more clients without privacy none decides: see ``exchange.robust.median_rewards``.
+    Of three or more clients without privacy none decides: see ``states.median_rewards``.
 
     Deviations: rungs have equal numbers of rounds, as nearly as their number allows, so that the
     first costs most; of the text all rungs cost the same, and survivors train longer. The learning

@@ -12,7 +12,7 @@ every message; it is trusted with nothing. Up to ``colluding`` sites may help it
 **Context.** Everything is tied to one exchange: roster, run, attempt, stage, round, phase, the
 participants, and all by which the sites compute their replies and that they must share, such as the
 request and the release that each has committed to (:class:`~.roster.Context`,
-``clients.summed.agreed``). Sites that were asked different things, have committed to different
+``client.answer.agreed``). Sites that were asked different things, have committed to different
 noise, or were told different participants have different contexts: their masks do not cancel, and
 their signatures do not count for one another.
 
@@ -20,16 +20,16 @@ their signatures do not count for one another.
 
 1. The request as without secure sums, and P. Site i answers with ``x_i + own_i + sum_j +-pair_ij``
    modulo 2^64 or 2^32 (:mod:`~.grid`, :mod:`~.masks`). ``pair_ij`` comes from the secret of i and
-   j, ``own_i`` from a seed that it splits over P (:mod:`~.shamir`), any ``colluding + 1`` of whom
+   j, ``own_i`` from a seed that it splits over P (:mod:`~.masks`), any ``colluding + 1`` of whom
    can rebuild it; every part is encrypted for its site.
 2. The list U. A site signs it if it has at least ``least_sites`` members, itself among them.
 3. All signatures of U, and the parts that its members have made for this site. It checks each
    signature and gives its parts of ``own_j`` for j in U, and its own ``pair_id`` for every d in P
-   but not in U. The server subtracts them from the sum over U (:mod:`~.server`).
+   but not in U. The server subtracts them from the sum over U (``server.secure_sums``).
 
-**Recorded before anything is sent** (:mod:`~.site`), on disk: that a context is answered, before
-the action reads a record; the one list that is signed for it; and that it was opened. A repeated
-request gets an error, also after a crash.
+**Recorded before anything is sent**, on disk (:mod:`~.sum_site`): that a context is answered,
+before the action reads a record; the one list that is signed for it; and that it was opened. A
+repeated request gets an error, also after a crash.
 
 **Why it holds.** An honest site signs one list per context and opens only one that all its members
 have signed. So two lists that are opened have no honest member in common. For honest i and j in U,

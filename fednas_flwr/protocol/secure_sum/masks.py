@@ -2,11 +2,18 @@
 
 A seed is used for one stream, a key for one box. Main functions: :func:`derive` and
 :func:`add_mask`.
+
+Seeds are split over sites so that any ``threshold`` of them, and no fewer, can rebuild one: Shamir
+(1979, "How to share a secret"), values at x = 1, 2, ... of a random polynomial of degree
+``threshold - 1`` over the integers modulo the least prime above 2^256, whose value at 0 is the
+secret. Fewer values than the threshold are uniform whatever the secret is: :func:`split` and
+:func:`rebuild`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -15,7 +22,8 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-SEED_BYTES = 32
+SECRET_BYTES, PART_BYTES = 32, 33
+PRIME = 2**256 + 297
 _BLOCK = 2**18  # bytes of a stream that are made at a time: they stay in the cache
 _ONCE = bytes(12)  # the nonce of a key that encrypts one message
 
@@ -28,7 +36,7 @@ def derive(secret: bytes, context: bytes, purpose: str) -> bytes:
         context: Digest of the exchange.
         purpose: What the bytes are for; another one gives independent bytes.
     """
-    hkdf = HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=context, info=purpose.encode())
+    hkdf = HKDF(algorithm=SHA256(), length=SECRET_BYTES, salt=context, info=purpose.encode())
     return hkdf.derive(secret)
 
 
@@ -73,3 +81,48 @@ def unseal(key: bytes, box: bytes) -> bytes:
         raise ValueError(
             "a sealed part was changed on its way, or is of another exchange."
         ) from None
+
+
+def split(secret: bytes, points: Iterable[int], *, threshold: int) -> dict[int, bytes]:
+    """Return one part of 33 bytes for each point.
+
+    Args:
+        secret: 32 bytes.
+        points: Different numbers of 1 to 2^31.
+        threshold: Number of parts that rebuild the secret, at least 1.
+    """
+    points = list(points)
+    if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(points)) == len(points):
+        raise ValueError(f"{threshold} of {len(points)} points cannot hold {len(secret)} bytes.")
+    if not all(1 <= x <= 2**31 for x in points):
+        raise ValueError(f"points must be from 1 to 2^31, got {points}.")
+    polynomial = [int.from_bytes(secret, "big")]
+    polynomial += [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
+    parts = {}
+    for x in points:
+        value = 0
+        for coefficient in reversed(polynomial):
+            value = (value * x + coefficient) % PRIME
+        parts[x] = value.to_bytes(PART_BYTES, "big")
+    return parts
+
+
+def rebuild(parts: Mapping[int, bytes]) -> bytes:
+    """Return the secret of which these are at least ``threshold`` parts, by their points.
+
+    Raises:
+        ValueError: They are parts of no secret of 32 bytes. Wrong or too few parts can also give
+            another secret.
+    """
+    total = 0
+    for x, part in parts.items():
+        numerator = denominator = 1
+        for other in parts:
+            if other != x:
+                numerator = numerator * other % PRIME
+                denominator = denominator * (other - x) % PRIME
+        total += int.from_bytes(part, "big") * numerator * pow(denominator, -1, PRIME)
+    secret = total % PRIME
+    if not parts or secret >= 2**256:
+        raise ValueError("the parts are of no secret: a site has given a wrong one.")
+    return secret.to_bytes(SECRET_BYTES, "big")

@@ -152,7 +152,7 @@ class Context:
         round: Of the stage.
         phase: Of the round.
         participants: Indices of the sites that are asked, ascending.
-        agreed: JSON values of all else that the sites must agree on (``clients.summed.agreed``).
+        agreed: JSON values of all else that the sites must agree on (``client.answer.agreed``).
     """
 
     roster: str

@@ -20,9 +20,15 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.anchor import connect
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.protocol.secure_sum.masks import add_mask, derive, seal, unseal
+from fednas_flwr.protocol.secure_sum.masks import (
+    SECRET_BYTES,
+    add_mask,
+    derive,
+    seal,
+    split,
+    unseal,
+)
 from fednas_flwr.protocol.secure_sum.roster import Context, Roster, SiteKeys, survivors_message
-from fednas_flwr.protocol.secure_sum.shamir import SECRET_BYTES, split
 
 NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
 _SCHEMA = """
@@ -104,27 +110,12 @@ class SumSite:
         paths = [Path(node[key]) for key in NODE_KEYS]
         return cls(index, SiteKeys.at(paths[1]), Roster.read(paths[0]), terms, paths[2])
 
-    def begin(
-        self,
-        *,
-        run: str,
-        attempt: str,
-        stage: str,
-        round: int,
-        phase: int,
-        participants: Sequence[int],
-        agreed: Mapping[str, Any],
-    ) -> Answer:
+    def begin(self, *, participants: Sequence[int], **place: Any) -> Answer:
         """Record that a context is answered, before the action reads a record.
 
         Args:
-            run: As the others an attribute of :class:`Context`.
-            attempt: See there.
-            stage: See there.
-            round: See there.
-            phase: See there.
-            participants: See there.
-            agreed: See there.
+            participants: As all others an attribute of :class:`Context`.
+            **place: The others, but the roster, which is this site's.
 
         Raises:
             ConfigError: The participants are too few, not in order, not of the roster or without
@@ -134,12 +125,12 @@ class SumSite:
         if list(asked) != sorted(set(asked)) or not all(0 <= i < others for i in asked):
             raise _refused("participants", list(asked), f"indices of the {others} sites, ascending")
         self._check_members("participants", asked)
-        place = (run, attempt, stage, round, phase)
-        context = Context(self.terms.roster, *place, asked, agreed).digest
+        exchange = Context(roster=self.terms.roster, participants=asked, **place)
+        context = exchange.digest
         seed = secrets.token_bytes(SECRET_BYTES)
         threshold = self.terms.colluding + 1
         parts = split(seed, [i + 1 for i in asked], threshold=threshold)
-        values = (context.hex(), run, json.dumps(asked), parts[self.index + 1])
+        values = (context.hex(), exchange.run, json.dumps(asked), parts[self.index + 1])
         with self._books() as books:
             known = "SELECT 1 FROM answers WHERE context = ?"
             if books.execute(known, (context.hex(),)).fetchone() is not None:
@@ -288,13 +279,13 @@ class Answer:
 
     def mask(self, vectors: Sequence[np.ndarray]) -> dict[int, bytes]:
         """Mask the site's integers, in place, and return the sealed part of every other site."""
-        own, boxes = self.site.index, {}
+        index, boxes = self.site.index, {}
         add_mask(self._seed, vectors, sign=1)
         for i in self.participants:
-            if i != own:
+            if i != index:
                 seed = self.site.pair_seed(self.context, i)
-                add_mask(seed, vectors, sign=1 if own < i else -1)
-                key = self.site.part_key(self.context, own, i)
+                add_mask(seed, vectors, sign=1 if index < i else -1)
+                key = self.site.part_key(self.context, index, i)
                 boxes[i] = seal(key, self._parts[i + 1])
         return boxes
 

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from fednas_flwr.protocol.secure_sum.grid import Grid
-from fednas_flwr.protocol.secure_sum.masks import add_mask, derive, seal, unseal
-from fednas_flwr.protocol.secure_sum.shamir import PRIME, rebuild, split
+from fednas_flwr.protocol.secure_sum.masks import (
+    PRIME,
+    add_mask,
+    derive,
+    rebuild,
+    seal,
+    split,
+    unseal,
+)
 
 
 def is_prime(n):

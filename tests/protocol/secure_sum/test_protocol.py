@@ -10,7 +10,6 @@ import pytest
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.protocol.secure_sum.grid import Grid
-from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
 from fednas_flwr.protocol.secure_sum.roster import (
     Context,
     Roster,
@@ -18,6 +17,7 @@ from fednas_flwr.protocol.secure_sum.roster import (
     survivors_message,
 )
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.server.secure_sums import MaskedSum
 
 ASKED = {"run": "r", "attempt": "a", "stage": "search", "round": 1, "phase": 1}
 ASKED |= {"agreed": {"request": "h"}}

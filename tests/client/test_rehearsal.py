@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client import admission, shown_sizes
+from fednas_flwr.client import rehearsal
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
-from fednas_flwr.client.shown_sizes import FOLDER, machine, shown_size, structure
+from fednas_flwr.client.rehearsal import FOLDER, machine, shown_size, structure
 from fednas_flwr.privacy.mechanism import clipping
 from fednas_flwr.privacy.mechanism.micro_batches import micro_batches
 from fednas_flwr.settings import with_runtime
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def restart(monkeypatch):
     """Forget what this process has seen, as a new one has."""
-    return lambda: monkeypatch.setattr(shown_sizes, "_shown", {})
+    return lambda: monkeypatch.setattr(rehearsal, "_shown", {})
 
 
 def test_a_result_is_found_again_by_a_later_process_unless_its_file_is_damaged(tmp_path, restart):
@@ -57,7 +57,7 @@ def test_a_cache_that_there_is_not_yet_is_made(tmp_path, restart):
 
 def test_a_server_that_asks_for_ever_new_networks_fills_no_disk(tmp_path, restart, monkeypatch):
     restart()
-    monkeypatch.setattr(shown_sizes, "MOST_FILES", 3)
+    monkeypatch.setattr(rehearsal, "MOST_FILES", 3)
     for number in range(6):
         assert shown_size([number], tmp_path, lambda number=number: number + 1) == number + 1
     assert len(list((tmp_path / FOLDER).iterdir())) == 3
@@ -87,7 +87,7 @@ def test_the_site_tests_before_it_reads_and_computes_in_the_size_that_passed(
 ):
     """Every part that is computed then has this size, whatever the number of records drawn."""
     restart()
-    monkeypatch.setattr(admission, "largest_size", lambda *_, **__: 2)
+    monkeypatch.setattr(rehearsal, "largest_size", lambda *_, **__: 2)
     sizes = []
 
     def watched(x, y, size):
@@ -99,8 +99,8 @@ def test_the_site_tests_before_it_reads_and_computes_in_the_size_that_passed(
     site = replace_cache(site)
     monkeypatch.setattr(clipping, "micro_batches", watched)
     site.ask("train.weight_gradient")
-    rehearsal, *computed = sizes
-    assert rehearsal == 8
+    rehearsed, *computed = sizes
+    assert rehearsed == 8
     assert computed
     assert set(computed) == {2}
 

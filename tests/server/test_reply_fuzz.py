@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -18,9 +19,15 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.messages import Header, Reply, encode_reply
+from fednas_flwr.protocol.requests import decode_properties
 from fednas_flwr.protocol.states import Layout, Packed, pack
+from fednas_flwr.protocol.sum_requests import PROPERTIES
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.limits import Limits
-from fednas_flwr.server.reply_checks import accept_reply, check_properties
+from fednas_flwr.server.reply_checks import accept_reply
+
+from ..asked import FORMS
+from .conftest import SEARCH
 
 HEADER = Header("run", "search", 3, 1, 1, "0123456789abcdef")
 MOST = 100.0
@@ -38,6 +45,7 @@ GOOD = Reply(
     digests={name: layout.digest for name, layout in LAYOUTS.items()},
     properties={"changed": {name: "1" * len(layout.entries) for name, layout in LAYOUTS.items()}},
 )
+ASKED = Exchange("train.search", stage="search", settings=SEARCH, states=SENT, layouts=LAYOUTS)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -180,10 +188,9 @@ def test_a_reply_is_refused_or_sound(
     try:
         reply = accept_reply(
             message_with(content),
+            replace(ASKED, settings=replace(SEARCH, sparse=sparse)),
             header=HEADER,
-            layouts=LAYOUTS,
             limits=Limits(MOST),
-            sent=SENT if sparse else None,
         )
     except ReplyError:
         assert damages or edits
@@ -202,16 +209,15 @@ def test_a_reply_is_refused_or_sound(
                 assert torch.equal(reply.states[name][dtype], vector)
 
 
-NEEDED = ("client", "epsilon", "budget", "splits", "latency", "spent", "input_shape")
-
-
-@given(st.dictionaries(st.sampled_from([*NEEDED, "class_counts", "covered_steps"]), JSON))
-def test_facts_are_refused_or_pass_and_nothing_else(properties: dict[str, Any]) -> None:
+@given(st.dictionaries(st.sampled_from(sorted(FORMS)), JSON), st.sampled_from(sorted(PROPERTIES)))
+def test_properties_are_refused_or_pass_and_nothing_else(said: dict[str, Any], action: str) -> None:
+    form, _ = PROPERTIES[action]
     try:
-        check_properties(json.loads(json.dumps(properties)), needed=NEEDED[:1])
+        properties = decode_properties(action, json.loads(json.dumps(said)))
     except ReplyError:
         return
-    assert type(properties["client"]) is int
+    assert set(properties) == set(said) <= set(get_type_hints(form))
+    assert type(properties.get("client", 0)) is int
 
 
 @pytest.mark.parametrize("descr", ["<f4", "<f8", "|V1000"])
@@ -225,7 +231,7 @@ def test_memory_is_that_of_what_was_sent_not_of_what_it_announces(
     tracemalloc.start()
     try:
         with pytest.raises(ReplyError, match="malformed"):
-            accept_reply(message, header=HEADER, layouts=LAYOUTS)
+            accept_reply(message, ASKED, header=HEADER)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -16,16 +16,16 @@ from flwr.app import Array, ArrayRecord, Error
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.models.class_scores import BINS
 from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import decode_properties
+from fednas_flwr.protocol.secure_sum.masks import PART_BYTES
 from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
-from fednas_flwr.protocol.secure_sum.shamir import PART_BYTES
-from fednas_flwr.protocol.states import WeightedAverage
+from fednas_flwr.protocol.states import TrimmedMean, WeightedAverage
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.reply_checks import MAX_EXAMPLES, check_properties, outliers
-from fednas_flwr.server.robust_averages import TrimmedMean
-from fednas_flwr.server.weights import share_scales
+from fednas_flwr.server.exchange import Exchange, share_scales
+from fednas_flwr.server.reply_checks import MAX_EXAMPLES, outliers
 from fednas_flwr.settings.names import ACCOUNTANTS
 
+from ..asked import decoded
 from .conftest import SEARCH
 
 BAD = 1
@@ -316,8 +316,8 @@ def test_json_as_deep_as_can_be_read_is_refused_by_a_sentence(federation):
         nested: list = []
         for _ in range(depth):
             nested = [nested]
-        with pytest.raises(ReplyError, match="says tag=.*, which is malformed"):
-            check_properties({"tag": nested}, needed=("tag",))
+        with pytest.raises(ReplyError, match="says tag=.* has the wrong type: expected text"):
+            decoded("tag", nested)
 
         def damage(content, depth=depth):
             record = content.config_records["header"]
@@ -335,7 +335,7 @@ BUDGET = {"epsilon": 1.0, "delta": 1e-5}
 EPSILON = {name: {"train": 1.5, "test": None} for name in ACCOUNTANTS}
 SPLIT = {"train": 7, "validation": 0, "test": 0}
 MOMENTS = {"count": 3, "mean": 0.5, "std": 0}
-FACTS = {  # by name: right ones and wrong ones
+PROPERTIES = {  # by name: right ones and wrong ones
     "client": ([0, 3], [None, True, 1.0, "0"]),
     "tag": (["", "ward 3", "é", "x" * 200], [7, "x" * 201, "a\nb", None]),
     "input_shape": (
@@ -352,7 +352,10 @@ FACTS = {  # by name: right ones and wrong ones
         [EPSILON],
         [
             *({}, [], {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
-            *({**EPSILON, "prv": {"train": value, "test": None}} for value in (-1.0, math.inf, 1)),
+            *(
+                {**EPSILON, "prv": {"train": value, "test": None}}
+                for value in (-1.0, math.inf, "1")
+            ),
             *({**EPSILON, "rdp": {"train": 1.5}}, {**EPSILON, "gdp": None}),
             dict.fromkeys(ACCOUNTANTS, {"training": 1.0}),
         ],
@@ -360,15 +363,15 @@ FACTS = {  # by name: right ones and wrong ones
     "budget": (
         [BUDGET],
         [
-            *({}, [], {"epsilon": 1.0}, {**BUDGET, "more": 1.0}, {**BUDGET, "epsilon": 1}),
+            *({}, [], {"epsilon": 1.0}, {**BUDGET, "more": 1.0}),
             *({**BUDGET, "epsilon": value} for value in (0.0, -1.0, math.inf)),
-            *({**BUDGET, "delta": value} for value in (0.0, 1.0, 1)),
+            *({**BUDGET, "delta": value} for value in (0.0, 1.0, 1, "1")),
         ],
     ),
     "secure_noise": ([True, False], [0, 1, None, "true"]),
     "least_noise_multiplier": ([0.8, 1], [0.0, -1.0, 1e7, math.inf, True, "1", None]),
     "unit": (["record", "person"], ["patient", None, []]),
-    "spent": ([None, 0.0, 3.5], [-1.0, math.inf, 1, "1"]),
+    "spent": ([None, 0.0, 3.5, 1], [-1.0, math.inf, True, "1"]),
     "honest_sites": ([2, MOST_SITES], [1, MOST_SITES + 1, 2.0, True]),
     "awaits": (["ab" * 16], ["AB" * 16, "ab" * 15, "ab" * 16 + "\n", "g" * 32, None]),
     "context": (["ab" * 32], ["ab" * 16]),
@@ -394,7 +397,7 @@ FACTS = {  # by name: right ones and wrong ones
     ),
     "class_counts": ([[], [1, 0]], [[-1], [10**10], [1.0], [True], "", None]),
     "class_names": ([[], ["a", "b"]], [["a\n"], [1], "ab", None]),
-    "scores": ([{}, {"f1": 0.0, "auroc": 1.0}], [{"f1": 1.5}, {"f1": 1}, {"f2": 0.5}, []]),
+    "scores": ([{}, {"f1": 0.0, "auroc": 1}], [{"f1": 1.5}, {"f1": True}, {"f2": 0.5}, []]),
     "histogram": (
         [[ONES, [0] * BINS], [[int(MAX_EXAMPLES), *[0] * (BINS - 1)], ONES]],
         [
@@ -410,16 +413,27 @@ FACTS = {  # by name: right ones and wrong ones
 }
 
 
-@pytest.mark.parametrize("name", FACTS)
-def test_facts_have_the_form_of_their_name(name):
-    right, wrong = FACTS[name]
-    for fact in right:
-        check_properties({name: fact}, needed=(name,))
-    for fact in wrong:
-        with pytest.raises(ReplyError, match=f"(?s)says {name}=.*, which is malformed"):
-            check_properties({name: fact}, needed=(name,))
-    with pytest.raises(ReplyError, match=f"does not say its {name}"):
-        check_properties({}, needed=(name,))
+MALFORMED = "has the wrong type|is out of range|is unknown|must be a group"
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_properties_have_the_form_of_their_name(name):
+    right, wrong = PROPERTIES[name]
+    for value in right:
+        assert decoded(name, value) == value or name == "moments"
+    for value in wrong:
+        with pytest.raises(
+            ReplyError, match=rf"(?s)says .*{name}\b.*({MALFORMED})|say its {name}\b"
+        ):
+            decoded(name, value)
+
+
+@pytest.mark.parametrize("action", ["query.describe", "query.latency", "query.open_masks"])
+def test_a_property_that_is_missing_or_of_another_action_is_named(action):
+    with pytest.raises(ReplyError, match="does not say its (client|latency|parts)"):
+        decode_properties(action, {})
+    with pytest.raises(ReplyError, match="says setting=kept is unknown"):
+        decode_properties(action, {"kept": True})
 
 
 def test_no_client_of_three_or_more_has_more_than_the_largest_share():
@@ -479,7 +493,7 @@ def test_a_reply_of_another_run_or_site_is_refused(federation):
         return content
 
     foreign = federation(
-        damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum=0.3
+        damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum_share=0.3
     )
     foreign.cohort.connect(foreign.grid)
     assert [client for client, _ in foreign.ask()] == [0, 2]  # site 0's reply to this exchange

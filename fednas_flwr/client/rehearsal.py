@@ -1,8 +1,8 @@
-"""The micro-batch sizes that self-tests have shown to be safe, kept by this process and on disk.
+"""Rehearsals of private computations on made-up records, and the micro-batch sizes that they show.
 
-A result holds for one machine, its libraries and threads, and one structure of a network: all of
-these are its key. On disk it is a small file in the site's cache. Main function:
-:func:`shown_size`.
+A result is kept by this process and, as a small file, in the site's cache. It holds for one
+machine, its libraries and threads, and one structure of a network: all of these are its key. Main
+function: :func:`rehearse`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.files import make_folder, write_atomically
+from fednas_flwr.client.admission import guard_of
+from fednas_flwr.client.client import Client
+from fednas_flwr.privacy.self_test import Computation, largest_size, made_up_labels, unwatched
 from fednas_flwr.spaces.latency_tables import machine_name
 
 FOLDER = "self-tests"
@@ -28,6 +32,54 @@ MOST_FILES = 1000  # a server that thinks of ever new networks fills no disk
 PASSING = ("drop_path_prob", "training")  # attributes that change between messages
 
 _shown: dict[str, int] = {}  # by the hash of the key
+
+
+def rehearse(
+    client: Client, computation: Computation, network: nn.Module, kind: str, *chosen: Any
+) -> int:
+    """Compute on made-up records, shaped like the client's; return the micro-batch size to use.
+
+    First a micro-batch of the site's size, of zeros of the last class: once for everything that the
+    server has chosen and on which success could depend, memory included. No computation on records
+    takes more. Then the self-test, which takes the size down to one at which no record changes what
+    is computed of another.
+
+    Args:
+        client: With a guard.
+        computation: Of a micro-batch of any size.
+        network: What it computes with.
+        kind: Of the computation; with the network it says by which kernels it is made.
+        chosen: What the server has chosen besides.
+    """
+    key = json.dumps([kind, *chosen])
+    if key in client.rehearsed:
+        return client.rehearsed[key]
+    size = guard_of(client).allowed.micro_batch_size
+    shape, device = tuple(client.data.train.features.shape[1:]), client.device
+    num_classes = len(client.class_names)
+    x = torch.zeros(size, *shape, device=device)
+    multi_label = client.objective.multi_label
+    y = made_up_labels([num_classes - 1] * size, num_classes, multi_label=multi_label).to(device)
+    try:
+        computation(x, y, unwatched)
+        client.rehearsed[key] = shown_size(
+            [
+                *(kind, size, shape, num_classes, multi_label),
+                *(*machine(device, client.threads), structure(network)),
+            ],
+            client.cache,
+            partial(
+                largest_size,
+                *(computation, network, shape),
+                num_classes=num_classes,
+                size=size,
+                device=device,
+                multi_label=multi_label,
+            ),
+        )
+    except RuntimeError as error:  # of torch
+        raise ValueError(error) from error
+    return client.rehearsed[key]
 
 
 def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> int:

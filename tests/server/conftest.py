@@ -1,0 +1,128 @@
+"""A federation of small real ClientApps whose clients, and whose grid, misbehave on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.messages import Reply, decode_request, encode_reply
+from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
+from fednas_flwr.protocol.states import Layout, pack
+from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.server.cohort import Cohort
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.settings.optimizers import SGD, Adam
+
+DECLARED = 100
+SEARCH = Search(
+    local=LocalSearch(
+        Amount(1, None, 8),
+        SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None),
+        Adam(lr=0.01, weight_decay=0.0),
+        alternating=Alternating("first_order"),
+    )
+)
+
+
+def client_tensors(client: int) -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(client)
+    return {
+        "weights": {
+            "a": torch.randn(2, 3, generator=generator),
+            "b": torch.randn(4, generator=generator),
+        },
+        "alphas": {"cell": torch.randn(2, 2, generator=generator)},
+    }
+
+
+def client_reply(client: int) -> Reply:
+    states = client_tensors(client)
+    return Reply(
+        num_examples=10.0 + 7 * client,
+        metrics={"train_loss": 1.0 + client},
+        states={name: pack(tensors) for name, tensors in states.items()},
+        digests={name: Layout.of(tensors).digest for name, tensors in states.items()},
+    )
+
+
+def make_app(
+    damage: dict[int, Callable[[RecordDict], RecordDict]],
+    claims: dict[int, object],
+    properties: dict[int, dict],
+):
+    app = ClientApp()
+
+    @app.query("describe")
+    def describe(message, context):
+        index = context.node_config["partition-id"]
+        header = decode_request("query.describe", message.content).header
+        said = {"client": claims.get(index, index)} | properties.get(index, {})
+        return Message(encode_reply(header, Reply(DECLARED, properties=said)), reply_to=message)
+
+    @app.train("search")
+    def search(message, context):
+        index = context.node_config["partition-id"]
+        header = decode_request("train.search", message.content).header
+        content = encode_reply(header, client_reply(claims.get(index, index)))
+        if index in damage:
+            content = damage[index](content)
+        return Message(content, reply_to=message)
+
+    return app
+
+
+@pytest.fixture
+def federation():
+    """``federation(clients, ...)``: a cohort, its grid, its events, and ``ask``.
+
+    ``damage`` changes the content of a client's replies; ``claims`` is who a node says it is,
+    ``properties`` what it says besides.
+    """
+
+    def make(
+        num_clients: int = 3,
+        *,
+        nodes: int | None = None,
+        damage: dict | None = None,
+        claims: dict | None = None,
+        properties: dict | None = None,
+        grid: Callable[..., InProcessGrid] = InProcessGrid,
+        **settings,
+    ) -> SimpleNamespace:
+        events: list[dict] = []
+        app = make_app(damage or {}, claims or {}, properties or {})
+        cohort = Cohort(
+            run="run",
+            num_clients=num_clients,
+            emit=lambda event, **fields: events.append({"event": event, **fields}),
+            **{"quorum_share": 0.5, "deadline_s": 30.0, "connect_s": 30.0, **settings},
+        )
+        layouts = {name: Layout.of(tensors) for name, tensors in client_tensors(0).items()}
+
+        def ask(server_round: int = 1, **terms):
+            return cohort.ask(
+                Exchange(
+                    "train.search",
+                    stage="search",
+                    server_round=server_round,
+                    settings=SEARCH,
+                    layouts=layouts,
+                    **terms,
+                )
+            )
+
+        return SimpleNamespace(
+            cohort=cohort,
+            grid=grid(app, num_clients if nodes is None else nodes),
+            events=events,
+            ask=ask,
+            reply_of=client_reply,
+        )
+
+    return make
