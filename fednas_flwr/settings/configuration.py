@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
@@ -22,13 +24,13 @@ from fednas_flwr.settings.incompatible import (
 from fednas_flwr.settings.loading import choose_kind
 from fednas_flwr.settings.names import CLIENT, FLOAT32
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
-from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.parser import is_among, known_names, parse
 from fednas_flwr.settings.partitions import PARTITIONS
 from fednas_flwr.settings.privacy_settings import PRIVACY
 from fednas_flwr.settings.registry import algorithm_of, entries
 from fednas_flwr.settings.rounds import AGGREGATES, SERVER_OPTIMIZERS, TrimmedMeanSettings
 from fednas_flwr.settings.runtimes import RUNTIMES
-from fednas_flwr.settings.unused import Given, check_effect, check_experiment
+from fednas_flwr.settings.unused import Given, check_effect
 
 MOST_PRIVATE_ROUNDS = 10_000
 UPDATE_NORM = 1.0  # that a client's update is clipped to by default; a record's gradient is shorter
@@ -61,18 +63,30 @@ def parse_config(tree: Mapping[str, Any], *, given: Given | None = None) -> Conf
     """
     if given is None:
         return _parse(tree)
+    check_names(tree, given.typed)
     config = _parse(yielded(tree, given))
+    alone = None
     if given.alone is not None:
-        alone = _parse_alone(yielded(given.alone, replace(given, typed=())))
-        if alone is not None:
-            check_experiment(alone, given)
-    check_effect(config, given)
+        with suppress(ConfigError):  # it need not run by itself
+            alone = _parse(yielded(given.alone, replace(given, typed=())))
+    check_effect(config, given, alone)
     return config
 
 
 def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
-    """Return the tree without the defaults in whose place the user has set something."""
-    tree = _with_lower_ends(tree, given)
+    """Return the tree without the defaults in whose place the user has set something.
+
+    Of a group of an experiment that is chosen anew, what the experiment sets in it and the new
+    choice lacks goes: with ``experiment=dp_fnas/fashion_mnist privacy=none`` its budget.
+    """
+    tree, kinds = _with_lower_ends(tree, given), chosen_kinds(tree)
+    for setting in given.experiment:
+        group, _, rest = setting.partition(".")
+        first = rest.partition(".")[0]
+        is_typed = any(name.startswith(f"{group}.{first}") for name in given.typed)
+        if first and group in given.typed and group in kinds and not is_typed:
+            if first not in set(known_names(kinds[group])):
+                tree[group].pop(first, None)
     privacy = tree.get("privacy")
     if not isinstance(privacy, Mapping) or privacy.get("name") != "dp":
         return tree
@@ -110,23 +124,69 @@ def _with(tree: Any, path: Sequence[str], value: float | str | None) -> Any:
     return {**tree, key: _with(tree[key], rest, value) if rest else value}
 
 
-def _parse_alone(tree: Mapping[str, Any]) -> Config | None:
-    """Return the configuration of an experiment, None if it does not run by itself."""
-    try:
-        return _parse(tree)
-    except ConfigError:
-        return None
+def _kinds(group: str) -> dict[str, type]:
+    """The classes of settings behind the names of a group."""
+    if group in CHOICES:
+        return CHOICES[group]
+    return {name: entry.settings for name, entry in entries(group).items()}
+
+
+def chosen_kinds(tree: Mapping[str, Any]) -> dict[str, type]:
+    """The class of settings of each group that a tree chooses.
+
+    Raises:
+        ConfigError: There is no such choice.
+    """
+    hints = {"algorithm": UNREGISTERED, "dataset": UNREGISTERED, "search_space": UNREGISTERED}
+    hints |= dict.fromkeys(CHOICES, "")
+    return {group: choose_kind(tree, group, _kinds(group), hint=hints[group]) for group in hints}
+
+
+def check_names(tree: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise ConfigError, with the nearest spelling of all, for a name that is no setting's.
+
+    Args:
+        tree: Says which choices of the groups have settings.
+        names: Dotted names that the user has written.
+    """
+    chosen = chosen_kinds(tree)
+    known = [name for group, kind in chosen.items() for name in known_names(kind, f"{group}.")]
+    known += known_names(Config)
+    for name in names:
+        if is_among(name, known):
+            continue
+        group, _, rest = name.partition(".")
+        kinds = _kinds(group) if group in chosen else {}
+        others = [f"{group}={n}" for n in sorted(kinds) if is_among(rest, known_names(kinds[n]))]
+        if others:
+            raise ConfigError(
+                f"{show(name)} is a setting of {', '.join(others)}, and {group}="
+                f"{tree[group]['name']} has none of that name: choose the former, or remove it."
+            )
+        parent = name
+        while parent and not is_among(parent, known):
+            parent = parent.rpartition(".")[0]
+        there = [other for other in known if other.rpartition(".")[0] == parent]
+        if not there:  # a plain value, of which it is no name
+            continue
+        raise ConfigError(
+            f"{show(name)} is no setting: {parent or 'the top level'} has "
+            f"{', '.join(dict.fromkeys(there))} "
+            f"(nearest: {', '.join(_nearest(name, known))})."
+        )
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known name, or all that end alike, whose end is spelt most like a name."""
+    ends = [".".join(other.split(".")[-1 - name.count(".") :]) for other in known]
+    (nearest,) = get_close_matches(name, ends, n=1, cutoff=0)
+    if nearest in known:
+        return [nearest]
+    return list(dict.fromkeys(o for o, end in zip(known, ends, strict=True) if end == nearest))
 
 
 def _parse(tree: Mapping[str, Any]) -> Config:
-    kinds = {
-        group: {name: entry.settings for name, entry in entries(group).items()}
-        for group in ("algorithm", "dataset", "search_space")
-    }
-    hints = {
-        **{group: choose_kind(tree, group, kinds[group], hint=UNREGISTERED) for group in kinds},
-        **{group: choose_kind(tree, group, of) for group, of in CHOICES.items()},
-    }
+    hints = chosen_kinds(tree)
     evaluation = tree.get("evaluation")
     if isinstance(evaluation, Mapping) and type(evaluation.get("positive")) is int:
         # as Hydra reads the name of a class 0, 1, ...

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -217,6 +218,27 @@ def parse(kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] | None =
 @cache
 def _hints(kind: type, extras: bool = False) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=extras)
+
+
+def known_names(hint: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all settings of a dataclass; ``*`` is any name in a mapping."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    inside: dict[str, Any] = {}
+    if isinstance(hint, type) and is_dataclass(hint):
+        inside = _hints(hint)
+    elif origin is dict:
+        inside = {"*": arguments[1]}
+    elif origin in (Union, UnionType):
+        for kind in arguments:
+            yield from known_names(kind, prefix)
+    for name, inner in inside.items():
+        yield f"{prefix}{name}"
+        yield from known_names(inner, f"{prefix}{name}.")
+
+
+def is_among(name: str, known: Iterable[str]) -> bool:
+    """Return whether a dotted name is one of :func:`known_names`."""
+    return any(name == other or ("*" in other and fnmatchcase(name, other)) for other in known)
 
 
 @cache
