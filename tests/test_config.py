@@ -35,7 +35,7 @@ from fednas_flwr.settings.configuration import (
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import algorithms
-from fednas_flwr.settings.rounds import AggregateSettings, SamplingSettings, SecureSumSettings
+from fednas_flwr.settings.run_settings import AggregateSettings, SamplingSettings, SecureSumSettings
 from fednas_flwr.settings.unused import check_effect
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]

@@ -45,7 +45,7 @@ from fednas_flwr.protocol.requests import (
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.settings.rounds import SecureSumSettings
+from fednas_flwr.settings.run_settings import SecureSumSettings
 
 NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
 AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]

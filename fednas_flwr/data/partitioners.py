@@ -21,7 +21,7 @@ from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.data.records import Records, select_records
-from fednas_flwr.settings.partitions import (
+from fednas_flwr.settings.data_settings import (
     ColumnPartition,
     DirichletPartition,
     LabelGroups,

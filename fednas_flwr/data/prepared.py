@@ -16,9 +16,8 @@ from fednas_flwr.data.readers import check_sites
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
 from fednas_flwr.settings import Config, expanded
-from fednas_flwr.settings.data_settings import LabelTable
+from fednas_flwr.settings.data_settings import LabelTable, SavedPartition
 from fednas_flwr.settings.parser import parse
-from fednas_flwr.settings.partitions import SavedPartition
 
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:

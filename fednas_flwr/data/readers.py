@@ -25,9 +25,8 @@ from fednas_flwr.settings.data_settings import (
     Stored,
     Torchvision,
 )
-from fednas_flwr.settings.loading import choose_kind, conf_folder
 from fednas_flwr.settings.names import TABLE_SUFFIXES, TORCHVISION_SETS
-from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.parser import choose_kind, conf_folder, parse
 from fednas_flwr.settings.registry import TABLES, register
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ from fednas_flwr.settings import (
     expanded,
 )
 from fednas_flwr.settings.incompatible import searches
-from fednas_flwr.settings.runtimes import RayRuntime
+from fednas_flwr.settings.run_settings import RayRuntime
 
 FEW = 4  # steps that tell what one takes
 DRAWS = 4  # of zero_cost, likewise

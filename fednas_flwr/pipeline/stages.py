@@ -94,7 +94,7 @@ from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.parser import seconds
-from fednas_flwr.settings.runtimes import Deployment
+from fednas_flwr.settings.run_settings import Deployment
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.skip import SkipNetwork

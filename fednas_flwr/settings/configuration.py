@@ -12,6 +12,7 @@ from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.settings import Config, GivenNetwork, NoPrivacy
+from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.incompatible import (
     check_algorithm,
     check_sampling,
@@ -21,15 +22,17 @@ from fednas_flwr.settings.incompatible import (
     retrains_by_gradients,
     searches,
 )
-from fednas_flwr.settings.loading import choose_kind
 from fednas_flwr.settings.names import CLIENT, FLOAT32
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
-from fednas_flwr.settings.parser import is_among, known_names, parse
-from fednas_flwr.settings.partitions import PARTITIONS
+from fednas_flwr.settings.parser import choose_kind, is_among, known_names, parse
 from fednas_flwr.settings.privacy_settings import PRIVACY
 from fednas_flwr.settings.registry import algorithm_of, entries
-from fednas_flwr.settings.rounds import AGGREGATES, SERVER_OPTIMIZERS, TrimmedMeanSettings
-from fednas_flwr.settings.runtimes import RUNTIMES
+from fednas_flwr.settings.run_settings import (
+    AGGREGATES,
+    RUNTIMES,
+    SERVER_OPTIMIZERS,
+    TrimmedMeanSettings,
+)
 from fednas_flwr.settings.unused import Given, check_effect
 
 MOST_PRIVATE_ROUNDS = 10_000

@@ -6,7 +6,7 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork, NoPrivacy
 from fednas_flwr.settings.names import BY_SIZE, CLIENT
 from fednas_flwr.settings.registry import algorithm_of, algorithms
-from fednas_flwr.settings.rounds import MOST_SITES
+from fednas_flwr.settings.run_settings import MOST_SITES
 
 
 def has_real_sites(config: Config) -> bool:

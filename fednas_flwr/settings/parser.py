@@ -19,6 +19,7 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -291,3 +292,36 @@ def _type_name(hint: Any) -> str:
     if get_origin(hint) is dict:
         return "a mapping such as {name: value}"
     return names.get(hint, "a group of settings")
+
+
+def conf_folder() -> Path:
+    """Return the folder of Hydra's groups: in the wheel, else beside the package."""
+    package = Path(__file__).parent.parent
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+def expanded(setting: str, path: str) -> Path:
+    """Return the path that the user gave for a setting, with ``~`` as a home folder.
+
+    Raises:
+        ConfigError: It names the home of a user there is not.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{setting}={show(path)}: {Path(path).parts[0]} is no user's home folder; write the "
+            "whole path."
+        ) from error
+
+
+def choose_kind(
+    tree: Mapping[str, Any], group: str, kinds: Mapping[str, type], *, hint: str = ""
+) -> type:
+    """Return the dataclass that a group's name stands for; ``hint`` ends an error's sentence."""
+    settings = tree.get(group)
+    name = settings.get("name") if isinstance(settings, Mapping) else settings
+    if not isinstance(name, str) or name not in kinds:
+        raise ConfigError(f"{str(unknown_choice(group, name, kinds)).removesuffix('.')}{hint}.")
+    return kinds[name]

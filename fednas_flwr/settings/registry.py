@@ -15,8 +15,7 @@ from importlib import import_module
 from typing import Any, get_type_hints
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings.algorithm_settings import AlgorithmSettings, GivenNetwork
-from fednas_flwr.settings.run_settings import Config
+from fednas_flwr.settings.run_settings import AlgorithmSettings, Config, GivenNetwork
 
 BUILT_IN = {
     "algorithm": "fednas_flwr.algorithms",

@@ -16,7 +16,7 @@ from typing import Any
 
 from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
 from fednas_flwr.settings import Config, DifferentialPrivacy, DPCells, GivenNetwork
-from fednas_flwr.settings.data_settings import Images, Numbers
+from fednas_flwr.settings.data_settings import Images, Numbers, QuantityPartition
 from fednas_flwr.settings.incompatible import (
     by_client,
     by_record,
@@ -30,7 +30,6 @@ from fednas_flwr.settings.incompatible import (
 )
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
-from fednas_flwr.settings.partitions import QuantityPartition
 from fednas_flwr.settings.registry import Rule, algorithm_of
 
 

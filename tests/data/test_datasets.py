@@ -10,7 +10,7 @@ from PIL import Image
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.partitioners import partition
 from fednas_flwr.data.readers import data_settings
-from fednas_flwr.settings.partitions import Partition
+from fednas_flwr.settings.data_settings import Partition
 
 from ..data_sets import prepared
 

@@ -14,8 +14,8 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import partitioners
 from fednas_flwr.data.partitioners import load_partition, save_partition
 from fednas_flwr.data.records import Records, record_ids
+from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.hydra_config import compose_tree
-from fednas_flwr.settings.partitions import PARTITIONS
 
 FILES = {name: compose_tree([f"partition={name}"])["partition"] for name in PARTITIONS}
 EVERY = [
@@ -215,7 +215,7 @@ def test_iid_does_not_pay_for_flwr_datasets():
         "import sys, numpy, torch\n"
         "from fednas_flwr.data.partitioners import partition\n"
         "from fednas_flwr.data.records import Records, record_ids\n"
-        "from fednas_flwr.settings.partitions import RandomPartition\n"
+        "from fednas_flwr.settings.data_settings import RandomPartition\n"
         "ids = record_ids([b'a', b'b'])\n"
         "r = Records(torch.zeros(2, 1), torch.zeros(2).long(), ids, ('a',))\n"
         "partition(r, RandomPartition('iid', seed=0), clients=2)\n"
