@@ -25,8 +25,7 @@ from fednas_flwr.client.handlers import identity
 from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_guard
 from fednas_flwr.data.loaders import augment, epoch_batches, server_split
 from fednas_flwr.data.prepared import make_data, make_server_data
-from fednas_flwr.data.records import record_ids
-from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.data.records import assign_splits, record_ids
 from fednas_flwr.models.networks import (
     describe_network,
     load,

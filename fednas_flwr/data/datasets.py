@@ -20,10 +20,15 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.readers import DATA_SETS, check_sites
-from fednas_flwr.data.records import Records, RecordsPair, join_sites, select_records
+from fednas_flwr.data.records import (
+    Records,
+    RecordsPair,
+    hash_positions,
+    join_sites,
+    select_records,
+)
 from fednas_flwr.data.scattering import make_transform, transformed
 from fednas_flwr.data.schema import Inputs
-from fednas_flwr.data.splits import hash_positions
 from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings.data_settings import EncodedImages, Images, Torchvision
 
@@ -196,7 +201,7 @@ def find_source(dataset: Dataset, *, sites: bool) -> Path:
         return root or Path()
     if folder := entry.folder:
         if isinstance(dataset, Torchvision) and dataset.download:
-            read_torchvision(name, root=root, download=True)
+            read_torchvision(dataset, root, download=True)
         if not (root / folder).is_dir():
             raise ConfigError(
                 f"dataset.root={root} has no folder {folder}: give dataset.root=<folder that "

@@ -19,7 +19,7 @@ from torch import Tensor
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
-from fednas_flwr.data.labelled_images import LABELS_FORM, files_of
+from fednas_flwr.data.images import LABELS_FORM, files_of
 from fednas_flwr.data.npz import channels_first, cut, named
 from fednas_flwr.data.records import label_sets
 from fednas_flwr.data.schema import Inputs, feature_names

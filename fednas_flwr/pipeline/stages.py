@@ -31,8 +31,7 @@ from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import make_objective, simulated_properties
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
-from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.data.prepared import make_data, make_server_data
+from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
 from fednas_flwr.data.summary import found, summarised
 from fednas_flwr.models.class_scores import best_threshold, detailed, shares_at
 from fednas_flwr.models.export import export_onnx, export_safetensors

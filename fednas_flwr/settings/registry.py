@@ -95,11 +95,11 @@ def algorithm_of(config: Config) -> Algorithm:
     return algorithms()[config.algorithm.name]
 
 
-def imported(strategy: str | type) -> Any:
-    """The class of a strategy that an entry names."""
-    if isinstance(strategy, type):
-        return strategy
-    module, _, name = strategy.partition(":")
+def imported(place: str | Callable[..., Any]) -> Any:
+    """The class or function that an entry has, or names as ``<module>:<name>``."""
+    if not isinstance(place, str):
+        return place
+    module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 

@@ -153,7 +153,7 @@ class SecureSumSettings(Checked):
 
 @dataclass(frozen=True)
 class AggregateSettings(Checked):
-    """``mean``: the average by examples; ``median``: that of every coordinate."""
+    """``mean``: the average by examples; ``median``: that of every coordinate (Yin et al., 2018)."""
 
     name: str
 
@@ -198,7 +198,7 @@ class ServerAdagrad(ServerOptimizer):
 
 @dataclass(frozen=True)
 class ServerAdam(ServerAdagrad):
-    """``adam`` and ``yogi``, after Flower's FedAdam and FedYogi.
+    """``adam`` and ``yogi``, after Flower's FedAdam and FedYogi (Reddi et al., 2021).
 
     Attributes:
         beta_1: Decay of the first moments, from 0 to below 1.

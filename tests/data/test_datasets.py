@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.partitioners import partition
+from fednas_flwr.data.prepared import partition
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.settings.data_settings import Partition
 
