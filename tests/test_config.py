@@ -27,12 +27,12 @@ from fednas_flwr.settings import (
     dump_config,
 )
 from fednas_flwr.settings.configuration import (
-    check_combinations,
     load_config,
     parse_config,
     yielded,
 )
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.settings.run_settings import AggregateSettings, SamplingSettings, SecureSumSettings
@@ -681,6 +681,8 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         (f"{SITES} privacy.test_seed=3", "whose sites have terms, books and noise of their own"),
         ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
         ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
+        ("clients=3 sampling.per_round=3 sampling.by=by_size", "per_round=3 of clients=3, with"),
+        ("clients=4 sampling.per_round=.5 runtime.largest_share=.3", "per_round=0.5, of whom"),
         (f"{DP} clients=2 privacy.fewest_records=.3", "clients=2, of whom nobody can tell"),
         ("retrain.rounds=1 retrain.drop_path_prob=.3", "set retrain.rounds=2 or more"),
         ("algorithm.validation_weight=.5", "set algorithm.rule=mixed_level"),

@@ -26,7 +26,7 @@ from fednas_flwr.settings.hydra_config import (
     for_hydra,
     given_settings,
     run_hydra,
-    split_sweep,
+    without_sweeps,
 )
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
@@ -54,7 +54,7 @@ def sweep(asked: Arguments) -> int:
         ConfigError: An override is wrong, or all jobs have settings without effect.
     """
     overrides = [_sweep_folder(text) for text in asked.overrides]
-    fixed, varied = split_sweep(overrides)
+    fixed = without_sweeps(overrides)
     planned = compose_sweep(fixed, asked.source)
     optuna = "optuna" in planned.sweeper
     if planned.sweeper.endswith("BasicSweeper"):

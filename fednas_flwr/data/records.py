@@ -141,30 +141,7 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
     """
     first_name, first = next(iter(sites.items()))
     for name, records in sites.items():
-        if records.class_names != first.class_names:
-            raise ConfigError(
-                f"the sites do not have the same classes: {first_name} has "
-                f"{_listed(first.class_names)}, {name} has {_listed(records.class_names)}: "
-                "set dataset.class_names to the classes of all sites."
-            )
-        if records.multi_label != first.multi_label:
-            raise ConfigError(
-                f"one of the sites {first_name} and {name} has a class per record, the other has "
-                "several labels: write the labels of all sites in one form."
-            )
-        if records.schema != first.schema:
-            only = set(records.feature_names) ^ set(first.feature_names)
-            raise ConfigError(
-                f"the sites {first_name} and {name} do not have the same feature columns (they "
-                f"differ in {_listed(sorted(only)) or 'order'}): set dataset.numeric, "
-                "dataset.categorical and dataset.categories to those of all sites."
-            )
-        if records.features.shape[1:] != first.features.shape[1:]:
-            raise ConfigError(
-                f"a record of site {first_name} has shape {tuple(first.features.shape[1:])}, of "
-                f"site {name} {tuple(records.features.shape[1:])}: bring them to one shape "
-                "(images: dataset.image_size and dataset.channels)."
-            )
+        check_alike(f"site {first_name}", first, f"site {name}", records)
     everyone = list(sites.values())
     shared = set.intersection(*(set(records.columns) for records in everyone)) - {"site"}
     columns = {c: np.concatenate([r.columns[c] for r in everyone]) for c in sorted(shared)}
@@ -176,6 +153,37 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
         ids=np.concatenate([records.ids for records in everyone]),
         columns=columns,
     )
+
+
+def check_alike(first: str, records: Records, second: str, others: Records) -> None:
+    """Refuse records of two sources that no one network could learn from.
+
+    Raises:
+        ConfigError: They differ in classes, labels, feature columns or the form of a record.
+    """
+    both = f"{first} and {second} do not have the same"
+    if others.class_names != records.class_names:
+        raise ConfigError(
+            f"{both} classes: {_listed(records.class_names)}, and {_listed(others.class_names)}; "
+            "set dataset.class_names to all of them."
+        )
+    if others.multi_label != records.multi_label:
+        raise ConfigError(
+            f"{both} form of labels: one has a class per record, the other several labels; write "
+            "them in one form."
+        )
+    if others.schema != records.schema and records.schema and others.schema:
+        only = set(others.feature_names) ^ set(records.feature_names)
+        raise ConfigError(
+            f"{both} feature columns (they differ in {_listed(sorted(only)) or 'order'}): set "
+            "dataset.numeric, dataset.categorical and dataset.categories to those of all."
+        )
+    kinds = [f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others)]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"{both} form of records, {kinds[0]} and {kinds[1]}: bring them to one form (images: "
+            "dataset.image_size and dataset.channels)."
+        )
 
 
 def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) -> Tensor:

@@ -253,17 +253,13 @@ def _leaves(key: str, value: Any) -> list[str]:
     return [leaf for name, item in value.items() for leaf in _leaves(f"{key}.{name}", item)]
 
 
-def split_sweep(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the overrides that have one value, and those that a sweep varies.
+def without_sweeps(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that have one value.
 
     Raises:
         ConfigError: One is malformed.
     """
-    fixed: list[str] = []
-    varied: list[str] = []
-    for text in overrides:
-        (varied if _parse(text).is_sweep_override() else fixed).append(text)
-    return fixed, varied
+    return [text for text in overrides if not _parse(text).is_sweep_override()]
 
 
 def expand_sweep(overrides: Sequence[str], source: Source = CONF) -> list[list[str]]:

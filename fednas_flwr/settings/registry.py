@@ -9,12 +9,13 @@ deployment must know the name themselves.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, get_type_hints
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings.run_settings import AlgorithmSettings, Config, GivenNetwork
 
 BUILT_IN = {
@@ -45,6 +46,18 @@ class Rule:
     cause: str
     remedy: str = "remove it"
     but: str = ""
+
+
+class _Spelling(string.Formatter):
+    """Formats with values as overrides spell them."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return format(value if format_spec or isinstance(value, str) else show(value), format_spec)
+
+
+def spelled(text: str, config: Config) -> str:
+    """Return a format of the configuration ``c``, filled in."""
+    return _Spelling().format(text, c=config)
 
 
 @dataclass(frozen=True)

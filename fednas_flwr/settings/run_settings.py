@@ -153,7 +153,7 @@ class SecureSumSettings(Checked):
 
 @dataclass(frozen=True)
 class AggregateSettings(Checked):
-    """``mean``: the average by examples; ``median``: that of every coordinate (Yin et al., 2018)."""
+    """``mean``: the average by examples; ``median``, of coordinates (Yin et al., 2018)."""
 
     name: str
 

@@ -8,14 +8,13 @@ settings that lack one.
 
 from __future__ import annotations
 
-import string
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.settings import Config, DifferentialPrivacy, DPCells, GivenNetwork
+from fednas_flwr.settings import Config, DPCells, GivenNetwork
 from fednas_flwr.settings.data_settings import Images, Numbers, QuantityPartition
 from fednas_flwr.settings.incompatible import (
     by_client,
@@ -24,13 +23,14 @@ from fednas_flwr.settings.incompatible import (
     chooses_rates,
     follows_noise,
     has_real_sites,
+    is_private,
     retrains,
     retrains_by_gradients,
     searches,
 )
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
-from fednas_flwr.settings.registry import Rule, algorithm_of
+from fednas_flwr.settings.registry import Rule, algorithm_of, spelled
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,6 @@ class Given:
     experiment: Collection[str] = ()
     experiment_name: str | None = None
     alone: Mapping[str, Any] | None = None
-
-
-def _private(c: Config) -> bool:
-    return isinstance(c.privacy, DifferentialPrivacy)
 
 
 def _fixed(c: Config) -> bool:
@@ -162,7 +158,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "evaluation.baselines",
-        lambda c: has_real_sites(c) and _private(c) and c.privacy.baseline_share is None,  # type: ignore[union-attr]
+        lambda c: has_real_sites(c) and is_private(c) and c.privacy.baseline_share is None,  # type: ignore[union-attr]
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
         "set privacy.baseline_share to what they may cost, or remove it",
     ),
@@ -300,12 +296,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "retrain.evaluate_every",
-        _private,
+        is_private,
         "privacy=dp, whose budget is for training on all records",
     ),
     Rule(
         "algorithm.evaluate_every",
-        lambda c: _private(c) and c.privacy.metrics_noise_multiplier is None,  # type: ignore[union-attr]
+        lambda c: is_private(c) and c.privacy.metrics_noise_multiplier is None,  # type: ignore[union-attr]
         "privacy=dp, which measures nothing on clients' records without noise",
         "remove it, or set privacy.metrics_noise_multiplier",
     ),
@@ -327,25 +323,25 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.search_share",
-        lambda c: _private(c) and not _shares_search(c),
+        lambda c: is_private(c) and not _shares_search(c),
         "noise of the search that is given, or takes all of epsilon",
         "remove it, or set privacy.weights.noise_multiplier=null",
     ),
     Rule(
         "privacy.rewards_share",
-        lambda c: _private(c) and not _shares_rewards(c),
+        lambda c: is_private(c) and not _shares_rewards(c),
         "noise of rewards that is given, or has no other beside it",
         "remove it, or set privacy.alphas.noise_multiplier=null",
     ),
     Rule(
         "privacy.metrics_noise_multiplier",
-        lambda c: _private(c) and not _measures(c),
+        lambda c: is_private(c) and not _measures(c),
         "algorithm={c.algorithm.name}, stages={c.stages} and dataset.fractions="
         "{c.dataset.fractions}, with which nothing is measured on clients' records",
     ),
     Rule(
         "privacy.statistics_noise_multiplier",
-        lambda c: _private(c) and not has_real_sites(c) and not _declares_ranges(c),
+        lambda c: is_private(c) and not has_real_sites(c) and not _declares_ranges(c),
         "dataset={c.dataset.name} without dataset.ranges, within which clients would tell "
         "statistics",
         "remove it, or declare dataset.ranges={column: [low, high], ...}",
@@ -358,7 +354,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dataset.linear_baseline",
-        lambda c: _private(c) or c.runtime.name == "deployment",
+        lambda c: is_private(c) or c.runtime.name == "deployment",
         "privacy={c.privacy.name} runtime={c.runtime.name}, under which no records are pooled",
     ),
     Rule(
@@ -384,7 +380,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "runtime.approval_s",
-        lambda c: not _private(c),
+        lambda c: not is_private(c),
         "privacy=none, for which no site's policy asks a person",
     ),
 )
@@ -462,15 +458,8 @@ def _check_names(config: Config, names: Collection[str], place: str = "") -> Non
 
 
 def _cause(rule: Rule, config: Config) -> str:
-    cause = _Causes().format(rule.cause, c=config)
+    cause = spelled(rule.cause, config)
     return cause if len(cause) <= 300 else f"{cause[:300]}..."
-
-
-class _Causes(string.Formatter):
-    """Formats with values as overrides spell them."""
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        return value if isinstance(value, str) else show(value)
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:

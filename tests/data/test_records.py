@@ -60,9 +60,15 @@ def test_join_sites_adds_the_site():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (rows(classes=("a", "c")), "same classes: oslo has a, b, paris has a, c"),
+        (
+            rows(classes=("a", "c")),
+            "site oslo and site paris do .* same classes: a, b, and a, c",
+        ),
         (rows(names=("f0", "g")), "same feature columns .* f1, g"),
-        (rows(width=3, names=("f0", "f1")), r"shape \(2,\), of site paris \(3,\)"),
+        (
+            rows(width=3, names=("f0", "f1")),
+            r"records, torch.float32 \(2,\) and torch.float32 \(3,\)",
+        ),
     ],
 )
 def test_join_sites_refuses_what_does_not_fit(other, message):
