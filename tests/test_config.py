@@ -820,6 +820,8 @@ def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:
         compose("algorithm=feathers", "algorithm.ranges={}")
     with pytest.raises(ConfigError, match="^algorithm.weights.lr is missing"):
         compose("algorithm.weights={}")
+    table = compose("dataset=csv", "dataset.root=a.csv", "dataset.categories.smoker=[a,b]").dataset
+    assert table.categories == {"smoker": ["a", "b"]}  # type: ignore[attr-defined]
 
 
 # --- mappings that are null

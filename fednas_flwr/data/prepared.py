@@ -25,7 +25,7 @@ from fednas_flwr.base.foreign import load_json
 from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.data.datasets import Prepared, intensity_of, prepare, scattering_of
 from fednas_flwr.data.readers import check_sites
-from fednas_flwr.data.records import Records, select_records
+from fednas_flwr.data.records import Records, check_alike, select_records
 from fednas_flwr.data.schema import Column
 from fednas_flwr.settings import Config, expanded
 from fednas_flwr.settings.data_settings import (
@@ -106,14 +106,9 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
         return Prepared(empty, None, mean, std, intensity_of(settings), scattering)
     server = prepare(replace(settings, server_test=False))
     test = server.train
-    found = (server.input_shape, server.scattering, test.schema, test.class_names, test.multi_label)
-    if found != (shape, scattering, schema, names, properties["multi_label"]):
-        raise ConfigError(
-            f"the server's test set dataset.root={settings.place} does not fit the clients: "
-            f"it has shape {server.input_shape} and classes {', '.join(test.class_names)}, they "
-            f"have {shape} and {', '.join(names)}"
-            + (", of which a record can have several." if properties["multi_label"] else ".")
-        )
+    check_alike(
+        f"the server's test set dataset.root={settings.place}", test, "the clients' records", empty
+    )
     empty = replace(empty, label=test.label, label_separator=test.label_separator)
     return Prepared(
         empty, test, mean or server.mean, std or server.std, server.intensity, scattering

@@ -14,10 +14,11 @@ from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share,
 from fednas_flwr.settings.parser import (
     Between,
     Checked,
+    Distinct,
     Length,
+    Names,
     OneOf,
     Text,
-    check_distinct,
     expanded,
 )
 
@@ -183,14 +184,13 @@ class EncodedImages(Images):
 
     image_size: ImageSize | None
     channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
-    class_names: list[str]
+    class_names: Names
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
     intensity: Annotated[list[float], Length(Between(2, 2))] | None
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that no class is named twice."""
+        """Check the ranges."""
         super().__post_init__()
-        check_distinct("class_names", self.class_names)
         if self.channels == 2:
             raise ConfigError("channels=2 must be 1 or 3, or null for the images'.")
         if self.intensity and not self.intensity[0] < self.intensity[1]:
@@ -268,17 +268,15 @@ class LabelTable(Dataset):
             export; no feature. The person is then the unit of privacy.
     """
 
-    class_names: list[str]
+    class_names: Names
     label: str
-    labels: list[str]
+    labels: Names
     label_separator: Text | None
     id_column: str | None
 
     def __post_init__(self) -> None:
-        """Check that labels are named once, and in one way."""
+        """Check that labels are named in one way."""
         super().__post_init__()
-        check_distinct("class_names", self.class_names)
-        check_distinct("labels", self.labels)
         others = {
             "label": self.names_label,
             "label_separator": self.label_separator,
@@ -387,15 +385,15 @@ class CSV(LabelTable, Numbers, Stored):
             ``skip`` leaves each out by itself, as private sites always do.
     """
 
-    numeric: list[str]
-    dates: list[str]
-    categorical: list[str]
-    categories: dict[str, list[str]]
-    ignore: list[str]
+    numeric: Names
+    dates: Names
+    categorical: Names
+    categories: dict[str, Names]
+    ignore: Names
     separator: Annotated[str, Length(Between(1, 1))] | None
     encoding: Text | None
     decimal: Annotated[str, OneOf(DECIMALS)] | None
-    missing_values: list[str]
+    missing_values: Names
     missing: Annotated[str, OneOf(MISSING_RULES)]
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
 
@@ -410,12 +408,9 @@ class CSV(LabelTable, Numbers, Stored):
                     f"encoding={show(self.encoding)} is unknown: expected one such as utf-8, "
                     "utf-16 or cp1252, or null to find it."
                 ) from None
-        for name in ("numeric", "dates", "categorical", "ignore", "missing_values"):
-            check_distinct(name, getattr(self, name))
-        for column, categories in self.categories.items():
-            check_distinct(f"categories.{column}", categories)
         columns = [*self.numeric, *self.dates, *self.categorical, *self.ignore]
-        check_distinct("numeric, dataset.dates, dataset.categorical and dataset.ignore", columns)
+        uses = "numeric, dataset.dates, dataset.categorical and dataset.ignore"
+        Distinct().check(uses, columns, "")
 
     @property
     def declared(self) -> dict[str, bool]:

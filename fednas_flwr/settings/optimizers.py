@@ -15,9 +15,9 @@ from fednas_flwr.settings.parser import (
     Between,
     Checked,
     Length,
+    Names,
     OneOf,
     Text,
-    check_distinct,
     check_range,
 )
 
@@ -366,12 +366,7 @@ class ShortlistSettings(Checked):
     """
 
     keep: Annotated[int, Between(2)]
-    scores: Annotated[list[str], Length(Between(1))]
-
-    def __post_init__(self) -> None:
-        """Check the ranges, and that no score counts twice."""
-        super().__post_init__()
-        check_distinct("shortlist.scores", self.scores)
+    scores: Annotated[Names, Length(Between(1))]
 
 
 @dataclass(frozen=True)

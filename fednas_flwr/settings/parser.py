@@ -93,7 +93,22 @@ class OneOf:
             raise unknown_choice(key, value, self.names)
 
 
-Constraint = Between | Length | OneOf
+@dataclass(frozen=True)
+class Distinct:
+    """Lists that hold nothing twice."""
+
+    def check(self, key: str, value: Any, alternative: str) -> None:
+        """Raise ConfigError for a name that a list holds twice."""
+        twice = sorted({name for name in value or () if value.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"{key}={show(value)} holds {', '.join(map(show, twice))} more than once: expected "
+                "different names; remove what is doubled."
+            )
+
+
+Constraint = Between | Length | OneOf | Distinct
+Names = Annotated[list[str], Distinct()]
 Text = Annotated[str, Length(Between(1, 4096))]  # a name or path, which is not empty
 
 
@@ -144,16 +159,6 @@ def seconds(key: str, text: str) -> float:
     total = sum(float(number) * SECONDS[unit] for number, unit in parts) if whole else 0.0
     check_range(0 < total < math.inf, key, text, "a time with its unit: 45s, 30min, 2h, 1h30min")
     return total
-
-
-def check_distinct(key: str, names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that a list holds twice."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"{key}={show(names)} holds {', '.join(map(show, twice))} more than once: expected "
-            "different names; remove what is doubled."
-        )
 
 
 def _constraints(hint: Any) -> Iterator[Constraint]:

@@ -24,10 +24,10 @@ from fednas_flwr.settings.optimizers import (
 from fednas_flwr.settings.parser import (
     Between,
     Checked,
+    Distinct,
     Length,
     OneOf,
     Text,
-    check_distinct,
     seconds,
 )
 from fednas_flwr.settings.privacy_settings import DifferentialPrivacy, NoPrivacy
@@ -344,19 +344,17 @@ class Config(Checked):
     seed: CountOrZero
     clients: Count
     rounds: Count
-    stages: Annotated[list[Annotated[str, OneOf(STAGES)]], Length(Between(1))]
+    stages: Annotated[list[Annotated[str, OneOf(STAGES)]], Length(Between(1)), Distinct()]
     genotype: Text | None
     sampling: SamplingSettings | None
     secure_sum: SecureSumSettings | None
     training: TrainingSettings
     evaluation: EvaluationSettings
-    trackers: list[Annotated[str, OneOf(TRACKERS)]]
+    trackers: Annotated[list[Annotated[str, OneOf(TRACKERS)]], Distinct()]
 
     def __post_init__(self) -> None:
         """Check single values; ``configuration.check_combinations`` knows what excludes what."""
         super().__post_init__()
-        check_distinct("stages", self.stages)
-        check_distinct("trackers", self.trackers)
         number = self.sampling.per_round if self.sampling else 0.0
         if number >= 1 and not (number.is_integer() and number <= self.clients):
             raise ConfigError(
