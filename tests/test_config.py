@@ -18,7 +18,7 @@ from fednas_flwr import api, compose
 from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, show
 from fednas_flwr.base.foreign import dump_yaml
 from fednas_flwr.data.readers import site_dataset
-from fednas_flwr.data.table_files import Form, read_texts
+from fednas_flwr.data.table_files import read_texts
 from fednas_flwr.settings import (
     Config,
     DifferentialPrivacy,
@@ -390,7 +390,7 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
     for number, more in enumerate(("4;y", "4.5;y", "4;caf\u00e9")):
         table = tmp_path / f"{number}.csv"
         table.write_text(f"age;note\n1;2,5\n2;3,5\n{more}\n", encoding="utf-8")
-        form = Form(dataset.separator, dataset.encoding, dataset.decimal)
+        form = replace(dataset, corrupt="refuse")  # type: ignore[call-arg]
         cells.append([column[:2].tolist() for column in read_texts(table, form)[0].values()])
     assert cells == [[["1", "2"], ["2,5", "3,5"]]] * 3
     table.write_bytes("age;note\n1;caf\u00e9\n".encode("cp1252"))

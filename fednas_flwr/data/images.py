@@ -27,7 +27,7 @@ from fednas_flwr.data.records import (
     record_ids,
 )
 from fednas_flwr.data.schema import Column
-from fednas_flwr.data.table_files import Form, Texts, check_columns, names_in, read_texts
+from fednas_flwr.data.table_files import ANY_FORM, Texts, check_columns, names_in, read_texts
 from fednas_flwr.data.tables import (
     label_column,
     label_columns,
@@ -40,7 +40,7 @@ from fednas_flwr.settings.data_settings import ImageFolder, Images, LabelledImag
 from fednas_flwr.settings.names import TORCHVISION_SETS
 
 # UTF-8, with or without its mark: an encoding that is found in the rows would be one of all of them
-LABELS_FORM = Form(encoding="utf-8-sig", decimal="point")
+LABELS_FORM = replace(ANY_FORM, encoding="utf-8-sig", decimal="point")
 
 
 def read_digits(settings: Images, path: Path) -> RecordsPair:
@@ -252,7 +252,7 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     if not path.is_file():
         raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
     skip = settings.corrupt == "skip"
-    texts, notes = read_texts(path, replace(LABELS_FORM, strict=skip))
+    texts, notes = read_texts(path, replace(LABELS_FORM, corrupt=settings.corrupt))
     settings = replace(settings, label=label_column(settings, texts))
     columns = label_columns(settings)
     named = columns if settings.id_column is None else [*columns, settings.id_column]

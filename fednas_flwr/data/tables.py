@@ -30,7 +30,6 @@ from fednas_flwr.data.records import (
 )
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.data.table_files import (
-    Form,
     Texts,
     among,
     check_columns,
@@ -65,26 +64,15 @@ def read_table(settings: CSV, path: Path) -> RecordsPair:
         ConfigError: A column or value that does not fit the settings.
     """
     train_path, test_path = _parts(path)
-    texts, notes = read_texts(train_path, form_of(settings))
+    texts, notes = read_texts(train_path, settings)
     settings = replace(settings, label=label_column(settings, texts))
     train = _train_part(settings, texts, train_path)
     train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
-    texts, _ = read_texts(test_path, form_of(settings))
+    texts, _ = read_texts(test_path, settings)
     classes = [] if settings.labels else list(train.class_names)
     return train, _test_part(replace(settings, class_names=classes), texts, test_path, train.schema)
-
-
-def form_of(settings: CSV) -> Form:
-    """Format of the files that the settings describe."""
-    return Form(
-        settings.separator,
-        settings.encoding,
-        settings.decimal,
-        settings.missing_values,
-        strict=settings.corrupt == "skip",
-    )
 
 
 def label_column(settings: LabelTable, texts: Texts) -> str:

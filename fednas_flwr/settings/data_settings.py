@@ -364,41 +364,27 @@ class Npz(Arrays, Stored):
 
 
 @dataclass(frozen=True)
-class CSV(LabelTable, Numbers, Stored):
-    """A table: CSV in any form, Excel or Parquet.
+class TableForm(Checked):
+    """Format of a table's file, and what becomes of rows that do not fit it.
 
     Attributes:
-        numeric: Columns of numbers; with ``dates`` and ``categorical`` also empty, every column
-            that holds only numbers is numeric, only dates a date, and every other categorical.
-        dates: Columns of dates, which become days since 1970.
-        categorical: Columns of categories, one feature ``column=value`` per category.
-        categories: Categories by column, where the data may lack some; else those found, sorted.
-        ignore: Columns that are no features.
         separator: Separator of cells; null finds it in the file.
         encoding: Encoding of the text, as Python names it; null finds it.
         decimal: Sign in numbers; null finds it.
         missing_values: Texts that mean that a cell is missing, such as ``unknown``, besides empty
             cells and pandas' own (NA, null, nan, ...).
-        missing: Replacement for a missing number: the ``mean``, or the mean and a feature that
-            flags it (``indicator``).
         corrupt: Rows with a cell that is not as declared: ``refuse`` ends the run and names them,
             ``skip`` leaves each out by itself, as private sites always do.
     """
 
-    numeric: Names
-    dates: Names
-    categorical: Names
-    categories: dict[str, Names]
-    ignore: Names
     separator: Annotated[str, Length(Between(1, 1))] | None
     encoding: Text | None
     decimal: Annotated[str, OneOf(DECIMALS)] | None
     missing_values: Names
-    missing: Annotated[str, OneOf(MISSING_RULES)]
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
 
     def __post_init__(self) -> None:
-        """Check that no column has two uses, and that there is such an encoding."""
+        """Check that there is such an encoding."""
         super().__post_init__()
         if self.encoding is not None:
             try:
@@ -408,6 +394,42 @@ class CSV(LabelTable, Numbers, Stored):
                     f"encoding={show(self.encoding)} is unknown: expected one such as utf-8, "
                     "utf-16 or cp1252, or null to find it."
                 ) from None
+
+    @property
+    def strict(self) -> bool:
+        """True if how one row is read depends on no other.
+
+        Open quotes and rows of other widths than the header's are then refused, and a table may
+        have no rows.
+        """
+        return self.corrupt == "skip"
+
+
+@dataclass(frozen=True)
+class CSV(LabelTable, Numbers, Stored, TableForm):
+    """A table: CSV in any form, Excel or Parquet.
+
+    Attributes:
+        numeric: Columns of numbers; with ``dates`` and ``categorical`` also empty, every column
+            that holds only numbers is numeric, only dates a date, and every other categorical.
+        dates: Columns of dates, which become days since 1970.
+        categorical: Columns of categories, one feature ``column=value`` per category.
+        categories: Categories by column, where the data may lack some; else those found, sorted.
+        ignore: Columns that are no features.
+        missing: Replacement for a missing number: the ``mean``, or the mean and a feature that
+            flags it (``indicator``).
+    """
+
+    numeric: Names
+    dates: Names
+    categorical: Names
+    categories: dict[str, Names]
+    ignore: Names
+    missing: Annotated[str, OneOf(MISSING_RULES)]
+
+    def __post_init__(self) -> None:
+        """Check that no column has two uses."""
+        super().__post_init__()
         columns = [*self.numeric, *self.dates, *self.categorical, *self.ignore]
         uses = "numeric, dataset.dates, dataset.categorical and dataset.ignore"
         Distinct().check(uses, columns, "")
