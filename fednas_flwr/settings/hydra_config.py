@@ -22,7 +22,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,7 +36,6 @@ from fednas_flwr.settings.unused import Given
 EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
 CFG_KINDS = (["job"], ["hydra"], ["all"])
 NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # what overrides say to Hydra
-SEARCH_PATH = "hydra.searchpath="
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def compose_tree(overrides: Sequence[str], source: Source = CONF) -> dict[str, A
         return _repeated(files[-1].removeprefix("config="), overrides)
     with _initialized(source):
         try:
-            tree = _plain(_whole(for_hydra(overrides, source), source))
+            tree = _plain(compose(source.name, for_hydra(overrides, source)))
         except (HydraException, OmegaConfBaseException, OSError) as error:
             raise _composition_error(error, overrides, source) from error
     tree.pop("sweep", None)  # is Hydra's business
@@ -180,17 +181,31 @@ def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"config={path}: it is no configuration of a run: {reason}.") from error
 
 
+class _FirstFolder(SearchPathPlugin):  # type: ignore[misc]
+    """Lets Hydra look into a folder before all others, as its own option does."""
+
+    folder: Path | None = None
+
+    def manipulate_search_path(self, search_path: Any) -> None:
+        """Put the folder first, if there is one."""
+        if self.folder is not None:
+            search_path.prepend("command-line", f"file://{self.folder}")
+
+
 @contextmanager
 def _initialized(source: Source) -> Iterator[None]:
-    """Let Hydra search the first folder of ``source``, also within a job that Hydra has called."""
+    """Let Hydra search the folders of ``source``, also within a job that Hydra has called."""
+    *first, conf = (folder.resolve() for folder in source.folders())
+    Plugins.instance().register(_FirstFolder)
     shared = GlobalHydra.instance()
     outer = shared.hydra
     shared.clear()
+    _FirstFolder.folder = first[0] if first else None
     try:
-        folder = str(source.folders()[0].resolve())
-        with initialize_config_dir(version_base="1.3", config_dir=folder):
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf)):
             yield
     finally:
+        _FirstFolder.folder = None
         if outer is not None:
             GlobalHydra.instance().clear()
             GlobalHydra.instance().initialize(outer)
@@ -199,17 +214,6 @@ def _initialized(source: Source) -> Iterator[None]:
 def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
     values: Any = OmegaConf.to_container(tree, resolve=resolve)
     return dict(values)
-
-
-def _whole(overrides: Sequence[str], source: Source, **options: Any) -> Any:
-    """Return what Hydra composes of all folders; within :func:`_initialized`."""
-    later = [f"file://{folder.resolve()}" for folder in source.folders()[1:]]
-    for text in overrides:
-        places: Any = _parse(text).value()
-        if later and text.startswith(SEARCH_PATH):
-            later += map(str, places)
-    path = [f"{SEARCH_PATH}[{','.join(map(repr, later))}]"] if later else []
-    return compose(source.name, [*path, *overrides], **options)
 
 
 def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
@@ -221,7 +225,7 @@ def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
     names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
     if not names or names[-1] == "null":
         return Given(typed)
-    paths = [text for text in overrides if text.startswith(SEARCH_PATH)]
+    paths = [text for text in overrides if text.startswith("hydra.searchpath=")]
     alone = compose_tree([f"experiment={names[-1]}", *paths], source)
     return Given(typed, _experiment_settings(names[-1], source), names[-1], alone)
 
@@ -430,8 +434,9 @@ def compose_sweep(fixed: Sequence[str], source: Source) -> Sweep:
     with _initialized(source):
         try:
             chosen = [text for text in fixed if text.partition("=")[0] in _groups(source)]
-            known = _plain(_whole(chosen, source), resolve=False)
-            whole = _whole(for_hydra(fixed, source, known), source, return_hydra_config=True)
+            known = _plain(compose(source.name, chosen), resolve=False)
+            forced = for_hydra(fixed, source, known)
+            whole = compose(source.name, forced, return_hydra_config=True)
             folder = Path(str(whole.hydra.sweep.dir)).expanduser().resolve()
             settings: Any = OmegaConf.to_container(whole.get("sweep", OmegaConf.create()))
         except (HydraException, OmegaConfBaseException) as error:
