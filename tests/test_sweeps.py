@@ -157,6 +157,10 @@ def test_hydras_grammar() -> None:
 
 
 def test_hydra_informs(capsys: pytest.CaptureFixture[str]) -> None:
+    evolution = [f"algorithm.evolution.{of}=5" for of in ("population", "tournament")]  # was null
+    assert cli.main(["run", "algorithm=zero_cost", *evolution, "--cfg", "job"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert tree["algorithm"]["evolution"] == {"population": 5, "tournament": 5}
     done = subprocess.run([*FEDNAS, "run", "--info", "searchpath"], capture_output=True, text=True)
     assert "file://" in done.stdout, done.stderr
     environment = os.environ | {"COMP_LINE": "fednas run algorithm=fed_"}

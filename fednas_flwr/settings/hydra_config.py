@@ -181,7 +181,7 @@ def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"config={path}: it is no configuration of a run: {reason}.") from error
 
 
-class _FirstFolder(SearchPathPlugin):  # type: ignore[misc]
+class _FirstFolder(SearchPathPlugin):
     """Lets Hydra look into a folder before all others, as its own option does."""
 
     folder: Path | None = None
