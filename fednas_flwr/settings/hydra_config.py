@@ -218,10 +218,12 @@ def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
 
 def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
     """Return what the user has set: by overrides, or by the experiment file that they choose."""
-    typed = []
+    typed: list[str] = []
+    groups = _groups(source).keys() - _files(CONF).keys()  # of the user's own
     for override in map(_parse, overrides):
-        if not override.key_or_group.startswith(NOT_SETTINGS):
-            typed += _leaves(override.key_or_group, override.value())
+        key = override.key_or_group
+        if not key.startswith(NOT_SETTINGS) and key not in groups:
+            typed += _leaves(key, override.value())
     names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
     if not names or names[-1] == "null":
         return Given(typed)

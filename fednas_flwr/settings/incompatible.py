@@ -209,20 +209,20 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "have keys and a roster; set partition=sites privacy=dp",
     ),
     (
-        lambda c: (terms := _simulated_terms(c)) is not None and c.clients < terms.colluding + 2,
-        "secure_sum=true with clients={c.clients} and "
-        "secure_sum.colluding={c.secure_sum.colluding}: a sum must have two honest clients beside "
-        "those; raise clients to secure_sum.colluding + 2 or more, or lower secure_sum.colluding",
+        lambda c: (terms := _simulated_terms(c)) is not None and c.clients < terms.fewest,
+        "secure_sum=true with clients={c.clients} and secure_sum.colluding="
+        "{c.secure_sum.colluding}: a sum must have two honest clients beside those; raise clients "
+        "to {c.secure_sum.fewest} or more, or lower secure_sum.colluding",
     ),
     (
         lambda c: (
             (terms := _simulated_terms(c)) is not None
-            and not terms.colluding + 2 <= terms.least(c.clients) <= c.clients
+            and not terms.fewest <= terms.least(c.clients) <= c.clients
         ),
-        "secure_sum.least_sites={c.secure_sum.least_sites} with "
-        "secure_sum.colluding={c.secure_sum.colluding} and clients={c.clients}: a sum must have "
-        "two honest clients, so that least_sites is from secure_sum.colluding + 2 to {c.clients}; "
-        "raise clients or lower secure_sum.colluding",
+        "secure_sum.least_sites={c.secure_sum.least_sites} with secure_sum.colluding="
+        "{c.secure_sum.colluding} and clients={c.clients}: a sum must have two honest clients, so "
+        "that least_sites is from {c.secure_sum.fewest} to {c.clients}; raise clients or lower "
+        "secure_sum.colluding",
     ),
     # What needs all clients in every round, or each of them once.
     (

@@ -146,9 +146,14 @@ class SecureSumSettings(Checked):
     least_sites: Annotated[int, Between(2, MOST_SITES)] | None = None
     colluding: Annotated[int, Between(0, MOST_SITES)] = 1
 
+    @property
+    def fewest(self) -> int:
+        """Fewest clients of which two are honest."""
+        return self.colluding + 2
+
     def least(self, clients: int) -> int:
         """Fewest clients of a sum in a run of so many."""
-        return self.least_sites or max(self.colluding + 2, clients - 1)
+        return self.least_sites or max(self.fewest, clients - 1)
 
 
 @dataclass(frozen=True)
