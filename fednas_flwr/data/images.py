@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data import tables
 from fednas_flwr.data.decoding import SUFFIXES, decode_images, image_files, part_folders, source_of
 from fednas_flwr.data.records import (
     Records,
@@ -28,14 +29,6 @@ from fednas_flwr.data.records import (
 )
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.table_files import ANY_FORM, Texts, check_columns, names_in, read_texts
-from fednas_flwr.data.tables import (
-    label_column,
-    label_columns,
-    labelled_records,
-    person_ids,
-    read_labels,
-    unreadable_cells,
-)
 from fednas_flwr.settings.data_settings import ImageFolder, Images, LabelledImages, Torchvision
 from fednas_flwr.settings.names import TORCHVISION_SETS
 
@@ -253,8 +246,8 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
         raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
     skip = settings.corrupt == "skip"
     texts, notes = read_texts(path, replace(LABELS_FORM, corrupt=settings.corrupt))
-    settings = replace(settings, label=label_column(settings, texts))
-    columns = label_columns(settings)
+    settings = replace(settings, label=tables.label_column(settings, texts))
+    columns = tables.label_columns(settings)
     named = columns if settings.id_column is None else [*columns, settings.id_column]
     check_columns(texts, named, where=str(path))
     if (first := next(iter(texts))) in named:
@@ -264,7 +257,7 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
         )
     found = files_of(texts, path, skip=skip)
     if skip:
-        wrong = unreadable_cells(settings, texts, ())
+        wrong = tables.unreadable_cells(settings, texts, ())
         wrong[first] = np.array([row not in found for row in range(len(texts[first]))], dtype=bool)
         rows, left_out = readable(wrong)
         texts, notes = {name: cells[rows] for name, cells in texts.items()}, notes + left_out
@@ -273,16 +266,16 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     if len(set(files)) < len(files) and not skip:
         twice = Counter(files).most_common(1)[0][0]
         raise ConfigError(f"{path} names the image {twice.name} in more than one row: keep one.")
-    labels, classes = read_labels(settings, texts, path)
+    labels, classes = tables.read_labels(settings, texts, path)
     decoded = decode_images(settings, len(files), source_of(files))
     others = len(image_files(path.parent)) - len(set(files))
     if others:
         notes = (*notes, f"{others} images that {path.name} does not name are left out")
     ids = decoded.ids
     if settings.id_column is not None:
-        ids = person_ids(settings, texts, path)[decoded.rows]
+        ids = tables.person_ids(settings, texts, path)[decoded.rows]
     further = names_in(texts, [name for name in list(texts)[1:] if name not in columns])
-    return labelled_records(
+    return tables.labelled_records(
         settings,
         features=torch.from_numpy(decoded.images),
         labels=labels[torch.from_numpy(decoded.rows)],

@@ -8,19 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.data_settings import Dataset, Partition
 from fednas_flwr.settings.names import PRECISIONS, SAMPLINGS, UNIFORM
 from fednas_flwr.settings.network_settings import Retrain, SearchSpaceSettings
-from fednas_flwr.settings.optimizers import (
-    MOMENTA,
-    Count,
-    CountOrZero,
-    LearningRate,
-    NonNegative,
-    Positive,
-    ShareAbove0,
-    ShareBelow1,
-)
 from fednas_flwr.settings.parser import (
     Between,
     Checked,
@@ -59,8 +50,8 @@ class TrainingSettings(Checked):
     """
 
     precision: Annotated[str, OneOf(PRECISIONS)]
-    momentum: Annotated[str, OneOf(MOMENTA)] | None
-    class_factors: dict[str, ShareAbove0]
+    momentum: Annotated[str, OneOf(opt.MOMENTA)] | None
+    class_factors: dict[str, opt.ShareAbove0]
     oversample: bool
 
 
@@ -81,7 +72,7 @@ class EvaluationSettings(Checked):
 
     positive: Text | None
     personalised: bool
-    baselines: CountOrZero | None
+    baselines: opt.CountOrZero | None
 
 
 @dataclass(frozen=True)
@@ -171,7 +162,7 @@ class TrimmedMeanSettings(AggregateSettings):
         trim: Clients that are left out at each end of every coordinate.
     """
 
-    trim: Count
+    trim: opt.Count
 
 
 AGGREGATES: dict[str, type] = {
@@ -197,8 +188,8 @@ class ServerAdagrad(ServerOptimizer):
         tau: Added to the root of the second moments, > 0: more adapts less.
     """
 
-    lr: LearningRate
-    tau: Positive
+    lr: opt.LearningRate
+    tau: opt.Positive
 
 
 @dataclass(frozen=True)
@@ -210,8 +201,8 @@ class ServerAdam(ServerAdagrad):
         beta_2: Decay of the second moments, from 0 to below 1.
     """
 
-    beta_1: ShareBelow1
-    beta_2: ShareBelow1
+    beta_1: opt.ShareBelow1
+    beta_2: opt.ShareBelow1
 
 
 SERVER_OPTIMIZERS: dict[str, type] = {
@@ -248,11 +239,11 @@ class Runtime(Checked):
     threads: Annotated[int, Between(1, MOST_THREADS, reason="no machine has more cores")]
     wire: Annotated[str, OneOf(WIRES)]
     time_limit: Text | None
-    quorum: ShareAbove0
-    deadline_s: Positive
-    approval_s: NonNegative
+    quorum: opt.ShareAbove0
+    deadline_s: opt.Positive
+    approval_s: opt.NonNegative
     most_records: Annotated[float, Between(1)]
-    largest_share: ShareAbove0
+    largest_share: opt.ShareAbove0
 
     def __post_init__(self) -> None:
         """Check the ranges, the device's name and the time."""
@@ -279,7 +270,7 @@ class RayRuntime(Runtime):
 
     ray_address: Text | None
     client_cpus: Annotated[float, LEAST_PART]
-    client_gpus: NonNegative
+    client_gpus: opt.NonNegative
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -297,7 +288,7 @@ class Deployment(Runtime):
         superlink: Name of the SuperLink in Flower's configuration.
     """
 
-    connect_s: Positive
+    connect_s: opt.Positive
     superlink: Text | None
 
     def __post_init__(self) -> None:
@@ -346,9 +337,9 @@ class Config(Checked):
     runtime: Runtime
     retrain: Retrain
     run_dir: Text | None
-    seed: CountOrZero
-    clients: Count
-    rounds: Count
+    seed: opt.CountOrZero
+    clients: opt.Count
+    rounds: opt.Count
     stages: Annotated[list[Annotated[str, OneOf(STAGES)]], Length(Between(1)), Distinct()]
     genotype: Text | None
     sampling: SamplingSettings | None
