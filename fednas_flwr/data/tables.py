@@ -307,8 +307,8 @@ def _kind(texts: np.ndarray, *, name: str, path: Path) -> str:
     values = ", ".join(sorted(set(texts[rows].tolist()))[:5])
     raise ConfigError(
         f"column {name} of {path} holds numbers but for {table_files.rows_text(texts, rows)}: "
-        f"correct them, set dataset.missing_values=[{values}] if they mean that the number is missing, or "
-        "list the column in dataset.categorical or dataset.ignore."
+        f"correct them, set dataset.missing_values=[{values}] if they mean that the number is "
+        "missing, or list the column in dataset.categorical or dataset.ignore."
     )
 
 
@@ -330,7 +330,8 @@ def _checked_numbers(texts: np.ndarray, *, column: Column, where: str) -> np.nda
         raise ConfigError(
             f"column {column.name} of {where} is {kind} but holds "
             f"{table_files.rows_text(texts, unreadable)}: correct it, name it in "
-            "dataset.missing_values if it means that the value is missing, or list the column in dataset.categorical or dataset.ignore."
+            "dataset.missing_values if it means that the value is missing, or list the column in "
+            "dataset.categorical or dataset.ignore."
         )
     return checked
 
