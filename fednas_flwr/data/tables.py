@@ -281,7 +281,8 @@ def label_marks(texts: np.ndarray, *, name: str, where: str) -> np.ndarray:
     if len(wrong):
         raise ConfigError(
             f"column {name} of {where} is one of dataset.labels but holds "
-            f"{table_files.rows_text(texts, wrong)}: expected 0 or 1 (or no and yes, false and true)."
+            f"{table_files.rows_text(texts, wrong)}: expected 0 or 1 (or no and yes, false and "
+            "true)."
         )
     return marks
 
