@@ -19,18 +19,8 @@ from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning,
 from fednas_flwr.base.foreign import dump_yaml
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.table_files import read_texts
-from fednas_flwr.settings import (
-    Config,
-    DifferentialPrivacy,
-    GivenNetwork,
-    conf_folder,
-    dump_config,
-)
-from fednas_flwr.settings.configuration import (
-    load_config,
-    parse_config,
-    yielded,
-)
+from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork, conf_folder, dump_config
+from fednas_flwr.settings.configuration import load_config, parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.optimizers import Configuration

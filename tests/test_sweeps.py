@@ -17,12 +17,7 @@ from fednas_flwr import api, cli
 from fednas_flwr.cli import sweeps
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.hydra_config import (
-    Source,
-    compose_tree,
-    expand_sweep,
-    given_settings,
-)
+from fednas_flwr.settings.hydra_config import Source, compose_tree, expand_sweep, given_settings
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
 ENOUGH_S = 900.0

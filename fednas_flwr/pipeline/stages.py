@@ -35,18 +35,8 @@ from fednas_flwr.data.prepared import make_data, make_server_data, save_partitio
 from fednas_flwr.data.summary import found, summarised
 from fednas_flwr.models.class_scores import best_threshold, detailed, shares_at
 from fednas_flwr.models.export import export_onnx, export_safetensors
-from fednas_flwr.models.metrics import (
-    accuracies_of_parts,
-    measured,
-    pooled_baselines,
-    predicted,
-)
-from fednas_flwr.models.networks import (
-    describe_network,
-    given_genotype,
-    make_device,
-    make_network,
-)
+from fednas_flwr.models.metrics import accuracies_of_parts, measured, pooled_baselines, predicted
+from fednas_flwr.models.networks import describe_network, given_genotype, make_device, make_network
 from fednas_flwr.models.prediction import Model
 from fednas_flwr.pipeline.buildable import pools_records
 from fednas_flwr.pipeline.commitment import NEEDED_PROPERTIES, awaited_run, commit
@@ -62,12 +52,7 @@ from fednas_flwr.pipeline.pooled_statistics import (
     noised_statistics,
 )
 from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
-from fednas_flwr.pipeline.schedule import (
-    Schedule,
-    largest_schedule,
-    make_schedules,
-    private_stage,
-)
+from fednas_flwr.pipeline.schedule import Schedule, largest_schedule, make_schedules, private_stage
 from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.protocol.requests import (
     Amount,

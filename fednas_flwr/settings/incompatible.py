@@ -10,11 +10,7 @@ from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.names import BY_SIZE, CLIENT, FLOAT32
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
-from fednas_flwr.settings.run_settings import (
-    MOST_SITES,
-    SecureSumSettings,
-    TrimmedMeanSettings,
-)
+from fednas_flwr.settings.run_settings import MOST_SITES, SecureSumSettings, TrimmedMeanSettings
 
 MOST_PRIVATE_ROUNDS = 10_000
 

@@ -11,15 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
-from fednas_flwr.settings.parser import (
-    Between,
-    Checked,
-    Length,
-    Names,
-    OneOf,
-    Text,
-    check_range,
-)
+from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, Text, check_range
 
 GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")

@@ -12,15 +12,7 @@ from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.data_settings import Dataset, Partition
 from fednas_flwr.settings.names import PRECISIONS, SAMPLINGS, UNIFORM
 from fednas_flwr.settings.network_settings import Retrain, SearchSpaceSettings
-from fednas_flwr.settings.parser import (
-    Between,
-    Checked,
-    Distinct,
-    Length,
-    OneOf,
-    Text,
-    seconds,
-)
+from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf, Text, seconds
 from fednas_flwr.settings.privacy_settings import DifferentialPrivacy, NoPrivacy
 
 STAGES = ("search", "retrain", "evaluate", "export")

@@ -7,9 +7,7 @@ import torch
 from PIL import Image
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.images import (
-    records_from_arrays,
-)
+from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.records import record_ids
 
 from ..data_sets import read

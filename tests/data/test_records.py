@@ -3,13 +3,7 @@ import pytest
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.records import (
-    Records,
-    encode_labels,
-    join_sites,
-    record_ids,
-    select_records,
-)
+from fednas_flwr.data.records import Records, encode_labels, join_sites, record_ids, select_records
 from fednas_flwr.data.schema import Column
 
 
