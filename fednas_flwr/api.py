@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.data.readers import own_arrays, own_reader
 from fednas_flwr.settings import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
-from fednas_flwr.settings.configuration import check_combinations, parse_config
+from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import (
     add_choice,
     check_free_name,
     compose_tree,
     given_settings,
 )
+from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import NO_SKIP
 from fednas_flwr.settings.registry import Algorithm, algorithms, carry, register
 from fednas_flwr.settings.unused import without_effect

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fednas_flwr.data.records import record_ids
-from fednas_flwr.data.splits import hash_positions
+from fednas_flwr.data.records import hash_positions, record_ids
 
 KEY = b"fraud test"
 TEST_SHARE = 0.2

@@ -191,7 +191,7 @@ def _default(field: Field[Any]) -> Any:
 
 def row(key: str, values: str, default: Any, meaning: str) -> str:
     """Return one row of a table."""
-    told = default if isinstance(default, str) else json.dumps(default, ensure_ascii=False)
+    told = json.dumps(default, ensure_ascii=False).replace('"', "")  # as overrides spell it
     cells = (f"`{key}`", f"`{told}`" if told else "", values, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 

@@ -18,7 +18,7 @@ from statistics import fmean
 from table_runs import arguments, is_made, make_all, make_run, measure
 from tables import start_results
 
-from fednas_flwr.data.partitioners import load_partition, save_partition
+from fednas_flwr.data.prepared import load_partition, save_partition
 from fednas_flwr.runs.numbers import Run, read_run
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 

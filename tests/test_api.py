@@ -41,7 +41,7 @@ from fednas_flwr.runs.events import read_events
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import AlgorithmSettings, GivenNetwork, SearchSpaceSettings, dump_config
 from fednas_flwr.settings.registry import OWN, TABLES
-from fednas_flwr.settings.rounds import AggregateSettings
+from fednas_flwr.settings.run_settings import AggregateSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 ROOT = Path(__file__).parent.parent

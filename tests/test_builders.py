@@ -13,8 +13,7 @@ import torch
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.client.making import make_client
-from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.data.prepared import make_data
+from fednas_flwr.data.prepared import make_data, save_partition
 from fednas_flwr.models.networks import (
     describe_network,
     given_genotype,

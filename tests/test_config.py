@@ -18,25 +18,15 @@ from fednas_flwr import api, compose
 from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, show
 from fednas_flwr.base.foreign import dump_yaml
 from fednas_flwr.data.readers import site_dataset
-from fednas_flwr.data.table_files import Form, read_texts
-from fednas_flwr.settings import (
-    Config,
-    DifferentialPrivacy,
-    GivenNetwork,
-    conf_folder,
-    dump_config,
-)
-from fednas_flwr.settings.configuration import (
-    check_combinations,
-    load_config,
-    parse_config,
-    yielded,
-)
+from fednas_flwr.data.table_files import read_texts
+from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork, conf_folder, dump_config
+from fednas_flwr.settings.configuration import load_config, parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import algorithms
-from fednas_flwr.settings.rounds import AggregateSettings, SamplingSettings, SecureSumSettings
-from fednas_flwr.settings.unused import check_experiment
+from fednas_flwr.settings.run_settings import AggregateSettings, SamplingSettings, SecureSumSettings
+from fednas_flwr.settings.unused import check_effect
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 DP = "privacy=dp search_space.norm=group retrain.norm=group"
@@ -390,7 +380,7 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
     for number, more in enumerate(("4;y", "4.5;y", "4;caf\u00e9")):
         table = tmp_path / f"{number}.csv"
         table.write_text(f"age;note\n1;2,5\n2;3,5\n{more}\n", encoding="utf-8")
-        form = Form(dataset.separator, dataset.encoding, dataset.decimal)
+        form = replace(dataset, corrupt="refuse")  # type: ignore[call-arg]
         cells.append([column[:2].tolist() for column in read_texts(table, form)[0].values()])
     assert cells == [[["1", "2"], ["2,5", "3,5"]]] * 3
     table.write_bytes("age;note\n1;caf\u00e9\n".encode("cp1252"))
@@ -468,7 +458,7 @@ def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
     ("overrides", "sentence"),
     [
         (["algorithm.local_epochs=7"], "algorithm.local_epochs=7 has no effect with privacy=dp"),
-        (["retrain.local_epochs=1"], "set privacy.retrain.local_steps"),
+        (["retrain.local_epochs=1"], "of retraining privacy.retrain.local_steps"),
         (["algorithm=dpnas", "algorithm.dp_aware=null"], "algorithm.dp_aware=null has no effect"),
     ],
 )
@@ -491,7 +481,8 @@ def test_no_shipped_experiment_sets_anything_without_effect(name: str) -> None:
     given = given_settings([f"experiment={name}"])
     assert given.experiment
     assert given.alone is not None
-    check_experiment(parse_config(yielded(given.alone, given)), given)
+    alone = parse_config(yielded(given.alone, given))
+    check_effect(alone, given, alone)
 
 
 @pytest.fixture
@@ -523,7 +514,8 @@ def test_what_an_experiment_file_sets_without_effect_is_refused(
             compose(mine, *further)
         assert str(told.value) == (
             "experiment=mine: algorithm.local_epochs=7 has no effect with privacy=dp, whose "
-            "clients take noised steps: remove it, and set privacy.local_steps."
+            "clients take noised steps: remove it, and set privacy.local_steps, of "
+            "retraining privacy.retrain.local_steps."
         )
     for setting, tree in (
         ("retrain.local_epochs", {**PRIVATE, "retrain": {"local_epochs": 2, "norm": "group"}}),
@@ -564,7 +556,9 @@ def test_an_experiments_setting_that_is_typed_over_is_no_finding() -> None:
     assert plain.privacy.name == "none"  # its budget went with privacy=dp
     other = compose("experiment=feathers/fashion_mnist", "algorithm=fed_darts", "retrain=small")
     assert not hasattr(other.algorithm, "nas_rounds")
-    with pytest.raises(ConfigError, match=r"algorithm\.nas_rounds is unknown"):
+    with pytest.raises(
+        ConfigError, match="algorithm.nas_rounds is a setting of algorithm=feathers"
+    ):
         compose(
             "experiment=feathers/fashion_mnist", "algorithm=fed_darts", "algorithm.nas_rounds=2"
         )
@@ -673,10 +667,12 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fedex retrain.evaluate_every=1", "which has exchanges of its own"),
         (f"{DP} retrain.evaluate_every=1", "whose budget is for training on all records"),
         ("stages=[search] retrain.evaluate_every=1", "which lack retrain"),
-        (f"{SITES} secure_sum=true secure_sum.colluding=0", "policies have terms of their own"),
-        (f"{SITES} privacy.test_seed=3", "whose sites keep their own books and noise"),
+        (f"{SITES} secure_sum=true secure_sum.colluding=0", "sites have terms, books and noise"),
+        (f"{SITES} privacy.test_seed=3", "whose sites have terms, books and noise of their own"),
         ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
         ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
+        ("clients=3 sampling.per_round=3 sampling.by=by_size", "per_round=3 of clients=3, with"),
+        ("clients=4 sampling.per_round=.5 runtime.largest_share=.3", "per_round=0.5, of whom"),
         (f"{DP} clients=2 privacy.fewest_records=.3", "clients=2, of whom nobody can tell"),
         ("retrain.rounds=1 retrain.drop_path_prob=.3", "set retrain.rounds=2 or more"),
         ("algorithm.validation_weight=.5", "set algorithm.rule=mixed_level"),
@@ -814,6 +810,8 @@ def test_an_empty_mapping_empties(own_experiment: Callable[..., str]) -> None:
         compose("algorithm=feathers", "algorithm.ranges={}")
     with pytest.raises(ConfigError, match="^algorithm.weights.lr is missing"):
         compose("algorithm.weights={}")
+    table = compose("dataset=csv", "dataset.root=a.csv", "dataset.categories.smoker=[a,b]").dataset
+    assert table.categories == {"smoker": ["a", "b"]}  # type: ignore[attr-defined]
 
 
 # --- mappings that are null
@@ -851,7 +849,7 @@ def test_a_mapping_that_was_null_is_checked_as_a_whole(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"^algorithm.evolution.tournament is missing: give it"):
         compose(*zero_cost)
-    with pytest.raises(ConfigError, match=r"populatoin is unknown.*nearest: .*\.population\)"):
+    with pytest.raises(ConfigError, match=r"populatoin is no setting.*nearest: .*\.population\)"):
         compose("algorithm=zero_cost", "algorithm.evolution.populatoin=20")
     with pytest.raises(ConfigError, match=r"algorithm=dpnas, algorithm=zero_cost, and"):
         compose("algorithm.evolution.population=20")

@@ -27,7 +27,7 @@ from fednas_flwr.base.foreign import (
     terminal,
 )
 from fednas_flwr.cli import main
-from fednas_flwr.data.partitioners import load_partition
+from fednas_flwr.data.prepared import load_partition
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.schema import Column, Inputs
 from fednas_flwr.deploy.sites.provision import load_sites

@@ -23,6 +23,7 @@ from fednas_flwr.settings.parser import (
     Between,
     Checked,
     Constraint,
+    Distinct,
     Length,
     OneOf,
     constraints,
@@ -88,6 +89,8 @@ def parts(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def wrong_values(value: Any, constraint: Constraint) -> list[Any]:
     """Return values of a field that a constraint of it, or of its entries, refuses."""
+    if isinstance(constraint, Distinct):
+        return [[*value, *value]] if isinstance(value, list) and value else []
     if isinstance(constraint, Length):
         return ["" if isinstance(value, str) else []]
     if isinstance(constraint, OneOf):

@@ -17,7 +17,7 @@ from fednas_flwr import api, cli
 from fednas_flwr.cli import sweeps
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, given_settings
+from fednas_flwr.settings.hydra_config import Source, compose_tree, expand_sweep, given_settings
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
 ENOUGH_S = 900.0
@@ -139,6 +139,11 @@ def test_experiments_in_a_folder_of_ones_own(
         assert cli.main(["run", *where, "experiment=mine", "--cfg", "job"]) == 0
         tree = yaml.safe_load(capsys.readouterr().out)
         assert (tree["algorithm"]["name"], tree["rounds"]) == ("fnas", 3)
+    (own / "haste").mkdir()
+    (own / "haste" / "great.yaml").write_text("# @package _global_\nrounds: 2\n")
+    hasty = compose_tree(["+haste=great"], Source(folder=str(own)))
+    given = given_settings(["+haste=great", "clients=2"], Source(folder=str(own)))
+    assert (hasty["rounds"], given.typed) == (2, ["clients"])
     assert cli.main(["run", f"-cd={own}", "-cn=primary", "--cfg", "job"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["seed"] == 41
     assert cli.main(["run", f"--config-dir={own}", "experiment=mime"]) == cli.USER_ERROR
@@ -157,6 +162,10 @@ def test_hydras_grammar() -> None:
 
 
 def test_hydra_informs(capsys: pytest.CaptureFixture[str]) -> None:
+    evolution = [f"algorithm.evolution.{of}=5" for of in ("population", "tournament")]  # was null
+    assert cli.main(["run", "algorithm=zero_cost", *evolution, "--cfg", "job"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert tree["algorithm"]["evolution"] == {"population": 5, "tournament": 5}
     done = subprocess.run([*FEDNAS, "run", "--info", "searchpath"], capture_output=True, text=True)
     assert "file://" in done.stdout, done.stderr
     environment = os.environ | {"COMP_LINE": "fednas run algorithm=fed_"}

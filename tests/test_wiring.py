@@ -24,14 +24,8 @@ from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_guard
 from fednas_flwr.data.loaders import augment, epoch_batches, server_split
 from fednas_flwr.data.prepared import make_data, make_server_data
-from fednas_flwr.data.records import record_ids
-from fednas_flwr.data.splits import assign_splits
-from fednas_flwr.models.networks import (
-    describe_network,
-    load,
-    make_network,
-    supernet_space,
-)
+from fednas_flwr.data.records import assign_splits, record_ids
+from fednas_flwr.models.networks import describe_network, load, make_network, supernet_space
 from fednas_flwr.privacy.policy_file import template
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import (
@@ -44,7 +38,7 @@ from fednas_flwr.protocol.requests import (
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.settings.rounds import SecureSumSettings
+from fednas_flwr.settings.run_settings import SecureSumSettings
 
 NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
 AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]

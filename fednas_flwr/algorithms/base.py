@@ -54,7 +54,7 @@ from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.incompatible import follows_noise
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
-from fednas_flwr.settings.rounds import TrimmedMeanSettings
+from fednas_flwr.settings.run_settings import TrimmedMeanSettings
 from fednas_flwr.spaces.genotype import Genotype, skip_share, to_json
 from fednas_flwr.spaces.space import SearchSpace
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli.commands import Commands, add_command
-from fednas_flwr.settings.configuration import parse_config
-from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.configuration import check_names, parse_config
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 
 
 def add_commands(commands: Commands) -> None:
@@ -34,7 +34,9 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     name = "labelled_images" if has_table else _data_set(options.data)
     table = ["search_space=mlp_small"] if name == "csv" else []
     given = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
-    config = parse_config(compose_tree(given))
+    tree = compose_tree(given)
+    check_names(tree, given_settings(overrides).typed)
+    config = parse_config(tree)
     prepared, parts = make_data(config)
     dataset = config.dataset
     key, fractions = dataset.split_key.encode(), dataset.fractions

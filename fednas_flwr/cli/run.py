@@ -8,7 +8,7 @@ from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.cli.commands import Commands, add_command
 from fednas_flwr.cli.sweeps import configured, run_job, sweep
-from fednas_flwr.settings.hydra_config import read_arguments, run_hydra
+from fednas_flwr.settings.hydra_config import for_hydra, read_arguments, run_hydra
 
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
 
@@ -73,6 +73,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if asked.informs:
         if not asked.completes:
             configured(overrides, source)  # a mistake is one sentence
+            overrides = for_hydra(overrides, source)
         run_hydra(run_job, [*overrides, *asked.flags])
         return 0
     for text in overrides:

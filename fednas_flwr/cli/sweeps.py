@@ -15,7 +15,7 @@ from fednas_flwr.base.foreign import terminal
 from fednas_flwr.cli.commands import RUN_FAILED, fail, take_files
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.configuration import check_names, parse_config
 from fednas_flwr.settings.hydra_config import (
     Arguments,
     Source,
@@ -26,7 +26,7 @@ from fednas_flwr.settings.hydra_config import (
     for_hydra,
     given_settings,
     run_hydra,
-    split_sweep,
+    without_sweeps,
 )
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
@@ -54,7 +54,7 @@ def sweep(asked: Arguments) -> int:
         ConfigError: An override is wrong, or all jobs have settings without effect.
     """
     overrides = [_sweep_folder(text) for text in asked.overrides]
-    fixed, varied = split_sweep(overrides)
+    fixed = without_sweeps(overrides)
     planned = compose_sweep(fixed, asked.source)
     optuna = "optuna" in planned.sweeper
     if planned.sweeper.endswith("BasicSweeper"):
@@ -64,6 +64,8 @@ def sweep(asked: Arguments) -> int:
                 "set hydra/sweeper=optuna or remove it."
             )
         _check_jobs(expand_sweep(overrides, asked.source), asked.source)
+    else:
+        check_names(planned.known, given_settings(fixed).typed)
     names = [text.partition("=")[0] for text in fixed]
     more = [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(names)}]"]
     if optuna:
@@ -72,7 +74,7 @@ def sweep(asked: Arguments) -> int:
         more += [f"hydra.sweeper.direction={best[0] if len(best) == 1 else several}"]
         more += ["hydra.sweeper.max_failure_rate=1.0"]
     more = [text for text in more if text.partition("=")[0] not in names]
-    kept = for_hydra(overrides, planned.known)
+    kept = for_hydra(overrides, asked.source, planned.known)
     kept = [text for text in kept if not text.startswith("hydra.sweep.dir=")]
     try:
         run_hydra(run_job, [*kept, *more, f"hydra.sweep.dir={planned.folder}", *asked.flags])

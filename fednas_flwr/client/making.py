@@ -20,8 +20,7 @@ from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.npz import holds_encoded
-from fednas_flwr.data.records import Records, count_labels
-from fednas_flwr.data.splits import assign_splits, assignment_digest
+from fednas_flwr.data.records import Records, assign_splits, assignment_digest, count_labels
 from fednas_flwr.data.statistics import column_moments
 from fednas_flwr.models.networks import Description, make_device, make_network, supernet_space
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS

@@ -108,7 +108,7 @@ class ReleaseGuard:
         """Take note of which records are in which split, before anything is committed to.
 
         Args:
-            assignment: Of :func:`~fednas_flwr.data.splits.assignment_digest`.
+            assignment: Of :func:`~fednas_flwr.data.records.assignment_digest`.
             id_column: Of the records, which says whose each is; empty where nothing does.
         """
         self.unit = booked_unit(self.allowed.unit, id_column)

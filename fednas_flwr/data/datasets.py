@@ -20,10 +20,16 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.readers import DATA_SETS, check_sites
-from fednas_flwr.data.records import Records, RecordsPair, join_sites, select_records
+from fednas_flwr.data.records import (
+    Records,
+    RecordsPair,
+    check_alike,
+    hash_positions,
+    join_sites,
+    select_records,
+)
 from fednas_flwr.data.scattering import make_transform, transformed
 from fednas_flwr.data.schema import Inputs
-from fednas_flwr.data.splits import hash_positions
 from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings.data_settings import EncodedImages, Images, Torchvision
 
@@ -118,7 +124,7 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
         with _reading(name, path if entry.roots else None):
             train, test = entry.read(dataset, path)
         if test is not None:
-            _check_test(name, train, test)
+            check_alike(f"dataset={name}", train, "its test records", test)
         return train, test
 
     with _reading(name, dataset.place):
@@ -196,7 +202,7 @@ def find_source(dataset: Dataset, *, sites: bool) -> Path:
         return root or Path()
     if folder := entry.folder:
         if isinstance(dataset, Torchvision) and dataset.download:
-            read_torchvision(name, root=root, download=True)
+            read_torchvision(dataset, root, download=True)
         if not (root / folder).is_dir():
             raise ConfigError(
                 f"dataset.root={root} has no folder {folder}: give dataset.root=<folder that "
@@ -307,26 +313,6 @@ def _reading(name: str, path: Path | None) -> Iterator[None]:
         origin = f"dataset={name}" if path is None else f"dataset.root={path}"
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"{origin} cannot be read: {reason}.") from error
-
-
-def _check_test(name: str, train: Records, test: Records) -> None:
-    """Refuse a test part that no network of the training part could be measured on."""
-
-    def kind(records: Records) -> str:
-        return f"{records.features.dtype} of shape {tuple(records.features.shape[1:])}"
-
-    if kind(train) != kind(test):
-        raise ConfigError(
-            f"the test records of dataset={name} are {kind(test)}, its training records "
-            f"{kind(train)}: store both parts in one form."
-        )
-    if train.class_names != test.class_names:
-        raise ConfigError(f"the test records of dataset={name} have other classes than training's.")
-    if train.multi_label != test.multi_label:
-        raise ConfigError(
-            f"of dataset={name}, one of the training and the test records have a class each, the "
-            "others several labels: write both in one form."
-        )
 
 
 def _limited(records: Records, limit: int | None) -> Records:

@@ -1,18 +1,24 @@
-"""Readers of image sets: scikit-learn's digits, torchvision's sets, a folder per class.
+"""Readers of image sets: scikit-learn's digits, torchvision's, folders, and labels in a table.
 
-Images become uint8 ``[N, C, H, W]``; nothing is normalised here.
+Images become uint8 ``[N, C, H, W]``; nothing is normalised here. Where labels stand in a table, its
+first column names the files; as in any table a record has a class or several labels, and a column
+may say whose each image is.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.decoding import SUFFIXES, decode_images, part_folders, source_of
+from fednas_flwr.data import tables
+from fednas_flwr.data.decoding import SUFFIXES, decode_images, image_files, part_folders, source_of
 from fednas_flwr.data.records import (
     Records,
     RecordsPair,
@@ -22,11 +28,15 @@ from fednas_flwr.data.records import (
     record_ids,
 )
 from fednas_flwr.data.schema import Column
-from fednas_flwr.settings.data_settings import ImageFolder
+from fednas_flwr.data.table_files import ANY_FORM, Texts, check_columns, names_in, read_texts
+from fednas_flwr.settings.data_settings import ImageFolder, Images, LabelledImages, Torchvision
 from fednas_flwr.settings.names import TORCHVISION_SETS
 
+# UTF-8, with or without its mark: an encoding that is found in the rows would be one of all of them
+LABELS_FORM = replace(ANY_FORM, encoding="utf-8-sig", decimal="point")
 
-def read_digits() -> RecordsPair:
+
+def read_digits(settings: Images, path: Path) -> RecordsPair:
     """scikit-learn's 1,797 real digits, ``[1, 8, 8]``, with 0..16 rescaled to 0..255."""
     from sklearn import datasets
 
@@ -35,11 +45,11 @@ def read_digits() -> RecordsPair:
     return records_from_arrays(images, digits.target, tuple("0123456789")), None
 
 
-def read_torchvision(name: str, *, root: Path, download: bool) -> RecordsPair:
+def read_torchvision(settings: Torchvision, root: Path, *, download: bool = False) -> RecordsPair:
     """Official train and test parts of a set that torchvision knows.
 
     Args:
-        name: A key of ``TORCHVISION_SETS``.
+        settings: Its name, a key of ``TORCHVISION_SETS``.
         root: The folder that torchvision calls root.
         download: Whether missing files may be fetched.
 
@@ -48,15 +58,16 @@ def read_torchvision(name: str, *, root: Path, download: bool) -> RecordsPair:
     """
     from torchvision import datasets
 
-    class_name, folder = TORCHVISION_SETS[name]
+    class_name, folder = TORCHVISION_SETS[settings.name]
     parts = []
     for train in (True, False):
         try:
             source = getattr(datasets, class_name)(root, train=train, download=download)
         except (RuntimeError, OSError) as error:
             raise ConfigError(
-                f"dataset={name} cannot be read from {root / folder}: give dataset.root=<folder "
-                f"that holds {folder}, its files unpacked> or dataset.download=true ({error})."
+                f"dataset={settings.name} cannot be read from {root / folder}: give "
+                f"dataset.root=<folder that holds {folder}, its files unpacked> or "
+                f"dataset.download=true ({error})."
             ) from error
         images = np.asarray(source.data)
         images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
@@ -80,16 +91,24 @@ def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
     """
     if not root.is_dir():
         raise ConfigError(f"dataset.root={root} is not a folder: give one with a folder per class.")
+    if not settings.class_names:
+        names = [path.name for path in _folders(part_folders(root)[0])]
+        settings = replace(settings, class_names=names)
+    return _read_parts(settings, root, _read_classes)
+
+
+def _read_parts(settings: Any, root: Path, read: Callable[[Any, Path], Records]) -> RecordsPair:
+    """Train and test part in a folder, the latter with the former's channels and classes."""
     train_root, test_root = part_folders(root)
-    names = settings.class_names or [path.name for path in _folders(train_root)]
-    train = _read_part(replace(settings, class_names=names), train_root)
+    train = read(settings, train_root)
     if test_root is None:
         return train, None
-    channels = train.features.shape[1]
-    return train, _read_part(replace(settings, class_names=names, channels=channels), test_root)
+    classes = [] if getattr(settings, "labels", None) else list(train.class_names)
+    settings = replace(settings, channels=train.features.shape[1], class_names=classes)
+    return train, read(settings, test_root)
 
 
-def _read_part(settings: ImageFolder, folder: Path) -> Records:
+def _read_classes(settings: ImageFolder, folder: Path) -> Records:
     """Images of the classes' folders in one folder."""
     names, id_column = tuple(settings.class_names), settings.id_column
     skip = settings.corrupt == "skip"
@@ -164,4 +183,104 @@ def records_from_arrays(
         ids=ids,
         class_names=class_names,
         schema=tuple(Column(f"x{i}") for i in range(num_features)),
+    )
+
+
+def read_labelled_images(settings: LabelledImages, root: Path) -> RecordsPair:
+    """Images in a folder, labelled by a table.
+
+    With ``corrupt=skip`` rows whose image is not there are left out, too.
+
+    Args:
+        settings: How they are read; ``channels`` of the test part are those of the train part.
+        root: Holds the labels file and images, also in sub-folders; or ``train`` and optionally
+            ``test``, each with its own.
+
+    Raises:
+        ConfigError: The table does not fit the settings, names a file that is not there or one
+            twice; or an image cannot be read.
+    """
+    if Path(settings.labels_file).name != settings.labels_file:
+        raise ConfigError(
+            f"dataset.labels_file={settings.labels_file} must be the name of a file in "
+            "dataset.root, or in its folders train and test."
+        )
+    return _read_parts(settings, root, _read_labelled)
+
+
+def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]:
+    """Return the images of a labels file by their rows, from 0.
+
+    Args:
+        texts: Its columns.
+        path: Of the file; images are looked for in its folder.
+        skip: Whether rows may have none.
+
+    Raises:
+        ConfigError: Images are missing, or not to be told apart by their names.
+    """
+    column = next(iter(texts))
+    files = image_files(path.parent)
+    by_path = {file.relative_to(path.parent).as_posix(): file for file in files}
+    times = Counter(file.name for file in files)
+    by_name = {file.name: file for file in files if times[file.name] == 1}
+    cells = [Path(text).as_posix() for text in texts[column].tolist()]
+    known = by_name | by_path
+    missing = [cell or "an empty cell" for cell in cells if cell not in known]
+    if skip:  # a name that images share would change its meaning with one of them
+        missing = [cell for cell in cells if times[cell] > 1]
+    if missing:
+        more = ", ..." if len(missing) > 5 else ""
+        raise ConfigError(
+            f"{path}, column {column}, names {len(missing)} of {len(cells)} images that are not in "
+            f"{path.parent}, or share their names with others: {', '.join(missing[:5])}{more}; "
+            "give paths from that folder on, and remove rows without an image."
+        )
+    return {row: known[cell] for row, cell in enumerate(cells) if cell in known}
+
+
+def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
+    """Images that the labels file in a folder names."""
+    path = folder / settings.labels_file
+    if not path.is_file():
+        raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
+    skip = settings.corrupt == "skip"
+    texts, notes = read_texts(path, replace(LABELS_FORM, corrupt=settings.corrupt))
+    settings = replace(settings, label=tables.label_column(settings, texts))
+    columns = tables.label_columns(settings)
+    named = columns if settings.id_column is None else [*columns, settings.id_column]
+    check_columns(texts, named, where=str(path))
+    if (first := next(iter(texts))) in named:
+        raise ConfigError(
+            f"{path} begins with the column {first}, which is to name the images: put the column "
+            "with the files' names first."
+        )
+    found = files_of(texts, path, skip=skip)
+    if skip:
+        wrong = tables.unreadable_cells(settings, texts, ())
+        wrong[first] = np.array([row not in found for row in range(len(texts[first]))], dtype=bool)
+        rows, left_out = readable(wrong)
+        texts, notes = {name: cells[rows] for name, cells in texts.items()}, notes + left_out
+        found = {row: found[row] for row in rows.tolist()}
+    files = list(found.values())
+    if len(set(files)) < len(files) and not skip:
+        twice = Counter(files).most_common(1)[0][0]
+        raise ConfigError(f"{path} names the image {twice.name} in more than one row: keep one.")
+    labels, classes = tables.read_labels(settings, texts, path)
+    decoded = decode_images(settings, len(files), source_of(files))
+    others = len(image_files(path.parent)) - len(set(files))
+    if others:
+        notes = (*notes, f"{others} images that {path.name} does not name are left out")
+    ids = decoded.ids
+    if settings.id_column is not None:
+        ids = tables.person_ids(settings, texts, path)[decoded.rows]
+    further = names_in(texts, [name for name in list(texts)[1:] if name not in columns])
+    return tables.labelled_records(
+        settings,
+        features=torch.from_numpy(decoded.images),
+        labels=labels[torch.from_numpy(decoded.rows)],
+        ids=ids,
+        class_names=classes,
+        columns={name: cells[decoded.rows] for name, cells in further.items()},
+        notes=(*notes, *decoded.notes),
     )

@@ -18,9 +18,8 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.records import Records
+from fednas_flwr.data.records import Records, assign_splits
 from fednas_flwr.data.schema import moved, normalised
-from fednas_flwr.data.splits import assign_splits
 from fednas_flwr.data.statistics import Statistics, are_within, column_moments, pooled
 from fednas_flwr.settings.names import SPLITS
 
@@ -153,7 +152,7 @@ def make_client_data(
     Args:
         prepared: The data set.
         indices: int64 ``[n]``, the client's records in ``prepared.train``.
-        key: The site's split key, see :func:`~fednas_flwr.data.splits.assign_splits`.
+        key: The site's split key, see :func:`~fednas_flwr.data.records.assign_splits`.
         fractions: Shares of train, validation and test.
         may_be_empty: Whether there may be no train record, as at a private site, which would
             otherwise tell by a refusal that there is none.

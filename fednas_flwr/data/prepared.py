@@ -1,22 +1,46 @@
-"""Records and their division over clients, in simulations and on real sites."""
+"""Records and their division over clients, in simulations and on real sites.
+
+A division is one ascending index array per client, and the same on every machine for the same
+arguments (:func:`partition`). It serves experiments on one pooled set; a real site simply holds its
+own records. Dirichlet label skew is flwr-datasets' ``DirichletPartitioner``; iid and the others are
+a few lines of numpy here, because importing flwr-datasets takes several seconds, which the default
+run should not pay.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.base.foreign import load_json
+from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.data.datasets import Prepared, intensity_of, prepare, scattering_of
-from fednas_flwr.data.partitioners import load_partition, partition
 from fednas_flwr.data.readers import check_sites
-from fednas_flwr.data.records import Records
+from fednas_flwr.data.records import Records, check_alike, select_records
 from fednas_flwr.settings import Config, expanded
-from fednas_flwr.settings.data_settings import LabelTable
-from fednas_flwr.settings.partitions import SavedPartition
+from fednas_flwr.settings.data_settings import (
+    ColumnPartition,
+    DirichletPartition,
+    LabelGroups,
+    LabelTable,
+    Partition,
+    QuantityPartition,
+    RandomPartition,
+    SavedPartition,
+)
+
+# Zhang et al., FDNAS (arXiv 2011.03372): three groups of classes over ten clients.
+FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))
+_ATTEMPTS = 100
 
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
@@ -80,14 +104,9 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
         return Prepared(empty, None, mean, std, intensity_of(settings), scattering)
     server = prepare(replace(settings, server_test=False))
     test = server.train
-    found = (server.input_shape, server.scattering, test.schema, test.class_names, test.multi_label)
-    if found != (shape, scattering, schema, names, properties["multi_label"]):
-        raise ConfigError(
-            f"the server's test set dataset.root={settings.place} does not fit the clients: "
-            f"it has shape {server.input_shape} and classes {', '.join(test.class_names)}, they "
-            f"have {shape} and {', '.join(names)}"
-            + (", of which a record can have several." if properties["multi_label"] else ".")
-        )
+    check_alike(
+        f"the server's test set dataset.root={settings.place}", test, "the clients' records", empty
+    )
     empty = replace(empty, label=test.label, label_separator=test.label_separator)
     return Prepared(
         empty, test, mean or server.mean, std or server.std, server.intensity, scattering
@@ -110,3 +129,207 @@ def _check_partition(parts: list[np.ndarray], *, file: str, clients: int, record
         raise ConfigError(
             f"{file} names record {largest}, but there are {records}: it is of another data set."
         )
+
+
+def partition(records: Records, settings: Partition, *, clients: int) -> list[np.ndarray]:
+    """Return ascending int64 record indices per client: disjoint, and none left over.
+
+    Where records say whose they are, a random division is one of persons, each with all records
+    and counting as one of the class of the first.
+
+    Args:
+        records: The records that clients hold.
+        settings: The way of dividing them. ``sites`` makes a client per value of the column
+            ``site``.
+        clients: Number of clients; for column and sites the number there is.
+
+    Raises:
+        ConfigError: The clients cannot be served with these settings and records.
+    """
+    name = settings.name
+    if not 1 <= clients <= len(records):
+        raise ConfigError(
+            f"clients={clients} does not fit {len(records)} records: give at least 1 client and "
+            "at most one per record."
+        )
+    if name in ("dirichlet", "label_groups") and records.multi_label:
+        raise ConfigError(
+            f"partition={name} divides records by the class of each, but these can have several "
+            "labels: use partition=iid, quantity or column."
+        )
+    owners = None
+    if records.by_person and isinstance(settings, RandomPartition):
+        _, first, owners = np.unique(records.ids, return_index=True, return_inverse=True)
+        records = select_records(records, first)
+    parts = _divided(records, settings, clients)
+    if owners is not None:
+        parts = [np.flatnonzero(np.isin(owners, part)) for part in parts]
+    parts = [np.sort(part).astype(np.int64) for part in parts]
+    empty = [client for client, part in enumerate(parts) if len(part) == 0]
+    if empty:
+        raise ConfigError(
+            f"partition={name} leaves client {empty[0]} of {clients} without records: ask for "
+            "fewer clients or less skew."
+        )
+    return parts
+
+
+def _divided(records: Records, settings: Partition, clients: int) -> list[np.ndarray]:
+    """Return the parts of one way of dividing, in any order of their records."""
+    name = settings.name
+    if not isinstance(settings, RandomPartition):
+        column = settings.column if isinstance(settings, ColumnPartition) else "site"
+        return _by_column(records, clients=clients, name=name, column=column)
+    rng = np.random.default_rng(derive_seed(settings.seed, "partition", name))
+    if isinstance(settings, LabelGroups):
+        groups = settings.groups or FDNAS_GROUPS
+        return _label_groups(records, clients, groups, settings.clients_per_group, rng=rng)
+    if isinstance(settings, QuantityPartition):
+        shares = settings.fractions or _drawn_shares(len(records), settings, clients, rng)
+        return _quantity(len(records), clients=clients, shares=np.asarray(shares), rng=rng)
+    if isinstance(settings, DirichletPartition):
+        return _dirichlet(records, settings, clients, rng)
+    return np.array_split(rng.permutation(len(records)), clients)
+
+
+def save_partition(path: Path, parts: Sequence[np.ndarray]) -> None:
+    """Write the partition as JSON, ``{"clients": [[index, ...], ...]}``, in one step."""
+    write_atomically(path, json.dumps({"clients": [part.tolist() for part in parts]}))
+
+
+def load_partition(path: Path) -> list[np.ndarray]:
+    """Return the partition in the file, as :func:`partition` did.
+
+    Raises:
+        ConfigError: The file is missing or holds no partition.
+    """
+    try:
+        clients = load_json(path.read_text(encoding="utf-8"))["clients"]
+        parts = [np.array(indices) for indices in clients]
+        joined = np.concatenate(parts)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"partition.file={path} cannot be read as a saved partition: {error}."
+        ) from error
+    ascending = all(part.ndim == 1 and len(part) and (np.diff(part) > 0).all() for part in parts)
+    whole = joined.dtype.kind == "i" and len(np.unique(joined)) == len(joined) and joined.min() >= 0
+    if not (ascending and whole):
+        raise ConfigError(
+            f"{path} is not a partition: expected a list of ascending record numbers per client, "
+            "none empty, no number twice."
+        )
+    return parts
+
+
+def _dirichlet(
+    records: Records, settings: DirichletPartition, clients: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Return parts by flwr-datasets, over shuffled records: it cuts each class in file order."""
+    from datasets import Dataset
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    order = rng.permutation(len(records))
+    partitioner = DirichletPartitioner(
+        num_partitions=clients,
+        partition_by="label",
+        alpha=settings.alpha,
+        min_partition_size=settings.min_size,
+        shuffle=False,
+        seed=int(rng.integers(2**32)),
+    )
+    labels = records.labels.numpy()[order]
+    partitioner.dataset = Dataset.from_dict({"label": labels, "record": order})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns at each repeated draw
+            parts = [partitioner.load_partition(i) for i in range(clients)]
+    except ValueError as error:
+        raise _too_skewed(settings, clients) from error
+    return [np.asarray(part[:]["record"], dtype=np.int64) for part in parts]
+
+
+def _label_groups(
+    records: Records,
+    clients: int,
+    groups: Sequence[Sequence[int]],
+    clients_per_group: Sequence[int],
+    *,
+    rng: np.random.Generator,
+) -> list[np.ndarray]:
+    """Return each group's records, divided evenly over the clients of the group."""
+    classes = sorted(label for group in groups for label in group)
+    if classes != list(range(len(records.class_names))):
+        raise ConfigError(
+            f"partition.groups={[list(group) for group in groups]} must hold each of the "
+            f"{len(records.class_names)} classes 0, 1, ... exactly once."
+        )
+    counts = list(clients_per_group) or [
+        (i + 1) * clients // len(groups) - i * clients // len(groups) for i in range(len(groups))
+    ]
+    if len(counts) != len(groups) or sum(counts) != clients or min(counts) < 1:
+        raise ConfigError(
+            f"partition.clients_per_group={counts} must give each of the {len(groups)} groups at "
+            f"least one client and {clients} in all."
+        )
+    labels = records.labels.numpy()
+    parts: list[np.ndarray] = []
+    for group, count in zip(groups, counts, strict=True):
+        members = np.flatnonzero(np.isin(labels, list(group)))
+        parts += np.array_split(rng.permutation(members), count)
+    return parts
+
+
+def _drawn_shares(
+    size: int, settings: DirichletPartition, clients: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Return shares from Dirichlet(alpha), drawn again until each gives ``min_size`` records."""
+    for _ in range(_ATTEMPTS):
+        shares: np.ndarray = rng.dirichlet(np.full(clients, settings.alpha))
+        if np.diff(_cuts(size, shares)).min() >= settings.min_size:
+            return shares
+    raise _too_skewed(settings, clients)
+
+
+def _quantity(
+    size: int, *, clients: int, shares: np.ndarray, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Return random parts of the given shares."""
+    if len(shares) != clients or abs(shares.sum() - 1) > 1e-6:
+        raise ConfigError(
+            f"partition.fractions={shares.tolist()} must be {clients} shares above 0 that sum to 1."
+        )
+    return np.split(rng.permutation(size), _cuts(size, shares)[1:-1])
+
+
+def _cuts(size: int, shares: np.ndarray) -> np.ndarray:
+    """Return the bounds, from 0 to the size, of consecutive parts of the given shares."""
+    cuts: np.ndarray = np.rint(np.append(0, np.cumsum(shares)) * size).astype(np.int64)
+    cuts[-1] = size
+    return cuts
+
+
+def _by_column(
+    records: Records, *, clients: int, name: str, column: str | None
+) -> list[np.ndarray]:
+    """Return one part per value of the column, in the order of the sorted values."""
+    if column is None or column not in records.columns:
+        raise ConfigError(
+            f"partition={name} needs the column {column or 'partition.column'}, but these records "
+            f"have {', '.join(records.columns) or 'no columns'}."
+        )
+    values, owners = np.unique(records.columns[column], return_inverse=True)
+    if len(values) != clients:
+        raise ConfigError(
+            f"partition={name} makes {len(values)} clients, one per value of {column}, but "
+            f"clients={clients}: set clients={len(values)}."
+        )
+    return [np.flatnonzero(owners == client) for client in range(clients)]
+
+
+def _too_skewed(settings: DirichletPartition, clients: int) -> ConfigError:
+    """Return the error for repeated draws that all leave a client with too few records."""
+    return ConfigError(
+        f"partition={settings.name} with alpha={settings.alpha} over {clients} clients always "
+        f"leaves one below min_size={settings.min_size} records: raise partition.alpha, "
+        "or lower partition.min_size or clients."
+    )

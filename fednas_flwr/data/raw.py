@@ -19,11 +19,11 @@ from torch import Tensor
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
-from fednas_flwr.data.labelled_images import LABELS_FORM, files_of
+from fednas_flwr.data.images import LABELS_FORM, files_of
 from fednas_flwr.data.npz import channels_first, cut, named
 from fednas_flwr.data.records import label_sets
 from fednas_flwr.data.schema import Inputs, feature_names
-from fednas_flwr.data.table_files import Form, read_texts, suffix_of, texts_of
+from fednas_flwr.data.table_files import ANY_FORM, read_texts, suffix_of, texts_of
 from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
@@ -87,7 +87,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
                 f"{path} is no table: expected a file of {', '.join(TABLE_SUFFIXES)} with the "
                 f"columns {', '.join(column.name for column in inputs.schema)}."
             )
-        return _rows(read_texts(path, Form())[0], inputs, where=str(path))
+        return _rows(read_texts(path, ANY_FORM)[0], inputs, where=str(path))
     if suffix_of(path):
         texts = read_texts(path, LABELS_FORM)[0]
         files = list(files_of(texts, path).values())

@@ -25,10 +25,9 @@ from fednas_flwr.settings.data_settings import (
     Stored,
     Torchvision,
 )
-from fednas_flwr.settings.loading import choose_kind, conf_folder
 from fednas_flwr.settings.names import TABLE_SUFFIXES, TORCHVISION_SETS
-from fednas_flwr.settings.parser import parse
-from fednas_flwr.settings.registry import TABLES, register
+from fednas_flwr.settings.parser import choose_kind, conf_folder, parse
+from fednas_flwr.settings.registry import TABLES, imported, register
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,8 +41,9 @@ class DataSet:
 
     Attributes:
         settings: Class of its settings.
-        read: Called with the settings and the file or folder to read, which is the settings' own or
-            a site's; returns the train part and the official test part, None where there is none.
+        reader: Called with the settings and the file or folder to read, which is the settings' own
+            or a site's; returns the train part and the official test part, None where there is
+            none. Or its place in this package, ``<module>:<function>``, which is imported then.
         roots: Kinds of places that ``dataset.root`` may be, ``file`` and ``folder``; empty if it
             needs none.
         sites: Patterns of the sites in a folder, one of which ``read`` then gets; empty if the set
@@ -53,61 +53,35 @@ class DataSet:
     """
 
     settings: type[Dataset]
-    read: Callable[[Any, Path], RecordsPair]
+    reader: str | Callable[[Any, Path], RecordsPair]
     roots: tuple[str, ...] = ()
     sites: tuple[str, ...] = ()
     folder: str = ""
     by_content: bool = False
 
-
-def _digits(settings: Images, path: Path) -> RecordsPair:
-    from fednas_flwr.data.images import read_digits
-
-    return read_digits()
-
-
-def _torchvision(settings: Torchvision, path: Path) -> RecordsPair:
-    from fednas_flwr.data.images import read_torchvision
-
-    return read_torchvision(settings.name, root=path, download=False)
-
-
-def _image_folder(settings: ImageFolder, path: Path) -> RecordsPair:
-    from fednas_flwr.data.images import read_image_folder
-
-    return read_image_folder(settings, path)
-
-
-def _labelled_images(settings: LabelledImages, path: Path) -> RecordsPair:
-    from fednas_flwr.data.labelled_images import read_labelled_images
-
-    return read_labelled_images(settings, path)
-
-
-def _npz(settings: Npz, path: Path) -> RecordsPair:
-    from fednas_flwr.data.npz import read_npz
-
-    return read_npz(settings, path)
-
-
-def _csv(settings: CSV, path: Path) -> RecordsPair:
-    from fednas_flwr.data.tables import read_table
-
-    return read_table(settings, path)
+    def read(self, settings: Dataset, path: Path) -> RecordsPair:
+        """Train part and official test part in a file or folder."""
+        place = f"fednas_flwr.data.{self.reader}" if isinstance(self.reader, str) else self.reader
+        pair: RecordsPair = imported(place)(settings, path)
+        return pair
 
 
 _BUILT_IN = {
-    "digits": DataSet(Images, _digits),
+    "digits": DataSet(Images, "images:read_digits"),
     **{
-        name: DataSet(Torchvision, _torchvision, roots=("folder",), folder=folder)
+        name: DataSet(Torchvision, "images:read_torchvision", roots=("folder",), folder=folder)
         for name, (_, folder) in TORCHVISION_SETS.items()
     },
-    "image_folder": DataSet(ImageFolder, _image_folder, roots=("folder",), sites=("*/",)),
-    "labelled_images": DataSet(LabelledImages, _labelled_images, roots=("folder",), sites=("*/",)),
-    "npz": DataSet(Npz, _npz, roots=("file",), sites=("*.npz",)),
+    "image_folder": DataSet(
+        ImageFolder, "images:read_image_folder", roots=("folder",), sites=("*/",)
+    ),
+    "labelled_images": DataSet(
+        LabelledImages, "images:read_labelled_images", roots=("folder",), sites=("*/",)
+    ),
+    "npz": DataSet(Npz, "npz:read_npz", roots=("file",), sites=("*.npz",)),
     "csv": DataSet(
         CSV,
-        _csv,
+        "tables:read_table",
         roots=("file", "folder"),
         sites=tuple(f"*{suffix}" for suffix in TABLE_SUFFIXES),
     ),

@@ -1,12 +1,15 @@
-"""Records: what every reader returns, and the few operations on them.
+"""Records: what every reader returns, the few operations on them, and the part each belongs to.
 
-A record's id is stable: it depends on that record alone, so that the part it falls into
-(:mod:`fednas_flwr.data.splits`) never changes when others come or go.
+A record's id is stable: it depends on that record alone. The part, train, validation or test, is a
+function of that id and the site's key, never of other records, their order or a run's seed: a
+record read as training data once is never test data later, and a privacy ledger can add up what was
+spent on each part (:func:`assign_splits`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
+from fednas_flwr.settings.names import SPLITS
 
 
 @dataclass(frozen=True)
@@ -137,30 +141,7 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
     """
     first_name, first = next(iter(sites.items()))
     for name, records in sites.items():
-        if records.class_names != first.class_names:
-            raise ConfigError(
-                f"the sites do not have the same classes: {first_name} has "
-                f"{_listed(first.class_names)}, {name} has {_listed(records.class_names)}: "
-                "set dataset.class_names to the classes of all sites."
-            )
-        if records.multi_label != first.multi_label:
-            raise ConfigError(
-                f"one of the sites {first_name} and {name} has a class per record, the other has "
-                "several labels: write the labels of all sites in one form."
-            )
-        if records.schema != first.schema:
-            only = set(records.feature_names) ^ set(first.feature_names)
-            raise ConfigError(
-                f"the sites {first_name} and {name} do not have the same feature columns (they "
-                f"differ in {_listed(sorted(only)) or 'order'}): set dataset.numeric, "
-                "dataset.categorical and dataset.categories to those of all sites."
-            )
-        if records.features.shape[1:] != first.features.shape[1:]:
-            raise ConfigError(
-                f"a record of site {first_name} has shape {tuple(first.features.shape[1:])}, of "
-                f"site {name} {tuple(records.features.shape[1:])}: bring them to one shape "
-                "(images: dataset.image_size and dataset.channels)."
-            )
+        check_alike(f"site {first_name}", first, f"site {name}", records)
     everyone = list(sites.values())
     shared = set.intersection(*(set(records.columns) for records in everyone)) - {"site"}
     columns = {c: np.concatenate([r.columns[c] for r in everyone]) for c in sorted(shared)}
@@ -172,6 +153,37 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
         ids=np.concatenate([records.ids for records in everyone]),
         columns=columns,
     )
+
+
+def check_alike(first: str, records: Records, second: str, others: Records) -> None:
+    """Refuse records of two sources that no one network could learn from.
+
+    Raises:
+        ConfigError: They differ in classes, labels, feature columns or the form of a record.
+    """
+    both = f"{first} and {second} do not have the same"
+    if others.class_names != records.class_names:
+        raise ConfigError(
+            f"{both} classes: {_listed(records.class_names)}, and {_listed(others.class_names)}; "
+            "set dataset.class_names to all of them."
+        )
+    if others.multi_label != records.multi_label:
+        raise ConfigError(
+            f"{both} form of labels: one has a class per record, the other several labels; write "
+            "them in one form."
+        )
+    if others.schema != records.schema and records.schema and others.schema:
+        only = set(others.feature_names) ^ set(records.feature_names)
+        raise ConfigError(
+            f"{both} feature columns (they differ in {_listed(sorted(only)) or 'order'}): set "
+            "dataset.numeric, dataset.categorical and dataset.categories to those of all."
+        )
+    kinds = [f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others)]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"{both} form of records, {kinds[0]} and {kinds[1]}: bring them to one form (images: "
+            "dataset.image_size and dataset.channels)."
+        )
 
 
 def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) -> Tensor:
@@ -237,3 +249,88 @@ def encode_label_sets(
 def _listed(names: Sequence[object]) -> str:
     """Return the names for a message, the first ten of them."""
     return ", ".join(map(str, names[:10])) + (", ..." if len(names) > 10 else "")
+
+
+def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
+    """Return float64 ``[N]`` in [0, 1): the keyed blake2b of each id, as a fraction.
+
+    Args:
+        ids: ``[N]`` byte strings.
+        key: 1 to 64 bytes; to everybody without it the positions are random.
+
+    Raises:
+        ValueError: The key is empty or longer than 64 bytes.
+    """
+    if not 1 <= len(key) <= 64:
+        raise ValueError(f"a split key needs 1 to 64 bytes, got {len(key)}.")
+    keyed = hashlib.blake2b(key=key, digest_size=8, person=b"fednas split")
+    digests = bytearray()
+    for record_id in ids.tolist():
+        hasher = keyed.copy()
+        hasher.update(record_id)
+        digests += hasher.digest()
+    # 53 bits are what a float64 in [0, 1) holds exactly; with 64 the largest would round to 1.
+    return (np.frombuffer(bytes(digests), dtype=">u8") >> np.uint64(11)).astype(float) * 2.0**-53
+
+
+def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]) -> np.ndarray:
+    """Return int8 ``[N]``: 0 for train, 1 for validation, 2 for test.
+
+    A record with position ``h`` (see :func:`hash_positions`) is train where ``h < train``,
+    validation where ``h < train + validation``, and test otherwise.
+
+    Args:
+        ids: ``[N]`` byte strings; equal ids get the same part.
+        key: The site's key, 1 to 64 bytes.
+        fractions: Share of ``train``, ``validation`` and ``test``, each in [0, 1], summing to 1.
+
+    Returns:
+        The parts; their sizes meet the fractions in expectation, not exactly.
+
+    Raises:
+        ConfigError: The fractions are not those three or do not sum to 1.
+
+    Example:
+        >>> ids = np.array([b"a", b"b", b"c", b"d"])
+        >>> shares = {"train": 0.5, "validation": 0.25, "test": 0.25}
+        >>> parts = assign_splits(ids, key=b"secret", fractions=shares)
+        >>> bool((assign_splits(ids[2:], key=b"secret", fractions=shares) == parts[2:]).all())
+        True
+    """
+    shares = np.array([fractions.get(name, np.nan) for name in SPLITS], dtype=float)
+    valid = set(fractions) == set(SPLITS) and bool((shares >= 0).all())
+    if not valid or abs(shares.sum() - 1) > 1e-6:
+        raise ConfigError(
+            f"the fractions of a client's records {dict(fractions)} are not usable: give train, "
+            "validation and test, each at least 0, summing to 1."
+        )
+    edges = np.cumsum(shares)[:2]
+    # Rounding must not send a record to a part whose share is 0.
+    for position in (1, 0):
+        if shares[position + 1 :].sum() == 0:
+            edges[position] = 1.0
+    return np.searchsorted(edges, hash_positions(ids, key=key), side="right").astype(np.int8)
+
+
+def assignment_digest(
+    ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float], id_column: str
+) -> str:
+    """Return the blake2b-128, in hex, of what decides which part each of some records is in.
+
+    That is the key and the fractions, with the name of the column that gives ids, whose records may
+    come and go without changing sides. Ids that are hashes of records' content may be the same
+    records' in another form, so without such a column all ids count, in any order.
+
+    Args:
+        ids: ``[N]`` byte strings.
+        key: As of :func:`assign_splits`.
+        fractions: As of :func:`assign_splits`.
+        id_column: ``Records.id_column``.
+    """
+    shares = [[name, float(fractions[name])] for name in SPLITS]
+    digest = hashlib.blake2b(digest_size=16, person=b"fednas parts")
+    digest.update(json.dumps([key.hex(), shares, id_column]).encode())
+    if not id_column:
+        for record_id in sorted(ids.tolist()):
+            digest.update(record_id.ljust(32, b"\0"))
+    return digest.hexdigest()

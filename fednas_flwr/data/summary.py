@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.records import Records, count_labels
+from fednas_flwr.data.records import Records, assign_splits, count_labels
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
-from fednas_flwr.data.splits import assign_splits
 from fednas_flwr.settings.names import QUANTILES, SPLITS
 
 FEWEST = 20  # training records below which a client is called small

@@ -12,7 +12,6 @@ import io
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
@@ -40,25 +40,8 @@ _LONGEST = 200  # characters of a name by which records are divided
 Texts = dict[str, np.ndarray]  # by column, one str per row; empty where missing
 
 
-@dataclass(frozen=True)
-class Form:
-    """Format of a CSV file; None is found in the file.
-
-    Attributes:
-        separator: Between cells, one character.
-        encoding: As Python names it.
-        decimal: ``point`` or ``comma``.
-        missing_values: Texts that mean that a cell is missing, besides empty cells and pandas' own
-            (NA, null, nan, ...).
-        strict: Whether open quotes and rows of other widths than the header's are refused, and a
-            table may have no rows: how one row is read then depends on no other.
-    """
-
-    separator: str | None = None
-    encoding: str | None = None
-    decimal: str | None = None
-    missing_values: Sequence[str] = ()
-    strict: bool = False
+# What is not said of a file is found in it.
+ANY_FORM = TableForm(None, None, None, [], "refuse")
 
 
 def suffix_of(path: Path) -> str:
@@ -66,7 +49,7 @@ def suffix_of(path: Path) -> str:
     return next((s for s in TABLE_SUFFIXES if path.name.lower().endswith(s)), "")
 
 
-def read_texts(path: Path, form: Form) -> tuple[Texts, tuple[str, ...]]:
+def read_texts(path: Path, form: TableForm) -> tuple[Texts, tuple[str, ...]]:
     """Return the cells of a table's file as text, by column, and notes on what was found.
 
     Raises:
@@ -134,7 +117,7 @@ def _read_binary(path: Path) -> Any:
     return table.to_pandas(integer_object_nulls=True)  # a float has no whole numbers beyond 2^53
 
 
-def _read_csv(path: Path, form: Form) -> tuple[Any, tuple[str, ...]]:
+def _read_csv(path: Path, form: TableForm) -> tuple[Any, tuple[str, ...]]:
     import pandas as pd
 
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:

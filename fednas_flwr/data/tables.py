@@ -17,29 +17,8 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.records import (
-    Records,
-    RecordsPair,
-    canonical,
-    encode_label_sets,
-    encode_labels,
-    label_set,
-    label_sets,
-    readable,
-    record_ids,
-)
+from fednas_flwr.data import records, table_files
 from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
-from fednas_flwr.data.table_files import (
-    Form,
-    Texts,
-    among,
-    check_columns,
-    days_of,
-    names_in,
-    numbers_of,
-    read_texts,
-    rows_text,
-)
 from fednas_flwr.settings.data_settings import CSV, LabelTable
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
@@ -48,7 +27,7 @@ _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
 _NEARLY = 0.9  # share of numbers from which a column's other texts are taken for mistakes
 
 
-def read_table(settings: CSV, path: Path) -> RecordsPair:
+def read_table(settings: CSV, path: Path) -> records.RecordsPair:
     """Records of a table and of its official test part, None where it has none.
 
     A record's id is the hash of its value in the ``id_column``, or else of its features as they are
@@ -65,29 +44,18 @@ def read_table(settings: CSV, path: Path) -> RecordsPair:
         ConfigError: A column or value that does not fit the settings.
     """
     train_path, test_path = _parts(path)
-    texts, notes = read_texts(train_path, form_of(settings))
+    texts, notes = table_files.read_texts(train_path, settings)
     settings = replace(settings, label=label_column(settings, texts))
     train = _train_part(settings, texts, train_path)
     train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
-    texts, _ = read_texts(test_path, form_of(settings))
+    texts, _ = table_files.read_texts(test_path, settings)
     classes = [] if settings.labels else list(train.class_names)
     return train, _test_part(replace(settings, class_names=classes), texts, test_path, train.schema)
 
 
-def form_of(settings: CSV) -> Form:
-    """Format of the files that the settings describe."""
-    return Form(
-        settings.separator,
-        settings.encoding,
-        settings.decimal,
-        settings.missing_values,
-        strict=settings.corrupt == "skip",
-    )
-
-
-def label_column(settings: LabelTable, texts: Texts) -> str:
+def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
     """Name of a table's label column; of no effect where there is one per label."""
     return settings.label if settings.names_label or settings.labels else list(texts)[-1]
 
@@ -97,7 +65,9 @@ def label_columns(settings: LabelTable) -> list[str]:
     return settings.labels or [settings.label]
 
 
-def encode_rows(texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, where: str) -> Texts:
+def encode_rows(
+    texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, where: str
+) -> table_files.Texts:
     """Return the features of rows by name, float32 ``[N]`` each, in the order of the schema.
 
     Args:
@@ -108,12 +78,12 @@ def encode_rows(texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, wh
     Raises:
         ConfigError: A column lacks, or a cell of a number or date is none.
     """
-    check_columns(texts, [column.name for column in schema], where=where)
+    table_files.check_columns(texts, [column.name for column in schema], where=where)
     numbers, indicators, categories = {}, {}, {}
     for column in schema:
         cells = texts[column.name]
         if column.missing_values:
-            cells = np.where(among(cells, column.missing_values), "", cells)
+            cells = np.where(table_files.among(cells, column.missing_values), "", cells)
         if column.kind == CATEGORY:
             for value in column.categories:
                 categories[f"{column.name}={value}"] = (cells == value).astype(np.float32)
@@ -141,7 +111,7 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
     return found["train"][0], found["test"][0] if found["test"] else None
 
 
-def _train_part(settings: CSV, texts: Texts, path: Path) -> Records:
+def _train_part(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:
     """Records whose columns are those that the settings name, or are found."""
     kinds = {
         **dict.fromkeys(settings.numeric, NUMBER),
@@ -149,7 +119,7 @@ def _train_part(settings: CSV, texts: Texts, path: Path) -> Records:
         **dict.fromkeys(settings.categorical, CATEGORY),
     }
     no_features = [*label_columns(settings), *_id_columns(settings), *settings.ignore]
-    check_columns(texts, [*no_features, *kinds, *settings.categories], where=str(path))
+    table_files.check_columns(texts, [*no_features, *kinds, *settings.categories], where=str(path))
     for column in kinds:
         if column in no_features:
             raise ConfigError(
@@ -176,10 +146,12 @@ def _train_part(settings: CSV, texts: Texts, path: Path) -> Records:
     return replace(_records(settings, texts, path, tuple(schema)), notes=notes)
 
 
-def _test_part(settings: CSV, texts: Texts, path: Path, schema: tuple[Column, ...]) -> Records:
+def _test_part(
+    settings: CSV, texts: table_files.Texts, path: Path, schema: tuple[Column, ...]
+) -> records.Records:
     """Records whose columns are those of the train part."""
     names = [*label_columns(settings), *_id_columns(settings), *(c.name for c in schema)]
-    check_columns(texts, names, where=str(path))
+    table_files.check_columns(texts, names, where=str(path))
     texts, notes = _readable(settings, texts, schema)
     for column in schema:
         if column.kind == CATEGORY:
@@ -192,16 +164,18 @@ def _id_columns(settings: LabelTable) -> list[str]:
 
 
 def _readable(
-    settings: CSV, texts: Texts, schema: Sequence[Column]
-) -> tuple[Texts, tuple[str, ...]]:
+    settings: CSV, texts: table_files.Texts, schema: Sequence[Column]
+) -> tuple[table_files.Texts, tuple[str, ...]]:
     """The rows that can be read, with a note on the others, if these are to be left out."""
     if settings.corrupt != "skip":
         return texts, ()
-    rows, notes = readable(unreadable_cells(settings, texts, schema))
+    rows, notes = records.readable(unreadable_cells(settings, texts, schema))
     return {name: cells[rows] for name, cells in texts.items()}, notes
 
 
-def _records(settings: CSV, texts: Texts, path: Path, schema: tuple[Column, ...]) -> Records:
+def _records(
+    settings: CSV, texts: table_files.Texts, path: Path, schema: tuple[Column, ...]
+) -> records.Records:
     """Records of a table whose columns are known."""
     labelled = label_columns(settings)
     features = list(encode_rows(texts, schema, where=str(path)).values())
@@ -210,7 +184,7 @@ def _records(settings: CSV, texts: Texts, path: Path, schema: tuple[Column, ...]
             f"{path} has no feature columns besides its label {', '.join(labelled)}: add some."
         )
     labels, classes = read_labels(settings, texts, path)
-    numbers = {c.name: numbers_of(texts[c.name]) for c in schema if c.kind == NUMBER}
+    numbers = {c.name: table_files.numbers_of(texts[c.name]) for c in schema if c.kind == NUMBER}
     others = {c.name: texts[c.name] for c in schema if c.kind != NUMBER}
     fractional = {n for n, x in numbers.items() if (x % 1 > 0).any()}
     named = [n for n in texts if n not in labelled and n not in fractional]
@@ -222,14 +196,14 @@ def _records(settings: CSV, texts: Texts, path: Path, schema: tuple[Column, ...]
         if settings.id_column is not None
         else _feature_ids(others, numbers),
         class_names=classes,
-        columns=names_in(texts, named),
+        columns=table_files.names_in(texts, named),
         schema=schema,
     )
 
 
-def labelled_records(settings: LabelTable, **of_records: Any) -> Records:
+def labelled_records(settings: LabelTable, **of_records: Any) -> records.Records:
     """Records with what a table's settings say of their labels and persons."""
-    return Records(
+    return records.Records(
         **of_records,
         label="" if settings.labels else settings.label,
         label_separator=settings.label_separator or "",
@@ -238,7 +212,7 @@ def labelled_records(settings: LabelTable, **of_records: Any) -> Records:
 
 
 def unreadable_cells(
-    settings: LabelTable, texts: Texts, schema: Sequence[Column]
+    settings: LabelTable, texts: table_files.Texts, schema: Sequence[Column]
 ) -> dict[str, np.ndarray]:
     """Which rows cannot be read, each by itself, bool ``[N]``, by the column that says so.
 
@@ -254,14 +228,14 @@ def unreadable_cells(
     for column in schema:
         cells, values = texts[column.name], column.categories
         if column.kind == CATEGORY:
-            wrong[column.name] = ~among(cells, {"", *(values or cells.tolist())})
+            wrong[column.name] = ~table_files.among(cells, {"", *(values or cells.tolist())})
         else:
             wrong[column.name] = (cells != "") & ~np.isfinite(_values(cells, column))
     for name in label_columns(settings):
         cells, classes = texts[name], set(settings.class_names)
         if settings.labels:
             cells, classes = _lowered(cells), {*_YES, *_NO}
-        sets = [label_set(cell, settings.label_separator) for cell in cells.tolist()]
+        sets = [records.label_set(cell, settings.label_separator) for cell in cells.tolist()]
         classes = classes or {name for names in sets for name in names} - {""}
         wrong[name] = np.array([not classes.issuperset(names) for names in sets], bool)
     for name in _id_columns(settings):
@@ -269,7 +243,9 @@ def unreadable_cells(
     return wrong
 
 
-def read_labels(settings: LabelTable, texts: Texts, path: Path) -> tuple[Tensor, tuple[str, ...]]:
+def read_labels(
+    settings: LabelTable, texts: table_files.Texts, path: Path
+) -> tuple[Tensor, tuple[str, ...]]:
     """Labels of a table's rows, and the names of its classes."""
     if settings.labels:
         marks = [label_marks(texts[name], name=name, where=str(path)) for name in settings.labels]
@@ -277,7 +253,7 @@ def read_labels(settings: LabelTable, texts: Texts, path: Path) -> tuple[Tensor,
     column, separator = settings.label, settings.label_separator
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
-        sets = label_sets(cells, separator)
+        sets = records.label_sets(cells, separator)
         found = sorted({name for names in sets for name in names})
         classes = tuple(settings.class_names or found)
         if len(classes) < 2:
@@ -285,12 +261,12 @@ def read_labels(settings: LabelTable, texts: Texts, path: Path) -> tuple[Tensor,
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
                 "at least 2; correct dataset.label_separator, or name them in dataset.class_names."
             )
-        return encode_label_sets(sets, classes, where=where), classes
+        return records.encode_label_sets(sets, classes, where=where), classes
     if (cells == "").any():
         row = int(np.argmax(cells == ""))
         raise ConfigError(f"{path} has no label ({column}) in row {row + 1}: fill or remove it.")
     classes = tuple(settings.class_names) or _sorted_classes(cells)
-    return encode_labels(cells, classes, where=where), classes
+    return records.encode_labels(cells, classes, where=where), classes
 
 
 def label_marks(texts: np.ndarray, *, name: str, where: str) -> np.ndarray:
@@ -300,12 +276,13 @@ def label_marks(texts: np.ndarray, *, name: str, where: str) -> np.ndarray:
         ConfigError: A cell says neither yes nor no.
     """
     lowered = _lowered(texts)
-    marks = among(lowered, _YES)
-    wrong = np.flatnonzero(~marks & ~among(lowered, _NO))
+    marks = table_files.among(lowered, _YES)
+    wrong = np.flatnonzero(~marks & ~table_files.among(lowered, _NO))
     if len(wrong):
         raise ConfigError(
             f"column {name} of {where} is one of dataset.labels but holds "
-            f"{rows_text(texts, wrong)}: expected 0 or 1 (or no and yes, false and true)."
+            f"{table_files.rows_text(texts, wrong)}: expected 0 or 1 (or no and yes, false and "
+            "true)."
         )
     return marks
 
@@ -320,28 +297,28 @@ def _kind(texts: np.ndarray, *, name: str, path: Path) -> str:
     Raises:
         ConfigError: Nearly all are numbers: the others must be mistakes, or all are categories.
     """
-    is_text = (texts != "") & np.isnan(numbers_of(texts))
+    is_text = (texts != "") & np.isnan(table_files.numbers_of(texts))
     if not is_text.any():
         return NUMBER
-    if not np.isnan(days_of(texts)[texts != ""]).any():
+    if not np.isnan(table_files.days_of(texts)[texts != ""]).any():
         return DATE
     if is_text.sum() > (1 - _NEARLY) * (texts != "").sum():
         return CATEGORY
     rows = np.flatnonzero(is_text)
     values = ", ".join(sorted(set(texts[rows].tolist()))[:5])
     raise ConfigError(
-        f"column {name} of {path} holds numbers but for {rows_text(texts, rows)}: correct them, "
-        f"set dataset.missing_values=[{values}] if they mean that the number is missing, or list "
-        "the column in dataset.categorical or dataset.ignore."
+        f"column {name} of {path} holds numbers but for {table_files.rows_text(texts, rows)}: "
+        f"correct them, set dataset.missing_values=[{values}] if they mean that the number is "
+        "missing, or list the column in dataset.categorical or dataset.ignore."
     )
 
 
 def _values(cells: np.ndarray, column: Column) -> np.ndarray:
     """Return the numbers or days in cells, float32 ``[N]``, not finite where they are none."""
     with np.errstate(over="ignore"):
-        values: np.ndarray = (days_of if column.kind == DATE else numbers_of)(cells).astype(
-            np.float32
-        )
+        values: np.ndarray = (
+            table_files.days_of if column.kind == DATE else table_files.numbers_of
+        )(cells).astype(np.float32)
     return values
 
 
@@ -352,9 +329,10 @@ def _checked_numbers(texts: np.ndarray, *, column: Column, where: str) -> np.nda
     if len(unreadable):
         kind = "numeric" if column.kind == NUMBER else "of dates"
         raise ConfigError(
-            f"column {column.name} of {where} is {kind} but holds {rows_text(texts, unreadable)}: "
-            "correct it, name it in dataset.missing_values if it means that the value is missing, "
-            "or list the column in dataset.categorical or dataset.ignore."
+            f"column {column.name} of {where} is {kind} but holds "
+            f"{table_files.rows_text(texts, unreadable)}: correct it, name it in "
+            "dataset.missing_values if it means that the value is missing, or list the column in "
+            "dataset.categorical or dataset.ignore."
         )
     return checked
 
@@ -390,7 +368,7 @@ def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
         return tuple(found)
 
 
-def person_ids(settings: LabelTable, texts: Texts, path: Path) -> np.ndarray:
+def person_ids(settings: LabelTable, texts: table_files.Texts, path: Path) -> np.ndarray:
     """Ids that the column of persons gives."""
     cells = texts[settings.person_column]
     if (cells == "").any():
@@ -398,18 +376,18 @@ def person_ids(settings: LabelTable, texts: Texts, path: Path) -> np.ndarray:
         raise ConfigError(
             f"{path} has no id ({settings.id_column}) in row {row + 1}: fill or remove it."
         )
-    return record_ids(text.encode("utf-8", "surrogatepass") for text in cells.tolist())
+    return records.record_ids(text.encode("utf-8", "surrogatepass") for text in cells.tolist())
 
 
 def _feature_ids(texts: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return hashes of parsed rows, given the categorical and the numeric columns by name."""
-    values = [canonical(numbers[name]) for name in sorted(numbers)]
+    values = [records.canonical(numbers[name]) for name in sorted(numbers)]
     others = ["\x1f".join(row) for row in zip(*(texts[n] for n in sorted(texts)), strict=True)]
     if not values:
-        return record_ids(other.encode() for other in others)
+        return records.record_ids(other.encode() for other in others)
     rows = np.stack(values, axis=1)
     if not others:
-        return record_ids(row.tobytes() for row in rows)
-    return record_ids(
+        return records.record_ids(row.tobytes() for row in rows)
+    return records.record_ids(
         row.tobytes() + other.encode() for row, other in zip(rows, others, strict=True)
     )

@@ -25,7 +25,7 @@ from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.runs.run_folder import occupied
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import Config, dump_config
-from fednas_flwr.settings.runtimes import Deployment
+from fednas_flwr.settings.run_settings import Deployment
 
 BUNDLE = "bundle"  # folder of the Flower app in the run folder; Flower allows no underscore
 RUN_CONFIG_FILE = "run-config.toml"

@@ -12,7 +12,7 @@ from fednas_flwr.deploy.ray_grid import ray_grid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.runs.events import Listener
 from fednas_flwr.settings import Config, dump_config
-from fednas_flwr.settings.runtimes import Deployment, RayRuntime
+from fednas_flwr.settings.run_settings import Deployment, RayRuntime
 
 
 def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.runtimes import Deployment, RayRuntime
+from fednas_flwr.settings.run_settings import Deployment, RayRuntime
 
 FLOWERS_OWN = {"local", "supergrid"}  # in the file that Flower writes where there is none
 CONNECTS_S, ANSWERS_S = 4.0, 12.0

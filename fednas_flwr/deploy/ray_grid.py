@@ -27,7 +27,7 @@ from fednas_flwr.deploy.dispatcher import Dispatcher
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.ray_clusters import places
 from fednas_flwr.protocol.messages import payload_bytes
-from fednas_flwr.settings.runtimes import RayRuntime
+from fednas_flwr.settings.run_settings import RayRuntime
 
 POLL_S = 0.1
 STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster

@@ -30,23 +30,12 @@ from fednas_flwr.algorithms.sampled_rounds import make_sampling
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.client.making import make_objective, simulated_properties
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
-from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.data.prepared import make_data, make_server_data
+from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
 from fednas_flwr.data.summary import found, summarised
 from fednas_flwr.models.class_scores import best_threshold, detailed, shares_at
 from fednas_flwr.models.export import export_onnx, export_safetensors
-from fednas_flwr.models.metrics import (
-    accuracies_of_parts,
-    measured,
-    pooled_baselines,
-    predicted,
-)
-from fednas_flwr.models.networks import (
-    describe_network,
-    given_genotype,
-    make_device,
-    make_network,
-)
+from fednas_flwr.models.metrics import accuracies_of_parts, measured, pooled_baselines, predicted
+from fednas_flwr.models.networks import describe_network, given_genotype, make_device, make_network
 from fednas_flwr.models.prediction import Model
 from fednas_flwr.pipeline.buildable import pools_records
 from fednas_flwr.pipeline.commitment import NEEDED_PROPERTIES, awaited_run, commit
@@ -62,12 +51,7 @@ from fednas_flwr.pipeline.pooled_statistics import (
     noised_statistics,
 )
 from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
-from fednas_flwr.pipeline.schedule import (
-    Schedule,
-    largest_schedule,
-    make_schedules,
-    private_stage,
-)
+from fednas_flwr.pipeline.schedule import Schedule, largest_schedule, make_schedules, private_stage
 from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.protocol.requests import (
     Amount,
@@ -92,7 +76,7 @@ from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.parser import seconds
-from fednas_flwr.settings.runtimes import Deployment
+from fednas_flwr.settings.run_settings import Deployment
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.skip import SkipNetwork

@@ -6,9 +6,7 @@ once, so that a wrong value ends the run before any client starts. Every default
 (:func:`dump_config`) is what travels to other processes.
 """
 
-from fednas_flwr.settings.algorithm_settings import AlgorithmSettings, GivenNetwork
 from fednas_flwr.settings.data_settings import Dataset
-from fednas_flwr.settings.loading import conf_folder, expanded
 from fednas_flwr.settings.network_settings import (
     BlockSpace,
     CellSpace,
@@ -17,13 +15,20 @@ from fednas_flwr.settings.network_settings import (
     NetworkLimits,
     SearchSpaceSettings,
 )
+from fednas_flwr.settings.parser import conf_folder, expanded
 from fednas_flwr.settings.privacy_settings import (
     DifferentialPrivacy,
     Noise,
     NoPrivacy,
     PrivateRetrain,
 )
-from fednas_flwr.settings.run_settings import Config, dump_config, with_runtime
+from fednas_flwr.settings.run_settings import (
+    AlgorithmSettings,
+    Config,
+    GivenNetwork,
+    dump_config,
+    with_runtime,
+)
 
 __all__ = [
     "AlgorithmSettings",

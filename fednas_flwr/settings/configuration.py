@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
-from fednas_flwr.base.errors import ConfigError, NoEffectError, show
-from fednas_flwr.settings import Config, GivenNetwork, NoPrivacy
-from fednas_flwr.settings.incompatible import (
-    check_algorithm,
-    check_sampling,
-    check_secure_sum,
-    check_unit_of_privacy,
-    chooses,
-    retrains_by_gradients,
-    searches,
-)
-from fednas_flwr.settings.loading import choose_kind
-from fednas_flwr.settings.names import CLIENT, FLOAT32
-from fednas_flwr.settings.optimizers import NORMED_NETWORKS
-from fednas_flwr.settings.parser import parse
-from fednas_flwr.settings.partitions import PARTITIONS
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.data_settings import PARTITIONS
+from fednas_flwr.settings.incompatible import check_combinations
+from fednas_flwr.settings.names import CLIENT
+from fednas_flwr.settings.parser import choose_kind, is_among, known_names, parse
 from fednas_flwr.settings.privacy_settings import PRIVACY
-from fednas_flwr.settings.registry import algorithm_of, entries
-from fednas_flwr.settings.rounds import AGGREGATES, SERVER_OPTIMIZERS, TrimmedMeanSettings
-from fednas_flwr.settings.runtimes import RUNTIMES
-from fednas_flwr.settings.unused import Given, check_effect, check_experiment
+from fednas_flwr.settings.registry import entries
+from fednas_flwr.settings.run_settings import AGGREGATES, RUNTIMES, SERVER_OPTIMIZERS
+from fednas_flwr.settings.unused import Given, check_effect
 
-MOST_PRIVATE_ROUNDS = 10_000
 UPDATE_NORM = 1.0  # that a client's update is clipped to by default; a record's gradient is shorter
 YIELDING = {  # defaults of privacy=dp that give way where the user sets what they take the place of
     "privacy.rate": ("algorithm.batch_size", "algorithm.search.batch_size"),
@@ -61,18 +50,30 @@ def parse_config(tree: Mapping[str, Any], *, given: Given | None = None) -> Conf
     """
     if given is None:
         return _parse(tree)
+    check_names(tree, given.typed)
     config = _parse(yielded(tree, given))
+    alone = None
     if given.alone is not None:
-        alone = _parse_alone(yielded(given.alone, replace(given, typed=())))
-        if alone is not None:
-            check_experiment(alone, given)
-    check_effect(config, given)
+        with suppress(ConfigError):  # it need not run by itself
+            alone = _parse(yielded(given.alone, replace(given, typed=())))
+    check_effect(config, given, alone)
     return config
 
 
 def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
-    """Return the tree without the defaults in whose place the user has set something."""
-    tree = _with_lower_ends(tree, given)
+    """Return the tree without the defaults in whose place the user has set something.
+
+    Of a group of an experiment that is chosen anew, what the experiment sets in it and the new
+    choice lacks goes: with ``experiment=dp_fnas/fashion_mnist privacy=none`` its budget.
+    """
+    tree, kinds = _with_lower_ends(tree, given), chosen_kinds(tree)
+    for setting in given.experiment:
+        group, _, rest = setting.partition(".")
+        first = rest.partition(".")[0]
+        is_typed = any(name.startswith(f"{group}.{first}") for name in given.typed)
+        if first and group in given.typed and group in kinds and not is_typed:
+            if first not in set(known_names(kinds[group])):
+                tree[group].pop(first, None)
     privacy = tree.get("privacy")
     if not isinstance(privacy, Mapping) or privacy.get("name") != "dp":
         return tree
@@ -110,23 +111,69 @@ def _with(tree: Any, path: Sequence[str], value: float | str | None) -> Any:
     return {**tree, key: _with(tree[key], rest, value) if rest else value}
 
 
-def _parse_alone(tree: Mapping[str, Any]) -> Config | None:
-    """Return the configuration of an experiment, None if it does not run by itself."""
-    try:
-        return _parse(tree)
-    except ConfigError:
-        return None
+def _kinds(group: str) -> dict[str, type]:
+    """The classes of settings behind the names of a group."""
+    if group in CHOICES:
+        return CHOICES[group]
+    return {name: entry.settings for name, entry in entries(group).items()}
+
+
+def chosen_kinds(tree: Mapping[str, Any]) -> dict[str, type]:
+    """The class of settings of each group that a tree chooses.
+
+    Raises:
+        ConfigError: There is no such choice.
+    """
+    hints = {"algorithm": UNREGISTERED, "dataset": UNREGISTERED, "search_space": UNREGISTERED}
+    hints |= dict.fromkeys(CHOICES, "")
+    return {group: choose_kind(tree, group, _kinds(group), hint=hints[group]) for group in hints}
+
+
+def check_names(tree: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise ConfigError, with the nearest spelling of all, for a name that is no setting's.
+
+    Args:
+        tree: Says which choices of the groups have settings.
+        names: Dotted names that the user has written.
+    """
+    chosen = chosen_kinds(tree)
+    known = [name for group, kind in chosen.items() for name in known_names(kind, f"{group}.")]
+    known += known_names(Config)
+    for name in names:
+        if is_among(name, known):
+            continue
+        group, _, rest = name.partition(".")
+        kinds = _kinds(group) if group in chosen else {}
+        others = [f"{group}={n}" for n in sorted(kinds) if is_among(rest, known_names(kinds[n]))]
+        if others:
+            raise ConfigError(
+                f"{show(name)} is a setting of {', '.join(others)}, and {group}="
+                f"{tree[group]['name']} has none of that name: choose the former, or remove it."
+            )
+        parent = name
+        while parent and not is_among(parent, known):
+            parent = parent.rpartition(".")[0]
+        there = [other for other in known if other.rpartition(".")[0] == parent]
+        if not there:  # a plain value, of which it is no name
+            continue
+        raise ConfigError(
+            f"{show(name)} is no setting: {parent or 'the top level'} has "
+            f"{', '.join(dict.fromkeys(there))} "
+            f"(nearest: {', '.join(_nearest(name, known))})."
+        )
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known name, or all that end alike, whose end is spelt most like a name."""
+    ends = [".".join(other.split(".")[-1 - name.count(".") :]) for other in known]
+    (nearest,) = get_close_matches(name, ends, n=1, cutoff=0)
+    if nearest in known:
+        return [nearest]
+    return list(dict.fromkeys(o for o, end in zip(known, ends, strict=True) if end == nearest))
 
 
 def _parse(tree: Mapping[str, Any]) -> Config:
-    kinds = {
-        group: {name: entry.settings for name, entry in entries(group).items()}
-        for group in ("algorithm", "dataset", "search_space")
-    }
-    hints = {
-        **{group: choose_kind(tree, group, kinds[group], hint=UNREGISTERED) for group in kinds},
-        **{group: choose_kind(tree, group, of) for group, of in CHOICES.items()},
-    }
+    hints = chosen_kinds(tree)
     evaluation = tree.get("evaluation")
     if isinstance(evaluation, Mapping) and type(evaluation.get("positive")) is int:
         # as Hydra reads the name of a class 0, 1, ...
@@ -139,151 +186,3 @@ def _parse(tree: Mapping[str, Any]) -> Config:
 def load_config(text: str) -> Config:
     """Return the configuration that :func:`~fednas_flwr.settings.dump_config` wrote."""
     return parse_config(json.loads(text))
-
-
-def check_combinations(config: Config) -> None:
-    """Raise ConfigError for settings that exclude each other, the algorithm's own first."""
-    check_algorithm(config)
-    _check_privacy(config)
-    check_secure_sum(config)
-    check_sampling(config)
-    _check_aggregate(config)
-    _check_server_optimizer(config)
-    _check_stages(config)
-
-
-def _check_privacy(config: Config) -> None:
-    """Refuse what cannot be private."""
-    if isinstance(config.privacy, NoPrivacy):
-        return
-    if config.training.oversample:
-        raise ConfigError(
-            "training.oversample=true with privacy=dp: a record that is drawn several times costs "
-            "more than "
-            "is booked; set training.class_factors={<class>: <public factor>} instead."
-        )
-    if config.evaluation.personalised:
-        raise ConfigError(
-            "evaluation.personalised=true with privacy=dp: an accuracy after local training "
-            "without noise is "
-            "an exact function of the records; leave it out."
-        )
-    if config.training.precision != FLOAT32:
-        raise ConfigError(
-            f"training.precision={config.training.precision} with privacy=dp: gradients of "
-            "records are clipped in "
-            "float32, so that none is longer than is booked; set training.precision=float32."
-        )
-    check_unit_of_privacy(config)
-    rounds = config.rounds * searches(config)
-    rounds += config.retrain.rounds * ("retrain" in config.stages)
-    if rounds > MOST_PRIVATE_ROUNDS:
-        raise ConfigError(
-            f"rounds={config.rounds} with retrain.rounds={config.retrain.rounds} and privacy=dp: "
-            f"expected at most {MOST_PRIVATE_ROUNDS} in all, since clients are told of each before "
-            "the first; take fewer rounds of more local steps."
-        )
-    wrong = [key for key, norm in _norms(config).items() if norm != "group"]
-    if wrong:
-        raise ConfigError(
-            "privacy=dp with batch normalisation is not possible, which mixes the records of a "
-            f"batch and leaks its statistics: set {' '.join(f'{key}=group' for key in wrong)}."
-        )
-
-
-def _norms(config: Config) -> dict[str, str]:
-    """Return the settings of norms that the networks have that see records."""
-    algorithm, norms = config.algorithm, {}
-    without_norm = (
-        isinstance(algorithm, GivenNetwork)
-        and algorithm.network not in NORMED_NETWORKS
-        and config.genotype is None
-    )
-    if "retrain" in config.stages and not without_norm:
-        norms["retrain.norm"] = config.retrain.norm
-    if searches(config) and algorithm_of(config).trains is not None:
-        norms["search_space.norm"] = config.search_space.norm
-    return norms
-
-
-def _check_aggregate(config: Config) -> None:
-    """Refuse robust averages of too few replies, and of gradients.
-
-    With privacy they are allowed: they only process what has been released. The noise of a median
-    has up to 1.25 times the standard deviation of the mean's.
-    """
-    aggregate, clients = config.aggregate, config.asked
-    name = aggregate.name
-    asked = f"sampling.per_round={clients}" if config.samples else f"clients={clients}"
-    fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
-    decides = f"runtime.quorum={config.runtime.quorum:g} of {asked}"
-    if name != "mean" and clients < 3:
-        raise ConfigError(f"aggregate={name} with {asked}: expected 3 or more.")
-    if name != "mean" and "retrain" in config.stages and retrains_by_gradients(config):
-        raise ConfigError(
-            f"aggregate={name} with retrain.exchange={config.retrain.exchange}: it adds up sums of "
-            "gradients over batches of different sizes; set aggregate=mean or "
-            "retrain.exchange=models."
-        )
-    if isinstance(aggregate, TrimmedMeanSettings) and fewest <= 2 * aggregate.trim:
-        raise ConfigError(
-            f"aggregate.trim={aggregate.trim} leaves nothing of the {fewest} replies that "
-            f"{decides} "
-            "lets a round go on with: expected fewer than half of them; raise runtime.quorum or "
-            "lower aggregate.trim."
-        )
-
-
-def _check_server_optimizer(config: Config) -> None:
-    """Refuse two optimisers of the server, and algorithms that have rounds of their own."""
-    chosen = f"server_optimizer={config.server_optimizer.name}"
-    if chosen == "server_optimizer=none":
-        return
-    if not isinstance(config.algorithm, GivenNetwork) or chooses(config):
-        raise ConfigError(
-            f"{chosen} with algorithm={config.algorithm.name}: it is for the training of a given "
-            "network; set algorithm=fedavg or fedprox, with genotype=<file> for a cell that was "
-            "found, or server_optimizer=none."
-        )
-    if retrains_by_gradients(config):
-        raise ConfigError(
-            f"{chosen} with retrain.exchange={config.retrain.exchange}: the server steps along "
-            "gradients by SGD there; set server_optimizer=none or retrain.exchange=models."
-        )
-    if config.training.momentum == "server":
-        raise ConfigError(
-            f"{chosen} with training.momentum=server: both are optimisers of the server; leave "
-            "one out."
-        )
-
-
-def _check_stages(config: Config) -> None:
-    """Refuse stages that lack what they start from, or have it twice."""
-    if config.genotype is not None and searches(config):
-        raise ConfigError(
-            f"genotype={show(config.genotype)} with stages={show(config.stages)}: a genotype "
-            "replaces the search; set stages=[retrain,evaluate,export]."
-        )
-    if searches(config):
-        space = config.search_space.name
-        if config.dataset.table is not None and space != "nasbench201":
-            raise ConfigError(
-                f"dataset.table={show(config.dataset.table.file)} with search_space={space}: it "
-                "holds cells of nasbench201; leave it out."
-            )
-    elif "retrain" in config.stages and config.genotype is None:
-        if not isinstance(config.algorithm, GivenNetwork):
-            raise ConfigError(
-                f"stages={show(config.stages)} without search: retraining needs a network; set "
-                "genotype=<file> or algorithm=fedavg."
-            )
-    if config.stages == ["search"] and not searches(config):
-        raise NoEffectError(
-            f"stages=[search] with algorithm={config.algorithm.name}, which does not search: "
-            "nothing would run; set stages=[retrain,evaluate,export]."
-        )
-    if not {"retrain"} & set(config.stages) and {"evaluate", "export"} & set(config.stages):
-        raise ConfigError(
-            f"stages={show(config.stages)}: evaluate and export need the network that retrain "
-            "trains; add retrain or leave them out."
-        )

@@ -9,10 +9,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.settings.loading import expanded
 from fednas_flwr.settings.names import CORRUPT_RULES, DECIMALS, MISSING_RULES
-from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share
-from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Text, check_distinct
+from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Distinct,
+    Length,
+    Names,
+    OneOf,
+    Text,
+    expanded,
+)
 
 # of one side, in pixels: an image of more takes 800 MB
 ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
@@ -176,14 +184,13 @@ class EncodedImages(Images):
 
     image_size: ImageSize | None
     channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
-    class_names: list[str]
+    class_names: Names
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
     intensity: Annotated[list[float], Length(Between(2, 2))] | None
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that no class is named twice."""
+        """Check the ranges."""
         super().__post_init__()
-        check_distinct("class_names", self.class_names)
         if self.channels == 2:
             raise ConfigError("channels=2 must be 1 or 3, or null for the images'.")
         if self.intensity and not self.intensity[0] < self.intensity[1]:
@@ -261,17 +268,15 @@ class LabelTable(Dataset):
             export; no feature. The person is then the unit of privacy.
     """
 
-    class_names: list[str]
+    class_names: Names
     label: str
-    labels: list[str]
+    labels: Names
     label_separator: Text | None
     id_column: str | None
 
     def __post_init__(self) -> None:
-        """Check that labels are named once, and in one way."""
+        """Check that labels are named in one way."""
         super().__post_init__()
-        check_distinct("class_names", self.class_names)
-        check_distinct("labels", self.labels)
         others = {
             "label": self.names_label,
             "label_separator": self.label_separator,
@@ -359,41 +364,27 @@ class Npz(Arrays, Stored):
 
 
 @dataclass(frozen=True)
-class CSV(LabelTable, Numbers, Stored):
-    """A table: CSV in any form, Excel or Parquet.
+class TableForm(Checked):
+    """Format of a table's file, and what becomes of rows that do not fit it.
 
     Attributes:
-        numeric: Columns of numbers; with ``dates`` and ``categorical`` also empty, every column
-            that holds only numbers is numeric, only dates a date, and every other categorical.
-        dates: Columns of dates, which become days since 1970.
-        categorical: Columns of categories, one feature ``column=value`` per category.
-        categories: Categories by column, where the data may lack some; else those found, sorted.
-        ignore: Columns that are no features.
         separator: Separator of cells; null finds it in the file.
         encoding: Encoding of the text, as Python names it; null finds it.
         decimal: Sign in numbers; null finds it.
         missing_values: Texts that mean that a cell is missing, such as ``unknown``, besides empty
             cells and pandas' own (NA, null, nan, ...).
-        missing: Replacement for a missing number: the ``mean``, or the mean and a feature that
-            flags it (``indicator``).
         corrupt: Rows with a cell that is not as declared: ``refuse`` ends the run and names them,
             ``skip`` leaves each out by itself, as private sites always do.
     """
 
-    numeric: list[str]
-    dates: list[str]
-    categorical: list[str]
-    categories: dict[str, list[str]]
-    ignore: list[str]
     separator: Annotated[str, Length(Between(1, 1))] | None
     encoding: Text | None
     decimal: Annotated[str, OneOf(DECIMALS)] | None
-    missing_values: list[str]
-    missing: Annotated[str, OneOf(MISSING_RULES)]
+    missing_values: Names
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
 
     def __post_init__(self) -> None:
-        """Check that no column has two uses, and that there is such an encoding."""
+        """Check that there is such an encoding."""
         super().__post_init__()
         if self.encoding is not None:
             try:
@@ -403,12 +394,45 @@ class CSV(LabelTable, Numbers, Stored):
                     f"encoding={show(self.encoding)} is unknown: expected one such as utf-8, "
                     "utf-16 or cp1252, or null to find it."
                 ) from None
-        for name in ("numeric", "dates", "categorical", "ignore", "missing_values"):
-            check_distinct(name, getattr(self, name))
-        for column, categories in self.categories.items():
-            check_distinct(f"categories.{column}", categories)
+
+    @property
+    def strict(self) -> bool:
+        """True if how one row is read depends on no other.
+
+        Open quotes and rows of other widths than the header's are then refused, and a table may
+        have no rows.
+        """
+        return self.corrupt == "skip"
+
+
+@dataclass(frozen=True)
+class CSV(LabelTable, Numbers, Stored, TableForm):
+    """A table: CSV in any form, Excel or Parquet.
+
+    Attributes:
+        numeric: Columns of numbers; with ``dates`` and ``categorical`` also empty, every column
+            that holds only numbers is numeric, only dates a date, and every other categorical.
+        dates: Columns of dates, which become days since 1970.
+        categorical: Columns of categories, one feature ``column=value`` per category.
+        categories: Categories by column, where the data may lack some; else those found, sorted.
+        ignore: Columns that are no features.
+        missing: Replacement for a missing number: the ``mean``, or the mean and a feature that
+            flags it (``indicator``).
+    """
+
+    numeric: Names
+    dates: Names
+    categorical: Names
+    categories: dict[str, Names]
+    ignore: Names
+    missing: Annotated[str, OneOf(MISSING_RULES)]
+
+    def __post_init__(self) -> None:
+        """Check that no column has two uses."""
+        super().__post_init__()
         columns = [*self.numeric, *self.dates, *self.categorical, *self.ignore]
-        check_distinct("numeric, dataset.dates, dataset.categorical and dataset.ignore", columns)
+        uses = "numeric, dataset.dates, dataset.categorical and dataset.ignore"
+        Distinct().check(uses, columns, "")
 
     @property
     def declared(self) -> dict[str, bool]:
@@ -418,3 +442,93 @@ class CSV(LabelTable, Numbers, Stored):
             "numeric or categorical": bool(self.numeric or self.dates or self.categorical),
             "categories": set(self.categories).issuperset(self.categorical),
         }
+
+
+@dataclass(frozen=True)
+class Partition(Checked):
+    """``sites``: one folder or file of ``dataset.root`` per client, as at real sites."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class SavedPartition(Partition):
+    """``saved``: a division that a run has written.
+
+    Attributes:
+        file: The partition.json.
+    """
+
+    file: Text
+
+
+@dataclass(frozen=True)
+class ColumnPartition(Partition):
+    """``column``: one client per value of a column of the table.
+
+    Attributes:
+        column: Column whose values name the clients.
+    """
+
+    column: str | None
+
+
+@dataclass(frozen=True)
+class RandomPartition(Partition):
+    """``iid``: equal shares at random.
+
+    Attributes:
+        seed: Seed of random divisions; not the run's seed, so that parties keep their records over
+            runs.
+    """
+
+    seed: int
+
+
+@dataclass(frozen=True)
+class LabelGroups(RandomPartition):
+    """``label_groups``: each group of classes goes to clients of its own, evenly.
+
+    Attributes:
+        groups: Groups of classes, every class once; empty is FDNAS' three.
+        clients_per_group: Number of clients that share each group of classes; as even as possible
+            where empty, the last groups having one more (3, 3, 4 for ten).
+    """
+
+    groups: list[list[int]]
+    clients_per_group: list[Count]
+
+
+@dataclass(frozen=True)
+class DirichletPartition(RandomPartition):
+    """``dirichlet``: label skew, as each class is divided by a draw from Dirichlet(alpha).
+
+    Attributes:
+        alpha: Concentration of the Dirichlet draws; the smaller, the more unequal.
+        min_size: Fewest records of a client, below which is drawn again.
+    """
+
+    alpha: Positive
+    min_size: Count
+
+
+@dataclass(frozen=True)
+class QuantityPartition(DirichletPartition):
+    """``quantity``: unequal sizes at random, drawn from Dirichlet(alpha).
+
+    Attributes:
+        fractions: Sizes of the clients, which sum to 1; empty draws them.
+    """
+
+    fractions: list[ShareAbove0]
+
+
+PARTITIONS: dict[str, type] = {
+    "iid": RandomPartition,
+    "dirichlet": DirichletPartition,
+    "label_groups": LabelGroups,
+    "quantity": QuantityPartition,
+    "column": ColumnPartition,
+    "sites": Partition,
+    "saved": SavedPartition,
+}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import lru_cache, reduce
 from operator import getitem
 from pathlib import Path
@@ -17,27 +17,25 @@ from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.base.foreign import check_resolved, read_yaml
 from fednas_flwr.settings import conf_folder, expanded
-from fednas_flwr.settings.parser import MISSING
 from fednas_flwr.settings.unused import Given
 
 EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
 CFG_KINDS = (["job"], ["hydra"], ["all"])
-NOT_SETTINGS = ("hydra", "sweep.", "config")  # of a run: what overrides say to Hydra
+NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # what overrides say to Hydra
 
 
 @dataclass(frozen=True)
@@ -72,42 +70,36 @@ CONF = Source()
 def compose_tree(overrides: Sequence[str], source: Source = CONF) -> dict[str, Any]:
     """Let Hydra compose ``conf/`` with ``overrides`` and return the tree as plain values.
 
-    An override replaces single values; ``key={}`` empties a mapping. Where a group of an experiment
-    is chosen anew, what the experiment sets in it and the new choice lacks goes: with
-    ``experiment=dp_fnas/fashion_mnist privacy=none`` its budget. ``config=<file>`` takes the
-    settings of a finished run in place of ``conf/``.
+    An override replaces single values; ``key={}`` empties a mapping. Whether there is such a
+    setting, the parser of settings knows. ``config=<file>`` takes the settings of a finished run in
+    place of ``conf/``.
 
     Raises:
-        ConfigError: An override is malformed, or names a file or key that does not exist.
+        ConfigError: An override is malformed, or names a file that does not exist.
     """
-    groups = _groups(source)
-    for text in overrides:
-        _check_override(text, groups)
+    _check_overrides(overrides, source)
     files = [text for text in overrides if text.startswith("config=")]
     if files:
         return _repeated(files[-1].removeprefix("config="), overrides)
     with _initialized(source):
         try:
-            tree = _composed_within_null(overrides, source)
-            _drop_overruled(tree, overrides, source)
+            tree = _plain(compose(source.name, for_hydra(overrides, source)))
         except (HydraException, OmegaConfBaseException, OSError) as error:
             raise _composition_error(error, overrides, source) from error
-    for text in overrides:
-        if _parse(text).value() == {}:
-            *parents, last = _parse(text).key_or_group.split(".")
-            reduce(getitem, parents, tree)[last] = {}
-    for text in overrides:
-        _check_holds(_parse(text).key_or_group, text, tree)
     tree.pop("sweep", None)  # is Hydra's business
     for text in overrides:
-        if text.startswith("hydra.run.dir="):
-            folder = str(_parse(text).value())
-            if tree["run_dir"] not in (None, folder):
+        key, value = _parse(text).key_or_group, _parse(text).value()
+        *parents, last = key.split(".")
+        if value == {}:
+            reduce(getitem, parents, tree)[last] = {}
+        if key == "hydra.run.dir":
+            if tree["run_dir"] not in (None, str(value)):
                 raise ConfigError(
-                    f"run_dir={show(tree['run_dir'])} and hydra.run.dir={show(folder)} name two "
-                    "folders for one run: leave one out."
+                    f"run_dir={show(tree['run_dir'])} and {text} name two folders for one run: "
+                    "leave one out."
                 )
-            tree["run_dir"] = folder
+            tree["run_dir"] = str(value)
+        _check_holds(key, text, tree)
     return tree
 
 
@@ -124,20 +116,13 @@ def _check_holds(key: str, text: str, tree: Mapping[str, Any]) -> None:
 
 def _composition_error(error: Exception, overrides: Sequence[str], source: Source) -> ConfigError:
     """Return the sentence for an error of Hydra's, which often is a wrong name."""
-    try:
-        _check_choices(overrides, source)
-        known = _known(overrides, source)
-        for text in overrides:
-            if not text.startswith(("+", "hydra")):
-                _check_key(text.lstrip("~").partition("=")[0], known, source)
-    except ConfigError as found:
-        return found
-    except HydraException:  # the file to begin with is none
-        pass
+    groups = _groups(source)
     where = getattr(error, "full_key", None) or "the configuration"
     reason = str(error).splitlines()[0].rstrip(".")[:200]
     for text in overrides:
         group, _, name = text.partition("=")
+        if group in groups and name not in groups[group]:
+            return unknown_choice(group, name, groups[group])
         if group in ("hydra/launcher", "hydra/sweeper") and name in reason:
             there = GlobalHydra.instance().config_loader().get_group_options(group)
             told = str(unknown_choice(group, name, there)).removesuffix(".")
@@ -145,39 +130,30 @@ def _composition_error(error: Exception, overrides: Sequence[str], source: Sourc
     return ConfigError(f"{where}: {reason}.")
 
 
-def for_hydra(overrides: Sequence[str], known: Any = None) -> list[str]:
-    """Return overrides as Hydra takes them.
+def for_hydra(
+    overrides: Sequence[str], source: Source = CONF, known: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return overrides as Hydra takes them, which knows no key of a mapping that is null so far.
 
-    It knows no key inside of a mapping that is empty so far, or null in the tree ``known``; the
-    parser of settings knows them all.
+    Args:
+        overrides: As the user writes them.
+        source: Starting point.
+        known: A tree whose keys Hydra knows; without one none is taken to be known.
     """
-    return [
-        f"++{text}"
-        if re.match(r"[\w.]+=\{", text) or _is_in_null(text.partition("=")[0], known)
-        else text
-        for text in overrides
-    ]
+    groups, forced = _groups(source), []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        is_key = re.fullmatch(r"(?!hydra)[\w.]+", key) and key not in groups
+        is_new = known is None or value.startswith("{") or not _has(known, key)
+        forced.append(f"++{text}" if is_key and is_new else text)
+    return forced
 
 
-def _is_in_null(key: str, tree: Any) -> bool:
-    """Return whether a key is inside of a mapping that is null in a tree."""
-    *parents, _ = key.split(".")
-    for part in parents:
-        if not isinstance(tree, Mapping) or part not in tree:
-            return False
-        tree = tree[part]
-    return bool(parents) and tree is None
-
-
-def _composed_within_null(overrides: Sequence[str], source: Source) -> dict[str, Any]:
-    """Return Hydra's tree, composed anew where the first trial does not know a mapping's keys."""
-    try:
-        return _composed(for_hydra(overrides), source)
-    except (HydraException, OmegaConfBaseException):
-        forced = for_hydra(overrides, _known(overrides, source))
-        if forced == for_hydra(overrides):
-            raise
-        return _composed(forced, source)
+def _has(tree: Any, key: str) -> bool:
+    """Return whether a tree has a dotted key."""
+    first, _, rest = key.partition(".")
+    inside = isinstance(tree, Mapping) and first in tree
+    return inside and (not rest or _has(tree[first], rest))
 
 
 def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -187,57 +163,52 @@ def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     """
     given = read_yaml(expanded("config", path), f"config={path}")
     check_resolved(given)
+    groups = _groups(CONF)
     try:
         tree: Any = OmegaConf.create(given)
         tree["run_dir"] = None
-        for text in overrides:
-            override = _parse(text)
-            key = override.key_or_group
-            if key == "config":
-                continue
-            if key in _groups(CONF) or text[0] in "+~":
+        for override in map(_parse, overrides):
+            text, key = str(override.input_line), override.key_or_group
+            if key in groups or text[0] in "+~":
                 raise ConfigError(f"{show(text)} with config={path}: only single values are set.")
-            there = OmegaConf.select(tree, key, default=MISSING) != MISSING
-            if not there and not _is_in_null(key, given):
-                _check_key(key, _plain(tree), CONF)
-            OmegaConf.update(tree, key, override.value())
+            if key != "config":
+                OmegaConf.update(tree, key, override.value(), force_add=True)
         return _plain(tree)
+    except ConfigError:
+        raise
     except (ValueError, TypeError, OmegaConfBaseException) as error:
-        if isinstance(error, ConfigError):
-            raise
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"config={path}: it is no configuration of a run: {reason}.") from error
+
+
+class _FirstFolder(SearchPathPlugin):
+    """Lets Hydra look into a folder before all others, as its own option does."""
+
+    folder: Path | None = None
+
+    def manipulate_search_path(self, search_path: Any) -> None:
+        """Put the folder first, if there is one."""
+        if self.folder is not None:
+            search_path.prepend("command-line", f"file://{self.folder}")
 
 
 @contextmanager
 def _initialized(source: Source) -> Iterator[None]:
     """Let Hydra search the folders of ``source``, also within a job that Hydra has called."""
+    *first, conf = (folder.resolve() for folder in source.folders())
+    Plugins.instance().register(_FirstFolder)
     shared = GlobalHydra.instance()
     outer = shared.hydra
     shared.clear()
-    first, *others = (str(folder.resolve()) for folder in source.folders())
+    _FirstFolder.folder = first[0] if first else None
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=others[0] if others else first):
-            inner = GlobalHydra.instance()
-            if others:
-                path = inner.config_loader().get_search_path()
-                path.prepend("command-line", f"file://{first}")
-                assert inner.hydra is not None
-                inner.hydra.config_loader = ConfigLoaderImpl(path)
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf)):
             yield
     finally:
+        _FirstFolder.folder = None
         if outer is not None:
             GlobalHydra.instance().clear()
             GlobalHydra.instance().initialize(outer)
-
-
-def _composed(
-    overrides: Sequence[str], source: Source = CONF, *, resolve: bool = True
-) -> dict[str, Any]:
-    """Return Hydra's tree; within :func:`_initialized`."""
-    tree = _plain(compose(source.name, list(overrides)), resolve=resolve)
-    first = {name: tree[name] for name in ("algorithm",) if name in tree}
-    return {**first, **tree}  # although it is composed last, by what it needs of the others
 
 
 def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
@@ -247,23 +218,18 @@ def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
 
 def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
     """Return what the user has set: by overrides, or by the experiment file that they choose."""
-    typed = []
-    for text in overrides:
-        override = _parse(text)
-        if not override.key_or_group.startswith(NOT_SETTINGS):
-            typed += _leaves(override.key_or_group, override.value())
-    name = _experiment_of(overrides)
-    if name is None:
+    typed: list[str] = []
+    groups = _groups(source).keys() - _files(CONF).keys()  # of the user's own
+    for override in map(_parse, overrides):
+        key = override.key_or_group
+        if not key.startswith(NOT_SETTINGS) and key not in groups:
+            typed += _leaves(key, override.value())
+    names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
+    if not names or names[-1] == "null":
         return Given(typed)
     paths = [text for text in overrides if text.startswith("hydra.searchpath=")]
-    alone = compose_tree([f"experiment={name}", *paths], source)
-    return Given(typed, _experiment_settings(name, source), name, alone)
-
-
-def _experiment_of(overrides: Sequence[str]) -> str | None:
-    """Return the name of the chosen experiment."""
-    names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
-    return names[-1] if names and names[-1] != "null" else None
+    alone = compose_tree([f"experiment={names[-1]}", *paths], source)
+    return Given(typed, _experiment_settings(names[-1], source), names[-1], alone)
 
 
 def _experiment_settings(name: str, source: Source) -> list[str]:
@@ -293,35 +259,13 @@ def _leaves(key: str, value: Any) -> list[str]:
     return [leaf for name, item in value.items() for leaf in _leaves(f"{key}.{name}", item)]
 
 
-def _drop_overruled(tree: dict[str, Any], overrides: Sequence[str], source: Source) -> None:
-    """Take out what the experiment sets in a group that is chosen anew and has no such setting."""
-    keys = [text.lstrip("+").partition("=")[0] for text in overrides]
-    groups = _groups(source)
-    chosen = [text for text, key in zip(overrides, keys, strict=True) if key in groups]
-    name = _experiment_of(overrides)
-    if name is None or len(chosen) < 2:
-        return
-    others = [text for text in chosen if not text.startswith("experiment=")]
-    plain = _composed(others, source, resolve=False)
-    for setting in _experiment_settings(name, source):
-        group, _, rest = setting.partition(".")
-        own = rest.partition(".")[0]
-        typed = any(key.startswith(f"{group}.{own}") for key in keys)
-        if own and group in keys and own not in plain[group] and not typed:
-            tree[group].pop(own, None)
-
-
-def split_sweep(overrides: Sequence[str], source: Source = CONF) -> tuple[list[str], list[str]]:
-    """Return the overrides that have one value, and those that a sweep varies.
+def without_sweeps(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that have one value.
 
     Raises:
         ConfigError: One is malformed.
     """
-    fixed: list[str] = []
-    varied: list[str] = []
-    for text in overrides:
-        (varied if _parse(text).is_sweep_override() else fixed).append(text)
-    return fixed, varied
+    return [text for text in overrides if not _parse(text).is_sweep_override()]
 
 
 def expand_sweep(overrides: Sequence[str], source: Source = CONF) -> list[list[str]]:
@@ -330,20 +274,22 @@ def expand_sweep(overrides: Sequence[str], source: Source = CONF) -> list[list[s
     Raises:
         ConfigError: A value is no list of values.
     """
+    choices: dict[str, list[str]] = {}
     with _initialized(source):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        parsed = [
-            override
-            for override in parser.parse_overrides(for_hydra(overrides))
-            if not override.key_or_group.startswith("hydra")
-        ]
-        try:
-            (jobs,) = BasicSweeper.split_arguments(parsed, None)
-        except HydraException as error:
-            raise ConfigError(
-                f"{error}: write the values out, as in seed=1,2,3, or set hydra/sweeper=optuna."
-            ) from error
-    return jobs
+        for override in parser.parse_overrides(list(overrides)):
+            key, text = override.get_key_element(), str(override.input_line)
+            if override.is_sweep_override() and not override.is_discrete_sweep():
+                raise ConfigError(
+                    f"{show(text)}: Hydra's own sweeper does not support sweep type "
+                    "interval: write the values out, as in seed=1,2,3, or set "
+                    "hydra/sweeper=optuna."
+                )
+            if override.is_sweep_override():
+                choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            elif not key.startswith("hydra"):
+                choices[key] = [text]
+    return [list(job) for job in itertools.product(*choices.values())]
 
 
 @dataclass(frozen=True)
@@ -367,8 +313,27 @@ class Arguments:
     completes: bool
 
 
+def _hydras_parser() -> argparse.ArgumentParser:
+    """Return the options that Hydra takes on its command line."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    for option in (
+        *("--config-name -cn", "--config-dir -cd", "--config-path -cp"),
+        *("--package -p", "--experimental-rerun"),
+    ):
+        parser.add_argument(*option.split())
+    for option in (
+        *("--multirun -m", "--shell-completion -sc", "--hydra-help"),
+        *("--resolve", "--run -r", "--version"),
+    ):
+        parser.add_argument(*option.split(), action="store_true")
+    return parser
+
+
 def read_arguments(arguments: Sequence[str]) -> Arguments:
-    """Return what Hydra's own parser makes of a command line.
+    """Return what Hydra's options and overrides on a command line ask for.
 
     Raises:
         ConfigError: An option does not exist, lacks its value, or excludes another.
@@ -378,8 +343,7 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
         if text in ("--cfg", "-c") and arguments[place + 1 : place + 2] not in CFG_KINDS:
             arguments.insert(place + 1, "job")
             break
-    parser = get_args_parser()
-    parser.exit_on_error = False
+    parser = _hydras_parser()
     try:
         asked, unknown = parser.parse_known_intermixed_args(arguments)
     except (argparse.ArgumentError, TypeError) as error:
@@ -396,7 +360,7 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     flags = list(arguments)
     for text in asked.overrides:
         flags.remove(text)
-    informs = bool(asked.cfg or asked.info or asked.shell_completion or asked.hydra_help)
+    informs = any((asked.cfg, asked.info, asked.shell_completion, asked.hydra_help, asked.version))
     if asked.multirun and informs:
         raise ConfigError("--multirun only runs: leave it out to be informed.")
     if not informs and (asked.resolve or asked.package):
@@ -471,8 +435,10 @@ def compose_sweep(fixed: Sequence[str], source: Source) -> Sweep:
     """
     with _initialized(source):
         try:
-            known = _known(fixed, source)
-            whole = compose(source.name, for_hydra(fixed, known), return_hydra_config=True)
+            chosen = [text for text in fixed if text.partition("=")[0] in _groups(source)]
+            known = _plain(compose(source.name, chosen), resolve=False)
+            forced = for_hydra(fixed, source, known)
+            whole = compose(source.name, forced, return_hydra_config=True)
             folder = Path(str(whole.hydra.sweep.dir)).expanduser().resolve()
             settings: Any = OmegaConf.to_container(whole.get("sweep", OmegaConf.create()))
         except (HydraException, OmegaConfBaseException) as error:
@@ -519,13 +485,6 @@ def _files(source: Source) -> dict[str, set[str]]:
     return groups
 
 
-def _known(overrides: Sequence[str], source: Source) -> dict[str, Any]:
-    """Return the tree of the chosen groups alone, whose keys are known."""
-    groups = _groups(source)
-    chosen = [text for text in overrides if text.partition("=")[0] in groups]
-    return _composed(chosen, source, resolve=False)
-
-
 @lru_cache(maxsize=1024)  # Hydra's parser takes a millisecond, and each is asked for often
 def _parse(text: str) -> Override:
     try:
@@ -539,97 +498,23 @@ def _parse(text: str) -> Override:
         raise ConfigError(f"{show(text)!r} holds a number that is too long: {error}.") from None
 
 
-def _check_override(text: str, groups: Mapping[str, set[str]]) -> None:
-    """Raise ConfigError unless ``text`` sets one value of one key, or chooses a file there is."""
-    override = _parse(text)
-    key = override.key_or_group
-    if override.is_sweep_override():
-        raise ConfigError(
-            f"{show(text)} lists several values: add -m for a sweep over them, or put quotes "
-            f"around a single value with a comma, as in '{key}=\"a,b\"'."
-        )
-    group, _, last = key.rpartition(".")
-    if last == "name" and group in groups:
-        raise ConfigError(f"{show(text)}: a group is chosen by its own name; write {group}=<name>.")
-    value = override.value()
-    named = isinstance(value, str | list) or (key, value) == ("experiment", None)
-    if key in groups and (not named or str(value).rpartition("/")[2].startswith("_")):
-        raise unknown_choice(key, text.partition("=")[2], groups[key])
-
-
-def _check_choices(overrides: Sequence[str], source: Source) -> None:
-    """Raise ConfigError for a name that a group does not have, or a group's own setting."""
+def _check_overrides(overrides: Sequence[str], source: Source) -> None:
+    """Raise ConfigError unless each sets one value of one key, or chooses a file there is."""
     groups = _groups(source)
     for text in overrides:
         override = _parse(text)
-        key = override.key_or_group
-        if key not in groups or text[0] == "~":
-            continue
-        if override.value() is not None and str(override.value()) not in groups[key]:
-            raise unknown_choice(key, override.value(), groups[key])
-
-
-def _check_key(key: str, tree: dict[str, Any], source: Source) -> None:
-    """Raise ConfigError, with the nearest spelling of all keys, unless ``key`` is in ``tree``."""
-    if key in _groups(source):
-        return
-    node: Any = tree
-    parent = ""
-    for part in key.split("."):
-        if isinstance(node, dict) and part in node:
-            node, parent = node[part], f"{parent}{part}."
-            continue
-        if node == {}:
-            parent = parent.rstrip(".")
-            raise ConfigError(f"{key}: {parent} is set as a whole; write {parent}={{{part}: ...}}.")
-        group = key.partition(".")[0]
-        others = _choices_with(key, group, source) if group in _groups(source) else []
-        if others:
+        key, value = override.key_or_group, override.value()
+        if override.is_sweep_override():
             raise ConfigError(
-                f"{show(key)} is a setting of {', '.join(others)}, and "
-                f"{group}={tree[group].get('name')} has none of that name: choose the former, or "
-                "remove it."
+                f"{show(text)} lists several values: add -m for a sweep over them, or put quotes "
+                f"around a single value with a comma, as in '{key}=\"a,b\"'."
             )
-        names = ", ".join(f"{parent}{name}" for name in node) if isinstance(node, dict) else "none"
-        raise ConfigError(
-            f"{show(key)} is no setting: {parent.rstrip('.') or 'the top level'} has {names} "
-            f"(nearest: {', '.join(_nearest(key, tree))})."
-        )
-
-
-def _choices_with(key: str, group: str, source: Source) -> list[str]:
-    """Return the choices of a group that have a setting; within :func:`_initialized`."""
-    found = []
-    for name in sorted(_groups(source)[group]):
-        try:
-            node: Any = _composed([f"{group}={name}"], source, resolve=False)
-            is_in_null = _is_in_null(key, node)
-        except (HydraException, OmegaConfBaseException):  # of a file of the user's
+        group, _, last = key.rpartition(".")
+        if last == "name" and group in groups:
+            raise ConfigError(
+                f"{show(text)}: a group is chosen by its own name; write {group}=<name>."
+            )
+        if key not in groups or text[0] == "~" or (key, value) == ("experiment", None):
             continue
-        *parents, last = key.split(".")
-        for part in parents:
-            node = node.get(part) if isinstance(node, dict) else None
-        if is_in_null or (isinstance(node, dict) and last in node):
-            found.append(f"{group}={name}")
-    return found
-
-
-def _nearest(key: str, tree: dict[str, Any]) -> list[str]:
-    """Return all keys of the tree that end in ``key``, or else the one spelt most like it."""
-    keys = list(_dotted(tree))
-    same_end = [name for name in keys if name.endswith(f".{key}")]
-
-    def likeness(name: str) -> tuple[float, float]:
-        end = ".".join(name.split(".")[-1 - key.count(".") :])
-        whole = SequenceMatcher(None, key, name).ratio()
-        return max(SequenceMatcher(None, key, end).ratio(), whole), whole
-
-    return same_end or [max(keys, key=likeness)]
-
-
-def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every node."""
-    for name, value in tree.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{name}.")
+        if not isinstance(value, str | list) or str(value).rpartition("/")[2].startswith("_"):
+            raise unknown_choice(key, text.partition("=")[2], groups[key])

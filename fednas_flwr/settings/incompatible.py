@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork, NoPrivacy
-from fednas_flwr.settings.names import BY_SIZE, CLIENT
-from fednas_flwr.settings.registry import algorithm_of, algorithms
-from fednas_flwr.settings.rounds import MOST_SITES
+import math
+from collections.abc import Callable
+
+from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.settings.names import BY_SIZE, CLIENT, FLOAT32
+from fednas_flwr.settings.optimizers import NORMED_NETWORKS
+from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
+from fednas_flwr.settings.run_settings import MOST_SITES, SecureSumSettings, TrimmedMeanSettings
+
+MOST_PRIVATE_ROUNDS = 10_000
 
 
 def has_real_sites(config: Config) -> bool:
     """Return whether each client's node has data of its own, which no other machine can read."""
     return config.runtime.name == "deployment" and config.partition.name == "sites"
+
+
+def is_private(config: Config) -> bool:
+    """Return whether clients noise what they tell."""
+    return isinstance(config.privacy, DifferentialPrivacy)
 
 
 def by_client(config: Config) -> bool:
@@ -98,110 +109,253 @@ def check_algorithm(config: Config) -> None:
         )
 
 
-def check_secure_sum(config: Config) -> None:
-    """Refuse what a server that sees totals only cannot do."""
-    terms = config.secure_sum
-    if terms is None:
-        return
-    needs = {
-        f"aggregate={config.aggregate.name}": (
-            config.aggregate.name != "mean",
-            "it compares the values of single clients; set aggregate=mean",
+def _sums(c: Config) -> bool:
+    return c.secure_sum is not None
+
+
+def _simulated_terms(c: Config) -> SecureSumSettings | None:
+    """Return the terms of secure sums; None at real sites, whose policies decide."""
+    return None if c.runtime.name == "deployment" else c.secure_sum
+
+
+def _samples(c: Config) -> bool:
+    return c.sampling is not None and c.samples
+
+
+def _samples_by_size(c: Config) -> bool:
+    return _samples(c) and c.sampling.by == BY_SIZE  # type: ignore[union-attr]
+
+
+def _optimises(c: Config) -> bool:
+    return c.server_optimizer.name != "none"
+
+
+# When settings exclude each other; which, why, and what to do: a format of the configuration c.
+CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
+    # Privacy.
+    (
+        lambda c: is_private(c) and c.training.oversample,
+        "training.oversample=true with privacy=dp: a record that is drawn several times costs "
+        "more than is booked; set training.class_factors={{<class>: <public factor>}} instead",
+    ),
+    (
+        lambda c: is_private(c) and c.evaluation.personalised,
+        "evaluation.personalised=true with privacy=dp: an accuracy after local training without "
+        "noise is an exact function of the records; leave it out",
+    ),
+    (
+        lambda c: is_private(c) and c.training.precision != FLOAT32,
+        "training.precision={c.training.precision} with privacy=dp: gradients of records are "
+        "clipped in float32, so that none is longer than is booked; set "
+        "training.precision=float32",
+    ),
+    # What tells more of a client than one clipped update, where that is the unit.
+    (
+        lambda c: by_client(c) and not _sums(c),
+        "privacy.unit=client with secure_sum=false: each client would add all of the noise; set "
+        "secure_sum=true",
+    ),
+    (
+        lambda c: by_client(c) and c.training.momentum == "averaged",
+        "privacy.unit=client with training.momentum=averaged: the moments would be further "
+        "releases; set training.momentum=reset or training.momentum=server",
+    ),
+    (
+        lambda c: by_client(c) and c.privacy.metrics_noise_multiplier is not None,  # type: ignore[union-attr]
+        "privacy.unit=client with privacy.metrics_noise_multiplier: no metric of a whole client "
+        "is defined; set it to null",
+    ),
+    (
+        lambda c: by_client(c) and c.retrain.exchange == "gradients",
+        "privacy.unit=client with retrain.exchange=gradients: updates of several steps are "
+        "released; set retrain.exchange=models",
+    ),
+    # What a server that sees totals only cannot do.
+    (
+        lambda c: _sums(c) and c.aggregate.name != "mean",
+        "secure_sum=true with aggregate={c.aggregate.name}: it compares the values of single "
+        "clients; set aggregate=mean",
+    ),
+    (
+        lambda c: _sums(c) and c.runtime.wire != "float32",
+        "secure_sum=true with runtime.wire={c.runtime.wire}: masked integers are not rounded; set "
+        "runtime.wire=float32",
+    ),
+    (
+        lambda c: _sums(c) and c.clients > MOST_SITES,
+        f"secure_sum=true with clients={{c.clients}}: a sum is of at most {MOST_SITES}; take fewer",
+    ),
+    (
+        lambda c: _sums(c) and getattr(c.privacy, "statistics_noise_multiplier", None) is not None,
+        "secure_sum=true with privacy.statistics_noise_multiplier: what clients standardise by is "
+        "found before there is a sum; set it to null",
+    ),
+    (
+        lambda c: _sums(c) and c.evaluation.personalised,
+        "secure_sum=true with evaluation.personalised=true: it is a result per client; leave it "
+        "out",
+    ),
+    (
+        lambda c: (
+            _sums(c)
+            and c.runtime.name == "deployment"
+            and not (c.partition.name == "sites" and is_private(c))
         ),
-        f"runtime.wire={config.runtime.wire}": (
-            config.runtime.wire != "float32",
-            "masked integers are not rounded; set runtime.wire=float32",
+        "secure_sum=true with runtime=deployment: only sites with data and a policy of their own "
+        "have keys and a roster; set partition=sites privacy=dp",
+    ),
+    (
+        lambda c: (terms := _simulated_terms(c)) is not None and c.clients < terms.fewest,
+        "secure_sum=true with clients={c.clients} and secure_sum.colluding="
+        "{c.secure_sum.colluding}: a sum must have two honest clients beside those; raise clients "
+        "to {c.secure_sum.fewest} or more, or lower secure_sum.colluding",
+    ),
+    (
+        lambda c: (
+            (terms := _simulated_terms(c)) is not None
+            and not terms.fewest <= terms.least(c.clients) <= c.clients
         ),
-        f"clients={config.clients}": (
-            config.clients > MOST_SITES,
-            f"a sum is of at most {MOST_SITES}; take fewer",
+        "secure_sum.least_sites={c.secure_sum.least_sites} with secure_sum.colluding="
+        "{c.secure_sum.colluding} and clients={c.clients}: a sum must have two honest clients, so "
+        "that least_sites is from {c.secure_sum.fewest} to {c.clients}; raise clients or lower "
+        "secure_sum.colluding",
+    ),
+    # What needs all clients in every round, or each of them once.
+    (
+        lambda c: _samples(c) and _sums(c),
+        "sampling.per_round={c.sampling.per_round:g} with secure_sum=true: every sum is over the "
+        "whole roster; leave one of them out",
+    ),
+    (
+        lambda c: _samples_by_size(c) and c.aggregate.name != "mean",
+        "sampling.per_round={c.sampling.per_round:g} with sampling.by=by_size and "
+        "aggregate={c.aggregate.name}: a large client that is drawn twice has one value; set "
+        "sampling.by=uniform",
+    ),
+    (
+        lambda c: _samples_by_size(c) and is_private(c) and algorithm_of(c).asks_rewards,
+        "sampling.per_round={c.sampling.per_round:g} with sampling.by=by_size and privacy=dp: the "
+        "noise on rewards of algorithm={c.algorithm.name} is known for averages by records only; "
+        "set sampling.by=uniform or sampling.by=round_robin",
+    ),
+    # Robust averages of gradients, and two optimisers of the server.
+    (
+        lambda c: c.aggregate.name != "mean" and retrains(c) and retrains_by_gradients(c),
+        "aggregate={c.aggregate.name} with retrain.exchange={c.retrain.exchange}: it adds up sums "
+        "of gradients over batches of different sizes; set aggregate=mean or "
+        "retrain.exchange=models",
+    ),
+    (
+        lambda c: _optimises(c) and (not isinstance(c.algorithm, GivenNetwork) or chooses(c)),
+        "server_optimizer={c.server_optimizer.name} with algorithm={c.algorithm.name}: it is for "
+        "the training of a given network; set algorithm=fedavg or fedprox, with genotype=<file> "
+        "for a cell that was found, or server_optimizer=none",
+    ),
+    (
+        lambda c: _optimises(c) and retrains_by_gradients(c),
+        "server_optimizer={c.server_optimizer.name} with retrain.exchange={c.retrain.exchange}: "
+        "the server steps along gradients by SGD there; set server_optimizer=none or "
+        "retrain.exchange=models",
+    ),
+    (
+        lambda c: _optimises(c) and c.training.momentum == "server",
+        "server_optimizer={c.server_optimizer.name} with training.momentum=server: both are "
+        "optimisers of the server; leave one out",
+    ),
+    # Stages that lack what they start from, or have it twice.
+    (
+        lambda c: c.genotype is not None and searches(c),
+        "genotype={c.genotype} with stages={c.stages}: a genotype replaces the search; set "
+        "stages=[retrain,evaluate,export]",
+    ),
+    (
+        lambda c: (
+            searches(c) and c.dataset.table is not None and c.search_space.name != "nasbench201"
         ),
-        "privacy.statistics_noise_multiplier": (
-            getattr(config.privacy, "statistics_noise_multiplier", None) is not None,
-            "what clients standardise by is found before there is a sum; set it to null",
+        "dataset.table={c.dataset.table.file} with search_space={c.search_space.name}: it holds "
+        "cells of nasbench201; leave it out",
+    ),
+    (
+        lambda c: (
+            retrains(c)
+            and not searches(c)
+            and c.genotype is None
+            and not isinstance(c.algorithm, GivenNetwork)
         ),
-        "evaluation.personalised=true": (
-            config.evaluation.personalised,
-            "it is a result per client; leave it out",
-        ),
-        f"runtime={config.runtime.name}": (
-            config.runtime.name == "deployment"
-            and (config.partition.name != "sites" or isinstance(config.privacy, NoPrivacy)),
-            "only sites with data and a policy of their own have keys and a roster; set "
-            "partition=sites privacy=dp",
-        ),
-    }
-    for setting, (refused, reason) in needs.items():
-        if refused:
-            raise ConfigError(f"secure_sum=true with {setting}: {reason}.")
-    if config.runtime.name == "deployment":
-        return  # whose sites' own policies decide
-    if config.clients < terms.colluding + 2:
-        raise ConfigError(
-            f"secure_sum=true with clients={config.clients} and secure_sum.colluding="
-            f"{terms.colluding}: a sum must have two honest clients beside those; raise clients to "
-            f"{terms.colluding + 2} or more, or lower secure_sum.colluding."
+        "stages={c.stages} without search: retraining needs a network; set genotype=<file> or "
+        "algorithm=fedavg",
+    ),
+    (
+        lambda c: not retrains(c) and not {"evaluate", "export"}.isdisjoint(c.stages),
+        "stages={c.stages}: evaluate and export need the network that retrain trains; add retrain "
+        "or leave them out",
+    ),
+)
+
+
+def check_combinations(config: Config) -> None:
+    """Raise ConfigError for settings that exclude each other, the algorithm's own first."""
+    check_algorithm(config)
+    for excluded, sentence in CONFLICTS:
+        if excluded(config):
+            raise ConfigError(f"{spelled(sentence, config)}.")
+    if config.stages == ["search"] and not searches(config):
+        raise NoEffectError(
+            f"stages=[search] with algorithm={config.algorithm.name}, which does not search: "
+            "nothing would run; set stages=[retrain,evaluate,export]."
         )
-    if not terms.colluding + 2 <= terms.least(config.clients) <= config.clients:
+    if is_private(config):
+        _check_private_rounds(config)
+    _check_aggregate(config)
+
+
+def _check_private_rounds(config: Config) -> None:
+    """Refuse more rounds than clients can be told of, and statistics of batches."""
+    rounds = config.rounds * searches(config)
+    rounds += config.retrain.rounds * retrains(config)
+    if rounds > MOST_PRIVATE_ROUNDS:
         raise ConfigError(
-            f"secure_sum.least_sites={show(terms.least_sites)} with secure_sum.colluding="
-            f"{terms.colluding} and clients={config.clients}: a sum must have two honest clients, "
-            f"so that least_sites is from {terms.colluding + 2} to {config.clients}; raise clients "
-            "or lower secure_sum.colluding."
+            f"rounds={config.rounds} with retrain.rounds={config.retrain.rounds} and privacy=dp: "
+            f"expected at most {MOST_PRIVATE_ROUNDS} in all, since clients are told of each before "
+            "the first; take fewer rounds of more local steps."
+        )
+    wrong = [key for key, norm in _norms(config).items() if norm != "group"]
+    if wrong:
+        raise ConfigError(
+            "privacy=dp with batch normalisation is not possible, which mixes the records of a "
+            f"batch and leaks its statistics: set {' '.join(f'{key}=group' for key in wrong)}."
         )
 
 
-def check_unit_of_privacy(config: Config) -> None:
-    """Refuse what tells more of a client than one clipped update, where that is the unit."""
-    privacy = config.privacy
-    if not isinstance(privacy, DifferentialPrivacy) or not by_client(config):
-        return
-    needs = {
-        "secure_sum=false": (
-            config.secure_sum is None,
-            "each client would add all of the noise; set secure_sum=true",
-        ),
-        f"training.momentum={config.training.momentum}": (
-            config.training.momentum == "averaged",
-            "the moments would be further releases; set training.momentum=reset or "
-            "training.momentum=server",
-        ),
-        "privacy.metrics_noise_multiplier": (
-            privacy.metrics_noise_multiplier is not None,
-            "no metric of a whole client is defined; set it to null",
-        ),
-        "retrain.exchange=gradients": (
-            config.retrain.exchange == "gradients",
-            "updates of several steps are released; set retrain.exchange=models",
-        ),
-    }
-    for setting, (refused, reason) in needs.items():
-        if refused:
-            raise ConfigError(f"privacy.unit=client with {setting}: {reason}.")
+def _norms(config: Config) -> dict[str, str]:
+    """Return the settings of norms that the networks have that see records."""
+    algorithm, norms = config.algorithm, {}
+    without_norm = (
+        isinstance(algorithm, GivenNetwork)
+        and algorithm.network not in NORMED_NETWORKS
+        and config.genotype is None
+    )
+    if "retrain" in config.stages and not without_norm:
+        norms["retrain.norm"] = config.retrain.norm
+    if searches(config) and algorithm_of(config).trains is not None:
+        norms["search_space.norm"] = config.search_space.norm
+    return norms
 
 
-def check_sampling(config: Config) -> None:
-    """Refuse what needs all clients in every round, or each of them once."""
-    sampling = config.sampling
-    if sampling is None or not config.samples:
-        return
-    by_size, rewards = sampling.by == BY_SIZE, algorithm_of(config).asks_rewards
-    needs = {
-        "secure_sum=true": (
-            config.secure_sum is not None,
-            "every sum is over the whole roster; leave one of them out",
-        ),
-        f"sampling.by=by_size and aggregate={config.aggregate.name}": (
-            by_size and config.aggregate.name != "mean",
-            "a large client that is drawn twice has one value; set sampling.by=uniform",
-        ),
-        "sampling.by=by_size and privacy=dp": (
-            by_size and rewards and not isinstance(config.privacy, NoPrivacy),
-            f"the noise on rewards of algorithm={config.algorithm.name} is known for averages by "
-            "records only; set sampling.by=uniform or sampling.by=round_robin",
-        ),
-    }
-    for setting, (refused, reason) in needs.items():
-        if refused:
-            asked = sampling.per_round
-            raise ConfigError(f"sampling.per_round={asked:g} with {setting}: {reason}.")
+def _check_aggregate(config: Config) -> None:
+    """Refuse robust averages of too few replies.
+
+    With privacy they are allowed: they only process what has been released. The noise of a median
+    has up to 1.25 times the standard deviation of the mean's.
+    """
+    aggregate, clients = config.aggregate, config.asked
+    asked = f"sampling.per_round={clients}" if config.samples else f"clients={clients}"
+    if aggregate.name != "mean" and clients < 3:
+        raise ConfigError(f"aggregate={aggregate.name} with {asked}: expected 3 or more.")
+    fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
+    if isinstance(aggregate, TrimmedMeanSettings) and fewest <= 2 * aggregate.trim:
+        raise ConfigError(
+            f"aggregate.trim={aggregate.trim} leaves nothing of the {fewest} replies that "
+            f"runtime.quorum={config.runtime.quorum:g} of {asked} lets a round go on with: "
+            "expected fewer than half of them; raise runtime.quorum or lower aggregate.trim."
+        )

@@ -6,16 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import NORMS, SKIPS
-from fednas_flwr.settings.optimizers import (
-    SGD,
-    Count,
-    CountOrZero,
-    Positive,
-    RateOrZero,
-    ShareBelow1,
-    Steps,
-)
 from fednas_flwr.settings.parser import Between, Checked, OneOf, Text
 
 EXCHANGES = ("models", "gradients")
@@ -108,16 +100,16 @@ class Retrain(Checked):
     """
 
     exchange: Annotated[str, OneOf(EXCHANGES)] | None
-    rounds: Count
-    evaluate_every: CountOrZero
-    local_epochs: Steps
-    batch_size: Count
+    rounds: opt.Count
+    evaluate_every: opt.CountOrZero
+    local_epochs: opt.Steps
+    batch_size: opt.Count
     channels: Width | None
     num_cells: Cells | None
     norm: Norm
-    auxiliary_weight: RateOrZero
-    drop_path_prob: ShareBelow1
-    weights: SGD
+    auxiliary_weight: opt.RateOrZero
+    drop_path_prob: opt.ShareBelow1
+    weights: opt.SGD
 
 
 @dataclass(frozen=True)
@@ -131,9 +123,9 @@ class NetworkLimits(Checked):
         table: See ``latency_ms``.
     """
 
-    parameters: Count | None
-    multiply_adds: Count | None
-    latency_ms: Positive | None
+    parameters: opt.Count | None
+    multiply_adds: opt.Count | None
+    latency_ms: opt.Positive | None
     table: Text | None
 
     def __post_init__(self) -> None:
@@ -163,7 +155,7 @@ class Hardware(Checked):
 
     table: Text | None
     unit: str
-    target: Positive
+    target: opt.Positive
     loss: str
     scale: Annotated[float, Between(0, 1e6, above=True)]
     exponent: Annotated[float, Between(-10, 10)]

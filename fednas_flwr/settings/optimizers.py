@@ -11,15 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
-from fednas_flwr.settings.parser import (
-    Between,
-    Checked,
-    Length,
-    OneOf,
-    Text,
-    check_distinct,
-    check_range,
-)
+from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, Text, check_range
 
 GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
@@ -366,12 +358,7 @@ class ShortlistSettings(Checked):
     """
 
     keep: Annotated[int, Between(2)]
-    scores: Annotated[list[str], Length(Between(1))]
-
-    def __post_init__(self) -> None:
-        """Check the ranges, and that no score counts twice."""
-        super().__post_init__()
-        check_distinct("shortlist.scores", self.scores)
+    scores: Annotated[Names, Length(Between(1))]
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
+from fnmatch import fnmatchcase
 from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -108,7 +110,22 @@ class Where:
         check_range(bool(self.holds(value)), key, value, self.expected + alternative)
 
 
-Constraint = Between | Length | OneOf | Where
+@dataclass(frozen=True)
+class Distinct:
+    """Lists that hold nothing twice."""
+
+    def check(self, key: str, value: Any, alternative: str) -> None:
+        """Raise ConfigError for a name that a list holds twice."""
+        twice = sorted({name for name in value or () if value.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"{key}={show(value)} holds {', '.join(map(show, twice))} more than once: expected "
+                "different names; remove what is doubled."
+            )
+
+
+Constraint = Between | Length | OneOf | Where | Distinct
+Names = Annotated[list[str], Distinct()]
 Text = Annotated[str, Length(Between(1, 4096))]  # a name or path, which is not empty
 
 
@@ -159,16 +176,6 @@ def seconds(key: str, text: str) -> float:
     total = sum(float(number) * SECONDS[unit] for number, unit in parts) if whole else 0.0
     check_range(0 < total < math.inf, key, text, "a time with its unit: 45s, 30min, 2h, 1h30min")
     return total
-
-
-def check_distinct(key: str, names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that a list holds twice."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"{key}={show(names)} holds {', '.join(map(show, twice))} more than once: expected "
-            "different names; remove what is doubled."
-        )
 
 
 def _constraints(hint: Any) -> Iterator[Constraint]:
@@ -251,6 +258,27 @@ def _hints(kind: type, extras: bool = False) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=extras)
 
 
+def known_names(hint: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all settings of a dataclass; ``*`` is any name in a mapping."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    inside: dict[str, Any] = {}
+    if isinstance(hint, type) and is_dataclass(hint):
+        inside = _hints(hint)
+    elif origin is dict:
+        inside = {"*": arguments[1]}
+    elif origin in (Union, UnionType):
+        for kind in arguments:
+            yield from known_names(kind, prefix)
+    for name, inner in inside.items():
+        yield f"{prefix}{name}"
+        yield from known_names(inner, f"{prefix}{name}.")
+
+
+def is_among(name: str, known: Iterable[str]) -> bool:
+    """Return whether a dotted name is one of :func:`known_names`."""
+    return any(name == other or ("*" in other and fnmatchcase(name, other)) for other in known)
+
+
 @cache
 def _defaults(kind: type) -> frozenset[str]:
     """The fields that may be left out."""
@@ -304,3 +332,36 @@ def _type_name(hint: Any) -> str:
     if get_origin(hint) is dict:
         return "a mapping such as {name: value}"
     return names.get(hint, "a group of settings")
+
+
+def conf_folder() -> Path:
+    """Return the folder of Hydra's groups: in the wheel, else beside the package."""
+    package = Path(__file__).parent.parent
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+def expanded(setting: str, path: str) -> Path:
+    """Return the path that the user gave for a setting, with ``~`` as a home folder.
+
+    Raises:
+        ConfigError: It names the home of a user there is not.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{setting}={show(path)}: {Path(path).parts[0]} is no user's home folder; write the "
+            "whole path."
+        ) from error
+
+
+def choose_kind(
+    tree: Mapping[str, Any], group: str, kinds: Mapping[str, type], *, hint: str = ""
+) -> type:
+    """Return the dataclass that a group's name stands for; ``hint`` ends an error's sentence."""
+    settings = tree.get(group)
+    name = settings.get("name") if isinstance(settings, Mapping) else settings
+    if not isinstance(name, str) or name not in kinds:
+        raise ConfigError(f"{str(unknown_choice(group, name, kinds)).removesuffix('.')}{hint}.")
+    return kinds[name]

@@ -6,20 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings.names import (
-    CLIENT,
-    LARGEST_EPSILON,
-    LARGEST_MICRO_BATCH,
-    LARGEST_NOISE_MULTIPLIER,
-    LEAST_EPSILON,
-    LEAST_NOISE_MULTIPLIER,
-    RECORD,
-)
+from fednas_flwr.settings import names
 from fednas_flwr.settings.optimizers import LARGEST_NORM, Steps
 from fednas_flwr.settings.parser import Between, Checked, OneOf, Text, check_range
 
-Epsilon = Annotated[float, Between(LEAST_EPSILON, LARGEST_EPSILON)]
-NoiseMultiplier = Annotated[float, Between(LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER)]
+Epsilon = Annotated[float, Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
+NoiseMultiplier = Annotated[
+    float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+]
 GradNorm = Annotated[
     float, Between(0, LARGEST_NORM, above=True, reason="the noise grows with it, and hides less")
 ]
@@ -129,7 +123,7 @@ class DifferentialPrivacy(Checked):
 
     name: str
     data_set: Text
-    unit: Annotated[str, OneOf((RECORD, CLIENT))]
+    unit: Annotated[str, OneOf((names.RECORD, names.CLIENT))]
     epsilon: Epsilon
     delta: Part
     large_delta: bool
@@ -145,7 +139,7 @@ class DifferentialPrivacy(Checked):
     metrics_noise_multiplier: NoiseMultiplier | None
     statistics_noise_multiplier: NoiseMultiplier | None
     fewest_records: Annotated[float, Between(0, 1)]
-    micro_batch_size: Annotated[int, Between(1, LARGEST_MICRO_BATCH)]
+    micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
     sites: Text | None
     test_seed: int | None
 

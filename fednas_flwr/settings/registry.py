@@ -9,14 +9,14 @@ deployment must know the name themselves.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, get_type_hints
 
-from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings.algorithm_settings import AlgorithmSettings, GivenNetwork
-from fednas_flwr.settings.run_settings import Config
+from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.settings.run_settings import AlgorithmSettings, Config, GivenNetwork
 
 BUILT_IN = {
     "algorithm": "fednas_flwr.algorithms",
@@ -46,6 +46,18 @@ class Rule:
     cause: str
     remedy: str = "remove it"
     but: str = ""
+
+
+class _Spelling(string.Formatter):
+    """Formats with values as overrides spell them."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return format(value if format_spec or isinstance(value, str) else show(value), format_spec)
+
+
+def spelled(text: str, config: Config) -> str:
+    """Return a format of the configuration ``c``, filled in."""
+    return _Spelling().format(text, c=config)
 
 
 @dataclass(frozen=True)
@@ -96,11 +108,11 @@ def algorithm_of(config: Config) -> Algorithm:
     return algorithms()[config.algorithm.name]
 
 
-def imported(strategy: str | type) -> Any:
-    """The class of a strategy that an entry names."""
-    if isinstance(strategy, type):
-        return strategy
-    module, _, name = strategy.partition(":")
+def imported(place: str | Callable[..., Any]) -> Any:
+    """The class or function that an entry has, or names as ``<module>:<name>``."""
+    if not isinstance(place, str):
+        return place
+    module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 

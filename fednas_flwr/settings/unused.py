@@ -8,15 +8,14 @@ settings that lack one.
 
 from __future__ import annotations
 
-import string
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
-from fednas_flwr.settings import Config, DifferentialPrivacy, DPCells, GivenNetwork
-from fednas_flwr.settings.data_settings import Images, Numbers
+from fednas_flwr.settings import Config, DPCells, GivenNetwork
+from fednas_flwr.settings.data_settings import Images, Numbers, QuantityPartition
 from fednas_flwr.settings.incompatible import (
     by_client,
     by_record,
@@ -24,14 +23,14 @@ from fednas_flwr.settings.incompatible import (
     chooses_rates,
     follows_noise,
     has_real_sites,
+    is_private,
     retrains,
     retrains_by_gradients,
     searches,
 )
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
-from fednas_flwr.settings.partitions import QuantityPartition
-from fednas_flwr.settings.registry import Rule, algorithm_of
+from fednas_flwr.settings.registry import Rule, algorithm_of, spelled
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,6 @@ class Given:
     experiment: Collection[str] = ()
     experiment_name: str | None = None
     alone: Mapping[str, Any] | None = None
-
-
-def _private(c: Config) -> bool:
-    return isinstance(c.privacy, DifferentialPrivacy)
-
-
-def _baseline_share(c: Config) -> float | None:
-    return c.privacy.baseline_share if isinstance(c.privacy, DifferentialPrivacy) else None
 
 
 def _fixed(c: Config) -> bool:
@@ -108,17 +99,12 @@ def _shares_rewards(c: Config) -> bool:
     return retrains(c)
 
 
-def _real_sites(c: Config) -> bool:
-    return c.runtime.name == "deployment" and c.partition.name == "sites"
-
-
 def _declares_ranges(c: Config) -> bool:
     return isinstance(c.dataset, Numbers) and bool(c.dataset.ranges)
 
 
 STAGES = "stages={c.stages}"
 NO_SEARCH = "algorithm={c.algorithm.name} and stages={c.stages}, which do not search"
-STEPS = "privacy=dp, whose clients take noised steps"
 NETWORK = "algorithm.network={c.algorithm.network}, a network that is fixed"
 
 RULES: tuple[Rule, ...] = (
@@ -129,7 +115,12 @@ RULES: tuple[Rule, ...] = (
         "search and algorithm={c.algorithm.name}, which trains a given network",
         "leave search out of it",
     ),
-    Rule("rounds search_space.norm", lambda c: not searches(c), NO_SEARCH),
+    Rule(
+        "rounds search_space.norm privacy.weights privacy.alphas privacy.local_steps privacy.rate "
+        "privacy.search_share",
+        lambda c: not searches(c),
+        NO_SEARCH,
+    ),
     Rule("search_space", lambda c: not searches(c) and _fixed(c), NO_SEARCH),
     Rule(
         "search_space",
@@ -167,20 +158,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "evaluation.baselines",
-        lambda c: has_real_sites(c) and _private(c) and _baseline_share(c) is None,
+        lambda c: has_real_sites(c) and is_private(c) and c.privacy.baseline_share is None,  # type: ignore[union-attr]
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
         "set privacy.baseline_share to what they may cost, or remove it",
     ),
     Rule(
         "privacy.baseline_share",
-        lambda c: not has_real_sites(c),
-        "runtime={c.runtime.name} partition={c.partition.name}, in which every baseline has a "
-        "ledger of its own",
-    ),
-    Rule(
-        "privacy.baseline_share",
-        lambda c: not c.evaluation.baselines,
-        "evaluation.baselines={c.evaluation.baselines}",
+        lambda c: not (has_real_sites(c) and c.evaluation.baselines),
+        "evaluation.baselines={c.evaluation.baselines}, runtime={c.runtime.name} and partition="
+        "{c.partition.name}: it is for baselines at real sites, elsewhere each has its own ledger",
     ),
     Rule(
         "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "
@@ -249,9 +235,9 @@ RULES: tuple[Rule, ...] = (
         "set algorithm.group_by=tag or remove it",
     ),
     Rule(
-        "secure_sum.least_sites secure_sum.colluding",
-        _real_sites,
-        "runtime=deployment partition=sites, whose sites' policies have terms of their own",
+        "secure_sum.least_sites secure_sum.colluding privacy.sites privacy.test_seed",
+        has_real_sites,
+        "runtime=deployment partition=sites, whose sites have terms, books and noise of their own",
     ),
     Rule(
         "runtime.largest_share",
@@ -272,20 +258,14 @@ RULES: tuple[Rule, ...] = (
     ),
     # Privacy.
     Rule(
-        "algorithm.local_epochs algorithm.search.local_epochs",
+        "algorithm.local_epochs algorithm.search.local_epochs retrain.local_epochs",
         by_record,
-        STEPS,
-        "remove it, and set privacy.local_steps",
+        "privacy=dp, whose clients take noised steps",
+        "remove it, and set privacy.local_steps, of retraining privacy.retrain.local_steps",
     ),
     Rule(
-        "retrain.local_epochs",
-        by_record,
-        STEPS,
-        "remove it, and set privacy.retrain.local_steps",
-    ),
-    Rule(
-        "privacy.local_steps privacy.retrain.local_steps privacy.micro_batch_size "
-        "privacy.fewest_records",
+        "privacy.local_steps privacy.rate privacy.retrain.local_steps privacy.retrain.rate "
+        "privacy.retrain.noise_walk privacy.micro_batch_size privacy.fewest_records",
         by_client,
         "privacy.unit=client, whose clients train by epochs and contribute one update",
         "remove it, and set algorithm.local_epochs and retrain.local_epochs",
@@ -315,25 +295,15 @@ RULES: tuple[Rule, ...] = (
         "algorithm={c.algorithm.name}, which chooses learning rates",
     ),
     Rule(
-        "privacy.rate privacy.retrain.rate privacy.retrain.noise_walk",
-        by_client,
-        "privacy.unit=client, whose clients train by epochs and contribute one update",
-    ),
-    Rule(
         "retrain.evaluate_every",
-        _private,
+        is_private,
         "privacy=dp, whose budget is for training on all records",
     ),
     Rule(
         "algorithm.evaluate_every",
-        lambda c: _private(c) and c.privacy.metrics_noise_multiplier is None,  # type: ignore[union-attr]
+        lambda c: is_private(c) and c.privacy.metrics_noise_multiplier is None,  # type: ignore[union-attr]
         "privacy=dp, which measures nothing on clients' records without noise",
         "remove it, or set privacy.metrics_noise_multiplier",
-    ),
-    Rule(
-        "privacy.weights privacy.alphas privacy.local_steps privacy.rate privacy.search_share",
-        lambda c: not searches(c),
-        NO_SEARCH,
     ),
     Rule(
         "privacy.weights privacy.alphas privacy.local_steps privacy.rate privacy.search_share",
@@ -353,33 +323,28 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.search_share",
-        lambda c: _private(c) and not _shares_search(c),
+        lambda c: is_private(c) and not _shares_search(c),
         "noise of the search that is given, or takes all of epsilon",
         "remove it, or set privacy.weights.noise_multiplier=null",
     ),
     Rule(
         "privacy.rewards_share",
-        lambda c: _private(c) and not _shares_rewards(c),
+        lambda c: is_private(c) and not _shares_rewards(c),
         "noise of rewards that is given, or has no other beside it",
         "remove it, or set privacy.alphas.noise_multiplier=null",
     ),
     Rule(
         "privacy.metrics_noise_multiplier",
-        lambda c: _private(c) and not _measures(c),
+        lambda c: is_private(c) and not _measures(c),
         "algorithm={c.algorithm.name}, stages={c.stages} and dataset.fractions="
         "{c.dataset.fractions}, with which nothing is measured on clients' records",
     ),
     Rule(
         "privacy.statistics_noise_multiplier",
-        lambda c: _private(c) and not _real_sites(c) and not _declares_ranges(c),
+        lambda c: is_private(c) and not has_real_sites(c) and not _declares_ranges(c),
         "dataset={c.dataset.name} without dataset.ranges, within which clients would tell "
         "statistics",
         "remove it, or declare dataset.ranges={column: [low, high], ...}",
-    ),
-    Rule(
-        "privacy.sites privacy.test_seed",
-        _real_sites,
-        "runtime=deployment partition=sites, whose sites keep their own books and noise",
     ),
     # Data.
     Rule(
@@ -387,11 +352,10 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c.dataset.server_test,
         "dataset.server_test=false",
     ),
-    Rule("dataset.linear_baseline", _private, "privacy=dp, under which no records are pooled"),
     Rule(
         "dataset.linear_baseline",
-        lambda c: c.runtime.name == "deployment",
-        "runtime=deployment, whose records are not in one place",
+        lambda c: is_private(c) or c.runtime.name == "deployment",
+        "privacy={c.privacy.name} runtime={c.runtime.name}, under which no records are pooled",
     ),
     Rule(
         "evaluation.personalised",
@@ -416,7 +380,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "runtime.approval_s",
-        lambda c: not _private(c),
+        lambda c: not is_private(c),
         "privacy=none, for which no site's policy asks a person",
     ),
 )
@@ -441,12 +405,12 @@ def without_effect(config: Config) -> dict[str, Rule]:
     found: dict[str, Rule] = {}
     for rule in (*RULES, *algorithm_of(config).unused):
         if rule.when(config):
-            for name in _expanded(rule, config):
+            for name in rule.settings.split():
                 found.setdefault(name, rule)
     return found
 
 
-def check_effect(config: Config, given: Given) -> None:
+def check_effect(config: Config, given: Given, alone: Config | None) -> None:
     """Refuse settings that the user has set and that have no effect; warn where that can't help.
 
     What was typed is refused, and what an experiment file sets without effect even when it is run
@@ -454,14 +418,18 @@ def check_effect(config: Config, given: Given) -> None:
     cannot be unset from outside of the file, so that a run of it with other settings goes on with
     one warning that names them.
 
+    Args:
+        config: Of the run.
+        given: What the user has set.
+        alone: Of the experiment without other overrides; None if it does not run by itself.
+
     Raises:
         NoEffectError: Of the first that is refused.
     """
+    if alone is not None:
+        _check_names(alone, given.experiment, f"experiment={given.experiment_name}: ")
+    _check_names(config, given.typed)
     idle = without_effect(config)
-    for name in given.typed:
-        rule = _rule_for(name, idle, config)
-        if rule is not None:
-            raise NoEffectError(_sentence(_setting(config, name), rule, config))
     lost: dict[Rule, list[str]] = {}
     for name in given.experiment:
         overruled = any(f"{name}.".startswith(f"{typed}.") for typed in given.typed)
@@ -477,49 +445,32 @@ def check_effect(config: Config, given: Given) -> None:
         )
 
 
-def check_experiment(config: Config, given: Given) -> None:
-    """Refuse an experiment file that sets what has no effect even without other overrides.
-
-    Args:
-        config: Of the experiment alone.
-        given: Its ``experiment`` are all settings of the file.
-
-    Raises:
-        NoEffectError: Of the first such setting.
-    """
+def _check_names(config: Config, names: Collection[str], place: str = "") -> None:
+    """Raise NoEffectError for the first name of a setting that has no effect."""
     idle = without_effect(config)
-    for name in given.experiment:
+    for name in names:
         rule = _rule_for(name, idle, config)
         if rule is not None:
-            setting = f"experiment={given.experiment_name}: {_setting(config, name)}"
-            raise NoEffectError(_sentence(setting, rule, config))
-
-
-def _sentence(setting: str, rule: Rule, config: Config) -> str:
-    return f"{setting} has no effect with {_cause(rule, config)}: {rule.remedy}."
+            raise NoEffectError(
+                f"{place}{_setting(config, name)} has no effect with {_cause(rule, config)}: "
+                f"{rule.remedy}."
+            )
 
 
 def _cause(rule: Rule, config: Config) -> str:
-    cause = _Causes().format(rule.cause, c=config)
+    cause = spelled(rule.cause, config)
     return cause if len(cause) <= 300 else f"{cause[:300]}..."
-
-
-class _Causes(string.Formatter):
-    """Formats with values as overrides spell them."""
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        return value if isinstance(value, str) else show(value)
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:
     """Return the rule of a setting, or of a mapping or group that holds it; None if it acts."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
-        rule = idle.get(".".join(parts[:end]))
+        whole = ".".join(parts[:end])
+        rule = idle.get(whole) or (idle.get(f"{parts[0]}.*") if end > 1 else None)
         if rule is not None and rule.but == name:
             return None
         if rule is not None:
-            whole = ".".join(parts[:end])
             return None if whole in SWITCHES and not _field(config, whole)[1] else rule
     return None
 
@@ -543,13 +494,3 @@ def _setting(config: Config, name: str) -> str:
     name, value = _field(config, name)
     value = getattr(value, "name", "{...}") if is_dataclass(value) else value
     return f"{name}={show(value)}"
-
-
-def _expanded(rule: Rule, config: Config) -> Iterator[str]:
-    """Yield the names of the settings of a rule that the configuration has."""
-    for name in rule.settings.split():
-        if name == "algorithm.*":
-            own = fields(config.algorithm)
-            yield from (f"algorithm.{field.name}" for field in own if field.name != "name")
-        else:
-            yield name

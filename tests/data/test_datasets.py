@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.partitioners import partition
+from fednas_flwr.data.prepared import partition
 from fednas_flwr.data.readers import data_settings
-from fednas_flwr.settings.partitions import Partition
+from fednas_flwr.settings.data_settings import Partition
 
 from ..data_sets import prepared
 
@@ -168,7 +168,7 @@ def test_a_test_part_of_another_kind_is_refused(cache: Path, tmp_path: Path, kin
     y = np.arange(40) % 4
     path = tmp_path / "data.npz"
     np.savez(path, x_train=x, y_train=y, x_test=OTHER_TESTS[kind](x), y_test=y)
-    with pytest.raises(ConfigError, match=r"the test records of dataset=npz are .*one form"):
+    with pytest.raises(ConfigError, match=r"dataset=npz and its test records do not .*one form"):
         prepared("npz", cache=cache, root=path)
     assert not cache.exists()
 

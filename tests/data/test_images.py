@@ -7,11 +7,7 @@ import torch
 from PIL import Image
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.images import (
-    read_digits,
-    read_torchvision,
-    records_from_arrays,
-)
+from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.records import record_ids
 
 from ..data_sets import read
@@ -23,7 +19,7 @@ def save_image(path: Path, *, value=100, size=(6, 4), mode="L") -> None:
 
 
 def test_digits_are_real_and_span_the_bytes():
-    train, test = read_digits()
+    train, test = read("digits", Path())
     assert test is None
     assert train.features.shape == (1797, 1, 8, 8)
     assert train.features.dtype == torch.uint8
@@ -47,7 +43,7 @@ def test_torchvision_set_from_files_on_disk(tmp_path: Path):
     for part, x in images.items():
         write_idx(raw / f"{part}-images-idx3-ubyte", x)
         write_idx(raw / f"{part}-labels-idx1-ubyte", np.arange(len(x), dtype=np.uint8))
-    train, test = read_torchvision("fashion_mnist", root=tmp_path, download=False)
+    train, test = read("fashion_mnist", tmp_path)
     assert train.features.numpy().tolist() == images["train"][:, None].tolist()
     assert test.features.shape == (3, 1, 28, 28)
     assert test.labels.tolist() == [0, 1, 2]
@@ -59,7 +55,7 @@ def test_torchvision_without_unpacked_files(tmp_path: Path):
     raw.mkdir(parents=True)
     (raw / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b""))
     with pytest.raises(ConfigError, match=r"dataset.root=.* unpacked.* dataset.download=true"):
-        read_torchvision("mnist", root=tmp_path, download=False)
+        read("mnist", tmp_path)
 
 
 def test_folder_of_classes(tmp_path: Path):

@@ -12,7 +12,6 @@ from PIL import Image
 from fednas_flwr import compose, load, run
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.data.images import read_digits
 from fednas_flwr.data.records import Records
 from fednas_flwr.runs.events import read_events
 
@@ -147,7 +146,7 @@ def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
 
 def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path: Path) -> None:
     """Digits with the labels even and large, of patients with three images each."""
-    records, _ = read_digits()
+    records, _ = read("digits", Path())
     for part, rows in {"train": range(600), "test": range(600, 800)}.items():
         lines = ["file,patient,findings"]
         for i in rows:

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data import partitioners
-from fednas_flwr.data.partitioners import load_partition, save_partition
+from fednas_flwr.data import prepared
+from fednas_flwr.data.prepared import load_partition, save_partition
 from fednas_flwr.data.records import Records, record_ids
+from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.hydra_config import compose_tree
-from fednas_flwr.settings.partitions import PARTITIONS
 
 FILES = {name: compose_tree([f"partition={name}"])["partition"] for name in PARTITIONS}
 EVERY = [
@@ -32,7 +32,7 @@ def partition(records, *, name, clients, **changed):
     """The parts by the settings of ``conf/partition``, of which some are changed."""
     known = {key: value for key, value in changed.items() if key in FILES[name]}
     settings = PARTITIONS[name](**FILES[name] | known)
-    return partitioners.partition(records, settings, clients=clients)
+    return prepared.partition(records, settings, clients=clients)
 
 
 def labelled(labels: np.ndarray, num_classes: int) -> Records:
@@ -213,9 +213,9 @@ def test_files_that_hold_no_partition(tmp_path: Path, content, message):
 def test_iid_does_not_pay_for_flwr_datasets():
     program = (
         "import sys, numpy, torch\n"
-        "from fednas_flwr.data.partitioners import partition\n"
+        "from fednas_flwr.data.prepared import partition\n"
         "from fednas_flwr.data.records import Records, record_ids\n"
-        "from fednas_flwr.settings.partitions import RandomPartition\n"
+        "from fednas_flwr.settings.data_settings import RandomPartition\n"
         "ids = record_ids([b'a', b'b'])\n"
         "r = Records(torch.zeros(2, 1), torch.zeros(2).long(), ids, ('a',))\n"
         "partition(r, RandomPartition('iid', seed=0), clients=2)\n"

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data import splits
-from fednas_flwr.data.splits import assign_splits, assignment_digest, hash_positions
+from fednas_flwr.data import records
+from fednas_flwr.data.records import assign_splits, assignment_digest, hash_positions
 from fednas_flwr.settings.names import SPLITS
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
@@ -113,7 +113,7 @@ def test_the_digest_of_an_assignment_is_equal_where_the_assignment_is(
 
 
 def test_examples_in_docstrings():
-    assert doctest.testmod(splits).failed == 0
+    assert doctest.testmod(records).failed == 0
 
 
 def _parts(ids, key, fractions):

@@ -23,7 +23,7 @@ from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.ray_clusters import places
 from fednas_flwr.deploy.ray_grid import without_arrays
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.runtimes import RayRuntime
+from fednas_flwr.settings.run_settings import RayRuntime
 
 
 @pytest.fixture(scope="module")

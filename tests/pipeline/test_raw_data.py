@@ -16,10 +16,10 @@ from PIL import Image
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
-from fednas_flwr.data.images import read_digits
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
 
+from ..data_sets import read
 from ..patients import patients
 
 FIXED = (
@@ -39,7 +39,7 @@ def digits(folder: Path) -> SimpleNamespace:
 
 def npz(folder: Path) -> SimpleNamespace:
     """Digits in colours [N, H, W, C], with classes that have names."""
-    records, _ = read_digits()
+    records, _ = read("digits", Path())
     x = records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3)
     y = records.labels.numpy()
     path = folder / "digits.npz"
@@ -51,7 +51,7 @@ def npz(folder: Path) -> SimpleNamespace:
 
 def numbers(folder: Path) -> SimpleNamespace:
     """A table without names in an npz file: the digits' pixels, some of them missing."""
-    records, _ = read_digits()
+    records, _ = read("digits", Path())
     x = records.features.flatten(1).numpy().astype(np.float32)
     x[np.random.default_rng(0).random(x.shape) < 0.02] = np.nan
     y = records.labels.numpy()
@@ -62,7 +62,7 @@ def numbers(folder: Path) -> SimpleNamespace:
 
 def image_folder(folder: Path) -> SimpleNamespace:
     """Digits as png files of two sizes, some in colours."""
-    records, _ = read_digits()
+    records, _ = read("digits", Path())
     root = folder / "images"
     for i in range(1000):
         part, label = "train" if i < 700 else "test", int(records.labels[i])

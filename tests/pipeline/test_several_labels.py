@@ -18,10 +18,11 @@ from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 from fednas_flwr import load
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.data.images import read_digits
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
 from fednas_flwr.pipeline.buildable import check_buildable
+
+from ..data_sets import read
 
 NAMES = ("even", "large", "prime")
 LINEAR = (
@@ -32,7 +33,7 @@ LINEAR = (
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """Return the digits [N, 8, 8] and which of three properties each has [N, 3]; 1 has none."""
-    records, _ = read_digits()
+    records, _ = read("digits", Path())
     y = records.labels.numpy()
     marks = [y % 2 == 0, y > 4, np.isin(y, (2, 3, 5, 7))]
     return records.features[:, 0].numpy(), np.stack(marks, axis=1).astype(np.int64)

@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file
 
 from fednas_flwr.client.handlers import ANSWERS
-from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.data.splits import assign_splits
+from fednas_flwr.data.prepared import save_partition
+from fednas_flwr.data.records import assign_splits
 from fednas_flwr.pipeline import stages
 
 

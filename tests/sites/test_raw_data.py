@@ -14,12 +14,12 @@ from PIL import Image
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
-from fednas_flwr.data.images import read_digits
 from fednas_flwr.deploy.sites.provision import Deployment
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 
+from ..data_sets import read
 from ..patients import patients
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ NAMES = [f"digit{digit}" for digit in range(10)]
 
 def npz(folder: Path) -> SimpleNamespace:
     """Digits in colours, and the numbers by which they are normalised."""
-    records, _ = read_digits()
+    records, _ = read("digits", Path())
     x = records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3)
     files = {}
     for place, owner in enumerate(OWNERS):
@@ -56,7 +56,7 @@ def private_features(folder: Path) -> SimpleNamespace:
 
 def image_folder(folder: Path) -> SimpleNamespace:
     """Digits as files of two sizes, some in colours."""
-    records, _ = read_digits()
+    records, _ = read("digits", Path())
     files = {owner: folder / owner for owner in OWNERS}
     for i in range(len(records)):
         image = Image.fromarray(records.features[i, 0].numpy())

@@ -16,8 +16,8 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedYogi
 from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fednas_flwr.protocol.states import Packed, Tensors
-from fednas_flwr.settings.rounds import ServerAdagrad, ServerAdam
-from fednas_flwr.settings.rounds import ServerOptimizer as Settings
+from fednas_flwr.settings.run_settings import ServerAdagrad, ServerAdam
+from fednas_flwr.settings.run_settings import ServerOptimizer as Settings
 
 MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 

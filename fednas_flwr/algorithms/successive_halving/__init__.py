@@ -13,7 +13,7 @@ from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits, NoPri
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains
 from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.parser import Between, Checked, OneOf, check_distinct, check_range
+from fednas_flwr.settings.parser import Between, Checked, Names, OneOf, check_range
 from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
 
 SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
@@ -38,7 +38,7 @@ class PoolSettings(Checked):
     draws: opt.Count
     alphas: str | None
     keep: Annotated[int, Between(2, opt.MOST_CANDIDATES)] | None
-    by: list[str] | None
+    by: Names | None
     shortlist: opt.ShortlistSettings | None
     limits: NetworkLimits
 
@@ -49,7 +49,6 @@ class PoolSettings(Checked):
         if self.keep is None:
             check_range(keep <= self.draws, "draws", self.draws, f"{keep} or more")
         check_range(keep <= self.draws, "keep", keep, f"2 to draws={self.draws}")
-        check_distinct("by", self.by or [])
         check_shortlist(self.shortlist, self.draws, least=keep)
 
     def chosen_scores(self, space: str) -> Sequence[str]:

@@ -10,7 +10,7 @@ from fednas_flwr.base.errors import unknown_choice
 from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import UNITS
-from fednas_flwr.settings.parser import Between, Length, check_distinct, check_range
+from fednas_flwr.settings.parser import Between, Length, Names, check_range
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 
@@ -36,16 +36,15 @@ class ZeroCostSettings(AlgorithmSettings):
             of the supernet's size.
     """
 
-    scores: Annotated[list[str], Length(Between(1))] | None
+    scores: Annotated[Names, Length(Between(1))] | None
     draws: opt.ListLength
     shortlist: opt.ShortlistSettings | None
     evolution: opt.EvolutionSettings | None
     limits: NetworkLimits
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that no score counts twice."""
+        """Check the ranges."""
         super().__post_init__()
-        check_distinct("scores", self.scores or [])
         check_shortlist(self.shortlist, self.draws)
 
     @property
