@@ -37,7 +37,7 @@ from fednas_flwr.search.proxyless import (
 )
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import SKELETONS
+from fednas_flwr.spaces.mbconv_network import SKELETONS
 
 CANDIDATES = {
     3: ("mbconv3_3x3", "mbconv3_5x5", "mbconv3_7x7"),

@@ -15,6 +15,7 @@ import argparse
 import functools
 import multiprocessing
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -36,6 +37,9 @@ from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.spaces.operations import num_groups
 from fednas_flwr.spaces.space import Supernet
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.reference_engine import by  # noqa: E402 (from the checkout)
 
 Space = DARTSSpace | NASBench201Space
 Step = Callable[[], object]
@@ -115,7 +119,7 @@ def make_steps(space: Space, batch_size: int, device: torch.device) -> dict[str,
     """Return the steps to be compared, on one batch and equal parameters."""
     x, y = make_batch(space.input_shape, batch_size, device)
     reference, fast, *batch_normed = (
-        make_supernet(replace(space, engine=engine, norm=norm), device)
+        by(engine, make_supernet(replace(space, norm=norm), device))
         for norm in (space.norm, "batch")
         for engine in ("reference", "fast")
     )
@@ -202,7 +206,7 @@ def measure_filling(repeats: int) -> None:
 
     Every pair of steps is of a batch of its own.
     """
-    supernet = make_supernet(replace(S, engine="fast"), torch.device("cpu"))
+    supernet = make_supernet(S, torch.device("cpu"))
     generator = make_generator(0, "filling")
     for expected, size in FILLED:
         ratios = []
@@ -294,7 +298,7 @@ def make_batch(
 
 
 def make_supernet(space: Space, device: torch.device) -> Supernet:
-    """Return the same supernet whatever the engine."""
+    """Return the same supernet in every call."""
     with seeded(0, "bench"):
         return space.supernet().to(device).train()
 
@@ -334,7 +338,7 @@ class OpWeights(nn.Module):
 
 def opacus_step(space: Space, x: Tensor, y: Tensor, *, by_alphas: bool) -> Step:
     """Return the step as Opacus' optimizer makes it, on a reference model that keeps its hooks."""
-    supernet = make_supernet(replace(space, engine="reference"), x.device)
+    supernet = by("reference", make_supernet(space, x.device))
     model = GradSampleModule(HookedSupernet(supernet, by_alphas=by_alphas), loss_reduction="sum")
     parameters = [p for p in model.parameters() if p.requires_grad]
 

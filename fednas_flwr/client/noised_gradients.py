@@ -43,7 +43,7 @@ from fednas_flwr.search.optimizer_step import Descent, Gradient, trainable_weigh
 from fednas_flwr.search.path_network import PathNetwork, cost_gradient, offered_ops
 from fednas_flwr.search.pool import PREFIX, Pool
 from fednas_flwr.spaces.costs import HardwareLoss
-from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.mbconv_network import CELL
 from fednas_flwr.spaces.space import Supernet
 
 # Of features [N, ...] and labels [N], watched, in micro-batches of one size; None is one of all.

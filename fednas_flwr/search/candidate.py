@@ -18,7 +18,7 @@ from fednas_flwr.search.exact_gradients import ExactGradients, Passes
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.optimizer_step import MOMENTS, Descent, Gradients, trainable_weights
 from fednas_flwr.settings.optimizers import DPAware
-from fednas_flwr.spaces.dp_cells_network import DPCellNetwork
+from fednas_flwr.spaces.dp_cells import DPCellNetwork
 from fednas_flwr.spaces.space import Supernet
 
 MICRO_BATCH = 128  # records whose gradients are in memory at a time
@@ -46,8 +46,7 @@ class Candidate(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the weights that the path computes with, under their names in the supernet."""
-        own = {id(weight) for weight in self.body.path_parameters(self.path)}
-        return {n: w for n, w in self.supernet.weights().items() if id(w) in own}
+        return self.supernet.path_weights(self.path)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes]."""

@@ -24,7 +24,7 @@ from fednas_flwr.search.pool import Pool, by_member
 from fednas_flwr.search.proxyless import gate_gradient
 from fednas_flwr.settings.names import FLOAT32
 from fednas_flwr.spaces.costs import HardwareLoss
-from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.mbconv_network import CELL
 from fednas_flwr.spaces.space import Supernet
 
 Passes = Callable[[], Iterator[Batch]]  # begins another pass over some records

@@ -18,8 +18,7 @@ from fednas_flwr.search.gates import NUM_PATHS, active_gates, alpha_gradient
 from fednas_flwr.spaces.costs import Costs, HardwareLoss
 from fednas_flwr.spaces.flops import count_parameters
 from fednas_flwr.spaces.mbconv import NEVER
-from fednas_flwr.spaces.mbconv_network import Block, MBConvNetwork
-from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.mbconv_network import CELL, Block, MBConvNetwork
 from fednas_flwr.spaces.space import Supernet
 
 LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER
@@ -42,15 +41,7 @@ class PathNetwork(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the weights of the active ops and of the shared layers, under their names."""
-        active = zip(_blocks(self.supernet), self.paths_EK[:, 0].tolist(), strict=True)
-        ops = [block.op(column) for block, column in active]
-        own = {id(weight) for op in ops if op is not None for weight in op.parameters()}
-        beside = {id(weight) for block in _blocks(self.supernet) for weight in block.parameters()}
-        return {
-            name: weight
-            for name, weight in self.supernet.weights().items()
-            if id(weight) in own or id(weight) not in beside
-        }
+        return self.supernet.path_weights(self.paths_EK[:, 0].tolist())
 
     def forward(
         self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None
@@ -132,4 +123,4 @@ def cost_gradient(hardware: HardwareLoss, supernet: Supernet, paths_EK: Tensor) 
 def _blocks(supernet: Supernet) -> list[Block]:
     if not isinstance(supernet.body, MBConvNetwork):
         raise ValueError("paths are drawn in the MBConv space only: set search_space=mbconv")
-    return [block for block in supernet.body.blocks if isinstance(block, Block)]
+    return supernet.body.choices()

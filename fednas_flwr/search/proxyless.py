@@ -23,7 +23,7 @@ from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
 from fednas_flwr.spaces.mbconv import NEVER
-from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.mbconv_network import CELL
 from fednas_flwr.spaces.space import Supernet
 
 

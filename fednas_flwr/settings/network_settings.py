@@ -58,7 +58,7 @@ class BlockSpace(SearchSpaceSettings):
     """The MBConv space and the sizes of its supernet, which are also those of derived networks.
 
     Attributes:
-        skeleton: Depth, widths and strides, by name; see ``spaces.mbconv_plan.SKELETONS``.
+        skeleton: Depth, widths and strides, by name; see ``spaces.mbconv_network.SKELETONS``.
         candidates: The ops of a block, by the name of their set; see ``CANDIDATES`` there.
         width: Width multiplier.
     """
@@ -76,7 +76,7 @@ class DPCells(SearchSpaceSettings):
         widths: Channels of each of the three cells' nodes.
         head: Width of the head.
         activation: Activation of the head, by name; see
-            ``spaces.dp_cells_network.ACTIVATIONS``.
+            ``spaces.dp_cells.ACTIVATIONS``.
     """
 
     widths: list[Width]

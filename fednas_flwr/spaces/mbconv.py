@@ -2,8 +2,8 @@
 
 Cai et al. (2019), arXiv 1812.00332; Zhang et al. (2020), FDNAS, arXiv 2011.03372. Nothing is
 searched on a smaller proxy: the derived network has the supernet's depth and width. The fixed shape
-around the choices is a skeleton (``mbconv_plan.py``); :class:`MBConvSpace` gives the supernet, the
-way from alphas to a genotype and the derived network; modules stand in ``mbconv_network.py``.
+around the choices is a skeleton; :class:`MBConvSpace` gives the supernet, the way from alphas to a
+genotype and the derived network. Plans and modules stand in ``mbconv_network.py``.
 
 Tensor suffixes: E blocks, O ops.
 """
@@ -21,13 +21,13 @@ from torch import Tensor
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.spaces.degenerate import WEIGHTLESS, first_trained, nearest_trained
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
-from fednas_flwr.spaces.mbconv_network import MBConvNetwork
-from fednas_flwr.spaces.mbconv_plan import (
+from fednas_flwr.spaces.mbconv_network import (
     CANDIDATES,
     CELL,
     MBCONVS,
     SKELETONS,
     ZERO,
+    MBConvNetwork,
     Plan,
     Skeleton,
     make_plan,
@@ -57,7 +57,6 @@ class MBConvSpace(SpaceShape):
             stride 1 with as many output as input channels offer.
         width: Width multiplier; channels are rounded to multiples of 8, the head never shrinks.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
-        engine: Both are the same here.
     """
 
     name: ClassVar[str] = "mbconv"
@@ -203,10 +202,7 @@ class MBConvSpace(SpaceShape):
         Raises:
             ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
         """
-        if auxiliary:
-            raise ConfigError(
-                "mbconv networks have no auxiliary head: set retrain.auxiliary_weight=0."
-            )
+        self.check_auxiliary(auxiliary)
         chosen = tuple(
             (row[op],) for row, op in zip(self.plan.blocks, self.path(genotype), strict=True)
         )

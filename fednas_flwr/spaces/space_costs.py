@@ -24,8 +24,7 @@ from fednas_flwr.spaces.latency_tables import (
     time_modules,
 )
 from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_network import make_layer
-from fednas_flwr.spaces.mbconv_plan import Layer
+from fednas_flwr.spaces.mbconv_network import Layer, make_layer
 
 NETWORK_PASSES = 21
 

@@ -17,7 +17,7 @@ from fednas_flwr.settings.optimizers import EvolutionSettings
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import Skeleton
+from fednas_flwr.spaces.mbconv_network import Skeleton
 
 from ..small_spaces import IMAGES, WITH_ZERO
 from ..small_spaces import SPACES as SMALL
