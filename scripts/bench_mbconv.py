@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.exact_gradients import ExactGradients, Passes
-from fednas_flwr.search.gates import draw_paths
 from fednas_flwr.search.optimizer_step import (
     Descent,
     Descents,
@@ -33,6 +32,7 @@ from fednas_flwr.search.optimizer_step import (
 )
 from fednas_flwr.search.proxyless import (
     SampledPaths,
+    draw_paths,
     search_paths,
 )
 from fednas_flwr.settings.optimizers import SGD, Adam

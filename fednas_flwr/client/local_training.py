@@ -22,6 +22,7 @@ from fednas_flwr.models.metrics import record_losses
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.requests import Amount, LocalSearch, LocalTraining
+from fednas_flwr.search.candidate import Pool
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import alternate
 from fednas_flwr.search.optimizer_step import (
@@ -33,9 +34,7 @@ from fednas_flwr.search.optimizer_step import (
     train,
     trainable_weights,
 )
-from fednas_flwr.search.path_network import PathNetwork, covering_paths
-from fednas_flwr.search.pool import Pool
-from fednas_flwr.search.proxyless import search_paths
+from fednas_flwr.search.proxyless import PathNetwork, covering_paths, search_paths
 from fednas_flwr.spaces.space import Supernet
 
 Plan = Mapping[str, PlannedRelease]  # of a private request, by kind; empty without privacy

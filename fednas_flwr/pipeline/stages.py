@@ -95,7 +95,7 @@ from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.parser import seconds
 from fednas_flwr.settings.runtimes import Deployment
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.operations import SkipNetwork
 

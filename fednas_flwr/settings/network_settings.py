@@ -148,7 +148,7 @@ class NetworkLimits(Checked):
 
 @dataclass(frozen=True)
 class Hardware(Checked):
-    """Effect of a network's cost on the loss of the alphas; see ``hardware.costs.HardwareLoss``.
+    """Effect of a network's cost on the loss of the alphas; see ``spaces.costs.HardwareLoss``.
 
     Attributes:
         table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
@@ -156,7 +156,7 @@ class Hardware(Checked):
         unit: Unit of cost: ``ms``, ``multiply_adds`` or ``parameters``.
         target: Target cost T in this unit, by which the loss is scaled; costs below T still lower
             it.
-        loss: Form of the loss, a name of ``hardware.costs.LOSSES``.
+        loss: Form of the loss, a name of ``spaces.costs.LOSSES``.
         scale: Scale of an additive loss.
         exponent: Exponent of the ratio of cost to target.
     """

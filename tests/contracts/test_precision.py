@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
-from fednas_flwr.search.gates import draw_paths
 from fednas_flwr.search.gumbel import GumbelPath
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Descent, make_sgd
-from fednas_flwr.search.path_network import PathNetwork, drawable_alphas
+from fednas_flwr.search.proxyless import PathNetwork, draw_paths, drawable_alphas
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.spaces.space import SearchSpace, Supernet

@@ -27,10 +27,9 @@ from fednas_flwr.privacy.mechanism.clipping import (
 from fednas_flwr.privacy.mechanism.micro_batches import clipped_row_sum, filled, micro_batches
 from fednas_flwr.privacy.self_test import largest_size, rows_are_alike
 from fednas_flwr.search.candidate import Candidate, all_alike
-from fednas_flwr.search.gates import active_gates, alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, heads
 from fednas_flwr.search.optimizer_step import trainable_weights
-from fednas_flwr.search.path_network import PathNetwork, covering_paths
+from fednas_flwr.search.proxyless import PathNetwork, active_gates, alpha_gradient, covering_paths
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
 from fednas_flwr.spaces.mbconv import MBConvSpace

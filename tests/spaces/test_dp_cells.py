@@ -12,8 +12,8 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings import conf_folder
+from fednas_flwr.spaces.costs import count_parameters
 from fednas_flwr.spaces.dp_cells import EDGES, OPS, DPCellSpace
-from fednas_flwr.spaces.flops import count_parameters
 from fednas_flwr.spaces.genotype import load_genotype
 
 SMALL = DPCellSpace(input_shape=(2, 8, 8), num_classes=5, widths=(8, 8, 16), head=16)
