@@ -42,8 +42,7 @@ import torch
 from fednas_flwr import compose, run
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.spaces.genotype import save_genotype
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_network import CANDIDATES, SKELETONS
+from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 
 IMAGES = 20  # per client
 LIMIT_MB = 4000

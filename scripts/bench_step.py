@@ -32,8 +32,7 @@ from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, c
 from fednas_flwr.search.architect import alpha_gradient_sum
 from fednas_flwr.search.gradient_sums import Tally, weight_gradient_sum
 from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_network import SKELETONS
+from fednas_flwr.spaces.mbconv import SKELETONS, MBConvSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.spaces.space import Supernet
 

@@ -48,7 +48,7 @@ from fednas_flwr.search.proxyless import (
     offered_ops,
 )
 from fednas_flwr.spaces.costs import HardwareLoss
-from fednas_flwr.spaces.mbconv_network import CELL
+from fednas_flwr.spaces.mbconv import CELL
 from fednas_flwr.spaces.space import Supernet
 
 # Of features [N, ...] and labels [N], watched, in micro-batches of one size; None is one of all.

@@ -29,7 +29,7 @@ from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
 from fednas_flwr.settings.names import FLOAT32
 from fednas_flwr.settings.optimizers import DPAware
 from fednas_flwr.spaces.costs import HardwareLoss
-from fednas_flwr.spaces.mbconv_network import CELL
+from fednas_flwr.spaces.mbconv import CELL
 from fednas_flwr.spaces.space import Supernet
 
 MICRO_BATCH = 128  # records whose gradients are in memory at a time

@@ -27,8 +27,7 @@ from fednas_flwr.search.optimizer_step import Descents, Gradients
 from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.costs import Costs, HardwareLoss, HardwareTerms, count_parameters
-from fednas_flwr.spaces.mbconv import NEVER
-from fednas_flwr.spaces.mbconv_network import CELL, Block, MBConvNetwork
+from fednas_flwr.spaces.mbconv import CELL, NEVER, Block, MBConvNetwork
 from fednas_flwr.spaces.space import Supernet
 
 LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER

@@ -58,7 +58,7 @@ class BlockSpace(SearchSpaceSettings):
     """The MBConv space and the sizes of its supernet, which are also those of derived networks.
 
     Attributes:
-        skeleton: Depth, widths and strides, by name; see ``spaces.mbconv_network.SKELETONS``.
+        skeleton: Depth, widths and strides, by name; see ``spaces.mbconv.SKELETONS``.
         candidates: The ops of a block, by the name of their set; see ``CANDIDATES`` there.
         width: Width multiplier.
     """

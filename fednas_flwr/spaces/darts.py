@@ -27,12 +27,11 @@ from torch.nn import functional as F
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.layers import Stack, convolution, depthwise, linear, pointwise
 from fednas_flwr.settings.names import Norm
-from fednas_flwr.spaces.cell_graph import CellGraphSpace, candidate_edges
+from fednas_flwr.spaces.cell_graph import CellGraphSpace, StackedSpace, candidate_edges
 from fednas_flwr.spaces.genotype import Edge, Genotype
 from fednas_flwr.spaces.operations import (
     FactorizedReduce,
     MixedOp,
-    Sizes,
     SkipNetwork,
     TwoInputCell,
     channels_last,
@@ -98,11 +97,11 @@ class DARTSSpace(CellGraphSpace):
         Deviation: the published code leaves the affine part of the stem's norm on (96 weights of
         1,930,618 at C = 16); here no norm of a supernet has one.
         """
-        body = self.with_skip(DARTSBody(self.sizes))
+        body = self.with_skip(DARTSBody(self))
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DARTSNetwork:
-        """Return the newly initialised discrete network of the space's sizes.
+        """Return the newly initialised discrete network of the space's space.
 
         In the paper 20 cells of 36 channels.
 
@@ -114,7 +113,7 @@ class DARTSSpace(CellGraphSpace):
             ConfigError: If the genotype is not of this space.
         """
         self.check(genotype)
-        return self.with_skip(DARTSNetwork(genotype, self.sizes, auxiliary=auxiliary))
+        return self.with_skip(DARTSNetwork(genotype, self, auxiliary=auxiliary))
 
 
 def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: bool) -> nn.Module:
@@ -158,24 +157,24 @@ class DARTSNetwork(SkipNetwork):
     def __init__(
         self,
         genotype: Genotype,
-        sizes: Sizes,
+        space: StackedSpace,
         *,
         auxiliary: bool,
     ) -> None:
         """Build the network of a genotype that the space has checked."""
         super().__init__()
         self.drop_path_prob = 0.0
-        plans, norm = _plan_cells(sizes), sizes.norm
-        self.stem = _stem(sizes, affine=True)
+        plans, norm = _plan_cells(space), space.norm
+        self.stem = _stem(space, affine=True)
         self.cells = nn.ModuleList(
             _discrete_cell(plan, genotype.cells[plan.kind], norm=norm) for plan in plans
         )
-        self.classifier = nn.Linear(plans[-1].out_channels, sizes.num_classes)
-        self.auxiliary_cell = 2 * sizes.num_cells // 3
+        self.classifier = nn.Linear(plans[-1].out_channels, space.num_classes)
+        self.auxiliary_cell = 2 * space.num_cells // 3
         self.auxiliary = None
         if auxiliary:
             channels = plans[self.auxiliary_cell].out_channels
-            self.auxiliary = AuxiliaryHead(channels, sizes.num_classes, norm=norm)
+            self.auxiliary = AuxiliaryHead(channels, space.num_classes, norm=norm)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, classes]; in train mode with auxiliary head (logits, auxiliary)."""
@@ -230,14 +229,14 @@ class DARTSBody(SkipNetwork):
 
     takes_stack = True
 
-    def __init__(self, sizes: Sizes) -> None:
-        """Build the body; see :class:`DARTSSpace` for the sizes."""
+    def __init__(self, space: StackedSpace) -> None:
+        """Build the body; see :class:`DARTSSpace` for the space."""
         super().__init__()
-        plans = _plan_cells(sizes)
+        plans = _plan_cells(space)
         self.kinds = [plan.kind for plan in plans]
-        self.stem = _stem(sizes, affine=False)
-        self.cells = nn.ModuleList(SearchCell(plan, norm=sizes.norm) for plan in plans)
-        self.classifier = nn.Linear(plans[-1].out_channels, sizes.num_classes)
+        self.stem = _stem(space, affine=False)
+        self.cells = nn.ModuleList(SearchCell(plan, norm=space.norm) for plan in plans)
+        self.classifier = nn.Linear(plans[-1].out_channels, space.num_classes)
 
     def forward(
         self, x: Tensor, op_weights: Mapping[str, Tensor], stack: Stack = torch.cat
@@ -385,14 +384,14 @@ class _CellPlan:
         return 2 if self.reduction and source < NODES.start else 1
 
 
-def _plan_cells(sizes: Sizes) -> list[_CellPlan]:
+def _plan_cells(space: StackedSpace) -> list[_CellPlan]:
     """Return the sizes of all cells; channels double at the cells L//3 and 2L//3."""
     plans: list[_CellPlan] = []
-    channels = sizes.channels
+    channels = space.channels
     before = last = STEM_MULTIPLIER * channels
     after_reduction = False
-    for index in range(sizes.num_cells):
-        reduction = index in (sizes.num_cells // 3, 2 * sizes.num_cells // 3)
+    for index in range(space.num_cells):
+        reduction = index in (space.num_cells // 3, 2 * space.num_cells // 3)
         channels *= 2 if reduction else 1
         plan = _CellPlan(before, last, channels, reduction, after_reduction)
         plans.append(plan)
@@ -400,12 +399,12 @@ def _plan_cells(sizes: Sizes) -> list[_CellPlan]:
     return plans
 
 
-def _stem(sizes: Sizes, *, affine: bool) -> nn.Sequential:
+def _stem(space: StackedSpace, *, affine: bool) -> nn.Sequential:
     """Return conv3x3 to 3C and norm, at stride 1: the paper's form for small images."""
-    out_channels = STEM_MULTIPLIER * sizes.channels
+    out_channels = STEM_MULTIPLIER * space.channels
     return nn.Sequential(
-        nn.Conv2d(sizes.inputs, out_channels, 3, padding=1, bias=False),
-        make_norm(out_channels, norm=sizes.norm, affine=affine),
+        nn.Conv2d(space.input_shape[0], out_channels, 3, padding=1, bias=False),
+        make_norm(out_channels, norm=space.norm, affine=affine),
     )
 
 

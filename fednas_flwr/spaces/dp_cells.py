@@ -128,17 +128,7 @@ class DPCellSpace(WholeGraphSpace):
     def _network(
         self, ops_of_edges: Sequence[Sequence[str]], *, groups: int, near_identity: bool = False
     ) -> DPCellNetwork:
-        network = DPCellNetwork(
-            ops_of_edges,
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-            widths=self.widths,
-            head=self.head,
-            activation=self.activation,
-            norm=self.norm,
-            groups=groups,
-            near_identity=near_identity,
-        )
+        network = DPCellNetwork(self, ops_of_edges, groups=groups, near_identity=near_identity)
         return self.with_skip(network)
 
 
@@ -180,33 +170,24 @@ class DPCellNetwork(SkipNetwork):
 
     def __init__(
         self,
+        space: DPCellSpace,
         ops_of_edges: Sequence[Sequence[str]],
         *,
-        input_shape: Sequence[int],
-        num_classes: int,
-        widths: Sequence[int],
-        head: int,
-        activation: str,
-        norm: Norm,
         groups: int,
         near_identity: bool = False,
     ) -> None:
         """Build the network.
 
         Args:
+            space: Its sizes.
             ops_of_edges: For each of ``EDGES`` the names of the ops to choose from.
-            input_shape: (channels, height, width) of an image.
-            num_classes: Number of classes.
-            widths: Channels of each cell's nodes.
-            head: Channels of the head's 1x1 convolution and width of its hidden layer.
-            activation: Of the hidden layer; a name in ``ACTIVATIONS``.
-            norm: ``batch`` or ``group``.
             groups: Most groups of a group norm.
             near_identity: Whether the ops' convolutions begin as identities with noise.
         """
         super().__init__()
         self.drop_path_prob = 0.0
-        channels, height, width = input_shape
+        channels, height, width = space.input_shape
+        widths, head, norm = space.widths, space.head, space.norm
 
         def normed(convolution: nn.Conv2d) -> nn.Sequential:
             outputs = convolution.out_channels
@@ -228,8 +209,8 @@ class DPCellNetwork(SkipNetwork):
             *normed(nn.Conv2d(channels, head, 1, bias=False)),
             nn.Flatten(),
             nn.Linear(head * height * width, head),
-            ACTIVATIONS[activation](),
-            nn.Linear(head, num_classes),
+            ACTIVATIONS[space.activation](),
+            nn.Linear(head, space.num_classes),
         )
         for module in self.modules():
             if isinstance(module, nn.Conv2d):

@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.names import GROUP, Norm
-from fednas_flwr.spaces.cell_graph import CellGraphSpace, candidate_edges
+from fednas_flwr.spaces.cell_graph import CellGraphSpace, StackedSpace, candidate_edges
 from fednas_flwr.spaces.genotype import Edge, Genotype
-from fednas_flwr.spaces.operations import Sizes, SkipNetwork, TwoInputCell
+from fednas_flwr.spaces.operations import SkipNetwork, TwoInputCell
 from fednas_flwr.spaces.space import Supernet
 from fednas_flwr.spaces.wide_operations import node_states
 
@@ -85,11 +85,11 @@ class MLPSpace(CellGraphSpace):
                 f"search_space.num_cells must be at least 2 for mlp, got {self.num_cells}: with "
                 "one there is no normal cell."
             )
-        body = self.with_skip(MLPBody(self.sizes))
+        body = self.with_skip(MLPBody(self))
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> MLPNetwork:
-        """Return the newly initialised discrete network of the space's sizes.
+        """Return the newly initialised discrete network of the space's space.
 
         Args:
             genotype: The cells.
@@ -100,7 +100,7 @@ class MLPSpace(CellGraphSpace):
         """
         self.check(genotype)
         self.check_auxiliary(auxiliary)
-        return self.with_skip(MLPNetwork(genotype, self.sizes))
+        return self.with_skip(MLPNetwork(genotype, self))
 
 
 def make_norm(width: int, *, layers: int = 1, norm: Norm, affine: bool) -> nn.Module:
@@ -139,15 +139,15 @@ class MLPNetwork(SkipNetwork):
 
     drop_path_prob: float
 
-    def __init__(self, genotype: Genotype, sizes: Sizes) -> None:
+    def __init__(self, genotype: Genotype, space: StackedSpace) -> None:
         """Build the network of a genotype that the space has checked."""
         super().__init__()
         self.drop_path_prob = 0.0
-        plans = _plan_cells(sizes)
+        plans = _plan_cells(space)
         self.cells = nn.ModuleList(
-            _discrete_cell(plan, genotype.cells[plan.kind], norm=sizes.norm) for plan in plans
+            _discrete_cell(plan, genotype.cells[plan.kind], norm=space.norm) for plan in plans
         )
-        self.classifier = nn.Linear(plans[-1].out_width, sizes.num_classes)
+        self.classifier = nn.Linear(plans[-1].out_width, space.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes]."""
@@ -165,13 +165,13 @@ class MLPNetwork(SkipNetwork):
 class MLPBody(SkipNetwork):
     """Search cells and classifier."""
 
-    def __init__(self, sizes: Sizes) -> None:
-        """Build the body; see :class:`MLPSpace` for the sizes."""
+    def __init__(self, space: StackedSpace) -> None:
+        """Build the body; see :class:`MLPSpace` for the space."""
         super().__init__()
-        plans = _plan_cells(sizes)
+        plans = _plan_cells(space)
         self.kinds = [plan.kind for plan in plans]
-        self.cells = nn.ModuleList(SearchCell(plan, norm=sizes.norm) for plan in plans)
-        self.classifier = nn.Linear(plans[-1].out_width, sizes.num_classes)
+        self.cells = nn.ModuleList(SearchCell(plan, norm=space.norm) for plan in plans)
+        self.classifier = nn.Linear(plans[-1].out_width, space.num_classes)
 
     def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
@@ -266,14 +266,14 @@ class _CellPlan:
         return len(NODES) * self.width
 
 
-def _plan_cells(sizes: Sizes) -> list[_CellPlan]:
+def _plan_cells(space: StackedSpace) -> list[_CellPlan]:
     """Return the sizes of all cells; the width is halved at cell L//2 and stays so."""
     plans: list[_CellPlan] = []
-    before = last = sizes.inputs
-    middle = sizes.num_cells // 2
-    for index in range(sizes.num_cells):
+    before = last = space.input_shape[0]
+    middle = space.num_cells // 2
+    for index in range(space.num_cells):
         reduction = index == middle
-        width = sizes.channels // 2 if index >= middle else sizes.channels
+        width = space.channels // 2 if index >= middle else space.channels
         plans.append(_CellPlan(before, last, width, "reduction" if reduction else "normal"))
         before, last = last, plans[-1].out_width
     return plans

@@ -30,7 +30,6 @@ from fednas_flwr.spaces.cell_graph import CELL, StackedSpace, WholeGraphSpace, c
 from fednas_flwr.spaces.genotype import Edge, Genotype
 from fednas_flwr.spaces.operations import (
     MixedOp,
-    Sizes,
     SkipNetwork,
     channels_last,
     discrete_states,
@@ -70,11 +69,11 @@ class NASBench201Space(StackedSpace, WholeGraphSpace):
 
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part."""
-        body = self.with_skip(NASBench201Body(self.sizes))
+        body = self.with_skip(NASBench201Body(self))
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> NASBench201Network:
-        """Return the newly initialised discrete network of the space's sizes.
+        """Return the newly initialised discrete network of the space's space.
 
         Args:
             genotype: The cell.
@@ -85,7 +84,7 @@ class NASBench201Space(StackedSpace, WholeGraphSpace):
         """
         self.check(genotype)
         self.check_auxiliary(auxiliary)
-        return self.with_skip(NASBench201Network(genotype, self.sizes))
+        return self.with_skip(NASBench201Network(genotype, self))
 
 
 def to_arch_string(genotype: Genotype) -> str:
@@ -145,13 +144,13 @@ class NASBench201Network(SkipNetwork):
 
     drop_path_prob: float
 
-    def __init__(self, genotype: Genotype, sizes: Sizes) -> None:
+    def __init__(self, genotype: Genotype, space: StackedSpace) -> None:
         """Build the network of a genotype that the space has checked."""
         super().__init__()
         self.drop_path_prob = 0.0
         self.skeleton = _Skeleton(
-            functools.partial(_DiscreteCell, genotype.cells[CELL], norm=sizes.norm),
-            sizes,
+            functools.partial(_DiscreteCell, genotype.cells[CELL], norm=space.norm),
+            space,
             affine=True,
         )
 
@@ -173,11 +172,11 @@ class NASBench201Body(SkipNetwork):
 
     takes_stack = True
 
-    def __init__(self, sizes: Sizes) -> None:
-        """Build the body; see :class:`NASBench201Space` for the sizes."""
+    def __init__(self, space: StackedSpace) -> None:
+        """Build the body; see :class:`NASBench201Space` for the space."""
         super().__init__()
         self.skeleton = _Skeleton(
-            functools.partial(SearchCell, norm=sizes.norm), sizes, affine=False
+            functools.partial(SearchCell, norm=space.norm), space, affine=False
         )
 
     def forward(
@@ -223,12 +222,12 @@ class _Skeleton(nn.Module):
     """
 
     def __init__(
-        self, make_cell: Callable[[int], nn.Module], sizes: Sizes, *, affine: bool
+        self, make_cell: Callable[[int], nn.Module], space: StackedSpace, *, affine: bool
     ) -> None:
         super().__init__()
-        channels, norm = sizes.channels, sizes.norm
+        channels, norm = space.channels, space.norm
         self.stem = nn.Sequential(
-            nn.Conv2d(sizes.inputs, channels, 3, padding=1, bias=False),
+            nn.Conv2d(space.input_shape[0], channels, 3, padding=1, bias=False),
             make_norm(channels, norm=norm, affine=affine),
         )
         self.reductions = nn.ModuleList([nn.Identity()])
@@ -237,9 +236,9 @@ class _Skeleton(nn.Module):
             if stage > 0:
                 self.reductions.append(ResidualBlock(channels, norm=norm, affine=affine))
                 channels *= 2
-            self.stages.append(nn.ModuleList(make_cell(channels) for _ in range(sizes.num_cells)))
+            self.stages.append(nn.ModuleList(make_cell(channels) for _ in range(space.num_cells)))
         self.head_norm = make_norm(channels, norm=norm, affine=affine)
-        self.classifier = nn.Linear(channels, sizes.num_classes)
+        self.classifier = nn.Linear(channels, space.num_classes)
 
     def forward(self, x: Tensor, cell_argument: tuple[Sequence[int], Tensor] | float) -> Tensor:
         x = channels_last(self.stem(x))

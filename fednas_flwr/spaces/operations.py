@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,25 +25,6 @@ from fednas_flwr.spaces.genotype import Edge
 
 MAX_GROUPS = 8
 NOTHING = ("none", "zero")  # ops without a module
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Everything that networks of one search space share, except for the choice of ops.
-
-    Attributes:
-        inputs: Channels of an image, or features of a record.
-        num_classes: Number of classes.
-        channels: Of the first cells; in a space of tables the width of their nodes.
-        num_cells: Cells, or cells of each stage.
-        norm: ``batch`` or ``group``.
-    """
-
-    inputs: int
-    num_classes: int
-    channels: int
-    num_cells: int
-    norm: Norm
 
 
 def check_norm(norm: str) -> None:

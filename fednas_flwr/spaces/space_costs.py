@@ -33,8 +33,7 @@ from fednas_flwr.spaces.latency_tables import (
     time_modules,
 )
 from fednas_flwr.spaces.latency_tables import from_json as latency_from_json
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_network import Layer, make_layer
+from fednas_flwr.spaces.mbconv import Layer, MBConvSpace, make_layer
 from fednas_flwr.spaces.space import SearchSpace
 
 NETWORK_PASSES = 21

@@ -32,8 +32,7 @@ from fednas_flwr.search.optimizer_step import trainable_weights
 from fednas_flwr.search.proxyless import PathNetwork, active_gates, alpha_gradient, covering_paths
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_network import CELL, Skeleton
+from fednas_flwr.spaces.mbconv import CELL, MBConvSpace, Skeleton
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 

@@ -18,8 +18,7 @@ from fednas_flwr.search.proxyless import (
     rescale,
     uniform_alphas,
 )
-from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace
-from fednas_flwr.spaces.mbconv_network import Skeleton
+from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace, Skeleton
 
 DRAWS = 4000
 ALPHAS = torch.tensor([[0.5, -1.0, 0.2, 1.5], [0.0, 2.0, -0.5, NEVER]], dtype=torch.float64)

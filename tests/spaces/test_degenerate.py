@@ -15,8 +15,7 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.spaces import darts, dp_cells, mlp, nasbench201
 from fednas_flwr.spaces.cell_graph import candidate_edges, random_edges, strongest_edges
 from fednas_flwr.spaces.degenerate import WEIGHTLESS
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_network import Skeleton
+from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton
 
 from ..small_spaces import IMAGES
 from ..small_spaces import SPACES as SMALL
