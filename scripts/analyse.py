@@ -33,8 +33,7 @@ from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.numbers import CONFIG_FILE, VARIANTS_FOLDER, Run, is_complete, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder, open_run_folder
 from fednas_flwr.settings import Config
-from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
-from fednas_flwr.spaces.dp_cells_network import ACTIVATIONS, EDGES, POOLS
+from fednas_flwr.spaces.dp_cells import ACTIVATIONS, DP_CELL_SPACES, EDGES, POOLS, DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype, load_genotype, save_genotype
 
 SAMPLES = 1000

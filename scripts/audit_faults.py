@@ -56,14 +56,8 @@ def overrides_of(name: str, folder: Path) -> list[str]:
     ]
     (folder / "table.csv").write_text("\n".join(["id,a,b,c,label", *lines]) + "\n")
     return [
-        *(
-            "privacy=dp",
-            "clients=1",
-            "runtime.device=cpu",
-            "runtime.threads=1",
-            "rounds=2",
-            "retrain.rounds=2",
-        ),
+        *("privacy=dp", "clients=1", "runtime.device=cpu", "runtime.threads=1"),
+        *("rounds=2", "retrain.rounds=2"),
         *("dataset=csv", f"dataset.root={folder / 'table.csv'}", "dataset.label=label"),
         *(f"dataset.cache={folder / 'cache'}", "search_space=mlp_small"),
         *("search_space.channels=8", *RUNS[name]),

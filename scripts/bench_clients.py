@@ -42,8 +42,7 @@ import torch
 from fednas_flwr import compose, run
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.spaces.genotype import save_genotype
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS
+from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 
 IMAGES = 20  # per client
 LIMIT_MB = 4000
@@ -140,7 +139,6 @@ def compare_sampled(
             input_shape=(1, 28, 28),
             num_classes=10,
             norm="batch",
-            engine="fast",
             skeleton=SKELETONS["small"],
             candidates=CANDIDATES["proxyless"],
         )

@@ -54,7 +54,7 @@ def main() -> None:
     for title, (space, batch_size) in SIZES.items():
         if space not in (S, CELLS_201):
             continue
-        times = measure(make_steps(space, batch_size, torch.device("cpu")), repeats)
+        times = measure(make_steps(space, batch_size), repeats)
         print(f"{title}; CPU ms, median [quartiles] of {repeats}")
         for name, seconds in times.items():
             print(f"  {name:<34} {summary([1e3 * s for s in seconds], 0)}")

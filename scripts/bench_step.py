@@ -1,12 +1,11 @@
 """Cost of one private search step: engines, Opacus' hooks, peak memory, other networks.
 
-    scripts/bench_step.sh [--quick] [--filling-only] [--device cuda]
+    scripts/bench_step.sh [--quick] [--filling-only]
 
 Steps of one size alternate, so that a slow minute of the machine hits all of them; printed are
-medians with quartiles, and medians of the paired ratios, which are what counts. On the CPU times
-are process CPU time of one thread, memory is what the process's resident set grows by at its peak,
-each step in a process of its own. On a GPU times are wall time between synchronisations, memory is
-what torch's allocator held at its peak.
+medians with quartiles, and medians of the paired ratios, which are what counts. Times are process
+CPU time of one thread; memory is what the process's resident set grows by at its peak, each step in
+a process of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import argparse
 import functools
 import multiprocessing
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -25,7 +25,6 @@ import torch
 from opacus import GradSampleModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.models.mobilenetv2 import InvertedResidual
 
 from fednas_flwr.base.memory import keep_freed_memory
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -33,9 +32,12 @@ from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, c
 from fednas_flwr.search.architect import alpha_gradient_sum
 from fednas_flwr.search.gradient_sums import Tally, weight_gradient_sum
 from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.mbconv import SKELETONS, MBConvSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
-from fednas_flwr.spaces.operations import num_groups
 from fednas_flwr.spaces.space import Supernet
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.reference_engine import by  # noqa: E402 (from the checkout)
 
 Space = DARTSSpace | NASBench201Space
 Step = Callable[[], object]
@@ -46,6 +48,9 @@ S = DARTSSpace(input_shape=(1, 28, 28), num_classes=10, channels=4, num_cells=3,
 L = DARTSSpace(input_shape=(3, 32, 32), num_classes=10, channels=16, num_cells=8, norm="group")
 CELLS_201 = NASBench201Space(
     input_shape=(1, 28, 28), num_classes=10, channels=8, num_cells=1, norm="group"
+)
+BLOCKS = MBConvSpace(
+    input_shape=(3, 32, 32), num_classes=10, skeleton=SKELETONS["small"], norm="group"
 )
 SIZES: dict[str, tuple[Space, int]] = {
     "S: darts, 28x28x1, C 4, 3 cells, B 16": (S, 16),
@@ -62,8 +67,6 @@ RATIOS: tuple[tuple[tuple[str, ...], tuple[str, ...], dict[str, float]], ...] = 
 )
 MEMORY_LIMIT = 1.0
 NETWORK_LIMIT = 1.3
-GPU_LIMIT = 1.15
-GPU_BATCHES = (64, 256)
 FILLING_LIMIT = 1.15
 FILLED = ((32, 8), (64, 8), (256, 32))  # expected batches of the papers' runs, and micro-batches
 
@@ -74,21 +77,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11, help="of S; a third of it of L")
     parser.add_argument("--quick", action="store_true", help="S alone, 3 repeats")
     parser.add_argument("--filling-only", action="store_true", help="measure filling and end")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    device = torch.device(options.device)
     torch.set_num_threads(1)
     keep_freed_memory()  # as processes of clients do
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     if options.filling_only:
         measure_filling(options.repeats)
         return
-    if device.type == "cuda":
-        measure_gpu(device, options.repeats)
-        return
     for title, (space, batch_size) in SIZES.items():
         repeats = 3 if options.quick else max(3, options.repeats // (3 if space is L else 1))
-        print_ratios(title, measure(make_steps(space, batch_size, device), repeats), repeats)
+        print_ratios(title, measure(make_steps(space, batch_size), repeats), repeats)
         print_memory(title, space, batch_size)
         if options.quick:
             return
@@ -111,11 +109,11 @@ def print_ratios(title: str, times: dict[str, list[float]], repeats: int) -> Non
         print(f"  {' + '.join(upper) + ' / ' + ' + '.join(lower):<58} {summary(paired, 2)}{limit}")
 
 
-def make_steps(space: Space, batch_size: int, device: torch.device) -> dict[str, Step]:
+def make_steps(space: Space, batch_size: int) -> dict[str, Step]:
     """Return the steps to be compared, on one batch and equal parameters."""
-    x, y = make_batch(space.input_shape, batch_size, device)
+    x, y = make_batch(space.input_shape, batch_size)
     reference, fast, *batch_normed = (
-        make_supernet(replace(space, engine=engine, norm=norm), device)
+        by(engine, make_supernet(replace(space, norm=norm)))
         for norm in (space.norm, "batch")
         for engine in ("reference", "fast")
     )
@@ -155,9 +153,9 @@ def print_memory(title: str, space: Space, batch_size: int) -> None:
 def peak_memory(space: Space, batch_size: int, name: str) -> int:
     """Return by how many bytes the resident set grows at most during a step (Linux)."""
     torch.set_num_threads(1)
-    small = make_steps(space, 1, torch.device("cpu"))[name]
+    small = make_steps(space, 1)[name]
     small()  # what kernels and code keep is not the step's
-    step = make_steps(space, batch_size, torch.device("cpu"))[name]
+    step = make_steps(space, batch_size)[name]
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
     step()
@@ -172,13 +170,13 @@ def status_bytes(field: str) -> int:
 
 def measure_networks(repeats: int) -> None:
     """Print the private over the non-private step of networks that are not supernets."""
-    x, y = make_batch((3, 32, 32), 16, torch.device("cpu"))
+    x, y = make_batch((3, 32, 32), 16)
     with seeded(0, "bench"):
         genotype = S.random_genotype(make_generator(0, "genotype"))
         space = replace(S, input_shape=(3, 32, 32), channels=16, num_cells=6)
         networks = {
             "a DARTS network, C 16, 6 cells": space.network(genotype),
-            "MBConv blocks, two paths": TwoPaths(),
+            "MBConv blocks": BLOCKS.network(BLOCKS.random_genotype(make_generator(0, "blocks"))),
         }
     for title, network in networks.items():
         weights = dict(network.train().named_parameters())
@@ -202,13 +200,13 @@ def measure_filling(repeats: int) -> None:
 
     Every pair of steps is of a batch of its own.
     """
-    supernet = make_supernet(replace(S, engine="fast"), torch.device("cpu"))
+    supernet = make_supernet(S)
     generator = make_generator(0, "filling")
     for expected, size in FILLED:
         ratios = []
         for _ in range(repeats):
             drawn = int(torch.poisson(torch.tensor(float(expected)), generator=generator))
-            x, y = make_batch(S.input_shape, max(1, drawn), torch.device("cpu"))
+            x, y = make_batch(S.input_shape, max(1, drawn))
 
             def summed(x: Tensor, y: Tensor, size: int | None) -> object:
                 return clipped_gradient_sum(
@@ -233,70 +231,17 @@ def measure_filling(repeats: int) -> None:
         print(f"{text:<60} {summary(ratios, 2)}  (limit {FILLING_LIMIT:.2f})", flush=True)
 
 
-class TwoPaths(nn.Module):
-    """Blocks of MobileNetV2 with group norm, each the mean of two candidates."""
-
-    def __init__(self) -> None:
-        """Build five blocks of expansions 3 and 6."""
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        sizes = [(16, 24, 2), (24, 24, 1), (24, 40, 2), (40, 40, 1), (40, 80, 2)]
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(InvertedResidual(*size, ratio, group_norm) for ratio in (3, 6))
-            for size in sizes
-        )
-        self.classifier = nn.Linear(80, CLASSES)
-        for module in self.modules():
-            if isinstance(module, nn.ReLU6):
-                module.inplace = False  # in place needs copies where others read the input
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
-        x = self.stem(x)
-        for first, second in self.blocks:
-            x = (first(x) + second(x)) / 2
-        return self.classifier(x.mean((2, 3)))
-
-
-def group_norm(channels: int) -> nn.GroupNorm:
-    """Return the norm of the private blocks."""
-    return nn.GroupNorm(num_groups(channels), channels)
-
-
-def measure_gpu(device: torch.device, repeats: int) -> None:
-    """Print ratios, records per second and memory at the paper's size."""
-    print(torch.cuda.get_device_name(device))
-    for batch_size in GPU_BATCHES:
-        steps = make_steps(L, batch_size, device)
-        times = measure(steps, repeats, synchronise=torch.cuda.synchronize)
-        title = f"L: darts, 32x32x3, C 16, 8 cells, B {batch_size}"
-        print_ratios(title, times, repeats)
-        for part in ("weights", "alphas"):
-            upper, lower = times[f"private {part}"], times[f"plain {part}"]
-            paired = [a / b for a, b in zip(upper, lower, strict=True)]
-            text = f"private {part} / plain {part}, GPU"
-            print(f"  {text:<58} {summary(paired, 2)}  (limit {GPU_LIMIT:.2f})")
-        for name, step in steps.items():
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            peak = torch.cuda.max_memory_allocated() / 2**20
-            speed = batch_size / statistics.median(times[name])
-            print(f"  {name:<58} {speed:.0f} records/s, peak {peak:.0f} MiB")
-
-
-def make_batch(
-    shape: tuple[int, ...], batch_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def make_batch(shape: tuple[int, ...], batch_size: int) -> tuple[Tensor, Tensor]:
     """Return normal features and labels."""
     generator = make_generator(0, "bench")
     x = torch.randn(batch_size, *shape, generator=generator)
-    return x.to(device), torch.randint(CLASSES, (batch_size,), generator=generator).to(device)
+    return x, torch.randint(CLASSES, (batch_size,), generator=generator)
 
 
-def make_supernet(space: Space, device: torch.device) -> Supernet:
-    """Return the same supernet whatever the engine."""
+def make_supernet(space: Space) -> Supernet:
+    """Return the same supernet in every call."""
     with seeded(0, "bench"):
-        return space.supernet().to(device).train()
+        return space.supernet().train()
 
 
 class HookedSupernet(nn.Module):
@@ -334,7 +279,7 @@ class OpWeights(nn.Module):
 
 def opacus_step(space: Space, x: Tensor, y: Tensor, *, by_alphas: bool) -> Step:
     """Return the step as Opacus' optimizer makes it, on a reference model that keeps its hooks."""
-    supernet = make_supernet(replace(space, engine="reference"), x.device)
+    supernet = by("reference", make_supernet(space))
     model = GradSampleModule(HookedSupernet(supernet, by_alphas=by_alphas), loss_reduction="sum")
     parameters = [p for p in model.parameters() if p.requires_grad]
 
@@ -354,26 +299,18 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y, reduction="none")
 
 
-def measure(
-    steps: dict[str, Step], repeats: int, *, synchronise: Callable[[], object] | None = None
-) -> dict[str, list[float]]:
+def measure(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
     """Return the seconds of every step in every repeat, after one repeat that is not counted.
 
-    Every other repeat runs the steps in the opposite order. CPU time of this process, or wall time
-    from one ``synchronise`` to the next.
+    Every other repeat runs the steps in the opposite order. CPU time of this process.
     """
-    clock = time.process_time if synchronise is None else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name in list(steps)[:: 1 if repeat % 2 else -1]:
-            if synchronise is not None:
-                synchronise()
-            start = clock()
+            start = time.process_time()
             steps[name]()
-            if synchronise is not None:
-                synchronise()
             if repeat > 0:
-                times[name].append(clock() - start)
+                times[name].append(time.process_time() - start)
     return times
 
 

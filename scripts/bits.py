@@ -1,8 +1,8 @@
 """Hashes of the results of many tiny runs, which show that a change of the code changes no bit.
 
-``python scripts/bits.py before.json`` runs every case below with the checkout that PYTHONPATH
-names, through the public door alone (``fednas_flwr.compose`` and ``run``, and the files of a run),
-and writes a SHA-256 for each part of a case's result:
+``python scripts/bits.py before.json`` runs every case of ``bits.yaml`` with the checkout that
+PYTHONPATH names, through the public door alone (``fednas_flwr.compose`` and ``run``, and the files
+of a run), and writes a SHA-256 for each part of a case's result:
 
 - ``tensors``: the tensors of every model.safetensors, with name, type and shape;
 - ``checkpoints``: those of every stage's last checkpoint, alphas and optimisers included;
@@ -34,119 +34,14 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import yaml
 from PIL import Image
 from safetensors.numpy import load_file
 
 import fednas_flwr
 
-SETS = {  # words that stand for several overrides
-    # Of a network that is given, which no search finds; of any search; of a cell; of blocks.
-    "GIVEN": "clients=2 retrain.rounds=1 dataset.limit_train=240 dataset.limit_test=60 "
-    "runtime.device=cpu "
-    "runtime.threads=1 trackers=[]",
-    "TINY": "GIVEN rounds=2 evaluation.baselines=0",
-    "CELLS": "TINY search_space.channels=4 retrain.channels=4 retrain.num_cells=1",
-    "BLOCKS": "TINY retrain.batch_size=64",
-    "FEW": "algorithm.trained_candidates=2 algorithm.rewarded_candidates=2 "
-    "algorithm.final_candidates=3",
-    "DP": "privacy=dp privacy.test_seed=1 privacy.retrain.local_steps=2",
-    "SUM": "clients=4 secure_sum={least_sites:3,colluding:1}",
-    "TABLE": "dataset=csv search_space=mlp_small TINY dataset.root=DATA/table dataset.label=ill",
-    "NONE": "{low:0,high:0,log:false}",
-}
-CASES = {
-    "quickstart": "evaluation.baselines=0 trackers=[]",
-    "baselines": "algorithm=zero_cost CELLS algorithm.draws=8 evaluation.baselines=1",
-    # Every algorithm of conf/algorithm as it is.
-    "fed_darts": "algorithm=fed_darts CELLS",
-    "fedprox_darts": "algorithm=fedprox_darts CELLS",
-    "fednas": "algorithm=fednas CELLS",
-    "fnas": "algorithm=fnas CELLS",
-    "vanilla_nas": "algorithm=vanilla_nas CELLS clients=1",
-    "dp_fnas": "algorithm=dp_fnas CELLS DP",
-    "fdnas": "algorithm=fdnas BLOCKS algorithm.local_epochs=1",
-    "cfdnas": "algorithm=cfdnas BLOCKS algorithm.search.local_epochs=1 algorithm.group_rounds=1",
-    "feathers": "algorithm=feathers CELLS",
-    "feathers_paper_faithful": "algorithm=feathers CELLS algorithm.bandit.retention=.5 "
-    "algorithm.bandit.temperature=1 algorithm.bandit.scaled=false",
-    "fedex": "algorithm=fedex GIVEN algorithm.network=plain_cnn retrain.rounds=2",
-    "dpnas": "algorithm=dpnas TINY FEW algorithm.batch_size=32 rounds=4",
-    "fedavg": "algorithm=fedavg GIVEN",
-    "fedprox": "algorithm=fedprox GIVEN",
-    "zero_cost": "algorithm=zero_cost CELLS algorithm.draws=8",
-    "random_search": "algorithm=random_search CELLS",
-    "successive_halving": "algorithm=successive_halving CELLS algorithm.pool.draws=8",
-    # Their further forms.
-    "fed_darts by GDAS": "CELLS algorithm.temperatures={first:10,last:.1}",
-    "fed_darts by second order": "CELLS algorithm.rule=second_order",
-    "fed_darts in DARTS' space": "search_space=darts_small retrain=darts CELLS "
-    "search_space.num_cells=3 retrain.num_cells=3 retrain.batch_size=32 algorithm.batch_size=64",
-    "fnas by second order": "algorithm=fnas CELLS algorithm.order=2",
-    "fnas, several local steps": "algorithm=fnas CELLS algorithm.local_steps=2",
-    "fnas, fused": "algorithm=fnas CELLS algorithm.fused=true algorithm.beta_decay=1",
-    "feathers, averaged": "algorithm=feathers CELLS algorithm.rewarded=averaged",
-    "dpnas by evolution": "algorithm=dpnas TINY FEW algorithm.sampler=evolution "
-    "algorithm.batch_size=32 rounds=4 algorithm.evolution={population:3,tournament:2}",
-    "fdnas by latency, sparse": "algorithm=fdnas BLOCKS algorithm.local_epochs=1 "
-    "algorithm.sparse=true algorithm.gates=full algorithm.hardware={table:null,"
-    "unit:multiply_adds,target:3e5,loss:additive,scale:.1,exponent:1.0}",
-    "cfdnas by tag": "algorithm=cfdnas BLOCKS algorithm.search.local_epochs=1 "
-    "algorithm.group_rounds=1 algorithm.group_by=tag algorithm.num_groups=null clients=3 "
-    "algorithm.client_tags=[a,b,a]",
-    "zero_cost, recommended": "experiment=search/data_free CELLS rounds=1 algorithm.draws=8 "
-    "algorithm.shortlist.keep=2",
-    "random_search with ranges": "algorithm=random_search CELLS algorithm.ranges={"
-    "lr:{low:.01,high:.1,log:true},weight_decay:NONE,momentum:{low:0,high:.9,log:false},"
-    "alpha_lr:NONE,alpha_weight_decay:NONE,dropout:NONE}",
-    "successive_halving, recommended": "experiment=search/recommended CELLS rounds=1 "
-    "algorithm.pool.draws=8 algorithm.pool.keep=2 algorithm.local_epochs=1",
-    # Private forms; drop-path's masks have no seed there, so that FEATHERS may draw none.
-    "private fed_darts": "algorithm=fed_darts CELLS DP privacy.local_steps=2",
-    "private feathers": "algorithm=feathers CELLS DP privacy.local_steps=1 "
-    "algorithm.num_configurations=2 algorithm.ranges.dropout=NONE",
-    "private dpnas": "algorithm=dpnas TINY DP FEW",
-    "private fdnas": "algorithm=fdnas TINY DP privacy.local_steps=1",
-    "private successive_halving": "experiment=search/halving_private CELLS DP rounds=1 "
-    "algorithm.pool={draws:4,keep:2} privacy.local_steps=2",
-    "private fedavg, noised metrics": "algorithm=fedavg algorithm.network=plain_cnn GIVEN DP "
-    "privacy.metrics_noise_multiplier=5 privacy.epsilon=50",
-    "secure_sum": "algorithm=fed_darts CELLS SUM",
-    "secure_sum, shared noise": "algorithm=dp_fnas CELLS DP SUM",
-    "secure_sum, unit=client": "algorithm=fed_darts CELLS privacy=dp privacy.test_seed=1 SUM "
-    "privacy.unit=client",
-    # The server's choices.
-    "wire=int8": "CELLS runtime.wire=int8",
-    "wire=float16": "CELLS runtime.wire=float16",
-    "aggregate=median": "CELLS clients=3 aggregate=median",
-    "aggregate=trimmed_mean": "CELLS clients=3 aggregate=trimmed_mean runtime.quorum=1",
-    "server_optimizer=adam": "algorithm=fedavg GIVEN server_optimizer=adam",
-    "momentum=server": "CELLS training.momentum=server",
-    "momentum=averaged": "CELLS training.momentum=averaged",
-    "precision=bfloat16": "CELLS training.precision=bfloat16",
-    "sampled clients": "CELLS clients=4 sampling.per_round=2 sampling.by=by_size",
-    "runtime=ray": "CELLS runtime=ray",
-    "class factors, oversampled": "CELLS training.class_factors={3:.2} training.oversample=true "
-    "evaluation.personalised=true "
-    "partition=dirichlet",
-    "gradients": "CELLS retrain.exchange=gradients",
-    # Other data.
-    "npz": "dataset=npz dataset.root=DATA/images.npz CELLS partition=dirichlet",
-    "csv": "TABLE",
-    "csv of several labels": "dataset=csv search_space=mlp_small TINY dataset.root=DATA/labels "
-    "dataset.labels=[ill,old]",
-    "image_folder": "dataset=image_folder dataset.root=DATA/folder dataset.image_size=8 CELLS "
-    "partition=quantity",
-    "private csv, noised statistics": "TABLE DP privacy.local_steps=2 "
-    "privacy.statistics_noise_multiplier=5 dataset.ranges={age:[0,100],dose:[0,10]}",
-    "scattering": "algorithm=fedavg algorithm.network=linear GIVEN "
-    "dataset.scattering={scales:2,angles:8}",
-    # After the first round.
-    "resumed fed_darts": "CELLS rounds=3",
-    "resumed dp_fnas": "algorithm=dp_fnas CELLS DP",
-    # By scripts/deploy_local.py.
-    "deployment": "rounds=1 retrain.rounds=1 search_space.channels=4 retrain.channels=4 "
-    "retrain.num_cells=1 evaluation.baselines=0",
-}
+FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SETS, CASES = FILE["sets"], FILE["cases"]  # words that stand for several overrides; overrides
 NO_NUMBERS = {"run_started", "run_finished", "stage_started", "stage_finished", "group_finished"}
 NO_NUMBERS |= {"warning"}
 NO_BITS = {"time", "elapsed", "seconds", "run_dir", "source", "run", "stopped_after"}

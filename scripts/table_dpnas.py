@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from table_runs import TEST_ACCURACY, arguments, make_all, make_run, measure
+from table_runs import PERCENT, TEST_ACCURACY, arguments, make_all, make_run, measure
 from tables import start_results
 
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
@@ -65,12 +65,8 @@ SEARCHES = [
 ]
 EPSILON = {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2}
 SECONDS = {"metric": "retrain_seconds", "title": "training (s)", "decimals": 0}
-REWARD = {
-    "metric": "sampled_accuracy",
-    "title": "sampled cells, last 5 rounds (%)",
-    "scale": 100,
-    "decimals": 1,
-}
+REWARD_TITLE = "sampled cells, last 5 rounds (%)"
+REWARD = {"metric": "sampled_accuracy", "title": REWARD_TITLE, **PERCENT}
 
 TABLES = {  # title, columns, and what rows are compared with
     "networks": (

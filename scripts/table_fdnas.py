@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from table_runs import arguments, is_made, make_all, make_run, measure
+from table_runs import PERCENT, arguments, is_made, make_all, make_run, measure
 from tables import start_results
 
 from fednas_flwr.data.prepared import load_partition, save_partition
@@ -39,7 +39,6 @@ ON_FEATURES = [  # networks are smaller there: 0.35 to 0.44 M multiply-adds
 ]
 TRAINED = ["stages=[retrain,evaluate]"]
 NAIVE_ROUNDS = (4, 12)  # of each group's search from scratch; CFDNAS' groups have 4
-PERCENT = {"scale": 100, "decimals": 1}
 ACCURACIES = [
     {"metric": "central_accuracy", "title": "federated averaged accuracy (%)", **PERCENT},
     {"metric": "personalised_accuracy", "title": "mean local accuracy (%)", **PERCENT},

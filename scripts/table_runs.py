@@ -18,24 +18,11 @@ from fednas_flwr.runs.numbers import Run, is_complete, read_run
 
 T = TypeVar("T")
 
-TEST_ACCURACY = {
-    "metric": "central_accuracy",
-    "title": "test accuracy (%)",
-    "scale": 100,
-    "decimals": 1,
-}
-CLIENT_ACCURACY = {
-    "metric": "client_accuracy",
-    "title": "mean client accuracy (%)",
-    "scale": 100,
-    "decimals": 1,
-}
-PARAMETERS = {
-    "metric": "num_parameters",
-    "title": "parameters (k)",
-    "scale": 1e-3,
-    "decimals": 0,
-}
+PERCENT = {"scale": 100, "decimals": 1}
+TEST_ACCURACY = {"metric": "central_accuracy", "title": "test accuracy (%)", **PERCENT}
+CLIENT_ACCURACY = {"metric": "client_accuracy", "title": "mean client accuracy (%)", **PERCENT}
+THOUSANDS = {"scale": 1e-3, "decimals": 0}
+PARAMETERS = {"metric": "num_parameters", "title": "parameters (k)", **THOUSANDS}
 SEARCH_SECONDS = {"metric": "search_seconds", "title": "search (s)", "decimals": 0}
 
 

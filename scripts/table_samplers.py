@@ -26,9 +26,8 @@ from tables import append_result, start_results
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.report.lookup import CellTable, read_table
-from fednas_flwr.search.controller import Controller
+from fednas_flwr.search.samplers import Controller, RandomSampler, Sampler
 from fednas_flwr.search.samplers import Path as Candidate
-from fednas_flwr.search.samplers import RandomSampler, Sampler
 from fednas_flwr.settings.optimizers import ControllerSettings
 from fednas_flwr.spaces.latency_tables import machine_name
 from fednas_flwr.spaces.nasbench201 import NASBench201Space

@@ -33,7 +33,7 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import described_space, load_description, supernet_space
 from fednas_flwr.search.data_free_scores import AZ_NAS
-from fednas_flwr.spaces.flops import count_multiply_adds
+from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.genotype import Genotype, to_json
 
 RESULTS = Path(__file__).parent / "results" / "spaces.json"

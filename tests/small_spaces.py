@@ -9,8 +9,7 @@ import torch
 from fednas_flwr.spaces.costs import Costs
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DARTSOpsSpace, DPCellSpace
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS, Skeleton
+from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace, Skeleton
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 

@@ -13,8 +13,8 @@ from fednas_flwr.search.data_free_scores import measure
 from fednas_flwr.search.data_free_search import Limits, Scored, search, shortlisted
 from fednas_flwr.settings import Config, NetworkLimits
 from fednas_flwr.settings.optimizers import ShortlistSettings
-from fednas_flwr.spaces.hardware_terms import latency_of
 from fednas_flwr.spaces.space import SearchSpace
+from fednas_flwr.spaces.space_costs import latency_of
 
 ScoredSearch = partial[list[Scored]]  # that still needs the number of draws and a generator
 

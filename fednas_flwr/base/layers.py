@@ -3,8 +3,8 @@
 A weight is either shared, in torch's shape, or a copy for each of B records, [B, ...] with stride 0
 (``privacy.record_gradients``): then its gradient is [B, ...], as the gradient of op weights
 [B, edges, ops] is one per record. On CPU this costs no more than the gradient of a shared weight by
-torch's own kernels, which are slow for small depthwise and 1x1 convolutions; therefore the fast
-engine of the supernets computes with these layers in any case.
+torch's own kernels, which are slow for small depthwise and 1x1 convolutions; therefore supernets of
+images compute with these layers in any case.
 
 Measured: ``scripts/bench_step.py``. Differentiable once; not under ``torch.vmap``. Autocast casts
 what a layer reads, forward and backward, as it does with torch's own.
@@ -15,7 +15,7 @@ kernel size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +27,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 ALIGNED = 16  # elements of a row that starts at a border of 64 bytes, as the row before it does
+# Joins parameters of one shape along dim 0: torch.cat, or one that gives every record a copy.
+Stack = Callable[[list[Tensor]], Tensor]
 FEWEST = 4  # columns of a product of matrices; MKL computes fewer apart on processors with AVX-512
 
 

@@ -119,8 +119,7 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
 def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the exported network of a run takes by each latency table."""
     from fednas_flwr.models.networks import described_space, load_description
-    from fednas_flwr.spaces.hardware_terms import read_table
-    from fednas_flwr.spaces.space_costs import space_costs
+    from fednas_flwr.spaces.space_costs import read_table, space_costs
 
     description = load_description(options.run_folder)
     if description["name"] != "derived":

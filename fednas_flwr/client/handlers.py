@@ -36,17 +36,15 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol import states as st
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.sum_requests import Settings, answer_sum
-from fednas_flwr.search.candidate import (
-    Candidate,
+from fednas_flwr.search.candidate import Candidate, Pool, all_alike, path_states, train_candidates
+from fednas_flwr.search.exact_gradients import (
     ClippedGradients,
-    all_alike,
-    path_states,
-    train_candidates,
+    ExactGradients,
+    ExactSums,
+    LookAhead,
 )
-from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
 from fednas_flwr.search.gradient_sums import Batch, periodic_gradients
 from fednas_flwr.search.optimizer_step import Descent, Descents, Gradients, make_sgd
-from fednas_flwr.search.pool import Pool
 from fednas_flwr.spaces.latency_tables import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import Supernet
@@ -134,7 +132,7 @@ def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:
 def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) -> Reply:
     """``query.latency``: how long every layer of the run's search space takes on this machine.
 
-    The table is ``properties["latency"]``, as ``hardware.latency`` writes it. No record is read.
+    The table is ``properties["latency"]``, as ``latency_tables`` writes it. No record is read.
     """
     space = client.make_space()
     if not isinstance(space, MBConvSpace):

@@ -22,11 +22,10 @@ from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.requests import LocalSearch, LocalTraining
 from fednas_flwr.protocol.states import MOMENTS, Layout, Tensors, network_states, unpack
 from fednas_flwr.search import optimizer_step as opt
+from fednas_flwr.search.candidate import Pool
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import alternate
-from fednas_flwr.search.path_network import PathNetwork, covering_paths
-from fednas_flwr.search.pool import Pool
-from fednas_flwr.search.proxyless import search_paths
+from fednas_flwr.search.proxyless import PathNetwork, covering_paths, search_paths
 from fednas_flwr.spaces.space import Supernet
 
 Training = Callable[[], tuple[opt.Descents, dict[str, float]]]  # trains; returns also what was seen

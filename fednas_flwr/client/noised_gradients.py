@@ -35,15 +35,20 @@ from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.secure_sum.grid import Cells
 from fednas_flwr.protocol.states import Tensors
-from fednas_flwr.search.gates import active_gates, alpha_gradient
+from fednas_flwr.search.candidate import PREFIX, Pool
 from fednas_flwr.search.gradient_sums import Batch
 from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.objective import Output
 from fednas_flwr.search.optimizer_step import Descent, Gradient, trainable_weights
-from fednas_flwr.search.path_network import PathNetwork, cost_gradient, offered_ops
-from fednas_flwr.search.pool import PREFIX, Pool
+from fednas_flwr.search.proxyless import (
+    PathNetwork,
+    active_gates,
+    alpha_gradient,
+    cost_gradient,
+    offered_ops,
+)
 from fednas_flwr.spaces.costs import HardwareLoss
-from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.mbconv import CELL
 from fednas_flwr.spaces.space import Supernet
 
 # Of features [B, ...] and labels [B]; by name ``micro_batch_size``, ``persons`` and ``watch``, see

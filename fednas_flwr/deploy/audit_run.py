@@ -75,8 +75,8 @@ from fednas_flwr.protocol.sum_encoding import MASKED, Sizes, Summands, sizes_of
 from fednas_flwr.protocol.sum_requests import Summed, by_index
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.search.candidate import Pool
 from fednas_flwr.search.optimizer_step import no_moments
-from fednas_flwr.search.pool import Pool
 from fednas_flwr.server.secure_sums import MaskedSum
 from fednas_flwr.settings import Config, DifferentialPrivacy, with_runtime
 from fednas_flwr.settings.incompatible import searches

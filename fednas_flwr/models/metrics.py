@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.spaces.skip import SkipNetwork
+from fednas_flwr.spaces.operations import SkipNetwork
 
 BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for rounding
 UNSEEN = -1e300  # logit of a class without training records: its log odds are all the same

@@ -18,7 +18,7 @@ from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_metadata, read_model
-from fednas_flwr.search.pool import Pool
+from fednas_flwr.search.candidate import Pool
 from fednas_flwr.settings import (
     CellSpace,
     Config,

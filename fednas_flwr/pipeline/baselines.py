@@ -39,7 +39,7 @@ from fednas_flwr.settings.network_settings import CellSpace, Retrain
 from fednas_flwr.settings.optimizers import RESNETS, Configuration
 from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
-from fednas_flwr.spaces.flops import count_multiply_adds
+from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.genotype import save_genotype
 
 AFFORDED = 2  # random networks, where nobody says how many

@@ -39,7 +39,7 @@ from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import chooses, searches
 from fednas_flwr.settings.names import CLIENT
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of
-from fednas_flwr.spaces.hardware_terms import check_hardware
+from fednas_flwr.spaces.space_costs import check_hardware
 
 COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
 THREADS_PER_CORE = 8

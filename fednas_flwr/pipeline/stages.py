@@ -77,9 +77,9 @@ from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.parser import seconds
 from fednas_flwr.settings.run_settings import Deployment
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
-from fednas_flwr.spaces.skip import SkipNetwork
+from fednas_flwr.spaces.operations import SkipNetwork
 
 # What each real site must tell of its data, from which the server builds networks.
 CONNECT_S = 60.0  # for simulated clients, which are there from the start

@@ -1,4 +1,7 @@
-"""Gradients of the architecture parameters: first order, second order, and mixed level.
+"""Gradients of the architecture parameters: first order, second order, mixed level, beta-DARTS.
+
+What reads no record, as beta-DARTS' regulariser, costs no privacy, so a client or the server may
+add the gradient, with privacy after the noise.
 
 All functions leave the weights, the alphas and their ``.grad`` as they found them. Batch norm's
 running statistics move, as with any forward in training mode.
@@ -38,27 +41,25 @@ def virtual_step(
     supernet: Relaxed,
     batch: Batch,
     *,
-    inner_lr: float,
-    momentum: float,
-    weight_decay: float,
     optimizer: torch.optim.Optimizer,
     objective: Objective = CLASSIFICATION,
 ) -> dict[str, Tensor]:
-    """Return ``W' = W - inner_lr (momentum v + grad_W L_train + weight_decay W)``.
+    """Return ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
 
-    DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the momentum v of the weights' own SGD,
-    as its authors' experiments do. The weights themselves do not move.
+    DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the constants and the momentum v of the
+    weights' SGD, as its authors' experiments do. The weights themselves do not move.
     """
+    (constants,) = optimizer.param_groups
     weights = supernet.weights()
     loss = _losses(supernet, {}, batch, objective).mean()
     gradients = _gradients(loss, weights)
     moved = {}
     for name, weight in weights.items():
         velocity = optimizer.state.get(weight, {}).get("momentum_buffer")
-        direction = gradients[name] + weight_decay * weight.detach()
+        direction = gradients[name] + constants["weight_decay"] * weight.detach()
         if velocity is not None:
-            direction = direction + momentum * velocity
-        moved[name] = weight.detach() - inner_lr * direction
+            direction = direction + constants["momentum"] * velocity
+        moved[name] = weight.detach() - constants["lr"] * direction
     return moved
 
 
@@ -131,6 +132,32 @@ def mixed_level_gradient(
     losses = _losses(supernet, {}, validation_batch, objective)
     total = train_loss + validation_weight * losses.mean()
     return _gradients(total, alphas), losses.detach()
+
+
+def beta_gradient(alphas: Mapping[str, Tensor], *, weight: float) -> dict[str, Tensor]:
+    """Return the gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
+
+    ``weight * softmax(alpha_e) / E``, the mean over the edges of all kinds of cells (Beta-Decay:
+    Ye et al. 2022, beta-DARTS, arXiv 2203.01665, Eq. 11 and the authors' code). It holds back the
+    ops that are ahead, so that those that merely train faster, skips and pools, do not run away.
+
+    Args:
+        alphas: By kind of cell, [E, O].
+        weight: At least 0.
+
+    Returns:
+        By kind of cell, shaped like the alphas.
+    """
+    num_edges = sum(len(alpha) for alpha in alphas.values())
+    return {
+        kind: weight / num_edges * torch.softmax(alpha.detach(), dim=-1)
+        for kind, alpha in alphas.items()
+    }
+
+
+def rising(weight: float, server_round: int, num_rounds: int) -> float:
+    """Return the weight of a round: linear, all of ``weight`` in the last round; from 1."""
+    return weight * server_round / num_rounds
 
 
 def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:

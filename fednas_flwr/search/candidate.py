@@ -1,27 +1,28 @@
-"""One candidate of a search as a network of its own, and the training of candidates.
+"""Candidates of a search: one as a network of its own, or several beside each other.
 
 Pham et al. (2018), ENAS, arXiv 1802.03268: a candidate is a path through a supernet and inherits
 the weights that others have trained. :func:`train_candidates` is lines 4 to 8 of DPNAS' Alg. 1
 (Cheng et al. 2022, arXiv 2110.08557).
+
+The networks of a :class:`Pool` share batches and messages, but no weight: its gradient is each
+member's (:func:`by_member`), so that a member is trained as it would be alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
+from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
-from fednas_flwr.search.exact_gradients import ExactGradients, Passes
-from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search.optimizer_step import MOMENTS, Descent, Gradients, trainable_weights
-from fednas_flwr.settings.optimizers import DPAware
-from fednas_flwr.spaces.dp_cells_network import DPCellNetwork
+from fednas_flwr.search.optimizer_step import MOMENTS, Descent, Gradients
+from fednas_flwr.spaces.dp_cells import DPCellNetwork
 from fednas_flwr.spaces.space import Supernet
 
-MICRO_BATCH = 128  # records whose gradients are in memory at a time
+T = TypeVar("T")
+
+PREFIX = "members"
 
 
 class Candidate(nn.Module):
@@ -46,8 +47,7 @@ class Candidate(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the weights that the path computes with, under their names in the supernet."""
-        own = {id(weight) for weight in self.body.path_parameters(self.path)}
-        return {n: w for n, w in self.supernet.weights().items() if id(w) in own}
+        return self.supernet.path_weights(self.path)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes]."""
@@ -89,8 +89,8 @@ def train_candidates(
     Args:
         supernet: Its weights are those of ``weights``.
         paths: The candidates.
-        gradients: Exact, clipped (:class:`ClippedGradients`) or noised; they yield ``steps`` times
-            for each candidate.
+        gradients: Exact, clipped (``exact_gradients.ClippedGradients``) or noised; they yield
+            ``steps`` times for each candidate.
         weights: The step.
         steps: Of each candidate.
     """
@@ -100,57 +100,48 @@ def train_candidates(
         weights.step(gradients.weights(candidate))
 
 
-class ClippedGradients(ExactGradients):
-    """DP-SGD's gradient, ``(sum_i clip(g_i) + C N(0, sigma^2 I)) / B``, as a regulariser.
+class Pool(nn.Module):
+    """Networks side by side.
 
-    It protects nobody: batches are not drawn by Poisson sampling, the noise follows from the run's
-    seed, and nothing is booked.
-
-    Args:
-        train: See :class:`ExactGradients`, as those not named here.
-        dp_aware: Clipping norm and noise.
-        generator: Of the noise; on the CPU.
+    Attributes:
+        members: The networks; their tensors are named ``members.<index>.<own name>``.
     """
 
-    def __init__(
-        self,
-        train: Passes,
-        *,
-        steps: int,
-        dp_aware: DPAware,
-        generator: torch.Generator,
-        objective: Objective = CLASSIFICATION,
-    ) -> None:
-        """See the class."""
-        super().__init__(train, epochs=None, steps=steps, objective=objective)
-        self.dp_aware, self.generator = dp_aware, generator
+    def __init__(self, members: Iterable[nn.Module]) -> None:
+        """Take the members."""
+        super().__init__()
+        self.members = nn.ModuleList(members)
 
-    def weights(self, network: nn.Module) -> dict[str, Tensor | None]:
-        """Return the gradient on the step's train batch."""
-        x, y = self.train_batch
-        objective, clipping = self.objective, self.dp_aware
+    def __len__(self) -> int:
+        """Return how many members there are."""
+        return len(self.members)
 
-        def losses(logits: Tensor, labels: Tensor) -> Tensor:
-            losses_B = objective.plain_losses(logits, labels)
-            self.train_tally.add(losses_B, objective.hits(logits, labels))
-            return losses_B
 
-        parts = -(-len(x) // MICRO_BATCH)
-        sums = clipped_gradient_sum(
-            network,
-            x,
-            y,
-            loss=losses,
-            parameters=trainable_weights(network),
-            max_norm=clipping.max_grad_norm,
-            micro_batch_size=-(-len(x) // parts),
-            class_factors=objective.class_factors,
-        )
-        std = clipping.noise_multiplier * clipping.max_grad_norm
-        return {
-            name: (
-                total + std * torch.randn(total.shape, generator=self.generator).to(total.device)
-            )
-            / len(y)
-            for name, total in sums.items()
-        }
+def by_member(pool: Pool, gradient: Callable[[nn.Module], Mapping[str, T]]) -> dict[str, T]:
+    """Return the gradients of all members, under their names in the pool.
+
+    Args:
+        pool: The members.
+        gradient: Returns that of one member, by the names of its own parameters.
+    """
+    return {
+        f"{PREFIX}.{index}.{name}": value
+        for index, member in enumerate(pool.members)
+        for name, value in gradient(member).items()
+    }
+
+
+def name_before(name: str, kept: list[int]) -> str:
+    """Return the name that a tensor had before only the members ``kept`` were left.
+
+    Args:
+        name: Of the tensor now; its first ``members.<index>`` is replaced.
+        kept: For each member that is left its index before.
+
+    Example:
+        >>> name_before("members.1.stem.weight", [2, 5])
+        'members.5.stem.weight'
+    """
+    before, _, rest = name.partition(f"{PREFIX}.")
+    index, _, own = rest.partition(".")
+    return f"{before}{PREFIX}.{kept[int(index)]}.{own}"

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import unknown_choice
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.space import SearchSpace
 

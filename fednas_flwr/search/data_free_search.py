@@ -1,7 +1,7 @@
 """A search by scores alone: no record is read, no client is asked, nothing of a budget is spent.
 
-:func:`search` ranks architectures by data-free scores (``search.scores``), drawn at random or bred
-by regularised evolution, within limits of cost. Its result is a ranking: the first is the choice,
+:func:`search` ranks architectures by data-free scores, drawn at random or bred by regularised
+evolution, within limits of cost. Its result is a ranking: the first is the choice,
 the first few are a pool that records can decide in.
 """
 
@@ -16,7 +16,7 @@ import torch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.data_free_scores import combine
 from fednas_flwr.settings.optimizers import EvolutionSettings
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
@@ -108,8 +108,8 @@ def search(
 
     Args:
         space: Where architectures come from; none is degenerate.
-        score: Returns the scores of a genotype, such as ``scores.measure`` with everything but the
-            genotype given. Every genotype must get the same names.
+        score: Returns the scores of a genotype, like ``data_free_scores.measure`` with everything
+            but the genotype given. Every genotype must get the same names.
         draws: How many to score; fewer are where the space has no more.
         generator: All that is random comes from it, so that its state fixes the result.
         evolution: Sizes of population and tournament.

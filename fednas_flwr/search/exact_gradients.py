@@ -13,20 +13,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fednas_flwr.search.architect import alpha_gradient_sum, second_order_gradient
-from fednas_flwr.search.gates import alpha_gradient
+from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
+from fednas_flwr.search.architect import (
+    alpha_gradient_sum,
+    mixed_level_gradient,
+    second_order_gradient,
+    virtual_step,
+)
+from fednas_flwr.search.candidate import Pool, by_member
 from fednas_flwr.search.gradient_sums import Batch, Tally, weight_gradient, weight_gradient_sum
 from fednas_flwr.search.gumbel import Relaxed
-from fednas_flwr.search.local_search import exact_alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search.optimizer_step import Descent, Gradient, Tensors
-from fednas_flwr.search.pool import Pool, by_member
-from fednas_flwr.search.proxyless import gate_gradient
+from fednas_flwr.search.optimizer_step import Descent, Gradient, Tensors, trainable_weights
+from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
 from fednas_flwr.settings.names import FLOAT32
+from fednas_flwr.settings.optimizers import DPAware
 from fednas_flwr.spaces.costs import HardwareLoss
-from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.mbconv import CELL
 from fednas_flwr.spaces.space import Supernet
 
+MICRO_BATCH = 128  # records whose gradients are in memory at a time
 Passes = Callable[[], Iterator[Batch]]  # begins another pass over some records
 
 
@@ -106,17 +112,38 @@ class ExactGradients:
         """Return the gradient of the alphas by any rule."""
         precision = FLOAT32 if rule == "second_order" else self._precision
         with computed_in(precision, self.validation_batch):
-            gradient, losses = exact_alpha_gradient(
-                supernet,
-                self.train_batch,
-                self.validation_batch,
-                rule=rule,
-                validation_weight=validation_weight,
-                weights=weights,
-                objective=self.objective,
-            )
+            gradient, losses = self._alphas(supernet, weights, rule, validation_weight)
         self.validation_tally.add(losses)
         return gradient
+
+    def _alphas(
+        self, supernet: Relaxed, weights: Descent, rule: str, validation_weight: float
+    ) -> tuple[Tensors, Tensor]:
+        """Return the gradient, and the losses [B] of the validation batch."""
+        batches = {"train_batch": self.train_batch, "validation_batch": self.validation_batch}
+        if rule == "first_order":
+            sums, losses = alpha_gradient_sum(
+                supernet, self.validation_batch, objective=self.objective
+            )
+            return {kind: g / len(losses) for kind, g in sums.items()}, losses
+        if rule == "mixed_level":
+            return mixed_level_gradient(
+                supernet,
+                **batches,
+                validation_weight=validation_weight,
+                objective=self.objective,
+            )
+        virtual_weights = virtual_step(
+            supernet, self.train_batch, optimizer=weights.optimizer, objective=self.objective
+        )
+        return second_order_gradient(
+            supernet,
+            **batches,
+            weights=supernet.weights(),
+            virtual_weights=virtual_weights,
+            inner_lr=weights.optimizer.param_groups[0]["lr"],
+            objective=self.objective,
+        )
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
         """Return the gradient [E, O] of the alphas on the step's validation batch."""
@@ -139,6 +166,62 @@ class ExactGradients:
         return metrics
 
 
+class ClippedGradients(ExactGradients):
+    """DP-SGD's gradient, ``(sum_i clip(g_i) + C N(0, sigma^2 I)) / B``, as a regulariser.
+
+    It protects nobody: batches are not drawn by Poisson sampling, the noise follows from the run's
+    seed, and nothing is booked.
+
+    Args:
+        train: See :class:`ExactGradients`, as those not named here.
+        dp_aware: Clipping norm and noise.
+        generator: Of the noise; on the CPU.
+    """
+
+    def __init__(
+        self,
+        train: Passes,
+        *,
+        steps: int,
+        dp_aware: DPAware,
+        generator: torch.Generator,
+        objective: Objective = CLASSIFICATION,
+    ) -> None:
+        """See the class."""
+        super().__init__(train, epochs=None, steps=steps, objective=objective)
+        self.dp_aware, self.generator = dp_aware, generator
+
+    def weights(self, network: nn.Module) -> dict[str, Tensor | None]:
+        """Return the gradient on the step's train batch."""
+        x, y = self.train_batch
+        objective, clipping = self.objective, self.dp_aware
+
+        def losses(logits: Tensor, labels: Tensor) -> Tensor:
+            losses_B = objective.plain_losses(logits, labels)
+            self.train_tally.add(losses_B, objective.hits(logits, labels))
+            return losses_B
+
+        parts = -(-len(x) // MICRO_BATCH)
+        sums = clipped_gradient_sum(
+            network,
+            x,
+            y,
+            loss=losses,
+            parameters=trainable_weights(network),
+            max_norm=clipping.max_grad_norm,
+            micro_batch_size=-(-len(x) // parts),
+            class_factors=objective.class_factors,
+        )
+        std = clipping.noise_multiplier * clipping.max_grad_norm
+        return {
+            name: (
+                total + std * torch.randn(total.shape, generator=self.generator).to(total.device)
+            )
+            / len(y)
+            for name, total in sums.items()
+        }
+
+
 @dataclass(frozen=True)
 class LookAhead:
     """Facts about the weights' last step for the second order (DP-FNAS, arXiv 2110.11025, Eq. 5).
@@ -152,10 +235,11 @@ class LookAhead:
     inner_lr: float
 
 
+@dataclass
 class ExactSums:
     """Sums of gradients over the next batches: what the clients of FNAS and FedSGD return.
 
-    Args:
+    Attributes:
         train: The next train batches.
         validation: The next validation batches; None where no alphas are asked for.
         look_ahead: For alphas of second order, whose gradients are of batch means (Eq. 5), times
@@ -165,30 +249,24 @@ class ExactSums:
         precision: See :func:`computed_in`.
     """
 
-    def __init__(
-        self,
-        train: Iterator[Batch],
-        validation: Iterator[Batch] | None = None,
-        *,
-        look_ahead: LookAhead | None = None,
-        objective: Objective = CLASSIFICATION,
-        auxiliary_weight: float = 0.0,
-        precision: str = FLOAT32,
-    ) -> None:
-        """See the class."""
-        self._train, self._validation = train, validation
-        self._precision = precision
-        self._look_ahead, self.objective = look_ahead, objective
-        self._auxiliary_weight = auxiliary_weight
+    train: Iterator[Batch]
+    validation: Iterator[Batch] | None = None
+    look_ahead: LookAhead | None = None
+    objective: Objective = CLASSIFICATION
+    auxiliary_weight: float = 0.0
+    precision: str = FLOAT32
+
+    def __post_init__(self) -> None:
+        """Begin to count."""
         self._tallies = {"weights": Tally(), "alphas": Tally()}
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """Return the sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
-        batches = self._train if state == "weights" else self._validation
+        batches = self.train if state == "weights" else self.validation
         assert batches is not None
         batch = next(batches)
-        second_order = state == "alphas" and self._look_ahead is not None
-        with computed_in(FLOAT32 if second_order else self._precision, batch):
+        second_order = state == "alphas" and self.look_ahead is not None
+        with computed_in(FLOAT32 if second_order else self.precision, batch):
             return self._sums(state, network, batch), len(batch[1])
 
     def _sums(self, state: str, network: nn.Module, batch: Batch) -> Tensors:
@@ -199,10 +277,10 @@ class ExactSums:
                 batch,
                 self._tallies["weights"],
                 objective=self.objective,
-                auxiliary_weight=self._auxiliary_weight,
+                auxiliary_weight=self.auxiliary_weight,
             )
         supernet = cast(Supernet, network)  # alphas are of one
-        ahead, size = self._look_ahead, len(batch[1])
+        ahead, size = self.look_ahead, len(batch[1])
         if ahead is None:
             sums, losses = alpha_gradient_sum(supernet, batch, objective=self.objective)
         else:
@@ -210,7 +288,7 @@ class ExactSums:
                 supernet,
                 weights=ahead.previous_weights,
                 virtual_weights=supernet.weights(),
-                train_batch=next(self._train),
+                train_batch=next(self.train),
                 validation_batch=batch,
                 inner_lr=ahead.inner_lr,
                 objective=self.objective,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ def weight_gradient(
     *,
     objective: Objective = CLASSIFICATION,
     auxiliary_weight: float = 0.0,
+    reduce: Callable[[Tensor], Tensor] = torch.mean,
 ) -> dict[str, Tensor | None]:
     """Return the gradient of a batch's mean loss by a network's weights; None where it has none.
 
@@ -59,22 +61,17 @@ def weight_gradient(
         tally: The batch is added to it.
         objective: Gives the losses.
         auxiliary_weight: Of the auxiliary head's loss.
+        reduce: Makes one loss of those of all records; the mean, or the sum.
     """
-    weights = trainable_weights(network)
-    output = network(batch[0])
-    loss, losses = objective.mean_loss(output, batch[1], auxiliary_weight)
+    weights, output = trainable_weights(network), network(batch[0])
+    loss, losses = objective.batch_loss(output, batch[1], auxiliary_weight, reduce)
     tally.add(losses, objective.hits(heads(output)[0], batch[1]))
     gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     return dict(zip(weights, gradients, strict=True))
 
 
 def weight_gradient_sum(
-    network: nn.Module,
-    batch: Batch,
-    tally: Tally,
-    *,
-    objective: Objective = CLASSIFICATION,
-    auxiliary_weight: float = 0.0,
+    network: nn.Module, batch: Batch, tally: Tally, **options: Any
 ) -> dict[str, Tensor]:
     """Return the sum over a batch of per-sample gradients of the weights, by parameter name.
 
@@ -83,17 +80,8 @@ def weight_gradient_sum(
     :func:`weight_gradient`.
     """
     weights = trainable_weights(network)
-    logits, auxiliary = heads(network(batch[0]))
-    losses = objective.losses(logits, batch[1])
-    tally.add(losses, objective.hits(logits, batch[1]))
-    total = losses.sum()
-    if auxiliary is not None:
-        total = total + auxiliary_weight * objective.losses(auxiliary, batch[1]).sum()
-    gradients = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(weight) if gradient is None else gradient
-        for (name, weight), gradient in zip(weights.items(), gradients, strict=True)
-    }
+    sums = weight_gradient(network, batch, tally, reduce=torch.sum, **options)
+    return {name: torch.zeros_like(weights[name]) if g is None else g for name, g in sums.items()}
 
 
 def periodic_gradients(

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.spaces.cell_graph import CELL
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
-from fednas_flwr.spaces.nasbench201_network import NASBench201Body
+from fednas_flwr.spaces.nasbench201 import NASBench201Body, NASBench201Space
 from fednas_flwr.spaces.space import Supernet
 
 TRIES = 100  # of uniform draws one in eight is refused
@@ -73,8 +72,7 @@ class GumbelPath(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the weights that the path computes with, under their names in the supernet."""
-        beside = {id(w) for op in self.body.ops_beside(self.columns) for w in op.parameters()}
-        return {n: w for n, w in self.supernet.weights().items() if id(w) not in beside}
+        return self.supernet.path_weights(self.columns[CELL])
 
     def gates(self) -> dict[str, Tensor]:
         """Return the gates [E] of the drawn ops, all 1, differentiable in the alphas."""

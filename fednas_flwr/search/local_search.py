@@ -9,20 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.search.architect import (
-    alpha_gradient_sum,
-    mixed_level_gradient,
-    second_order_gradient,
-    virtual_step,
-)
-from fednas_flwr.search.gradient_sums import Batch
+from fednas_flwr.search.architect import beta_gradient
 from fednas_flwr.search.gumbel import GumbelPath, Relaxed
-from fednas_flwr.search.objective import Objective
-from fednas_flwr.search.optimizer_step import Descent, Descents, Gradient, Gradients, Proximal
-from fednas_flwr.search.regularisation import beta_gradient
+from fednas_flwr.search.optimizer_step import Descents, Gradient, Gradients, Proximal
 from fednas_flwr.settings.optimizers import NonNegative, Positive, Rule
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.space import Supernet
@@ -38,7 +29,7 @@ class Alternating(Checked):
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that the search began with.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
-            ``regularisation.beta_gradient``.
+            ``architect.beta_gradient``.
         temperature: Of GDAS, above 0: both gradients are of single paths, each drawn anew
             (``gumbel.GumbelPath``). None computes all ops.
     """
@@ -108,56 +99,3 @@ def _with_beta(gradient: Gradient, supernet: Supernet, weight: float) -> Gradien
         kind: added if (own := gradient.get(kind)) is None else own + added
         for kind, added in further.items()
     }
-
-
-def exact_alpha_gradient(
-    supernet: Relaxed,
-    train_batch: Batch,
-    validation_batch: Batch,
-    *,
-    rule: str,
-    validation_weight: float,
-    weights: Descent,
-    objective: Objective,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the alphas' gradient by the chosen rule, of batch means, and validation losses [B].
-
-    Args:
-        supernet: At the point before the weights' step.
-        train_batch: What the weights step on next.
-        validation_batch: What the alphas step on.
-        rule: One of ``RULES``.
-        validation_weight: Weight of the validation loss under ``mixed_level``.
-        weights: Gives the virtual step of ``second_order`` its constants and its momentum.
-        objective: Gives the losses.
-    """
-    if rule == "first_order":
-        sums, losses = alpha_gradient_sum(supernet, validation_batch, objective=objective)
-        return {kind: g / len(validation_batch[1]) for kind, g in sums.items()}, losses
-    if rule == "mixed_level":
-        return mixed_level_gradient(
-            supernet,
-            train_batch=train_batch,
-            validation_batch=validation_batch,
-            validation_weight=validation_weight,
-            objective=objective,
-        )
-    (constants,) = weights.optimizer.param_groups
-    virtual_weights = virtual_step(
-        supernet,
-        train_batch,
-        inner_lr=constants["lr"],
-        momentum=constants["momentum"],
-        weight_decay=constants["weight_decay"],
-        optimizer=weights.optimizer,
-        objective=objective,
-    )
-    return second_order_gradient(
-        supernet,
-        weights=supernet.weights(),
-        virtual_weights=virtual_weights,
-        train_batch=train_batch,
-        validation_batch=validation_batch,
-        inner_lr=constants["lr"],
-        objective=objective,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,20 +66,24 @@ class Objective:
             return losses
         return losses + auxiliary_weight * self._losses(auxiliary, labels, None)
 
-    def mean_loss(
-        self, output: Output, labels: Tensor, auxiliary_weight: float = 0.0
+    def batch_loss(
+        self,
+        output: Output,
+        labels: Tensor,
+        auxiliary_weight: float = 0.0,
+        reduce: Callable[[Tensor], Tensor] = torch.mean,
     ) -> tuple[Tensor, Tensor]:
         """Return a batch's mean loss, differentiable, and the losses [B] of its logits.
 
         With an auxiliary head the mean is ``L + auxiliary_weight * L_auxiliary`` (DARTS, Liu et
-        al. 2019, section 3.2).
+        al. 2019, section 3.2). With ``reduce=torch.sum`` it is the sum.
         """
         logits, auxiliary = heads(output)
         losses = self.losses(logits, labels)
-        mean = losses.mean()
+        total = reduce(losses)
         if auxiliary is not None:
-            mean = mean + auxiliary_weight * self.losses(auxiliary, labels).mean()
-        return mean, losses
+            total = total + auxiliary_weight * reduce(self.losses(auxiliary, labels))
+        return total, losses
 
     def record_factors(self, labels: Tensor) -> Tensor | None:
         """Return the factor [B] of each record's class; None is 1."""

@@ -1,30 +1,203 @@
 """ProxylessNAS on one client: steps of the alphas through gates of sampled paths, then of weights.
 
-Cai et al. (2019), arXiv 1812.00332, section 3.2. :func:`search_paths` is the local rule of FDNAS
-and CFDNAS (``algorithms/fdnas/strategy.py``). Memory and time are those of one path in the weight
-step and at most of two in the alpha step of mode ``two``, whatever the number of candidates.
+Cai et al. (2019), arXiv 1812.00332, section 3.2. In every block one op is active, its gate is 1;
+the gates of the other computed ops are 0. An op with an alpha of ``spaces.mbconv.NEVER`` is never
+drawn before any other. :func:`search_paths` is the local rule of FDNAS and CFDNAS
+(``algorithms/fdnas/strategy.py``). Memory and time are those of one path in the weight step and at
+most of two in the alpha step of mode ``two``, whatever the number of candidates.
 
-Tensor suffixes: E blocks, O ops, K ops that are computed in a block.
+A :class:`PathNetwork` gives the gradients of single records by the weights of one path, or by the
+gates of several. How paths are drawn must not depend on records, and neither must it fail on what a
+server has sent: :func:`drawable_alphas`.
+
+Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, the active one first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fednas_flwr.search.gates import active_gates, draw_paths, rescale
 from fednas_flwr.search.gradient_sums import Batch
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.optimizer_step import Descents, Gradients
-from fednas_flwr.search.path_network import PathNetwork, drawable_alphas, expected_cost
 from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked
-from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
-from fednas_flwr.spaces.mbconv import NEVER
-from fednas_flwr.spaces.mbconv_plan import CELL
+from fednas_flwr.spaces.costs import Costs, HardwareLoss, HardwareTerms, count_parameters
+from fednas_flwr.spaces.mbconv import CELL, NEVER, Block, MBConvNetwork
 from fednas_flwr.spaces.space import Supernet
+
+LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER
+NUM_PATHS = {"one": 1, "two": 2, "full": None}  # K by mode; None is O
+
+
+class PathNetwork(nn.Module):
+    """A supernet restricted to drawn paths; it shares the supernet's parameters."""
+
+    def __init__(self, supernet: Supernet, paths_EK: Tensor, costs: Costs | None = None) -> None:
+        """Take the paths.
+
+        Args:
+            supernet: Of the MBConv space.
+            paths_EK: See :func:`draw_paths`.
+            costs: Of the space; with them and gates the expected cost is returned, too.
+        """
+        super().__init__()
+        self.supernet, self.training = supernet, supernet.training
+        self.paths_EK, self.costs = paths_EK, costs
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return the weights of the active ops and of the shared layers, under their names."""
+        return self.supernet.path_weights(self.paths_EK[:, 0].tolist())
+
+    def forward(
+        self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits; with costs and gates ``{"blocks": [B, E, K]}`` also the expected cost [B].
+
+        Without gates only the active ops are computed.
+        """
+        logits: Tensor = self.supernet.body(x, op_weights, self.paths_EK.tolist())
+        if self.costs is None or op_weights is None:
+            return logits
+        alphas_EO = self.supernet.alphas()[CELL].detach()
+        return logits, expected_cost(self.costs, alphas_EO, self.paths_EK, op_weights[CELL])
+
+
+def drawable_alphas(supernet: Supernet) -> Tensor:
+    """Return alphas [E, O] from which no path is drawn that the supernet does not offer.
+
+    Those that a search leads to are returned as they are; wild ones that a server can send are
+    brought into a range.
+    """
+    alphas_EO = supernet.alphas()[CELL].detach()
+    tame_EO = alphas_EO.nan_to_num().clamp(-LARGEST_ALPHA, LARGEST_ALPHA)
+    return tame_EO.masked_fill(~offered_ops(supernet).to(alphas_EO.device), NEVER)
+
+
+def offered_ops(supernet: Supernet) -> Tensor:
+    """Return which ops each block offers, bool [E, O]."""
+    names = [block.names for block in _blocks(supernet)]
+    return torch.tensor([[name is not None for name in row] for row in names])
+
+
+def covering_paths(supernet: Supernet, *, mode: str) -> list[Tensor]:
+    """Return paths [E, K] that compute every op of every block between them.
+
+    The first ones have the most weights: no others of the mode take more memory.
+    """
+    orders = []
+    for block, offered_O in zip(_blocks(supernet), offered_ops(supernet).tolist(), strict=True):
+        ops = [block.op(column) for column in range(len(offered_O))]
+        sizes = [0 if op is None else count_parameters(op) for op in ops]
+        offered = [column for column, is_offered in enumerate(offered_O) if is_offered]
+        orders.append(sorted(offered, key=lambda column: -sizes[column]))
+    num_ops = supernet.alphas()[CELL].shape[1]
+    num_paths = NUM_PATHS[mode] or num_ops
+    return [
+        torch.tensor([_turned(order, first, num_ops)[:num_paths] for order in orders])
+        for first in range(0, max(map(len, orders)), num_paths)
+    ]
+
+
+def _turned(order: list[int], first: int, num_ops: int) -> list[int]:
+    """Return all columns: those of ``order`` from position ``first`` on, then all others."""
+    first %= len(order)
+    return order[first:] + order[:first] + [c for c in range(num_ops) if c not in order]
+
+
+def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tensor) -> Tensor:
+    """Return the expected cost E, differentiable in the gates [E, K], or of records, [B, E, K].
+
+    The gate of an op enters it as its probability would (section 3.3): E has its value under
+    softmax(alphas) and ``dE/dg_j`` is the op's cost, so that in mode ``full`` the alphas' gradient
+    is that of E, and in mode ``two`` that of the two ops' mean cost.
+    """
+    zero = gates - gates.detach()  # with the gates' gradient
+    p = alphas_EO.softmax(dim=-1).expand(*gates.shape[:-1], -1)
+    return costs.expected(p.scatter_add(-1, paths_EK.to(p.device).expand(gates.shape), zero))
+
+
+def cost_gradient(hardware: HardwareLoss, supernet: Supernet, paths_EK: Tensor) -> Tensor:
+    """Return the alphas' gradient [E, O] of an additive loss's part that knows no record."""
+    alphas_EO = supernet.alphas()[CELL].detach()
+    gates_EK = active_gates(paths_EK, like=alphas_EO)
+    cost = expected_cost(hardware.costs, alphas_EO, paths_EK, gates_EK)
+    (gradients_EK,) = torch.autograd.grad(hardware(torch.zeros_like(cost), cost), [gates_EK])
+    return alpha_gradient(gradients_EK, alphas_EO, paths_EK)
+
+
+def _blocks(supernet: Supernet) -> list[Block]:
+    if not isinstance(supernet.body, MBConvNetwork):
+        raise ValueError("paths are drawn in the MBConv space only: set search_space=mbconv")
+    return supernet.body.choices()
+
+
+def draw_paths(alphas_EO: Tensor, *, mode: str, generator: torch.Generator) -> Tensor:
+    """Return the columns of the ops to compute, int64 [E, K] on the CPU, the active one first.
+
+    ``one``: an op with its probability p = softmax(alphas). ``two``: two ops drawn from p without
+    replacement; which of them is active is drawn by the softmax over the two (section 3.2.1).
+    ``full``: all ops, the active one drawn from p.
+
+    Drawn as the largest of ``alphas + Gumbel noise``: in descending order these are draws without
+    replacement, also where probabilities underflow.
+    """
+    alphas_EO = alphas_EO.detach().cpu().double()
+    gumbel_EO = -torch.empty_like(alphas_EO).exponential_(generator=generator).log()
+    paths_EK = (alphas_EO + gumbel_EO).argsort(dim=-1, descending=True)[:, : NUM_PATHS[mode]]
+    if mode == "two":
+        p_second_E1 = alphas_EO.gather(-1, paths_EK).softmax(dim=-1)[:, 1:]
+        draw_E1 = torch.rand(len(paths_EK), 1, generator=generator, dtype=torch.float64)
+        paths_EK = torch.where(draw_E1 < p_second_E1, paths_EK.flip(-1), paths_EK)
+    return paths_EK
+
+
+def active_gates(paths_EK: Tensor, *, like: Tensor) -> Tensor:
+    """Return the gates [E, K] of drawn paths, 1 for the active op and 0 for the others, as a leaf.
+
+    Args:
+        paths_EK: What :func:`draw_paths` returns.
+        like: Gives dtype and device.
+    """
+    gates_EK = torch.zeros(paths_EK.shape, dtype=like.dtype, device=like.device)
+    gates_EK[:, 0] = 1
+    return gates_EK.requires_grad_()
+
+
+def alpha_gradient(gate_gradients: Tensor, alphas_EO: Tensor, paths_EK: Tensor) -> Tensor:
+    """Return ``dL/dalpha_i = sum_j dL/dg_j p_j (delta_ij - p_i)`` (Eq. 4), p over the K ops.
+
+    Args:
+        gate_gradients: dL/dg, [E, K], or one for each example, [B, E, K].
+        alphas_EO: The alphas.
+        paths_EK: Which op each gate belongs to.
+
+    Returns:
+        [E, O] or [B, E, O]; zero for ops that were not computed.
+    """
+    paths_EK = paths_EK.to(alphas_EO.device)
+    p_EK = alphas_EO.detach().gather(-1, paths_EK).softmax(dim=-1)
+    mean = (p_EK * gate_gradients).sum(dim=-1, keepdim=True)
+    of_computed = p_EK * (gate_gradients - mean)
+    of_all = of_computed.new_zeros(*of_computed.shape[:-1], alphas_EO.shape[-1])
+    return of_all.scatter(-1, paths_EK.expand_as(of_computed), of_computed)
+
+
+def rescale(new_EO: Tensor, old_EO: Tensor, paths_EK: Tensor) -> Tensor:
+    """Return the stepped alphas, shifted so that ops not computed keep their probabilities.
+
+    ``alpha_i - log(sum_K e^new / sum_K e^old)`` for the computed ops (section 3.2.1); the softmax
+    over all ops then has its old denominator.
+    """
+    paths_EK = paths_EK.to(new_EO.device)
+    new_E1, old_E1 = (
+        alphas.gather(-1, paths_EK).logsumexp(dim=-1, keepdim=True) for alphas in (new_EO, old_EO)
+    )
+    return new_EO.scatter_add(-1, paths_EK, (old_E1 - new_E1).expand(paths_EK.shape))
 
 
 @dataclass(frozen=True)
@@ -32,7 +205,7 @@ class SampledPaths(Checked):
     """The steps of a client's local search on sampled paths.
 
     Attributes:
-        gates: ``two`` or ``full`` (:func:`~fednas_flwr.search.gates.draw_paths`).
+        gates: ``two`` or ``full`` (:func:`~fednas_flwr.search.proxyless.draw_paths`).
         warm_up: Whether the weights are trained alone, on paths that are drawn uniformly.
         hardware: What cost does to the loss of the alphas; None leaves it out.
     """
@@ -98,7 +271,7 @@ def gate_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return dL/dg [E, K] of a batch's mean loss, and the losses [B] without hardware.
 
-    With hardware it is of the loss that ``path_network.expected_cost`` enters.
+    With hardware it is of the loss that :func:`expected_cost` enters.
     """
     alphas_EO = supernet.alphas()[CELL].detach()
     gates_EK = active_gates(paths_EK, like=alphas_EO)

@@ -16,10 +16,6 @@ Norm = Literal["batch", "group"]  # how a network normalises
 NORMS: tuple[Norm, Norm] = get_args(Norm)
 BATCH, GROUP = NORMS
 
-Engine = Literal["fast", "reference"]  # how a supernet is computed, to the same result
-ENGINES: tuple[Engine, Engine] = get_args(Engine)
-FAST, REFERENCE = ENGINES
-
 # What plain gradients are computed in.
 FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
 

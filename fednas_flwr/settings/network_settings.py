@@ -50,7 +50,7 @@ class BlockSpace(SearchSpaceSettings):
     """The MBConv space and the sizes of its supernet, which are also those of derived networks.
 
     Attributes:
-        skeleton: Depth, widths and strides, by name; see ``spaces.mbconv_plan.SKELETONS``.
+        skeleton: Depth, widths and strides, by name; see ``spaces.mbconv.SKELETONS``.
         candidates: The ops of a block, by the name of their set; see ``CANDIDATES`` there.
         width: Width multiplier.
     """
@@ -68,7 +68,7 @@ class DPCells(SearchSpaceSettings):
         widths: Channels of each of the three cells' nodes.
         head: Width of the head.
         activation: Activation of the head, by name; see
-            ``spaces.dp_cells_network.ACTIVATIONS``.
+            ``spaces.dp_cells.ACTIVATIONS``.
     """
 
     widths: list[Width]
@@ -140,7 +140,7 @@ class NetworkLimits(Checked):
 
 @dataclass(frozen=True)
 class Hardware(Checked):
-    """Effect of a network's cost on the loss of the alphas; see ``hardware.costs.HardwareLoss``.
+    """Effect of a network's cost on the loss of the alphas; see ``spaces.costs.HardwareLoss``.
 
     Attributes:
         table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
@@ -148,7 +148,7 @@ class Hardware(Checked):
         unit: Unit of cost: ``ms``, ``multiply_adds`` or ``parameters``.
         target: Target cost T in this unit, by which the loss is scaled; costs below T still lower
             it.
-        loss: Form of the loss, a name of ``hardware.costs.LOSSES``.
+        loss: Form of the loss, a name of ``spaces.costs.LOSSES``.
         scale: Scale of an additive loss.
         exponent: Exponent of the ratio of cost to target.
     """

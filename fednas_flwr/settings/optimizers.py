@@ -283,7 +283,7 @@ class BanditSettings(Checked):
         scaled: If true, rewards are divided by their running scale.
         scale_retention: Share of the scale that a phase keeps, in [0, 1).
         resampled_share: Share of the arms that are replaced after every phase by draws near good
-            ones, in [0, 1); 0 keeps the list (see ``search.tuner``).
+            ones, in [0, 1); 0 keeps the list (see ``search.bandit``).
         sees_state: If true, estimates are predictions from configuration and training state.
     """
 
@@ -354,7 +354,7 @@ class ShortlistSettings(Checked):
 
     Attributes:
         keep: Number of networks to rank anew, at least 2.
-        scores: Names out of ``search.scores.SCORES``.
+        scores: Names out of ``data_free_scores.SCORES``.
     """
 
     keep: Annotated[int, Between(2)]

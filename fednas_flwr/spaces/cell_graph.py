@@ -25,7 +25,6 @@ from fednas_flwr.spaces.degenerate import (
     routes,
 )
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
-from fednas_flwr.spaces.operations import Sizes
 from fednas_flwr.spaces.space import SpaceShape, check_alphas, check_cells, check_op
 
 KEPT = 2  # edges into a node
@@ -132,12 +131,6 @@ class StackedSpace(SpaceShape):
         """Refuse sizes that cannot be built."""
         super().__post_init__()
         self.check_sizes("channels", "num_cells")
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of its networks."""
-        shape = (self.input_shape[0], self.num_classes)
-        return Sizes(*shape, self.channels, self.num_cells, self.norm)
 
 
 class CellGraphSpace(StackedSpace):

@@ -1,7 +1,8 @@
-"""Costs of a supernet's ops, the expected cost, and the losses that hold it near a target.
+"""Costs of networks: parameters, multiply-adds or milliseconds, and losses that hold them in check.
 
-Cai et al. (2019), ProxylessNAS, arXiv 1812.00332, section 3.3. A cost is milliseconds
-(``latency.py``) or multiply-adds (``flops.py``); both are sums over layers.
+:func:`count_multiply_adds` counts as papers do. Of a supernet's ops :class:`Costs` are milliseconds
+(``latency_tables.py``) or multiply-adds, sums over layers; :class:`HardwareLoss` holds the expected
+cost near a target (Cai et al. 2019, ProxylessNAS, arXiv 1812.00332, section 3.3).
 
 Tensor suffixes: E blocks, O ops.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 
@@ -178,3 +179,26 @@ class HardwareTerms:
         costs = Costs(self.unit, self.fixed, torch.tensor(rows, dtype=torch.float64))
         own = (self.target, self.unit, self.form, self.scale, self.exponent)
         return HardwareLoss(costs, *own)
+
+
+def count_parameters(network: nn.Module) -> int:
+    """Return the number of elements of all parameters; buffers are not parameters."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int:
+    """Return the multiply-adds of one example of ``input_shape`` in evaluation mode.
+
+    torch counts 2 operations per multiply-add and none for pooling, norms and activations; the
+    papers count multiply-adds of convolutions and dense layers, which is half of torch's number.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton: a second
+
+    was_training = network.training
+    network.eval()
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network(torch.zeros(1, *input_shape, device=device))
+    network.train(was_training)
+    flops: int = counter.get_total_flops()
+    return flops // 2

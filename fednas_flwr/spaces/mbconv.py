@@ -1,36 +1,41 @@
 """The MBConv search space of ProxylessNAS, FDNAS and CFDNAS: which op in each block of a chain.
 
 Cai et al. (2019), arXiv 1812.00332; Zhang et al. (2020), FDNAS, arXiv 2011.03372. Nothing is
-searched on a smaller proxy: the derived network has the supernet's depth and width. The fixed shape
-around the choices is a skeleton (``mbconv_plan.py``); :class:`MBConvSpace` gives the supernet, the
-way from alphas to a genotype and the derived network; modules stand in ``mbconv_network.py``.
+searched on a smaller proxy: the derived network has the supernet's depth and width. The op is
+MobileNetV2's (Sandler et al. 2018, arXiv 1801.04381).
 
-Tensor suffixes: E blocks, O ops.
+:class:`MBConvSpace` gives the supernet, the way from alphas to a genotype and the derived network.
+A network is planned first as layers, shapes and strides: :func:`make_plan` fills a
+:class:`Skeleton`, the fixed shape around the choices, with candidates. Costs are sums over layers.
+:func:`make_layer` turns each into a module: what a latency table times is what a network runs.
+:class:`MBConvNetwork` is both the supernet's body, with several candidates in each block, and the
+derived network, with one; equal parts have equal names in their state dicts.
+
+Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from math import ceil
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.settings.names import Norm
 from fednas_flwr.spaces.degenerate import WEIGHTLESS, first_trained, nearest_trained
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
-from fednas_flwr.spaces.mbconv_network import MBConvNetwork
-from fednas_flwr.spaces.mbconv_plan import (
-    CANDIDATES,
-    CELL,
-    MBCONVS,
-    SKELETONS,
-    ZERO,
-    Plan,
-    Skeleton,
-    make_plan,
+from fednas_flwr.spaces.operations import (
+    Choice,
+    SkipNetwork,
+    channels_last,
+    drop_path,
+    make_norm,
 )
 from fednas_flwr.spaces.space import (
     SpaceShape,
@@ -43,6 +48,92 @@ from fednas_flwr.spaces.space import (
 # The alpha of an op that a block does not offer. Its softmax and its gradient are exactly zero in
 # every dtype, so that samplers, entropies, averages and checkpoints need not know of it.
 NEVER = -1e4
+CELL = "blocks"  # the only kind of cell
+ZERO = "zero"
+MBCONVS = {  # name: expansion, kernel size
+    f"mbconv{expansion}_{kernel}x{kernel}": (expansion, kernel)
+    for expansion in range(1, 7)
+    for kernel in (3, 5, 7)
+}
+
+
+class Layer(NamedTuple):
+    """All that the cost of a layer depends on, but for the norm; shapes are of one example.
+
+    Attributes:
+        op: ``conv`` (with norm and ReLU6), a name of ``MBCONVS``, ``zero`` or ``classifier``.
+        input_shape: (channels, height, width).
+        output_shape: Of one record; of the classifier (classes,).
+        expansion: Channels inside the block over input channels; 1 for other ops.
+        kernel: Kernel size; 1 for other ops than convolutions.
+        stride: 1 or 2.
+    """
+
+    op: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    expansion: int = 1
+    kernel: int = 1
+    stride: int = 1
+
+    @property
+    def is_residual(self) -> bool:
+        """True if the input is added to the output."""
+        is_block = self.op in MBCONVS or self.op == ZERO
+        return is_block and self.stride == 1 and self.input_shape[0] == self.output_shape[0]
+
+
+class Plan(NamedTuple):
+    """A network as layers: before the blocks, the candidates of every block, and after them."""
+
+    before: tuple[Layer, ...]
+    blocks: tuple[tuple[Layer | None, ...], ...]  # [E][O]; None: the block does not offer the op
+    after: tuple[Layer, ...]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """Plan that all networks of an MBConv space share, at width 1.
+
+    Attributes:
+        stem: Channels of the first 3x3 convolution.
+        stem_stride: Its stride.
+        first: Channels of the fixed first block, ``mbconv1_3x3`` of stride 1.
+        stages: (channels, number of searchable blocks) each.
+        downsampling: Numbers, from 1, of the searchable blocks that have stride 2.
+        head: Channels of the last 1x1 convolution.
+    """
+
+    stem: int
+    stem_stride: int
+    first: int
+    stages: tuple[tuple[int, int], ...]
+    downsampling: tuple[int, ...]
+    head: int
+
+
+PROXYLESS_WIDTHS = (24, 40, 80, 96, 192, 320)
+FDNAS_STAGES = tuple(zip(PROXYLESS_WIDTHS, (2, 3, 4, 3, 4, 3), strict=True))
+PROXYLESS_STAGES = tuple(zip(PROXYLESS_WIDTHS, (4, 4, 4, 4, 4, 1), strict=True))
+MOBILENET_STAGES = ((24, 2), (32, 3), (64, 4), (96, 3), (160, 3), (320, 1))
+SKELETONS = {
+    # 19 blocks for 32x32; FDNAS says no more than the number, the stages are of public code.
+    "fdnas": Skeleton(32, 1, 16, FDNAS_STAGES, (6, 13), 1280),
+    # The same blocks for 224x224: FDNAS' down-sampling layers 1, 3, 6, 8 and 16 are these when the
+    # stem is layer 1 and the first block layer 2. Genotypes of about 347 M multiply-adds at 32x32,
+    # as FDNAS has, then need 365 to 395 M (the paper: 388 M); other ways of counting give 500 M on.
+    "fdnas_imagenet": Skeleton(32, 2, 16, FDNAS_STAGES, (1, 4, 6, 14), 1280),
+    "proxyless": Skeleton(32, 2, 16, PROXYLESS_STAGES, (1, 5, 9, 17), 1280),  # 21 blocks, 224x224
+    "mobilenet_v2": Skeleton(32, 2, 16, MOBILENET_STAGES, (1, 3, 6, 13), 1280),  # 224x224
+    "small": Skeleton(16, 1, 8, ((16, 2), (24, 2), (40, 2)), (1, 3), 160),  # 28x28 and 8x8
+}
+CANDIDATES = {
+    "proxyless": (
+        *(f"mbconv{expansion}_{k}x{k}" for k in (3, 5, 7) for expansion in (3, 6)),
+        ZERO,
+    ),
+    "fdnas": (*(f"mbconv{expansion}_3x3" for expansion in range(2, 7)), "mbconv3_5x5"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +148,6 @@ class MBConvSpace(SpaceShape):
             stride 1 with as many output as input channels offer.
         width: Width multiplier; channels are rounded to multiples of 8, the head never shrinks.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
-        engine: Both are the same here.
     """
 
     name: ClassVar[str] = "mbconv"
@@ -94,13 +184,7 @@ class MBConvSpace(SpaceShape):
     @cached_property
     def plan(self) -> Plan:
         """The supernet as layers."""
-        return make_plan(
-            self.skeleton,
-            candidates=self.candidates,
-            width=self.width,
-            input_shape=self.input_shape,
-            num_classes=self.num_classes,
-        )
+        return make_plan(self)
 
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; ``NEVER`` stands at what a block does not offer.
@@ -203,11 +287,220 @@ class MBConvSpace(SpaceShape):
         Raises:
             ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
         """
-        if auxiliary:
-            raise ConfigError(
-                "mbconv networks have no auxiliary head: set retrain.auxiliary_weight=0."
-            )
+        self.check_auxiliary(auxiliary)
         chosen = tuple(
             (row[op],) for row, op in zip(self.plan.blocks, self.path(genotype), strict=True)
         )
         return self.with_skip(MBConvNetwork(self.plan._replace(blocks=chosen), norm=self.norm))
+
+
+def make_plan(space: MBConvSpace) -> Plan:
+    """Return the supernet as layers."""
+    skeleton, width = space.skeleton, space.width
+    stem = _layer(
+        "conv",
+        space.input_shape,
+        scale_channels(skeleton.stem, width),
+        kernel=3,
+        stride=skeleton.stem_stride,
+    )
+    first = _op_layer("mbconv1_3x3", stem.output_shape, scale_channels(skeleton.first, width))
+    shape, blocks = first.output_shape, []
+    widths = [scale_channels(c, width) for c, count in skeleton.stages for _ in range(count)]
+    for number, channels in enumerate(widths, 1):
+        stride = 2 if number in skeleton.downsampling else 1
+        layers = [_op_layer(op, shape, channels, stride=stride) for op in space.candidates]
+        fits = stride == 1 and channels == shape[0]
+        blocks.append(tuple(layer if fits or layer.op != ZERO else None for layer in layers))
+        shape = layers[0].output_shape
+    head = _layer("conv", shape, scale_channels(skeleton.head, max(1.0, width)))
+    classifier = Layer("classifier", head.output_shape, (space.num_classes,))
+    return Plan((stem, first), tuple(blocks), (head, classifier))
+
+
+def scale_channels(channels: int, width: float) -> int:
+    """Return ``channels * width`` as the nearest multiple of 8, at least 8 and at least .9 of it.
+
+    As in MobileNetV2 (Sandler et al. 2018).
+
+    Example:
+        >>> [scale_channels(24, width) for width in (0.25, 0.75, 1.0, 1.4)]
+        [8, 24, 24, 32]
+    """
+    exact = channels * width
+    rounded = max(8, int(exact + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * exact else rounded
+
+
+def _op_layer(op: str, input_shape: tuple[int, ...], channels: int, *, stride: int = 1) -> Layer:
+    expansion, kernel = MBCONVS.get(op, (1, 1))
+    return _layer(op, input_shape, channels, expansion=expansion, kernel=kernel, stride=stride)
+
+
+def _layer(
+    op: str,
+    input_shape: tuple[int, ...],
+    channels: int,
+    *,
+    expansion: int = 1,
+    kernel: int = 1,
+    stride: int = 1,
+) -> Layer:
+    """Return the layer, its output shape worked out."""
+    _, *sizes = input_shape
+    output_shape = (channels, *(ceil(size / stride) for size in sizes))
+    return Layer(op, tuple(input_shape), output_shape, expansion, kernel, stride)
+
+
+def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
+    """Return the newly initialised module of one layer; of a block with its residual connection."""
+    if layer.op == "conv":
+        return _conv_norm(layer, norm=norm)
+    if layer.op == "classifier":
+        linear = nn.Linear(layer.input_shape[0], layer.output_shape[0])
+        nn.init.normal_(linear.weight, std=0.01)
+        nn.init.zeros_(linear.bias)
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear)
+    return Block([layer], norm=norm)
+
+
+class MBConvNetwork(SkipNetwork):
+    """Stem, first block, searchable blocks, head and classifier.
+
+    Initialised as MobileNetV2: convolutions He-normal by fan-out, the classifier with std .01.
+
+    Attributes:
+        drop_path_prob: Probability of drop-path on blocks with a residual connection, in [0, 1).
+    """
+
+    drop_path_prob: float
+
+    def __init__(self, plan: Plan, *, norm: Norm) -> None:
+        """Build the planned layers."""
+        super().__init__()
+        self.drop_path_prob = 0.0
+        self.before = nn.Sequential(*(make_layer(layer, norm=norm) for layer in plan.before))
+        self.blocks = nn.ModuleList(Block(layers, norm=norm) for layers in plan.blocks)
+        self.after = nn.Sequential(*(make_layer(layer, norm=norm) for layer in plan.after))
+
+    def forward(
+        self,
+        x: Tensor,
+        op_weights: Mapping[str, Tensor] | None = None,
+        paths: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Return logits [B, classes].
+
+        Other ops are neither computed nor stored: one path costs what the derived network
+        costs, whatever the number of candidates.
+
+        Args:
+            x: Images [B, C, H, W].
+            op_weights: ``{"blocks": tensor}``. Without ``paths`` the weight of every op, [E, O] or
+                [B, E, O]: each block is the weighted sum of all that it offers. With ``paths`` the
+                gates, [E, K] or [B, E, K], one on the first op of a path and zero on the others.
+            paths: For every block the columns of the K ops to compute, the active one first. The
+                others are computed without a graph, since nothing flows back through a gate of
+                zero, but the gate's own gradient is ``<dL/dy, o_j(x)>``. None with ``op_weights``
+                None computes the first op of each block.
+        """
+        gates_EK = None if op_weights is None else op_weights[CELL]
+        drop = self.drop_path_prob if self.training else 0.0
+        images = x
+        x = channels_last(self.before(x))
+        for index, block in enumerate(self.blocks):
+            gates_K = None if gates_EK is None else gates_EK[..., index, :]
+            path = None if paths is None else paths[index]
+            x = block(x, gates_K, path, drop)
+        return self.joined(self.after(x), images)
+
+    def choices(self) -> list[Block]:
+        """Return the searchable blocks."""
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def chain(self) -> list[nn.Module]:
+        """Return the stem, the first block, the searchable blocks and the head's convolution."""
+        return [*self.before, *self.blocks, self.after[0]]
+
+
+class Block(Choice):
+    """One searchable block: the candidate ops between two feature maps, plus the input if it fits.
+
+    ``zero`` adds nothing: the block is the identity.
+    """
+
+    def __init__(self, layers: Sequence[Layer | None], *, norm: Norm) -> None:
+        """Make the modules of the layers; None leaves a column without an op."""
+        offered = {layer.op: layer for layer in layers if layer is not None}
+        super().__init__(
+            [None if layer is None else layer.op for layer in layers],
+            lambda op: _mbconv(offered[op], norm=norm),
+        )
+        self.is_residual = next(iter(offered.values())).is_residual
+
+    def forward(
+        self,
+        x: Tensor,
+        gates_K: Tensor | None = None,
+        path: Sequence[int] | None = None,
+        drop_path_prob: float = 0.0,
+    ) -> Tensor:
+        """Return the block's output; arguments are those of :class:`MBConvNetwork`, of one block.
+
+        Without gates only the first op of the path counts.
+        """
+        out: Tensor | None = None
+        if gates_K is None:
+            op = self.op(0 if path is None else path[0])
+            if op is not None:
+                out = drop_path(op(x), drop_path_prob if self.is_residual else 0.0)
+        else:
+            for position, column in enumerate(range(len(self.names)) if path is None else path):
+                op = self.op(column)
+                if op is not None:
+                    has_graph = torch.is_grad_enabled() and (path is None or position == 0)
+                    with torch.set_grad_enabled(has_graph):
+                        term = op(x)
+                    term = gates_K[..., position, None, None, None] * term
+                    out = term if out is None else out + term
+        if out is None:
+            return x
+        return out + x if self.is_residual else out
+
+
+def _mbconv(layer: Layer, *, norm: Norm) -> nn.Sequential:
+    """Return 1x1 expansion (left out if it is 1), depthwise convolution, 1x1 projection.
+
+    A norm follows each, ReLU6 the first two.
+    """
+    inputs, outputs = layer.input_shape[0], layer.output_shape[0]
+    inner = inputs * layer.expansion
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    if layer.expansion > 1:
+        parts["expand"] = _convolution(inputs, inner)
+        parts["expand_norm"] = make_norm(inner, norm=norm, affine=True)
+        parts["expand_relu"] = nn.ReLU6()
+    parts["depthwise"] = _convolution(
+        inner, inner, kernel=layer.kernel, stride=layer.stride, groups=inner
+    )
+    parts["depthwise_norm"] = make_norm(inner, norm=norm, affine=True)
+    parts["depthwise_relu"] = nn.ReLU6()
+    parts["project"] = _convolution(inner, outputs)
+    parts["project_norm"] = make_norm(outputs, norm=norm, affine=True)
+    return nn.Sequential(parts)
+
+
+def _conv_norm(layer: Layer, *, norm: Norm) -> nn.Sequential:
+    inputs, outputs = layer.input_shape[0], layer.output_shape[0]
+    convolution = _convolution(inputs, outputs, kernel=layer.kernel, stride=layer.stride)
+    return nn.Sequential(convolution, make_norm(outputs, norm=norm, affine=True), nn.ReLU6())
+
+
+def _convolution(
+    inputs: int, outputs: int, *, kernel: int = 1, stride: int = 1, groups: int = 1
+) -> nn.Conv2d:
+    convolution = nn.Conv2d(
+        inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False
+    )
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out")
+    return convolution

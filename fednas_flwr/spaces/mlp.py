@@ -2,20 +2,41 @@
 
 FEATHERS (Seng et al. 2023, arXiv 2206.12342, section 4) searches MLP cells for fraud detection; the
 ops here are ours. :class:`MLPSpace` gives the supernet, the way from alphas to a genotype and the
-discrete network; their modules stand in ``mlp_network.py``.
+discrete network.
+
+A cell has two input nodes (0, 1: the outputs of the two cells before it, each brought to the cell's
+width by a linear layer and a norm) and three nodes (2 to 4), each the sum of edges from earlier
+nodes; its output is the concatenation of the three. The first cell reads the record itself.
+
+Every op but ``none`` and ``skip_connect`` is a dense layer: linear, activation, norm. A ``narrow``
+one has half as many units as its node, and adds to the first half of it. In a supernet the dense
+layers that read one node are computed as one linear layer per width.
+
+Tensor suffixes: B batch, E edges, O ops, W width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.spaces.cell_graph import CellGraphSpace
-from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.mlp_network import NODES, OPS, MLPBody, MLPNetwork
-from fednas_flwr.spaces.space import Supernet
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.names import GROUP, Norm
+from fednas_flwr.spaces.cell_graph import CellGraphSpace, StackedSpace, candidate_edges
+from fednas_flwr.spaces.genotype import Edge, Genotype
+from fednas_flwr.spaces.operations import SkipNetwork, TwoInputCell
+from fednas_flwr.spaces.space import Supernet
+from fednas_flwr.spaces.wide_operations import node_states
+
+OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}  # in the order of OPS, for either width
+NODES = range(2, 5)
+EDGES = candidate_edges(NODES)
 LEAST_WIDTH = 8  # half of a reduction cell's half: 2 units, the fewest that a layer norm leaves
 
 
@@ -34,7 +55,6 @@ class MLPSpace(CellGraphSpace):
         num_cells: Cells of the supernet; at least 2, or the alphas of the normal cell would never
             learn.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
-        engine: Both are the same here.
     """
 
     name: ClassVar[str] = "mlp"
@@ -65,11 +85,11 @@ class MLPSpace(CellGraphSpace):
                 f"search_space.num_cells must be at least 2 for mlp, got {self.num_cells}: with "
                 "one there is no normal cell."
             )
-        body = self.with_skip(MLPBody(self.sizes))
+        body = self.with_skip(MLPBody(self))
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> MLPNetwork:
-        """Return the newly initialised discrete network of the space's sizes.
+        """Return the newly initialised discrete network of the space's space.
 
         Args:
             genotype: The cells.
@@ -79,8 +99,191 @@ class MLPSpace(CellGraphSpace):
             ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
         """
         self.check(genotype)
-        if auxiliary:
-            raise ConfigError(
-                "mlp networks have no auxiliary head: set retrain.auxiliary_weight=0."
-            )
-        return self.with_skip(MLPNetwork(genotype, self.sizes))
+        self.check_auxiliary(auxiliary)
+        return self.with_skip(MLPNetwork(genotype, self))
+
+
+def make_norm(width: int, *, layers: int = 1, norm: Norm, affine: bool) -> nn.Module:
+    """Return batch norm, or a group norm with one group for each of ``layers`` side by side.
+
+    Group norm over one group is layer norm. More groups, as images have, would leave of a group of
+    two units without pixels only which is larger.
+    """
+    if norm == GROUP:
+        return nn.GroupNorm(layers, layers * width, affine=affine)
+    return nn.BatchNorm1d(layers * width, affine=affine)
+
+
+def make_operation(op: str, width: int, *, norm: Norm) -> nn.Module:
+    """Return the module [B, W] -> [B, W] of one op of a discrete cell (every name but ``none``)."""
+    if op == "skip_connect":
+        return nn.Identity()
+    if op not in OPS[2:]:
+        raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
+    size, activation = op.split("_")
+    units = width if size == "dense" else width // 2
+    return nn.Sequential(
+        nn.Linear(width, units),
+        ACTIVATIONS[activation](),
+        make_norm(units, norm=norm, affine=True),
+        nn.ConstantPad1d((0, width - units), 0.0),
+    )
+
+
+class MLPNetwork(SkipNetwork):
+    """A discrete network of MLP cells, to be trained from scratch.
+
+    Attributes:
+        drop_path_prob: Probability of drop-path on every edge but identities, in [0, 1).
+    """
+
+    drop_path_prob: float
+
+    def __init__(self, genotype: Genotype, space: StackedSpace) -> None:
+        """Build the network of a genotype that the space has checked."""
+        super().__init__()
+        self.drop_path_prob = 0.0
+        plans = _plan_cells(space)
+        self.cells = nn.ModuleList(
+            _discrete_cell(plan, genotype.cells[plan.kind], norm=space.norm) for plan in plans
+        )
+        self.classifier = nn.Linear(plans[-1].out_width, space.num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, classes]."""
+        probability = self.drop_path_prob if self.training else 0.0
+        before = last = x
+        for cell in self.cells:
+            before, last = last, cell(before, last, probability)
+        return self.joined(self.classifier(last), x)
+
+    def chain(self) -> list[nn.Module]:
+        """Return the cells, in the order of computation."""
+        return list(self.cells)
+
+
+class MLPBody(SkipNetwork):
+    """Search cells and classifier."""
+
+    def __init__(self, space: StackedSpace) -> None:
+        """Build the body; see :class:`MLPSpace` for the space."""
+        super().__init__()
+        plans = _plan_cells(space)
+        self.kinds = [plan.kind for plan in plans]
+        self.cells = nn.ModuleList(SearchCell(plan, norm=space.norm) for plan in plans)
+        self.classifier = nn.Linear(plans[-1].out_width, space.num_classes)
+
+    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
+        """Return logits [B, classes]; op weights as in :class:`Supernet`."""
+        before = last = x
+        for kind, cell in zip(self.kinds, self.cells, strict=True):
+            before, last = last, cell(before, last, op_weights[kind])
+        return self.joined(self.classifier(last), x)
+
+
+class SearchCell(nn.Module):
+    """A cell with all ops on all 9 edges."""
+
+    def __init__(self, plan: _CellPlan, *, norm: Norm) -> None:
+        """Build all modules; those of the edges that leave one node are one module."""
+        super().__init__()
+        self.preprocess0, self.preprocess1 = _preprocessing(plan, norm=norm, affine=False)
+        sources = [source for source, _ in EDGES]
+        self.leaving = nn.ModuleList(
+            LeavingEdges(sources.count(source), plan.width, norm=norm)
+            for source in range(NODES[-1])
+        )
+
+    def forward(self, before: Tensor, last: Tensor, weights_EO: Tensor) -> Tensor:
+        """Return [B, 3 W] from the outputs of the two cells before."""
+        inputs = [self.preprocess0(before), self.preprocess1(last)]
+
+        def leave(state: Tensor, indices: list[int]) -> Tensor:
+            source = EDGES[indices[0]][0]
+            out: Tensor = self.leaving[source](state, weights_EO[..., indices, :])
+            return out
+
+        return torch.cat(node_states(inputs, EDGES, leave)[len(inputs) :], dim=1)
+
+
+class LeavingEdges(nn.Module):
+    """The mixed ops of all edges that leave one node."""
+
+    def __init__(self, num_edges: int, width: int, *, norm: Norm) -> None:
+        """Build the dense layers of ``num_edges`` edges, those of one width as one layer."""
+        super().__init__()
+        self.dense = ParallelLayers(num_edges, width, width, norm=norm)
+        self.narrow = ParallelLayers(num_edges, width, width // 2, norm=norm)
+
+    def forward(self, x_BW: Tensor, weights_EO: Tensor) -> Tensor:
+        """Return ``sum_o w_o * op_o(x)`` for every edge, [B, E, W]."""
+        _, skip, dense, narrow = torch.split(weights_EO, [1, 1, 2, 2], dim=-1)  # as in OPS
+        dense_BEW: Tensor = self.dense(x_BW, dense)
+        narrow_BEH = self.narrow(x_BW, narrow)
+        padded = F.pad(narrow_BEH, (0, dense_BEW.shape[-1] - narrow_BEH.shape[-1]))
+        return skip * x_BW[:, None] + dense_BEW + padded
+
+
+class ParallelLayers(nn.Module):
+    """Two dense layers of one width on each of some edges, one per activation, weighted."""
+
+    def __init__(self, num_edges: int, width: int, units: int, *, norm: Norm) -> None:
+        """Build one linear layer and one norm."""
+        super().__init__()
+        layers = len(ACTIVATIONS) * num_edges
+        self.linear = nn.Linear(width, layers * units)
+        self.activations = nn.ModuleList(activation() for activation in ACTIVATIONS.values())
+        self.norm = make_norm(units, layers=layers, norm=norm, affine=False)
+
+    def forward(self, x_BW: Tensor, weights_EO: Tensor) -> Tensor:
+        """Return [B, E, units]; the weights are those of the two layers, [E, 2] or [B, E, 2]."""
+        parts = self.linear(x_BW).chunk(len(self.activations), dim=1)
+        activated = [f(part) for f, part in zip(self.activations, parts, strict=True)]
+        out = self.norm(torch.cat(activated, dim=1))
+        out_BOEW = out.view(len(out), len(activated), weights_EO.shape[-2], -1)
+        mixed: Tensor = (out_BOEW * weights_EO.mT[..., None]).sum(1)
+        return mixed
+
+
+def _discrete_cell(plan: _CellPlan, edges: tuple[Edge, ...], *, norm: Norm) -> TwoInputCell:
+    """Return a cell with one op on each of 6 edges."""
+    before, last = _preprocessing(plan, norm=norm, affine=True)
+    ops = (make_operation(edge.op, plan.width, norm=norm) for edge in edges)
+    return TwoInputCell(before, last, edges, ops, nodes=NODES)
+
+
+@dataclass(frozen=True)
+class _CellPlan:
+    """Sizes of one cell: width of the output of the cell before the last, of the last, of nodes."""
+
+    before_width: int
+    last_width: int
+    width: int
+    kind: str
+
+    @property
+    def out_width(self) -> int:
+        return len(NODES) * self.width
+
+
+def _plan_cells(space: StackedSpace) -> list[_CellPlan]:
+    """Return the sizes of all cells; the width is halved at cell L//2 and stays so."""
+    plans: list[_CellPlan] = []
+    before = last = space.input_shape[0]
+    middle = space.num_cells // 2
+    for index in range(space.num_cells):
+        reduction = index == middle
+        width = space.channels // 2 if index >= middle else space.channels
+        plans.append(_CellPlan(before, last, width, "reduction" if reduction else "normal"))
+        before, last = last, plans[-1].out_width
+    return plans
+
+
+def _preprocessing(plan: _CellPlan, *, norm: Norm, affine: bool) -> tuple[nn.Module, nn.Module]:
+    """Return the modules that bring both inputs to the cell's width."""
+
+    def project(in_width: int) -> nn.Module:
+        dense = nn.Linear(in_width, plan.width)
+        return nn.Sequential(dense, make_norm(plan.width, norm=norm, affine=affine))
+
+    return project(plan.before_width), project(plan.last_width)

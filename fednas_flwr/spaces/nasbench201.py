@@ -1,30 +1,50 @@
 """The search space of NAS-Bench-201: one cell of four nodes and six edges.
 
 Dong & Yang (2020), arXiv 2001.00326. :class:`NASBench201Space` gives the supernet, the way from
-alphas to a genotype and the discrete network; their modules stand in ``nasbench201_network.py``.
+alphas to a genotype and the discrete network. In a cell, node 0 is the input, every other node the
+sum of the edges from all earlier nodes, node 3 the output. The network has three stages of cells.
 :func:`to_arch_string` and :func:`from_arch_string` speak the benchmark's own notation.
+
+A supernet computes from each state the edges to all later nodes at once (``wide_operations.py``),
+with the parameters and the result of a module for each op of each edge.
+
+Tensor suffixes: B batch, E edges, O ops.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings.names import FAST, REFERENCE
-from fednas_flwr.spaces.cell_graph import CELL, StackedSpace, WholeGraphSpace
-from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.nasbench201_network import (
-    NODES,
-    OPS,
-    NASBench201Body,
-    NASBench201Network,
+from fednas_flwr.base.layers import Stack, convolution, linear, pointwise
+from fednas_flwr.settings.names import Norm
+from fednas_flwr.spaces.cell_graph import CELL, StackedSpace, WholeGraphSpace, candidate_edges
+from fednas_flwr.spaces.genotype import Edge, Genotype
+from fednas_flwr.spaces.operations import (
+    MixedOp,
+    SkipNetwork,
+    channels_last,
+    discrete_states,
+    make_norm,
+    path_states,
+    relu_conv_norm,
 )
-from fednas_flwr.spaces.nasbench201_wide import WideNASBench201Body
 from fednas_flwr.spaces.space import Supernet
+from fednas_flwr.spaces.wide_operations import average_pool, mix, node_states, norm
 
-BODIES = {FAST: WideNASBench201Body, REFERENCE: NASBench201Body}
+OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
+NODES = range(1, 4)
+NUM_STAGES = 3
+EDGES = candidate_edges(NODES)
+CONVOLUTIONS = ("nor_conv_1x1", "nor_conv_3x3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +57,6 @@ class NASBench201Space(StackedSpace, WholeGraphSpace):
         channels: Channels of the supernet's first stage (16 in the paper).
         num_cells: Cells in each of the supernet's three stages (5 in the paper).
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
-        engine: How the supernet computes the same function of the same parameters: ``fast``, all
-            edges of a state at once, or ``reference``, every op as a module.
     """
 
     name: ClassVar[str] = "nasbench201"
@@ -51,11 +69,11 @@ class NASBench201Space(StackedSpace, WholeGraphSpace):
 
     def supernet(self) -> Supernet:
         """Return a newly initialised supernet; its norms have no affine part."""
-        body = self.with_skip(BODIES[self.engine](self.sizes))
+        body = self.with_skip(NASBench201Body(self))
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> NASBench201Network:
-        """Return the newly initialised discrete network of the space's sizes.
+        """Return the newly initialised discrete network of the space's space.
 
         Args:
             genotype: The cell.
@@ -65,11 +83,8 @@ class NASBench201Space(StackedSpace, WholeGraphSpace):
             ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
         """
         self.check(genotype)
-        if auxiliary:
-            raise ConfigError(
-                "nasbench201 networks have no auxiliary head: set retrain.auxiliary_weight=0."
-            )
-        return self.with_skip(NASBench201Network(genotype, self.sizes))
+        self.check_auxiliary(auxiliary)
+        return self.with_skip(NASBench201Network(genotype, self))
 
 
 def to_arch_string(genotype: Genotype) -> str:
@@ -98,3 +113,226 @@ def from_arch_string(text: str) -> Genotype:
             f"with the ops {', '.join(OPS)}."
         )
     return NASBench201Space.genotype(OPS.index(op) for op in match.groups())
+
+
+def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Module:
+    """Return the module of one op (every name but ``none``); all have stride 1."""
+    match op:
+        case "skip_connect":
+            return nn.Identity()
+        case "nor_conv_1x1" | "nor_conv_3x3":
+            return relu_conv_norm(
+                channels, channels, kernel_size=int(op[-1]), norm=norm, affine=affine
+            )
+        case "avg_pool_3x3":
+            return nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
+        case _:
+            raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
+
+
+class NASBench201Network(SkipNetwork):
+    """A discrete NAS-Bench-201 network, to be trained from scratch.
+
+    Weights that the output does not depend on (edges out of a node that nothing enters, or into one
+    that nothing leaves) are kept, as in the benchmark's parameter counts; their gradient is None or
+    zero. With ``none`` on every path to the output the logits do not depend on the image.
+
+    Attributes:
+        drop_path_prob: Probability of drop-path on every edge but identities, in [0, 1); the
+            benchmark uses 0.
+    """
+
+    drop_path_prob: float
+
+    def __init__(self, genotype: Genotype, space: StackedSpace) -> None:
+        """Build the network of a genotype that the space has checked."""
+        super().__init__()
+        self.drop_path_prob = 0.0
+        self.skeleton = _Skeleton(
+            functools.partial(_DiscreteCell, genotype.cells[CELL], norm=space.norm),
+            space,
+            affine=True,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, classes]."""
+        return self.joined(self.skeleton(x, self.drop_path_prob if self.training else 0.0), x)
+
+    def chain(self) -> list[nn.Module]:
+        """Return the stem, the cells and the residual blocks, in the order of computation."""
+        blocks: list[nn.Module] = [self.skeleton.stem]
+        for index, stage in enumerate(self.skeleton.stages):
+            blocks += [self.skeleton.reductions[index]] if index > 0 else []
+            blocks += stage.children()
+        return blocks
+
+
+class NASBench201Body(SkipNetwork):
+    """The fixed network with all ops on all edges of its cells."""
+
+    takes_stack = True
+
+    def __init__(self, space: StackedSpace) -> None:
+        """Build the body; see :class:`NASBench201Space` for the space."""
+        super().__init__()
+        self.skeleton = _Skeleton(
+            functools.partial(SearchCell, norm=space.norm), space, affine=False
+        )
+
+    def forward(
+        self, x: Tensor, op_weights: Mapping[str, Tensor], stack: Stack = torch.cat
+    ) -> Tensor:
+        """Return logits [B, classes]; op weights as in :class:`Supernet`."""
+        net: Any = self.skeleton
+        weights_BEO = op_weights[CELL].expand(len(x), -1, -1)
+        images = x
+        x = norm(convolution(x, stack([net.stem[0].weight]), padding=(1, 1)), [net.stem[1]])
+        for reduction, stage in zip(net.reductions, net.stages, strict=True):
+            if isinstance(reduction, ResidualBlock):
+                x = _residual(reduction, x, stack)
+            for cell in stage.children():
+                x = cell.mixed(x, weights_BEO, stack)
+        pooled = F.relu(norm(x, [net.head_norm])).mean(dim=(2, 3))
+        parameters = (stack([net.classifier.weight]), stack([net.classifier.bias]))
+        return self.joined(linear(pooled, *parameters), images, stack)
+
+    def path(
+        self, x: Tensor, columns: Mapping[str, Sequence[int]], gates: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return logits [B, classes] with one op on every edge; nothing else is computed.
+
+        Args:
+            x: Images.
+            columns: By kind of cell the column of each edge's op.
+            gates: By kind of cell what its output is multiplied by, [E].
+        """
+        return self.joined(self.skeleton(x, (columns[CELL], gates[CELL])), x)
+
+    def choices(self) -> list[MixedOp]:
+        """Return the edges of all cells."""
+        return [module for module in self.modules() if isinstance(module, MixedOp)]
+
+
+class _Skeleton(nn.Module):
+    """Stem, three stages of cells with a residual block before the second and third, classifier.
+
+    Args:
+        make_cell: Returns a cell for a number of channels; a cell is called with its input and the
+            second argument of the skeleton (a path, or a drop-path probability).
+    """
+
+    def __init__(
+        self, make_cell: Callable[[int], nn.Module], space: StackedSpace, *, affine: bool
+    ) -> None:
+        super().__init__()
+        channels, norm = space.channels, space.norm
+        self.stem = nn.Sequential(
+            nn.Conv2d(space.input_shape[0], channels, 3, padding=1, bias=False),
+            make_norm(channels, norm=norm, affine=affine),
+        )
+        self.reductions = nn.ModuleList([nn.Identity()])
+        self.stages = nn.ModuleList()
+        for stage in range(NUM_STAGES):
+            if stage > 0:
+                self.reductions.append(ResidualBlock(channels, norm=norm, affine=affine))
+                channels *= 2
+            self.stages.append(nn.ModuleList(make_cell(channels) for _ in range(space.num_cells)))
+        self.head_norm = make_norm(channels, norm=norm, affine=affine)
+        self.classifier = nn.Linear(channels, space.num_classes)
+
+    def forward(self, x: Tensor, cell_argument: tuple[Sequence[int], Tensor] | float) -> Tensor:
+        x = channels_last(self.stem(x))
+        for reduction, stage in zip(self.reductions, self.stages, strict=True):
+            x = reduction(x)
+            for cell in stage.children():
+                x = cell(x, cell_argument)
+        logits: Tensor = self.classifier(F.relu(self.head_norm(x)).mean(dim=(2, 3)))
+        return logits
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions, the first of stride 2, plus a pooled 1x1 shortcut; doubles channels."""
+
+    def __init__(self, channels: int, *, norm: Norm, affine: bool) -> None:
+        """Build the block for ``channels`` input channels."""
+        super().__init__()
+        wide = 2 * channels
+        self.convolutions = nn.Sequential(
+            relu_conv_norm(channels, wide, kernel_size=3, stride=2, norm=norm, affine=affine),
+            relu_conv_norm(wide, wide, kernel_size=3, norm=norm, affine=affine),
+        )
+        # ceil_mode: on odd sizes the shortcut must be as large as the convolutions' output.
+        self.shortcut = nn.Sequential(
+            nn.AvgPool2d(2, stride=2, ceil_mode=True, count_include_pad=False),
+            nn.Conv2d(channels, wide, 1, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[B, 2 C, ceil(H / 2), ceil(W / 2)]``."""
+        out: Tensor = self.shortcut(x) + self.convolutions(x)
+        return out
+
+
+class SearchCell(nn.Module):
+    """A cell with all ops on all six edges."""
+
+    def __init__(self, channels: int, *, norm: Norm) -> None:
+        """Build all modules."""
+        super().__init__()
+        make = functools.partial(make_operation, channels=channels, norm=norm, affine=False)
+        self.edges = nn.ModuleList(MixedOp(OPS, make) for _ in EDGES)
+
+    def forward(self, x: Tensor, path: tuple[Sequence[int], Tensor]) -> Tensor:
+        """Return a tensor shaped like ``x``, of each edge's column and gate alone."""
+        edges: Any = self.edges
+        return path_states([x], EDGES, edges, *path)[-1]
+
+    def mixed(self, x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
+        """Return a tensor shaped like ``x``, of all ops of all edges, weighted."""
+        edges: Any = self.edges
+
+        def leave(state: Tensor, indices: list[int]) -> Tensor:
+            modules = {op: [edges[index].ops[op] for index in indices] for op in CONVOLUTIONS}
+            active = F.relu(state)
+            one = pointwise(active, stack([m[1].weight for m in modules["nor_conv_1x1"]]))
+            kernels = stack([m[1].weight for m in modules["nor_conv_3x3"]])
+            three = convolution(active, kernels, padding=(1, 1))
+            convolved = norm(
+                torch.cat([one, three], 1), [m[2] for op in CONVOLUTIONS for m in modules[op]]
+            )
+            shared = torch.stack([state, average_pool(state)], dim=1)[:, :, None]
+            parts: list[tuple[Tensor, Sequence[str]]] = [
+                (shared, ("skip_connect", "avg_pool_3x3")),
+                (torch.unflatten(convolved, 1, (2, len(indices), -1)), CONVOLUTIONS),
+            ]
+            return mix(parts, weights_BEO[:, indices], ops=OPS)
+
+        return node_states([x], EDGES, leave)[-1]
+
+
+def _residual(block: Any, x: Tensor, stack: Stack) -> Tensor:
+    out = x
+    for layers in block.convolutions:
+        _, conv, norm_ = layers
+        out = convolution(F.relu(out), stack([conv.weight]), stride=conv.stride, padding=(1, 1))
+        out = norm(out, [norm_])
+    pool, conv = block.shortcut
+    return out + pointwise(pool(x), stack([conv.weight]))
+
+
+class _DiscreteCell(nn.Module):
+    """A cell with one op on every edge; edges with ``none`` are left out."""
+
+    def __init__(self, edges: tuple[Edge, ...], channels: int, *, norm: Norm) -> None:
+        super().__init__()
+        wired = [edge for edge in edges if edge.op != "none"]
+        self.wiring = [(edge.source, edge.target) for edge in wired]
+        self.edges = nn.ModuleList(
+            make_operation(edge.op, channels, norm=norm, affine=True) for edge in wired
+        )
+
+    def forward(self, x: Tensor, drop_path_prob: float) -> Tensor:
+        states = discrete_states(
+            [x], self.wiring, self.edges, nodes=NODES, drop_path_prob=drop_path_prob
+        )
+        return states[-1]

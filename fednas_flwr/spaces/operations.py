@@ -13,36 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import unknown_choice
+from fednas_flwr.base.layers import Stack, linear
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
 from fednas_flwr.spaces.genotype import Edge
 
 MAX_GROUPS = 8
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Everything that networks of one search space share, except for the choice of ops.
-
-    Attributes:
-        inputs: Channels of an image, or features of a record.
-        num_classes: Number of classes.
-        channels: Of the first cells; in a space of tables the width of their nodes.
-        num_cells: Cells, or cells of each stage.
-        norm: ``batch`` or ``group``.
-    """
-
-    inputs: int
-    num_classes: int
-    channels: int
-    num_cells: int
-    norm: Norm
+NOTHING = ("none", "zero")  # ops without a module
 
 
 def check_norm(norm: str) -> None:
@@ -190,8 +172,8 @@ def add_all(terms: Iterable[Tensor]) -> Tensor:
 
 def discrete_states(
     inputs: Sequence[Tensor],
-    edges: Sequence[Edge],
-    ops: Iterable[nn.Module],
+    edges: Sequence[tuple[int, int]],
+    ops: Iterable[nn.Module | None],
     *,
     nodes: range,
     drop_path_prob: float,
@@ -202,17 +184,17 @@ def discrete_states(
 
     Args:
         inputs: States of the first nodes.
-        edges: The cell's edges; ``none`` is left out.
-        ops: The module of every edge.
+        edges: (source, target) of every edge.
+        ops: The module of every edge; None is left out.
         nodes: The nodes that are no inputs.
         drop_path_prob: Of every edge but identities, see :func:`drop_path`.
     """
     states, wiring = list(inputs), list(zip(edges, ops, strict=True))
     for node in nodes:
         incoming = []
-        for edge, op in wiring:
-            if edge.target == node:
-                out = op(states[edge.source])
+        for (source, target), op in wiring:
+            if target == node and op is not None:
+                out = op(states[source])
                 dropped = not isinstance(op, nn.Identity)
                 incoming.append(drop_path(out, drop_path_prob) if dropped else out)
         states.append(add_all(incoming) if incoming else torch.zeros_like(inputs[0]))
@@ -248,8 +230,9 @@ class TwoInputCell(nn.Module):
     def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
         """Return the nodes' states, side by side in dimension 1."""
         inputs = [self.preprocess0(before), self.preprocess1(last)]
+        pairs = [(edge.source, edge.target) for edge in self.wiring]
         states = discrete_states(
-            inputs, self.wiring, self.edges, nodes=self.nodes, drop_path_prob=drop_path_prob
+            inputs, pairs, self.edges, nodes=self.nodes, drop_path_prob=drop_path_prob
         )
         return torch.cat(states[len(inputs) :], dim=1)
 
@@ -302,27 +285,71 @@ def path_states(
     return [torch.zeros_like(inputs[0]) if state is None else state for state in states]
 
 
-class MixedOp(nn.Module):
-    """One edge of a supernet: ``sum_o w_o * op_o(x)`` (Liu et al. 2019, Eq. 2) without ``none``."""
+class Choice(nn.Module):
+    """Candidate ops of which a network computes one, or the weighted sum of all.
 
-    def __init__(self, ops: tuple[str, ...], make: Callable[[str], nn.Module]) -> None:
-        """Make the modules of an edge.
+    Attributes:
+        names: Of the ops, by column; None for a column without an op.
+        ops: The modules by name, without those of ``NOTHING``.
+    """
+
+    def __init__(self, names: Sequence[str | None], make: Callable[[str], nn.Module]) -> None:
+        """Make the modules.
 
         Args:
-            ops: Names in the order of the weights.
-            make: Returns the module of a name; not called for ``none``.
+            names: In the order of the weights.
+            make: Returns the module of a name; not called for those of ``NOTHING``.
         """
         super().__init__()
-        self.ops = nn.ModuleDict({op: make(op) for op in ops if op != "none"})
-        self.columns = [index for index, op in enumerate(ops) if op != "none"]
+        self.names = list(names)
+        self.ops = nn.ModuleDict({op: make(op) for op in names if op and op not in NOTHING})
 
     def op(self, column: int) -> nn.Module | None:
-        """Return the module of a column; None is ``none``."""
-        return dict(zip(self.columns, self.ops.values(), strict=True)).get(column)
+        """Return the module of a column; None where it has none."""
+        name = self.names[column]
+        return self.ops[name] if name and name in self.ops else None
+
+
+class MixedOp(Choice):
+    """One edge of a supernet: ``sum_o w_o * op_o(x)`` (Liu et al. 2019, Eq. 2) without ``none``."""
 
     def forward(self, x_BCHW: Tensor, weights_O: Tensor) -> Tensor:
         """Return the weighted sum; the weights are [O], or [B, O] for one set per example."""
+        columns = [c for c in range(len(self.names)) if self.op(c) is not None]
         return add_all(
             weights_O[..., column, None, None, None] * op(x_BCHW)
-            for column, op in zip(self.columns, self.ops.values(), strict=True)
+            for column, op in zip(columns, self.ops.values(), strict=True)
         )
+
+
+class SkipNetwork(nn.Module):
+    """A network that can have a linear classifier on its input beside all else that it computes.
+
+    With features that suit a linear model and much noise, it carries what deeper layers cannot
+    learn.
+
+    Attributes:
+        skip: The classifier, whose logits are added; None for none.
+    """
+
+    skip: nn.Linear | None
+
+    def __init__(self) -> None:
+        """Begin without one."""
+        super().__init__()
+        self.skip = None
+
+    def joined(self, logits: Tensor, x: Tensor, stack: Stack | None = None) -> Tensor:
+        """Return the logits [B, classes] after adding the skip's.
+
+        Args:
+            logits: Those of everything else.
+            x: What the network was called with, [B, ...].
+            stack: Of a supernet whose records have weights each; None for one set of weights.
+        """
+        if self.skip is None:
+            return logits
+        if stack is None:
+            added: Tensor = self.skip(x.flatten(1))
+            return logits + added
+        return logits + linear(x.flatten(1), stack([self.skip.weight]), stack([self.skip.bias]))

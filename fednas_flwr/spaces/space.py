@@ -10,19 +10,19 @@ Tensor suffixes: B batch, E edges of a cell, O ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
-from fednas_flwr.settings.names import BATCH, ENGINES, FAST, LINEAR, NO_SKIP, SKIPS, Engine, Norm
+from fednas_flwr.base.layers import Stack
+from fednas_flwr.settings.names import BATCH, LINEAR, NO_SKIP, SKIPS, Norm
 from fednas_flwr.spaces.genotype import Edge, Genotype
-from fednas_flwr.spaces.operations import check_norm
-from fednas_flwr.spaces.skip import SkipNetwork
-from fednas_flwr.spaces.wide_operations import Stack
+from fednas_flwr.spaces.operations import Choice, SkipNetwork, check_norm
 
 ALPHA_STD = 1e-3
 Network = TypeVar("Network", bound=SkipNetwork)
@@ -71,12 +71,24 @@ class Supernet(nn.Module):
 
     @property
     def takes_stack(self) -> bool:
-        """True if the weights can be given per record: the engine is the fast one."""
+        """True if the weights can be given per record."""
         return getattr(self.body, "takes_stack", False)
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return all parameters but the alphas, by their names in the state_dict."""
         return dict(self.body.named_parameters(prefix="body"))
+
+    def path_weights(self, path: Sequence[int]) -> dict[str, nn.Parameter]:
+        """Return the weights that one path computes with: its ops' and those that all paths share.
+
+        Args:
+            path: For every edge, or block, the column of its op; the same in every cell.
+        """
+        choices: list[Choice] = self.body.choices()  # type: ignore[operator]
+        chosen = [edge.op(column) for edge, column in zip(choices, cycle(path), strict=False)]
+        along = {id(weight) for op in chosen if op is not None for weight in op.parameters()}
+        beside = {id(weight) for edge in choices for weight in edge.parameters()} - along
+        return {name: w for name, w in self.weights().items() if id(w) not in beside}
 
     def forward(
         self,
@@ -91,8 +103,8 @@ class Supernet(nn.Module):
             op_weights: Per kind of cell the weight of every op on every edge, [E, O], or one
                 set per example, [B, E, O], through which per-example gradients of the alphas
                 can be taken; None means ``softmax(alphas)``.
-            stack: How the fast engine joins the weights of parallel layers; through it per-example
-                gradients of the weights can be taken (``privacy.record_gradients``).
+            stack: How the weights of parallel layers are joined; through it per-example gradients
+                of the weights can be taken (``privacy.record_gradients``).
         """
         if op_weights is None:
             op_weights = {kind: alphas.softmax(dim=-1) for kind, alphas in self.alphas().items()}
@@ -159,8 +171,6 @@ class SpaceShape:
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
         skip: What is added to the logits of every network: ``none``, or those of a ``linear``
             classifier on the input, which begins with zeros.
-        engine: How the supernet computes the same function of the same parameters: ``fast`` or
-            ``reference``.
     """
 
     name: ClassVar[str]
@@ -170,13 +180,10 @@ class SpaceShape:
     num_classes: int
     norm: Norm = BATCH
     skip: str = NO_SKIP
-    engine: Engine = FAST
 
     def __post_init__(self) -> None:
         """Refuse examples for which no network can be built."""
         check_norm(self.norm)
-        if self.engine not in ENGINES:
-            raise unknown_choice("engine", self.engine, ENGINES)
         if self.skip not in SKIPS:
             raise unknown_choice("search_space.skip", self.skip, SKIPS)
         axes = AXES[self.inputs]
@@ -198,6 +205,13 @@ class SpaceShape:
             nn.init.zeros_(network.skip.weight)
             nn.init.zeros_(network.skip.bias)
         return network
+
+    def check_auxiliary(self, auxiliary: bool) -> None:  # noqa: FBT001
+        """Raise ConfigError if an auxiliary head is asked for, of a space without one."""
+        if auxiliary:
+            raise ConfigError(
+                f"{self.name} networks have no auxiliary head: set retrain.auxiliary_weight=0."
+            )
 
     def check_sizes(self, *fields: str) -> None:
         """Raise ConfigError for the first of some fields that is below 1."""

@@ -53,8 +53,7 @@ def _nasbench201(**settings: Any) -> SearchSpace:
 
 def _mbconv(*, skeleton: str, candidates: str, **settings: Any) -> SearchSpace:
     """Return the MBConv space with the named skeleton and candidates."""
-    from fednas_flwr.spaces.mbconv import MBConvSpace
-    from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS
+    from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 
     if skeleton not in SKELETONS:
         raise unknown_choice("search_space.skeleton", skeleton, SKELETONS)

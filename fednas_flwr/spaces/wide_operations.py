@@ -1,8 +1,8 @@
-"""Parts of the fast engine: what the edges that leave one state have in common, computed once.
+"""Parts of supernets: what the edges that leave one state have in common, computed once.
 
 The edges share the ReLU and the pools, and their kernels are stacked into one call of
-``fednas_flwr.base.layers``. A stacked weight comes from a :data:`Stack`: ``torch.cat``, or one that
-gives every record a copy of its own. The modules computed here are those of ``operations.py``.
+``fednas_flwr.base.layers``. The modules computed here are those of ``operations.py``, whose results
+are the same.
 
 Tensor suffixes: B batch, C channels, H height, W width, E edges of a state, O ops.
 """
@@ -18,8 +18,6 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.layers import depthwise
 from fednas_flwr.spaces.operations import add_all
-
-Stack = Callable[[list[Tensor]], Tensor]  # parameters of one shape -> joined along dim 0
 
 
 def node_states(
@@ -58,7 +56,7 @@ def norm(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
     if isinstance(first, nn.GroupNorm):
         return F.group_norm(x_BCHW, len(modules) * first.num_groups, eps=first.eps)
     if len({module.training for module in modules}) > 1:
-        raise ValueError("engine=fast needs all norms in one mode: call train() or eval()")
+        raise ValueError("a supernet needs all norms in one mode: call train() or eval()")
     buffers = [[m.running_mean for m in modules], [m.running_var for m in modules]]
     mean, variance = (torch.cat(each) for each in buffers)
     momentum = first.momentum

@@ -14,8 +14,13 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.messages import Header, Reply, encode_reply
 from fednas_flwr.protocol.states import Layout, changed_part, fill_unchanged, pack
-from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
-from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
+from fednas_flwr.search.proxyless import (
+    alpha_gradient,
+    draw_paths,
+    gate_gradient,
+    rescale,
+    uniform_alphas,
+)
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import accept_reply
 from fednas_flwr.spaces.space_costs import space_costs

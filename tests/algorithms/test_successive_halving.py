@@ -35,7 +35,7 @@ from fednas_flwr.protocol.states import (
 from fednas_flwr.search.data_free_scores import AZ_NAS, combine, measure
 from fednas_flwr.search.data_free_search import draw_by_alphas
 from fednas_flwr.search.optimizer_step import no_moments
-from fednas_flwr.spaces.flops import count_parameters
+from fednas_flwr.spaces.costs import count_parameters
 from fednas_flwr.spaces.genotype import from_json, to_json
 
 from ..asked import in_words, of_exchange

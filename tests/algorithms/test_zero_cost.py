@@ -17,7 +17,7 @@ from fednas_flwr.models.networks import describe_network, make_network, supernet
 from fednas_flwr.search.data_free_scores import AZ_NAS, SYNFLOW, combine, measure
 from fednas_flwr.search.data_free_search import mutate
 from fednas_flwr.settings import conf_folder
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import load_genotype, to_json
 
 from ..asked import in_words, of_exchange

@@ -15,9 +15,15 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import release_guard
 from fednas_flwr.protocol.states import load_states
-from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
-from fednas_flwr.search.path_network import PathNetwork
-from fednas_flwr.search.proxyless import SampledPaths, gate_gradient, uniform_alphas
+from fednas_flwr.search.proxyless import (
+    PathNetwork,
+    SampledPaths,
+    alpha_gradient,
+    draw_paths,
+    gate_gradient,
+    rescale,
+    uniform_alphas,
+)
 from fednas_flwr.settings.optimizers import Adam
 from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
 from fednas_flwr.spaces.latency_tables import from_json

@@ -1,4 +1,4 @@
-"""Gradients in bfloat16 are near those in float32, in every space and by every engine."""
+"""Gradients in bfloat16 are near those in float32, in every space."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from torch import Tensor, nn
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
-from fednas_flwr.search.gates import draw_paths
 from fednas_flwr.search.gumbel import GumbelPath
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Descent, make_sgd
-from fednas_flwr.search.path_network import PathNetwork, drawable_alphas
-from fednas_flwr.settings.names import BFLOAT16, FAST, FLOAT32, PRECISIONS, REFERENCE
+from fednas_flwr.search.proxyless import PathNetwork, draw_paths, drawable_alphas
+from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 from ..small_spaces import CLASSES, SPACES
 
 WEIGHTS = SGD(lr=0.01, min_lr=0.01, momentum=0.9, weight_decay=1e-4, clip_norm=None)
-KINDS = [(name, FAST) for name in SPACES] + [("darts", REFERENCE), ("nasbench201", REFERENCE)]
 LABELS = {False: torch.arange(16) % CLASSES, True: (torch.arange(16 * CLASSES) % 2).view(16, -1)}
 
 
-@pytest.fixture(params=KINDS, ids=" ".join)
+@pytest.fixture(params=SPACES)
 def space(request: pytest.FixtureRequest) -> SearchSpace:
-    name, engine = request.param
-    return replace(SPACES[name], engine=engine, norm="group", skip="linear")
+    return replace(SPACES[request.param], norm="group", skip="linear")
 
 
 def make(space: SearchSpace) -> Supernet:
@@ -122,9 +119,8 @@ def test_gradients_of_drawn_paths() -> None:
     check_near({p: {"": exact(space, p).gates(supernet, paths_EK, None)} for p in PRECISIONS})
 
 
-@pytest.mark.parametrize("engine", [FAST, REFERENCE])
-def test_gradients_of_single_paths(engine: str) -> None:
-    space = replace(SPACES["nasbench201"], engine=engine)
+def test_gradients_of_single_paths() -> None:
+    space = SPACES["nasbench201"]
     generator = make_generator(0, "path")
     path = GumbelPath(make(space), temperature=1.0, generator=generator)
     check_near({p: exact(space, p).weights(path) for p in PRECISIONS})

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.settings.names import ENGINES, SKIPS
+from fednas_flwr.settings.names import SKIPS
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.spaces.genotype import from_json, to_json
-from fednas_flwr.spaces.skip import SkipNetwork
+from fednas_flwr.spaces.operations import SkipNetwork
 
+from ..reference_engine import ENGINES, by
 from ..small_spaces import CLASSES, SPACES
 
 IMAGE_SPACES = ("darts", "nasbench201", "mbconv", "dp_cells", "dp_cells_darts")
@@ -79,8 +80,9 @@ def test_every_single_alpha_gets_a_gradient(space):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_linear_skip_adds_a_linear_models_logits(space, engine):
     x = examples(space.input_shape, dtype=torch.float64)
-    both = [dataclasses.replace(space, skip=skip, engine=engine) for skip in SKIPS]
-    pairs = [[make(own).double().eval() for own in both] for make in (make_supernet, make_network)]
+    both = [dataclasses.replace(space, skip=skip) for skip in SKIPS]
+    supernets = [by(engine, make_supernet(each)).double().eval() for each in both]
+    pairs = [supernets, [make_network(each).double().eval() for each in both]]
     for plain, skipping in pairs:
         skip = next(module for module in skipping.modules() if isinstance(module, SkipNetwork)).skip
         assert not skip.weight.any()
@@ -196,8 +198,8 @@ def test_gradient_of_the_per_example_leaf_equals_a_loop_over_examples(space):
 
 @pytest.mark.parametrize("kind_of_network", ["supernet", "network"])
 def test_no_module_changes_its_input(space, kind_of_network):
-    space = dataclasses.replace(space, engine="reference")
-    network = make_supernet(space) if kind_of_network == "supernet" else make_network(space)
+    supernet = by("reference", make_supernet(space))
+    network = supernet if kind_of_network == "supernet" else make_network(space)
     seen = []
 
     def remember(module, inputs):
@@ -212,7 +214,7 @@ def test_no_module_changes_its_input(space, kind_of_network):
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_the_fast_engine_leaves_its_input_and_op_weights_alone(space, norm):
+def test_a_supernet_leaves_its_input_and_op_weights_alone(space, norm):
     supernet = make_supernet(dataclasses.replace(space, norm=norm))
     x = examples(space.input_shape)
     weights = {kind: alphas.detach().softmax(-1) for kind, alphas in supernet.alphas().items()}
@@ -318,7 +320,6 @@ def test_check_refuses_what_is_not_of_the_space(space):
         ({"input_shape": (0,)}, "needs (images|tables)"),
         ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
         ({"norm": "grup"}, r"norm=grup is unknown.*nearest: group"),
-        ({"engine": "quick"}, "engine=quick.*fast, reference"),
     ],
 )
 def test_impossible_sizes_are_refused(space, change, message):

@@ -20,7 +20,6 @@ from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.exact_gradients import alpha_gradient_sum
 from fednas_flwr.search.gradient_sums import Tally, weight_gradient
 from fednas_flwr.search.optimizer_step import Descent, make_adam, make_sgd
-from fednas_flwr.settings.names import FAST, REFERENCE
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
@@ -57,16 +56,9 @@ def step_alphas(supernet: Supernet, given: Given) -> None:
     take(alphas, named, make_adam(alphas.values(), ALPHAS))
 
 
-KINDS = [(name, FAST) for name in SPACES]
-KINDS += [
-    pytest.param((name, REFERENCE), marks=pytest.mark.slow) for name in ("darts", "nasbench201")
-]
-
-
-@pytest.fixture(params=KINDS, ids=" ".join)
+@pytest.fixture(params=SPACES)
 def space(request: pytest.FixtureRequest) -> SearchSpace:
-    name, engine = request.param
-    return replace(SPACES[name], engine=engine, norm="group", skip="linear")
+    return replace(SPACES[request.param], norm="group", skip="linear")
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:

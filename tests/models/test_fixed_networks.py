@@ -12,7 +12,7 @@ from fednas_flwr.models.fixed_networks import (
     plain_cnn,
 )
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 
 
 def test_mobilenet_v2_has_the_published_size() -> None:

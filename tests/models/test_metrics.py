@@ -19,7 +19,7 @@ from fednas_flwr.models.metrics import (
     record_losses,
 )
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.spaces.skip import SkipNetwork
+from fednas_flwr.spaces.operations import SkipNetwork
 
 from ..search.test_objective import pairs_ranked_right, slow_scores
 

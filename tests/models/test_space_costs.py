@@ -9,9 +9,8 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.spaces.flops import count_multiply_adds
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS
+from fednas_flwr.spaces.costs import count_multiply_adds
+from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 from fednas_flwr.spaces.space_costs import measure_space, space_costs
 
 SPACE = MBConvSpace(

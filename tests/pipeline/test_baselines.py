@@ -25,7 +25,7 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.optimizers import RESNETS
-from fednas_flwr.spaces.flops import count_multiply_adds
+from fednas_flwr.spaces.costs import count_multiply_adds
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
 

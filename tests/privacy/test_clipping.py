@@ -27,6 +27,8 @@ from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
+from ..reference_engine import by
+
 CLASSES = 5
 
 
@@ -38,14 +40,14 @@ def with_auxiliary(output, y):
     return cross_entropy(output[0], y) + 0.4 * cross_entropy(output[1], y)
 
 
-def darts(shape, engine="fast"):
+def darts(shape):
     sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 3, "skip": "linear"}
-    return DARTSSpace(input_shape=shape, **sizes, norm="group", engine=engine)
+    return DARTSSpace(input_shape=shape, **sizes, norm="group")
 
 
-def nasbench201(shape, engine="fast"):
+def nasbench201(shape):
     sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 1, "skip": "linear"}
-    return NASBench201Space(input_shape=shape, **sizes, norm="group", engine=engine)
+    return NASBench201Space(input_shape=shape, **sizes, norm="group")
 
 
 def mlp(shape):  # wide enough that the norms of the narrowest layers do not amplify rounding
@@ -68,9 +70,9 @@ def derived(space, *, auxiliary=False, **sizes):
 NETWORKS = {
     "darts supernet": (lambda s: darts(s).supernet(), (3, 9, 7), (1, 17, 14)),
     "nasbench201 supernet": (lambda s: nasbench201(s).supernet(), (1, 7, 9), (3, 15, 13)),
-    "darts reference": (lambda s: darts(s, "reference").supernet(), (3, 9, 7), (1, 17, 14)),
+    "darts reference": (lambda s: by("reference", darts(s).supernet()), (3, 9, 7), (1, 17, 14)),
     "nasbench201 reference": (
-        lambda s: nasbench201(s, "reference").supernet(),
+        lambda s: by("reference", nasbench201(s).supernet()),
         (1, 7, 9),
         (3, 15, 13),
     ),
@@ -402,7 +404,7 @@ def test_some_weights_of_a_fast_supernet():
     stem = {"stem": supernet.body.stem[0].weight}
     check_against_loop(supernet, x, y, stem)
     one_of_many = {"edge": supernet.weights()["body.cells.0.edges.0.ops.sep_conv_3x3.1.weight"]}
-    with pytest.raises(ValueError, match="use engine=reference"):
+    with pytest.raises(ValueError, match="or none of them: give all of them"):
         check_against_loop(supernet, x, y, one_of_many)
 
 

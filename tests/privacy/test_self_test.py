@@ -27,14 +27,12 @@ from fednas_flwr.privacy.mechanism.clipping import (
 from fednas_flwr.privacy.mechanism.micro_batches import clipped_row_sum, filled, micro_batches
 from fednas_flwr.privacy.self_test import largest_size, rows_are_alike
 from fednas_flwr.search.candidate import Candidate, all_alike
-from fednas_flwr.search.gates import active_gates, alpha_gradient
 from fednas_flwr.search.objective import CLASSIFICATION, heads
 from fednas_flwr.search.optimizer_step import trainable_weights
-from fednas_flwr.search.path_network import PathNetwork, covering_paths
+from fednas_flwr.search.proxyless import PathNetwork, active_gates, alpha_gradient, covering_paths
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES, DPCellSpace
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import CELL, Skeleton
+from fednas_flwr.spaces.mbconv import CELL, MBConvSpace, Skeleton
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
@@ -105,11 +103,11 @@ def test_weights_that_cancel_do_not_let_a_record_change_what_others_contribute(a
         assert moved.norm() <= MAX_NORM * (1 + 1e-12)
 
 
-# The self-test, of every space, engine and layer
+# The self-test, of every space and layer
 
 
-def spaces(engine="fast"):
-    cells = {**SIZES, "input_shape": IMAGE, "channels": 4, "engine": engine}
+def spaces():
+    cells = {**SIZES, "input_shape": IMAGE, "channels": 4}
     return {
         "darts": DARTSSpace(**cells, num_cells=3),
         "nasbench201": NASBench201Space(**cells, num_cells=1),
@@ -130,7 +128,7 @@ MBCONV = MBConvSpace(
 )
 DP_CELLS = DPCellSpace(input_shape=IMAGE, num_classes=CLASSES, widths=(4, 4, 8), head=8)
 SUPERNETS = {
-    **{f"{n} {e}": s for e in ("fast", "reference") for n, s in spaces(e).items()},
+    **spaces(),
     "mlp": MLP,
     "nasbench201 with a skip": replace(spaces()["nasbench201"], skip="linear"),
 }

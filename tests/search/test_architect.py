@@ -185,9 +185,6 @@ def test_the_virtual_step_is_the_step_that_sgd_takes(momentum, weight_decay, net
         moved = virtual_step(
             net,
             data,
-            inner_lr=0.3,
-            momentum=momentum,
-            weight_decay=weight_decay,
             optimizer=optimizer,
         )
         check()

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
-from fednas_flwr.search.candidate import Candidate, ClippedGradients, train_candidates
-from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.candidate import Candidate, train_candidates
+from fednas_flwr.search.exact_gradients import ClippedGradients, ExactGradients
 from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.optimizer_step import Descent
 from fednas_flwr.settings.optimizers import DPAware

@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.controller import Controller, Moments, Policy, reinforce_loss
-from fednas_flwr.search.samplers import Evolution, RandomSampler, RejectionSampler
+from fednas_flwr.search.samplers import (
+    Controller,
+    Evolution,
+    Moments,
+    Policy,
+    RandomSampler,
+    RejectionSampler,
+    reinforce_loss,
+)
 from fednas_flwr.settings.optimizers import ControllerSettings, EvolutionSettings
 
 SETTINGS = ControllerSettings(

@@ -28,8 +28,8 @@ from fednas_flwr.search.data_free_scores import (
     synflow,
     zen,
 )
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.nasbench201 import NASBench201Space, from_arch_string
 
 from ..small_spaces import SPACES as SMALL

@@ -14,10 +14,9 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.data_free_scores import AZ_NAS, measure
 from fednas_flwr.search.data_free_search import Limits, Scored, mutate, ranked, search, shortlisted
 from fednas_flwr.settings.optimizers import EvolutionSettings
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import to_json
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import Skeleton
+from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton
 
 from ..small_spaces import IMAGES, WITH_ZERO
 from ..small_spaces import SPACES as SMALL

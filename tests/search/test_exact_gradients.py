@@ -13,10 +13,9 @@ from fednas_flwr.search.architect import (
     second_order_gradient,
 )
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
-from fednas_flwr.search.gates import alpha_gradient, draw_paths
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Descent
-from fednas_flwr.search.proxyless import gate_gradient
+from fednas_flwr.search.proxyless import alpha_gradient, draw_paths, gate_gradient
 
 from ..small_spaces import PATH_SPACE
 

@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.gates import alpha_gradient, draw_paths, rescale
-from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
-from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import Skeleton
+from fednas_flwr.search.proxyless import (
+    alpha_gradient,
+    draw_paths,
+    gate_gradient,
+    rescale,
+    uniform_alphas,
+)
+from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace, Skeleton
 
 DRAWS = 4000
 ALPHAS = torch.tensor([[0.5, -1.0, 0.2, 1.5], [0.0, 2.0, -0.5, NEVER]], dtype=torch.float64)

@@ -18,6 +18,7 @@ from fednas_flwr.settings.optimizers import SGD, Adam, Temperatures
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
+from ..reference_engine import by
 from .test_local_search import descents_of
 
 SIZES = {"input_shape": (3, 8, 8), "num_classes": 3, "channels": 4, "num_cells": 1}
@@ -26,7 +27,7 @@ WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
 
 def make_supernet(engine="fast", norm="batch", seed=0):
     with seeded(seed, "supernet"):
-        supernet = NASBench201Space(**SIZES, engine=engine, norm=norm).supernet()
+        supernet = by(engine, NASBench201Space(**SIZES, norm=norm).supernet())
         with torch.no_grad():
             supernet.alphas()["cell"].copy_(torch.randn(6, 5))
     return supernet.train()

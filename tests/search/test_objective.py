@@ -64,7 +64,7 @@ def test_the_mean_loss_counts_the_auxiliary_head_and_the_losses_are_of_the_logit
         ((logits, auxiliary), 0.4, expected + 0.4 * further),
         ((logits, auxiliary), 0.0, expected),
     ):
-        mean, losses = objective.mean_loss(output, labels, weight)
+        mean, losses = objective.batch_loss(output, labels, weight)
         torch.testing.assert_close(mean, total)
         torch.testing.assert_close(losses, own * by_hand(logits, labels))
 
@@ -72,7 +72,7 @@ def test_the_mean_loss_counts_the_auxiliary_head_and_the_losses_are_of_the_logit
 def test_the_mean_loss_is_differentiable_in_both_heads(outputs):
     logits, auxiliary, labels = (o.clone() for o in outputs)
     leaves = [logits.requires_grad_(), auxiliary.requires_grad_()]
-    mean, _ = Objective(FACTORS).mean_loss((logits, auxiliary), labels, 0.4)
+    mean, _ = Objective(FACTORS).batch_loss((logits, auxiliary), labels, 0.4)
     found = torch.autograd.grad(mean, leaves)
     error = [(leaf.softmax(1) - F.one_hot(labels, 3)).detach() for leaf in leaves]
     factors = FACTORS[labels][:, None] / 7
@@ -136,7 +136,7 @@ def test_the_loss_of_several_labels_is_torchs(several):
     torch.testing.assert_close(objective.losses(logits, labels), own)
     both = objective.plain_losses((logits, auxiliary), labels, 0.4)
     torch.testing.assert_close(both, own + 0.4 * further)
-    mean, losses = objective.mean_loss((logits, auxiliary), labels, 0.4)
+    mean, losses = objective.batch_loss((logits, auxiliary), labels, 0.4)
     torch.testing.assert_close(mean, (own + 0.4 * further).mean())
     torch.testing.assert_close(losses, own)
     guessed = objective.losses(torch.zeros(40, 3).double(), labels)

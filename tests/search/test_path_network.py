@@ -16,16 +16,19 @@ from fednas_flwr.privacy.mechanism.clipping import (
     clipped_alpha_gradient_sum,
     clipped_gradient_sum,
 )
-from fednas_flwr.search.gates import active_gates, alpha_gradient, draw_paths
 from fednas_flwr.search.objective import CLASSIFICATION
-from fednas_flwr.search.path_network import (
+from fednas_flwr.search.proxyless import (
     PathNetwork,
+    active_gates,
+    alpha_gradient,
     cost_gradient,
     covering_paths,
+    draw_paths,
     drawable_alphas,
+    gate_gradient,
     offered_ops,
+    uniform_alphas,
 )
-from fednas_flwr.search.proxyless import gate_gradient, uniform_alphas
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.darts import DARTSSpace
 

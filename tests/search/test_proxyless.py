@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.exact_gradients import ExactGradients
-from fednas_flwr.search.gates import alpha_gradient, draw_paths
 from fednas_flwr.search.optimizer_step import make_sgd
 from fednas_flwr.search.proxyless import (
     SampledPaths,
+    alpha_gradient,
+    draw_paths,
     gate_gradient,
     search_paths,
     uniform_alphas,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fednas_flwr.search.regularisation import beta_gradient, rising
+from fednas_flwr.search.architect import beta_gradient, rising
 
 
 def test_the_gradient_is_that_of_the_mean_logsumexp_of_all_edges():

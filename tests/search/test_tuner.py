@@ -19,8 +19,7 @@ from sklearn.kernel_ridge import KernelRidge
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.search.bandit import Bandit, draw_configurations
-from fednas_flwr.search.tuner import RIDGE, Tuner, predict, reflect
+from fednas_flwr.search.bandit import RIDGE, Bandit, Tuner, draw_configurations, predict, reflect
 from fednas_flwr.settings.optimizers import Configuration, Range
 
 from .test_bandit import SETTINGS as DEFAULT

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.darts_network import EDGES, OPS, AuxiliaryHead
+from fednas_flwr.spaces.darts import EDGES, OPS, AuxiliaryHead, DARTSSpace
 from fednas_flwr.spaces.genotype import Edge, Genotype, load_genotype, skip_share
 
 # Liu et al. (2019), the cells of the published second-order search on CIFAR-10.
@@ -60,7 +59,7 @@ def test_published_genotype_has_the_published_number_of_parameters():
 )
 def test_reduction_cells_stand_at_thirds(num_cells, sizes):
     common = {"input_shape": (1, 28, 28), "num_classes": 10, "channels": 2}
-    space = DARTSSpace(**common, num_cells=num_cells, engine="reference")  # calls its modules
+    space = DARTSSpace(**common, num_cells=num_cells)
     supernet = space.supernet()
     found = []
     for cell in supernet.body.cells:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces import darts, dp_cells, mlp, nasbench201
 from fednas_flwr.spaces.cell_graph import candidate_edges, random_edges, strongest_edges
 from fednas_flwr.spaces.degenerate import WEIGHTLESS
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.mbconv_plan import Skeleton
+from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton
 
 from ..small_spaces import IMAGES
 from ..small_spaces import SPACES as SMALL
@@ -97,18 +97,18 @@ def test_no_gradient_reaches_a_cell_that_is_degenerate_and_some_one_that_is_not(
 
 
 def test_the_ops_called_weightless_have_no_weights_and_all_others_have():
-    from fednas_flwr.spaces import darts_network, dp_cells_network, mlp_network
-    from fednas_flwr.spaces import nasbench201_network as nasbench
-
     made = {
-        **{op: nasbench.make_operation(op, 4, norm="group", affine=False) for op in NB201.ops[1:]},
         **{
-            f"darts/{op}": darts_network.make_operation(op, 4, stride=1, norm="group", affine=False)
+            op: nasbench201.make_operation(op, 4, norm="group", affine=False)
+            for op in NB201.ops[1:]
+        },
+        **{
+            f"darts/{op}": darts.make_operation(op, 4, stride=1, norm="group", affine=False)
             for op in DARTS.ops[1:]
         },
-        **{f"mlp/{op}": mlp_network.make_operation(op, 4, norm="group") for op in MLP.ops[1:]},
+        **{f"mlp/{op}": mlp.make_operation(op, 4, norm="group") for op in MLP.ops[1:]},
         **{
-            f"dp/{op}": dp_cells_network._make_op(op, 4, norm="group", groups=2)
+            f"dp/{op}": dp_cells._make_op(op, 4, norm="group", groups=2)
             for space in (DP_CELLS, DP_DARTS)
             for op in space.ops
             if op != "none"

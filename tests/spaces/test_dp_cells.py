@@ -12,9 +12,8 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings import conf_folder
-from fednas_flwr.spaces.dp_cells import DPCellSpace
-from fednas_flwr.spaces.dp_cells_network import EDGES, OPS
-from fednas_flwr.spaces.flops import count_parameters
+from fednas_flwr.spaces.costs import count_parameters
+from fednas_flwr.spaces.dp_cells import EDGES, OPS, DPCellSpace
 from fednas_flwr.spaces.genotype import load_genotype
 
 SMALL = DPCellSpace(input_shape=(2, 8, 8), num_classes=5, widths=(8, 8, 16), head=16)
@@ -125,6 +124,6 @@ def test_paths_that_are_none_are_refused(path):
 
 
 def test_the_skip_is_trained_with_every_path():
-    network = dataclasses.replace(SMALL, skip="linear").network(all_of("none"))
-    shared = {id(parameter) for parameter in network.path_parameters([0] * len(EDGES))}
-    assert {id(parameter) for parameter in network.skip.parameters()} <= shared
+    supernet = dataclasses.replace(SMALL, skip="linear").supernet()
+    shared = Candidate(supernet, [0] * len(EDGES)).weights()
+    assert {"body.skip.weight", "body.skip.bias"} <= set(shared)

@@ -14,6 +14,7 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.spaces.operations import make_norm
 from fednas_flwr.spaces.wide_operations import average_pool, max_pool, norm
 
+from ..reference_engine import by
 from ..small_spaces import SPACES
 
 SHAPES = [(3, 8, 8), (1, 9, 7), (2, 12, 5)]
@@ -33,8 +34,8 @@ def both_engines(space, **changes):
     """Return the reference supernet and the fast one, with the same state, in float64."""
     space = dataclasses.replace(space, **changes)
     with seeded(1, "supernet"):
-        reference = dataclasses.replace(space, engine="reference").supernet().double()
-    fast = dataclasses.replace(space, engine="fast").supernet().double()
+        reference = by("reference", space.supernet()).double()
+    fast = space.supernet().double()
     for alphas in reference.alphas().values():
         alphas.data.mul_(1000)  # far from uniform, so that no op is lost among the others
     fast.load_state_dict(reference.state_dict())
@@ -94,7 +95,7 @@ def test_state_dicts_and_initialisation_do_not_depend_on_the_engine(space, norm)
     states = []
     for engine in ("reference", "fast"):
         with seeded(4, "supernet"):
-            supernet = dataclasses.replace(space, norm=norm, engine=engine).supernet()
+            supernet = by(engine, dataclasses.replace(space, norm=norm).supernet())
         states.append(supernet.state_dict())
     assert list(states[0]) == list(states[1])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 
 
 def test_convolution_counted_by_hand() -> None:

@@ -11,10 +11,15 @@ from torchvision.models import mobilenet_v2
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
-from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace
-from fednas_flwr.spaces.mbconv_network import make_layer
-from fednas_flwr.spaces.mbconv_plan import CANDIDATES, SKELETONS, Skeleton
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.mbconv import (
+    CANDIDATES,
+    NEVER,
+    SKELETONS,
+    MBConvSpace,
+    Skeleton,
+    make_layer,
+)
 
 SMALL = MBConvSpace(
     input_shape=(3, 8, 8),

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.spaces.nasbench201 import NASBench201Space, from_arch_string, to_arch_string
-from fednas_flwr.spaces.nasbench201_network import EDGES, OPS, ResidualBlock
+from fednas_flwr.spaces.nasbench201 import (
+    EDGES,
+    OPS,
+    NASBench201Space,
+    ResidualBlock,
+    from_arch_string,
+    to_arch_string,
+)
+
+from ..reference_engine import by
 
 CIFAR = NASBench201Space(input_shape=(3, 32, 32), num_classes=10)
 SMALL = NASBench201Space(input_shape=(1, 8, 8), num_classes=10, channels=4, num_cells=1)
@@ -94,8 +102,7 @@ def test_drop_path_spares_identities():
 
 def test_stages_double_the_channels_and_halve_the_size():
     sizes = {"input_shape": (3, 28, 28), "num_classes": 10, "channels": 2, "num_cells": 2}
-    space = NASBench201Space(**sizes, engine="reference")  # calls its modules
-    supernet = space.supernet()
+    supernet = by("reference", NASBench201Space(**sizes).supernet())  # calls its modules
     shapes = []
     for stage in supernet.body.skeleton.stages:
         for cell in stage:

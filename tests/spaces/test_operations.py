@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces import darts_network, nasbench201_network
+from fednas_flwr.spaces import darts, nasbench201
 from fednas_flwr.spaces.operations import (
     FactorizedReduce,
     MixedOp,
@@ -22,9 +22,9 @@ def images(*shape, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("op", darts_network.OPS[1:])
+@pytest.mark.parametrize("op", darts.OPS[1:])
 def test_all_darts_ops_give_the_same_shape(op, stride):
-    module = darts_network.make_operation(op, 4, stride=stride, norm="group", affine=False)
+    module = darts.make_operation(op, 4, stride=stride, norm="group", affine=False)
     for height, width in [(28, 28), (14, 7), (7, 4), (3, 2), (1, 1)]:
         out = module(torch.randn(2, 4, height, width))
         assert out.shape == (2, 4, -(-height // stride), -(-width // stride))
@@ -32,13 +32,13 @@ def test_all_darts_ops_give_the_same_shape(op, stride):
 
 def test_unknown_ops_are_refused():
     with pytest.raises(ValueError, match="got none"):
-        darts_network.make_operation("none", 4, stride=1, norm="batch", affine=False)
+        darts.make_operation("none", 4, stride=1, norm="batch", affine=False)
     with pytest.raises(ValueError, match="got sep_conv_3x3"):
-        nasbench201_network.make_operation("sep_conv_3x3", 4, norm="batch", affine=False)
+        nasbench201.make_operation("sep_conv_3x3", 4, norm="batch", affine=False)
 
 
 def test_average_pool_counts_only_real_pixels():
-    module = nasbench201_network.make_operation("avg_pool_3x3", 1, norm="batch", affine=True)
+    module = nasbench201.make_operation("avg_pool_3x3", 1, norm="batch", affine=True)
     assert torch.equal(module(torch.ones(1, 1, 4, 4)), torch.ones(1, 1, 4, 4))
 
 
@@ -73,14 +73,14 @@ def test_groups_divide_the_channels_and_hold_at_least_two():
 
 def test_mixed_op_is_the_weighted_sum_without_none():
     mixed = MixedOp(
-        darts_network.OPS,
-        lambda op: darts_network.make_operation(op, 4, stride=1, norm="group", affine=False),
+        darts.OPS,
+        lambda op: darts.make_operation(op, 4, stride=1, norm="group", affine=False),
     ).double()
     assert "none" not in mixed.ops
     x = images(2, 4, 5, 5)
     weights = torch.rand(8, dtype=torch.float64, requires_grad=True)
     out = mixed(x, weights)
-    expected = sum(weights[i] * mixed.ops[op](x) for i, op in enumerate(darts_network.OPS) if i)
+    expected = sum(weights[i] * mixed.ops[op](x) for i, op in enumerate(darts.OPS) if i)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     out.square().sum().backward()
     assert weights.grad[0] == 0
@@ -89,8 +89,8 @@ def test_mixed_op_is_the_weighted_sum_without_none():
 
 def test_mixed_op_takes_weights_of_every_example():
     mixed = MixedOp(
-        nasbench201_network.OPS,
-        lambda op: nasbench201_network.make_operation(op, 4, norm="group", affine=False),
+        nasbench201.OPS,
+        lambda op: nasbench201.make_operation(op, 4, norm="group", affine=False),
     ).double()
     x = images(3, 4, 5, 5)
     weights = torch.rand(3, 5, dtype=torch.float64)

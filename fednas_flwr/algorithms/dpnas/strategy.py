@@ -13,8 +13,14 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search.candidate import path_states
-from fednas_flwr.search.controller import Controller
-from fednas_flwr.search.samplers import Evolution, Path, RandomSampler, RejectionSampler, Sampler
+from fednas_flwr.search.samplers import (
+    Controller,
+    Evolution,
+    Path,
+    RandomSampler,
+    RejectionSampler,
+    Sampler,
+)
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.space import Supernet

@@ -16,7 +16,7 @@ from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.spaces.hardware_terms import hardware_terms
+from fednas_flwr.spaces.space_costs import hardware_terms
 
 
 class FDNAS(RoundStrategy[FDNASSettings]):

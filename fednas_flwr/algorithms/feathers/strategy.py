@@ -27,10 +27,9 @@ from fednas_flwr.protocol.requests import (
     Trial,
 )
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
-from fednas_flwr.search.bandit import Bandit, make_configurations
+from fednas_flwr.search.architect import rising
+from fednas_flwr.search.bandit import Bandit, Tuner, make_configurations
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.regularisation import rising
-from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
 
 BOUND_PER_SCALE = 4.0

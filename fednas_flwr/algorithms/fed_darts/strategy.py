@@ -13,8 +13,8 @@ from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalSearch, Search
+from fednas_flwr.search.architect import rising
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.search.regularisation import rising
 
 
 class FedDARTS(RoundStrategy[FedDARTSSettings]):

@@ -28,7 +28,7 @@ class PoolSettings(Checked):
         alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
         keep: Number of the best drawn networks that are trained; null takes 8, or 16 of those that
             no score ranks.
-        by: Names out of ``search.scores.SCORES`` that say which are best; none: the first drawn;
+        by: Names out of ``data_free_scores.SCORES`` that say which are best; none: the first drawn;
             null takes those that rank networks of the search space, or none where none does.
         shortlist: Null goes by the same scores to the end.
         limits: Limits on the cost of the network that is retrained; in a run that does not, of one

@@ -22,8 +22,8 @@ from fednas_flwr.models.networks import candidate_settings, describe_pool, seede
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, RewardCandidates, Train
 from fednas_flwr.protocol.states import pack, unpack
+from fednas_flwr.search.candidate import name_before
 from fednas_flwr.search.data_free_search import draw_by_alphas
-from fednas_flwr.search.pool import name_before
 from fednas_flwr.settings import Config
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace

@@ -26,8 +26,8 @@ class ZeroCostSettings(AlgorithmSettings):
     """Data-free search on the server alone.
 
     Attributes:
-        scores: Names out of ``search.scores.SCORES``; null takes those that rank networks of the
-            search space (``search.scores.trusted_scores``), or synflow where none does.
+        scores: Names out of ``data_free_scores.SCORES``; null takes those that rank networks of the
+            search space (``data_free_scores.trusted_scores``), or synflow where none does.
         draws: Architectures per round.
         shortlist: Null ranks all by the same scores.
         evolution: Regularised evolution, whose population is carried over the rounds; null draws

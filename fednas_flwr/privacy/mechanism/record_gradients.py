@@ -60,8 +60,8 @@ class RecordWeights:
             return torch.cat(parameters)
         if len(trained) > 1:
             raise ValueError(
-                "parameters that are computed together (engine=fast) must be differentiated by "
-                "together, or none of them: give all of them, or use engine=reference."
+                "parameters that are computed together must be differentiated by together, or none "
+                "of them: give all of them."
             )
         key = tuple(map(id, parameters))
         if key not in self.leaves:
@@ -87,7 +87,7 @@ def record_gradients(
 
     Args:
         module: In training mode; called with features alone. A module with ``takes_stack`` (a
-            supernet with the fast engine) also takes a :class:`RecordWeights` as ``stack``.
+            supernet of images) also takes a :class:`RecordWeights` as ``stack``.
         parameters: The module's parameters to differentiate by, which all require gradients; no
             other parameter does.
         loss: Called with the module's output and labels; one loss per record.
