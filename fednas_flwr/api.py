@@ -78,7 +78,7 @@ class Result:
         """
         from fednas_flwr.runs.numbers import read_run
 
-        event = read_run(self.folder).last("evaluated") or {}
+        event = read_run(self.folder).last("evaluated")
         return {
             name: event[name]
             for name in ("central", "linear", "trees", "clients", "personalised")

@@ -102,7 +102,7 @@ def measure(
     run = make_run(folder, overrides=overrides, seed=seed, root=root)
     if run is None:
         return
-    started = run.last("run_started") or {}
+    started = run.last("run_started")
     numbers = run.numbers()
     accuracy = numbers["central_accuracy"]
     numbers |= {"error": None if accuracy is None else 1 - accuracy, **more(run)}

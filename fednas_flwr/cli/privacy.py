@@ -163,7 +163,7 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
     from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
     from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
     from fednas_flwr.privacy.mechanism.renyi import Release
-    from fednas_flwr.report.guarantee import epsilon_text
+    from fednas_flwr.report.quantities import epsilon_text
 
     if not LEAST_EPSILON <= options.epsilon <= LARGEST_EPSILON:
         raise ConfigError(f"--epsilon must be from .001 to 1e6, got {options.epsilon:g}.")
@@ -281,7 +281,8 @@ def _print_schedule(
     """Print everything that a run may release, and what that costs."""
     from rich.table import Column, Table
 
-    from fednas_flwr.report.guarantee import epsilon_text, uncounted_text
+    from fednas_flwr.report.quantities import epsilon_text
+    from fednas_flwr.report.templates import sentence
     from fednas_flwr.report.terminal import table_console
     from fednas_flwr.settings.names import SPLITS
 
@@ -309,7 +310,7 @@ def _print_schedule(
     costs = ", ".join(f"{s} {epsilon_text(prv[s])}" for s in SPLITS if s in prv)
     charged = "" if commitment.by_split else "; every release is charged to all parts"
     print(f"epsilon with all that was booked before (PRV): {costs or '0'}{charged}")
-    print(f"{uncounted_text([guard.uncounted()])}\n".lstrip())
+    print(f"{sentence('uncounted', [guard.uncounted()])}\n".lstrip())
 
 
 def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> None:
@@ -324,7 +325,7 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     from rich.text import Text
 
     from fednas_flwr.privacy.statement import make_statement
-    from fednas_flwr.report.guarantee import epsilon_text
+    from fednas_flwr.report.quantities import epsilon_text
     from fednas_flwr.report.terminal import table_console
 
     def name(text: str) -> Text:  # names come from servers and could command a terminal

@@ -22,9 +22,10 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml, terminal
 from fednas_flwr.report import templates
-from fednas_flwr.report.guarantee import TEST_SEED, warning_text
+from fednas_flwr.report.guarantee import TEST_SEED
 from fednas_flwr.report.plots import Figure, axes
 from fednas_flwr.report.quantities import DASH, FORMS, mean_and_deviation
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import (
     BESIDE,
     CONFIG_FILE,
@@ -280,7 +281,7 @@ def _group(runs: list[Run], shown: list[str]) -> Group:
         seeds=tuple(run.config.get("seed") for run in runs),
         folders=tuple(str(run.folder) for run in runs),
         values={metric.name: tuple(n[metric.name] for n in numbers) for metric in COLUMNS},
-        test_seed=any(run.privacy and warning_text(run.privacy) for run in runs),
+        test_seed=any(run.privacy and sentence("test_seed", run.privacy) for run in runs),
     )
 
 

@@ -127,7 +127,7 @@ def found_cell(run: Run) -> Cell:
     Raises:
         ConfigError: It has derived none, or one of another search space.
     """
-    genotype = (run.last("derived") or {}).get("genotype")
+    genotype = run.last("derived").get("genotype")
     if genotype is None:
         raise ConfigError(f"{run.folder} has no genotype to look up: its search has not ended.")
     if genotype["space"] != SPACE:

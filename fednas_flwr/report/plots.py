@@ -59,8 +59,8 @@ def curves(
 
 def percentiles(run: Run, stage: str) -> Figure | None:
     """Return the percentile of the cell that stood best in each round of the search, by a table."""
-    event = run.last("looked_up") if stage == "search" else None
-    if event is None or not event["percentiles"]:
+    event = run.last("looked_up")
+    if stage != "search" or not event.get("percentiles"):
         return None
     rounds, values = zip(*event["percentiles"], strict=True)
     layout = axes(x="round", y=f"percentile of {event['cells']:,} cells")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fednas_flwr.report import plots
 from fednas_flwr.report.quantities import DASH, FORMS, count, quantiles, score
 from fednas_flwr.runs.numbers import SCORES, Run
@@ -20,38 +18,9 @@ MODELS = {"central": "the network", "linear": "linear model", "trees": "boosted 
 MOST_CLASSES = 30  # with more there is no confusion matrix
 
 
-_RETRAINED_ON = ", which most algorithms also retrain on."
-_SHARE = " Accuracy is the mean over the labels of how often each is told right."
-
-
-def positive_text(run: Run) -> str:
-    """Return which class the scores are of, and by what threshold it is predicted."""
-    central = (run.last("evaluated") or {}).get("central") or {}
-    names = (run.last("partition") or {}).get("class_names") or []
-    positive, threshold = central.get("positive"), central.get("threshold")
-    several, share = run.multi_label, _SHARE if run.multi_label else ""
-    if positive is None or positive >= len(names):
-        over = "labels" if several else "classes"
-        return f"F1, AUROC and average precision are plain means over the {over}.{share}"
-    text = (
-        f"F1, AUROC, average precision, sensitivity and specificity are of the "
-        f"{'label' if several else 'class'} {names[positive]} (set by evaluation.positive=<class>)."
-        f"{share}"
-    )
-    if threshold is not None:
-        text += (
-            f" Sensitivity and specificity are those of calling a record {names[positive]} from a "
-            f"probability of {threshold:.2f} on, which was chosen on the clients' validation "
-            "records (largest sum of both)"
-            + (", which were not trained on." if run.holds_out else _RETRAINED_ON)
-        )
-    return text
-
-
 def score_table(run: Run) -> Table | None:
     """Return the scores of the network, with 95 % intervals, and of the baselines."""
-    evaluated = run.last("evaluated") or {}
-    measured = {model: evaluated.get(model) or {} for model in MODELS}
+    measured = {model: run.scores(model) for model in MODELS}
     central = measured["central"]
     if not central:
         return None
@@ -75,17 +44,12 @@ def score_table(run: Run) -> Table | None:
 
 def class_table(run: Run) -> Table | None:
     """Return the scores of each class, or label, on the server's test set."""
-    central = (run.last("evaluated") or {}).get("central") or {}
-    names = (run.last("partition") or {}).get("class_names") or []
+    central, names = run.scores("central"), run.class_names
     per_class = central.get("per_class") or []
     if len(per_class) != len(names) or not names:
         return None
     rows = [
-        [
-            str(name),
-            *(score(row.get(key)) for key in PER_CLASS),
-            count(row["count"]),
-        ]
+        [name, *(score(row.get(key)) for key in PER_CLASS), count(row["count"])]
         for name, row in zip(names, per_class, strict=True)
     ]
     word = "label" if run.multi_label else "class"
@@ -94,8 +58,7 @@ def class_table(run: Run) -> Table | None:
 
 def confusion_table(run: Run) -> Table | None:
     """Return how often each class was taken for each, on the server's test set."""
-    central = (run.last("evaluated") or {}).get("central") or {}
-    names = [str(name) for name in (run.last("partition") or {}).get("class_names") or []]
+    central, names = run.scores("central"), run.class_names
     counts = central.get("confusion") or []
     if len(counts) != len(names) or not 0 < len(names) <= MOST_CLASSES:
         return None
@@ -135,25 +98,9 @@ def tables(run: Run) -> list[Table]:
     return [table for table in made if table is not None]
 
 
-def calibration_text(run: Run) -> str:
-    """Return the expected calibration error, empty where it was not measured."""
-    calibration = _calibration(run)
-    if not calibration:
-        return ""
-    predicted = "what is predicted of each label" if run.multi_label else "the predicted class"
-    return (
-        f"Expected calibration error: {100 * calibration['expected_error']:.1f} points between the "
-        f"probability of {predicted} and how often it is right."
-    )
-
-
-def _calibration(run: Run) -> dict[str, Any]:
-    return ((run.last("evaluated") or {}).get("central") or {}).get("calibration") or {}
-
-
 def reliability(run: Run) -> plots.Figure | None:
     """Return accuracy over confidence, with the diagonal of a calibrated model."""
-    calibration = _calibration(run)
+    calibration = run.scores("central").get("calibration") or {}
     if not calibration.get("bins"):
         return None
     confidence, accuracy, numbers = zip(*calibration["bins"], strict=True)

@@ -25,18 +25,13 @@ from rich.text import Text
 
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import decidedness
-from fednas_flwr.report.guarantee import (
-    TEST_SEED,
-    coverage_lines,
-    is_noised,
-    overall_text,
-    sampling_text,
-    warning_text,
-)
+from fednas_flwr.report.guarantee import TEST_SEED, is_noised
 from fednas_flwr.report.quantities import DASH, count, duration, percent, rounds_text
-from fednas_flwr.report.texts import STAGES, reached, scores, simpler_text
+from fednas_flwr.report.templates import paragraphs, sentence
+from fednas_flwr.report.texts import STAGES, reached, scores
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import Run, read_run
+from fednas_flwr.settings.names import CLIENT
 
 RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
@@ -199,10 +194,10 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             )
 
     def _show_privacy(self, event: Event) -> None:
-        self._say(f"privacy: (epsilon, delta) at most {overall_text(event)}")
-        for line in coverage_lines(event):
+        self._say(f"privacy: (epsilon, delta) at most {sentence('overall_text', event)}")
+        for line in paragraphs("coverage", event):
             self._say(line, style="yellow" if "leaves" in line else "")
-        if warning := warning_text(event):
+        if warning := sentence("test_seed", event):
             self._say(f"warning: {warning}", style="red")
 
 
@@ -229,8 +224,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     table = Table(show_header=False, title=f"run {run.status}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
-    stages, privacy = run.stage_seconds(), run.privacy
-    left = len(run.departures())
+    stages = run.stage_seconds()
     rows = [
         *scores(run),
         *group_accuracies(run),
@@ -239,17 +233,20 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("edges decided", decidedness.share(decidedness.edges(run.alphas()))),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
         ("client failures", count(len(run.failures()))),
-        ("clients that left", count(left or None)),
-        ("(epsilon, delta)", overall_text(privacy) if privacy else DASH),
-        ("accountant, sampling", f"PRV, {sampling_text(privacy)}" if privacy else DASH),
+        ("clients that left", count(len(run.departures()) or None)),
     ]
-    if privacy and warning_text(privacy):
-        rows.append(("warning", TEST_SEED))
+    if event := run.privacy:
+        sampling = "none" if sentence("unit", event) == CLIENT else "Poisson"
+        rows += [
+            ("(epsilon, delta)", sentence("overall_text", event)),
+            ("accountant, sampling", f"PRV, {sampling}"),
+            ("warning", TEST_SEED if sentence("test_seed", event) else DASH),
+        ]
     for label, value in rows:
         if value != DASH:
             table.add_row(Text(terminal(label)), Text(terminal(value)))
     console.print(table)
-    if text := simpler_text(run):
+    if text := sentence("no_better", run):
         console.print(Text(text), soft_wrap=True, highlight=False)
     if run.reason:
         console.print(Text(terminal(run.reason), style="red"), soft_wrap=True, highlight=False)
@@ -318,12 +315,9 @@ def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
 
 def group_accuracies(run: Run) -> list[tuple[str, str]]:
     """Return each group's test accuracy, by its clients where no server tests, or its failure."""
-    rows = {}
-    for event in run.of_kind("group_finished"):
-        numbers = event["results"]
-        accuracy = numbers["central_accuracy"]
-        if accuracy is None:
-            accuracy = numbers["client_accuracy"]
-        text = percent(accuracy) if event["reason"] is None else "failed"
-        rows[f"group {event['group']}"] = text
-    return list(rows.items())
+    rows = []
+    for name, event in run.groups().items():
+        found = (event["results"][f"{side}_accuracy"] for side in ("central", "client"))
+        accuracy = next((value for value in found if value is not None), None)
+        rows.append((f"group {name}", percent(accuracy) if event["reason"] is None else "failed"))
+    return rows
