@@ -14,12 +14,6 @@ from fednas_flwr.settings.names import GDP, PRV, RDP
 
 TEST_SEED = "test seed: no privacy"
 ACCOUNTANTS = {PRV: "PRV", RDP: "RDP", GDP: "GDP (approximation, no bound)"}
-_MEASURED_BY_CLIENTS = ("train_", "validation_")
-
-
-def is_noised(metric: str) -> bool:
-    """Return whether a round's metric was measured by clients, who add noise in a private run."""
-    return metric.startswith(_MEASURED_BY_CLIENTS)
 
 
 def is_secure(client: Event) -> bool:

@@ -26,7 +26,7 @@ from fednas_flwr.report import (
 from fednas_flwr.report.cells import cell_svg
 from fednas_flwr.report.quantities import DASH, rounds_text
 from fednas_flwr.report.templates import paragraphs, sentence
-from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, Run, read_run
+from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, Run, is_noised, read_run
 from fednas_flwr.settings.names import SPLITS
 
 WIDEST_IN_PAIRS = 640
@@ -121,18 +121,18 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
     charts = {}
     for key, (label, title, scale, series) in CHARTS.items():
         look = {"percent": scale == "percent", "log": scale == "log"}
-        by_clients = noised if any(map(guarantee.is_noised, series)) else ""
+        by_clients = noised if any(map(is_noised, series)) else ""
         charts[key] = label + by_clients, plots.curves(rounds, series, title=title, **look)
     charts["percentile"] = "Percentile of the cell in the table", plots.percentiles(run, name)
     charts |= exploration.figures(phases)
     metrics = sorted({metric for event in rounds for metric in event["metrics"]})
-    titles = [metric + (noised if guarantee.is_noised(metric) else "") for metric in metrics]
+    titles = [metric + (noised if is_noised(metric) else "") for metric in metrics]
     return {
         "name": name,
         "title": f"{texts.STAGES[name]}, {len(rounds)} of {rounds_text(rounds[-1]['rounds'])}",
         "plots": [(f"{name}_{key}", label) for key, (label, figure) in charts.items() if figure],
         "figures": {f"{name}_{key}": figure for key, (_, figure) in charts.items() if figure},
-        "noised": sentence("noised") if noised and any(map(guarantee.is_noised, metrics)) else "",
+        "noised": sentence("noised") if noised and any(map(is_noised, metrics)) else "",
         "note": sentence("only_trained_on", name, metrics),
         "phases": exploration.phase_table(phases),
         "head": ["round", *(title.replace("_", " ") for title in titles), "seconds"],

@@ -7,7 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
@@ -16,7 +16,7 @@ from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import guarantee, score_tables, templates, texts
 from fednas_flwr.runs.events import records_of
-from fednas_flwr.runs.numbers import EVENTS_FILE, SCORES, Run, read_run
+from fednas_flwr.runs.numbers import EVENTS_FILE, SCORES, Run, flat_settings, read_run
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -99,6 +99,7 @@ def _card(run: Run, place: str) -> str:
     """The card; ``place`` is what the model is loaded from."""
     clients, parts = records_of(run.last("partition"))
     settings = run.settings
+    shown = flat_settings({group: settings.get(group) for group in SETTINGS})
     text = templates.render(
         "card.md.j2",
         run=run,
@@ -111,7 +112,7 @@ def _card(run: Run, place: str) -> str:
         partition=texts.settings_text(run.config, "partition") if run.config else "",
         sizes=", ".join(f"{size:,} {part}" for part, size in parts.items()),
         settings=[
-            *(row for group in SETTINGS for row in _flat(settings.get(group), group)),
+            *((name, value) for name, value in shown.items() if value not in (None, [])),
             *((word, settings[key]) for key, word in texts.NUMBERS.items() if settings.get(key)),
         ],
         place=Markup(place),
@@ -122,10 +123,3 @@ def _card(run: Run, place: str) -> str:
 
 def _name(run: Run, group: str) -> str:
     return str(run.group(group).get("name", "not recorded"))
-
-
-def _flat(value: Any, name: str) -> list[tuple[str, str]]:
-    """Name and value of all settings below one that have a value."""
-    if isinstance(value, dict):
-        return [row for key, inner in value.items() for row in _flat(inner, f"{name}.{key}")]
-    return [] if value is None or value == [] else [(name, str(value))]

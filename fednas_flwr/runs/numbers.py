@@ -5,7 +5,7 @@ methods of `Run`, so that they cannot disagree. A number that the run did not re
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -475,6 +475,19 @@ def _chosen(retrain: dict[str, Any], algorithm: dict[str, Any], derived: Event) 
     weights = retrain.get("weights") or {}
     taken = {key: found[key] for key in ("lr", "momentum", "weight_decay") if key in found}
     return retrain | {"weights": weights | taken, "drop_path_prob": found.get("dropout")}
+
+
+def flat_settings(tree: Any, name: str = "") -> dict[str, Any]:
+    """Settings by their dotted names."""
+    if not isinstance(tree, Mapping):
+        return {name: tree}
+    below = (flat_settings(value, f"{name}.{key}".lstrip(".")) for key, value in tree.items())
+    return {key: value for part in below for key, value in part.items()}
+
+
+def is_noised(metric: str) -> bool:
+    """Whether a round's metric was measured by clients, who add noise in a private run."""
+    return metric.startswith(("train_", "validation_"))
 
 
 def is_complete(run_folder: Path) -> bool:
