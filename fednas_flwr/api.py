@@ -332,7 +332,7 @@ def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) 
     Raises:
         ConfigError: The name exists.
     """
-    from fednas_flwr.models.class_scores import OWN_SCORES
+    from fednas_flwr.models.metrics import OWN_SCORES
     from fednas_flwr.runs.numbers import SCORES
 
     if name in OWN_SCORES or any(name in (score.name, score.label) for score in SCORES):

@@ -115,7 +115,7 @@ def main() -> int:
         time.sleep(10)
         for repeat in range(options.repeats):
             own, theirs = base / f"fednas-{repeat}", base / f"flwr-{repeat}"
-            asked = ("fednas_flwr.cli", "run", f"clients={NODES}", f"run_dir={own}", *overrides)
+            asked = ("fednas_flwr", "run", f"clients={NODES}", f"run_dir={own}", *overrides)
             times["fednas run"].append(timed(*asked))
             text = json.dumps(" ".join([*overrides, f"run_dir={theirs}"]))
             times["flwr run ."].append(flwr(".", "--run-config", f"overrides={text}"))

@@ -134,7 +134,7 @@ def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path | 
         arguments = ["evaluation.baselines=0", *overrides, f"seed={seed}", f"run_dir={folder}"]
         arguments += [] if root is None else [f"dataset.root={root}"]
     done = subprocess.run(
-        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
+        [sys.executable, "-m", "fednas_flwr", "run", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

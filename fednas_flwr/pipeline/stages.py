@@ -34,13 +34,15 @@ from fednas_flwr.data.loaders import concat_splits, make_client_data, server_spl
 from fednas_flwr.data.partitioners import save_partition
 from fednas_flwr.data.prepared import make_data, make_server_data
 from fednas_flwr.data.summary import found, summarised
-from fednas_flwr.models.class_scores import best_threshold, detailed, shares_at
 from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.metrics import (
     accuracies_of_parts,
+    best_threshold,
+    detailed,
     measured,
     pooled_baselines,
     predicted,
+    shares_at,
 )
 from fednas_flwr.models.networks import (
     describe_network,

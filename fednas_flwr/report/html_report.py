@@ -16,10 +16,8 @@ from markupsafe import Markup
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.report import (
     decidedness,
-    exploration,
-    guarantee,
     plots,
-    score_tables,
+    tables,
     templates,
     texts,
 )
@@ -72,7 +70,7 @@ def render_report(run_folder: Path) -> str:
     optional = {
         "partition": plots.partition(partition),
         "clients": plots.client_accuracy(run.last("evaluated")),
-        "reliability": score_tables.reliability(run),
+        "reliability": plots.reliability(run),
         **{f"traffic_{stage}": plots.traffic(run.rounds(stage)) for stage in texts.STAGES},
     }
     figures |= {name: figure for name, figure in optional.items() if figure is not None}
@@ -81,13 +79,13 @@ def render_report(run_folder: Path) -> str:
         "report.html.j2",
         run=run,
         texts=texts,
-        score_tables=score_tables,
+        tables=tables,
         decidedness=decidedness,
         METRICS=METRICS,
         SPLITS=SPLITS,
         edges=edges,
         partition=partition,
-        exploration_rows=exploration.cost_rows(run),
+        exploration_rows=tables.cost_rows(run),
         config_text=config.read_text(encoding="utf-8") if config.exists() else "",
         stages=stages,
         cells=[(kind, picture) for kind, picture, _ in cells],
@@ -124,7 +122,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
         by_clients = noised if any(map(is_noised, series)) else ""
         charts[key] = label + by_clients, plots.curves(rounds, series, title=title, **look)
     charts["percentile"] = "Percentile of the cell in the table", plots.percentiles(run, name)
-    charts |= exploration.figures(phases)
+    charts |= plots.exploration(phases)
     metrics = sorted({metric for event in rounds for metric in event["metrics"]})
     titles = [metric + (noised if is_noised(metric) else "") for metric in metrics]
     return {
@@ -134,7 +132,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
         "figures": {f"{name}_{key}": figure for key, (_, figure) in charts.items() if figure},
         "noised": sentence("noised") if noised and any(map(is_noised, metrics)) else "",
         "note": sentence("only_trained_on", name, metrics),
-        "phases": exploration.phase_table(phases),
+        "phases": tables.phase_table(phases),
         "head": ["round", *(title.replace("_", " ") for title in titles), "seconds"],
         "rows": [
             [e["round"], *(_cell(e["metrics"].get(m)) for m in metrics), f"{e['seconds']:.2f}"]
@@ -152,13 +150,13 @@ def _privacy(run: Run) -> dict[str, Any]:
     if event is None:
         return {"summary": "", "warning": "", "texts": notes, "tables": []}
     resumed = ", since the run was resumed" if len(run.of_kind("privacy")) > 1 else ""
-    promised = guarantee.client_table(event, run.privacy_spent())
+    promised = tables.promise_table(event, run.privacy_spent())
     return {
         "summary": sentence("overall_text", event),
         "warning": sentence("test_seed", event),
         "texts": [*paragraphs("promise", event), *notes],
         "tables": [  # name, how many columns of words come first, head, rows
-            (f"What is released, at most{resumed}", 3, *guarantee.release_table(event)),
+            (f"What is released, at most{resumed}", 3, *tables.release_table(event)),
             ("What each client is promised", 0, *promised),
         ],
     }

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.report import guarantee, score_tables, templates, texts
+from fednas_flwr.report import tables, templates, texts
 from fednas_flwr.runs.events import records_of
 from fednas_flwr.runs.numbers import EVENTS_FILE, SCORES, Run, flat_settings, read_run
 
@@ -104,8 +104,7 @@ def _card(run: Run, place: str) -> str:
         "card.md.j2",
         run=run,
         texts=texts,
-        score_tables=score_tables,
-        guarantee=guarantee,
+        tables=tables,
         dataset=_name(run, "dataset"),
         space=_name(run, "search_space"),
         clients=clients,

@@ -25,8 +25,8 @@ from rich.text import Text
 
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import decidedness
-from fednas_flwr.report.guarantee import TEST_SEED
 from fednas_flwr.report.quantities import DASH, count, duration, percent, rounds_text
+from fednas_flwr.report.tables import TEST_SEED
 from fednas_flwr.report.templates import paragraphs, sentence
 from fednas_flwr.report.texts import STAGES, reached, scores
 from fednas_flwr.runs.events import Event

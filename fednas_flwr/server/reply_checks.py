@@ -21,7 +21,7 @@ from flwr.app import Message
 from fednas_flwr.base.errors import ClientLeftError, ConfigError, ReplyError, show
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
-from fednas_flwr.models.class_scores import BINS
+from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import METRICS
 from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply
 from fednas_flwr.protocol.secure_sum.roster import MOST_SITES

@@ -14,7 +14,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Error
 
 from fednas_flwr.base.errors import ReplyError
-from fednas_flwr.models.class_scores import BINS
+from fednas_flwr.models.metrics import BINS
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
 from fednas_flwr.protocol.secure_sum.shamir import PART_BYTES
