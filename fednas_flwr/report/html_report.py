@@ -91,7 +91,6 @@ def render_report(run_folder: Path) -> str:
         cells=[(kind, picture) for kind, picture, _ in cells],
         narrow_cells=all(width <= WIDEST_IN_PAIRS for _, _, width in cells),
         alphas=alphas,
-        privacy=_privacy(run),
         warnings=warnings.most_common(),
         figures=figures,
         figures_json=templates.as_json(figures),
@@ -137,27 +136,6 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
         "rows": [
             [e["round"], *(_cell(e["metrics"].get(m)) for m in metrics), f"{e['seconds']:.2f}"]
             for e in rounds
-        ],
-    }
-
-
-def _privacy(run: Run) -> dict[str, Any]:
-    """Return texts and tables of a private run's section, empty without privacy."""
-    event = run.privacy
-    if not run.is_private:
-        return {}
-    notes = paragraphs("privacy_notes", run)
-    if event is None:
-        return {"summary": "", "warning": "", "texts": notes, "tables": []}
-    resumed = ", since the run was resumed" if len(run.of_kind("privacy")) > 1 else ""
-    promised = tables.promise_table(event, run.privacy_spent())
-    return {
-        "summary": sentence("overall_text", event),
-        "warning": sentence("test_seed", event),
-        "texts": [*paragraphs("promise", event), *notes],
-        "tables": [  # name, how many columns of words come first, head, rows
-            (f"What is released, at most{resumed}", 3, *tables.release_table(event)),
-            ("What each client is promised", 0, *promised),
         ],
     }
 

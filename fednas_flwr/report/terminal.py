@@ -36,6 +36,11 @@ from fednas_flwr.settings.names import CLIENT
 RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
 SECONDS_BETWEEN_LINES = 5.0
+STYLES = {  # of events that are shown by a macro of page/sentences.j2
+    **dict.fromkeys(("group_stage", "data", "client_back", "handed_over"), ""),
+    **dict.fromkeys(("client_left", "approval_awaited", "warning"), "yellow"),
+    **dict.fromkeys(("client_failed", "run_finished"), "red"),
+}
 PIPE_WIDTH = 200  # characters of a line that goes to a file or a pipe
 
 
@@ -82,49 +87,25 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
     def __call__(self, event: Event) -> None:
         """Show one event; kinds that a person need not see are passed over."""
-        match event["event"]:
+        kind = event["event"]
+        match kind:
             case "stage_started":
                 self._start_stage(event)
             case "round":
                 self._show_round(event)
             case "stage_finished":
                 self._finish_stage(event)
-            case "group_stage":
-                self._say(
-                    f"group {event['group']}: {event['stage']} finished in "
-                    f"{duration(event['seconds'])}"
-                )
-            case "data":
-                for line in event["found"]:
-                    self._say(f"data: {line}")
-            case "client_failed":
-                self._show_failure(event)
-            case "client_left":
-                self._say(
-                    f"client {event['client']} left the run {place(event)} ({event['action']}): "
-                    f"{event['reason']}",
-                    style="yellow",
-                )
-            case "client_back":
-                self._say(f"client {event['client']} is back {place(event)}")
-            case "handed_over":
-                self._say(f"{len(event['clients'])} of {len(event['asked'])} sites have the model")
-            case "approval_awaited":
-                for one in event["clients"]:
-                    self._say(
-                        f"client {one['client']} waits for a person's approval: `fednas approve "
-                        f"{one['schedule']}` at its site",
-                        style="yellow",
-                    )
             case "privacy":
                 self._is_private = True
                 self._show_privacy(event)
-            case "warning":
-                self._say(f"warning: {event['message']}", style="yellow")
             case "run_finished":
                 self.close()
-                if event["status"] != "completed":
-                    self._say(f"the run {event['status']}: {event['reason']}", style="red")
+        failure = (event.get("client"), event.get("action"), event.get("reason"))
+        if kind in STYLES and not (kind == "client_failed" and failure in self._failures):
+            for line in paragraphs(f"on_{kind}", event):
+                self._say(line, style=STYLES[kind])
+        if kind == "client_failed":
+            self._failures.add(failure)
 
     def close(self) -> None:
         """Stop the moving bars; what they showed last stays on the terminal."""
@@ -183,33 +164,12 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             if not self._bars.tasks[-1].fields["position"]:
                 self._bars.update(self._task, position=duration(event["seconds"]))
 
-    def _show_failure(self, event: Event) -> None:
-        failure = (event["client"], event["action"], event["reason"])
-        if failure not in self._failures:
-            self._failures.add(failure)
-            self._say(
-                f"client {event['client']} failed {place(event)} ({event['action']}): "
-                f"{event['reason']}",
-                style="red",
-            )
-
     def _show_privacy(self, event: Event) -> None:
         self._say(f"privacy: (epsilon, delta) at most {sentence('overall_text', event)}")
         for line in paragraphs("coverage", event):
             self._say(line, style="yellow" if "leaves" in line else "")
         if warning := sentence("test_seed", event):
             self._say(f"warning: {warning}", style="red")
-
-
-def place(event: Event) -> str:
-    """Return where in a run something has happened to a client: ``in search round 3``."""
-    if event["round"]:
-        return f"in {event['stage']} round {event['round']}"
-    return {
-        "connect": "before the first round, when it was asked what it has",
-        "commit": "before the first round, when it was told the schedule",
-        "latency": "before the first round, when it was to measure latency",
-    }.get(event["stage"], f"in {event['stage']}")
 
 
 def print_summary(run_folder: Path, console: Console | None = None) -> None:
@@ -253,40 +213,6 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     report = run_folder / "report.html"
     if report.exists():
         console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)
-
-
-class CountDisplay(AbstractContextManager["CountDisplay"]):
-    """Shows how many of something are done; called with that number and with that of all.
-
-    On a terminal it is a moving bar, elsewhere nothing.
-
-    Args:
-        what: What is counted, e.g. ``records``.
-        console: Where to print; standard output by default.
-    """
-
-    def __init__(self, what: str, console: Console | None = None) -> None:
-        """Show nothing yet."""
-        console = console or Console()
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _TimeLeft())
-        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bars.add_task(what, total=None, ends_at=None)
-        self._started = time.monotonic()
-
-    def __enter__(self) -> "CountDisplay":
-        """Begin to show."""
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the terminal back."""
-        self._bars.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` are done."""
-        seconds = (time.monotonic() - self._started) * (total / max(done, 1))
-        ends_at = self._started + seconds
-        self._bars.update(self._task, completed=done, total=total, ends_at=ends_at)
 
 
 class _TimeLeft(ProgressColumn):
