@@ -14,15 +14,9 @@ from typing import Any
 from markupsafe import Markup
 
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.report import (
-    decidedness,
-    plots,
-    tables,
-    templates,
-    texts,
-)
+from fednas_flwr.report import decidedness, plots, tables, templates, texts
 from fednas_flwr.report.cells import cell_svg
-from fednas_flwr.report.quantities import DASH, rounds_text
+from fednas_flwr.report.quantities import rounds_text
 from fednas_flwr.report.templates import paragraphs, sentence
 from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, Run, is_noised, read_run
 from fednas_flwr.settings.names import SPLITS
@@ -74,6 +68,7 @@ def render_report(run_folder: Path) -> str:
         **{f"traffic_{stage}": plots.traffic(run.rounds(stage)) for stage in texts.STAGES},
     }
     figures |= {name: figure for name, figure in optional.items() if figure is not None}
+    steps = {kind: shown["steps"] for kind, shown in alphas["kinds"].items()}
     config, cells = run.folder / CONFIG_FILE, _cells(genotype)
     return templates.render(
         "report.html.j2",
@@ -85,7 +80,8 @@ def render_report(run_folder: Path) -> str:
         SPLITS=SPLITS,
         edges=edges,
         partition=partition,
-        exploration_rows=tables.cost_rows(run),
+        is_noised=is_noised,
+        zip=zip,
         config_text=config.read_text(encoding="utf-8") if config.exists() else "",
         stages=stages,
         cells=[(kind, picture) for kind, picture, _ in cells],
@@ -94,20 +90,10 @@ def render_report(run_folder: Path) -> str:
         warnings=warnings.most_common(),
         figures=figures,
         figures_json=templates.as_json(figures),
-        alphas_json=templates.as_json(
-            {
-                "rounds": alphas["rounds"],
-                "kinds": {kind: shown["steps"] for kind, shown in alphas["kinds"].items()},
-            }
-        ),
-        **{
-            part: Markup(templates.read_part(file))
-            for part, file in (
-                ("style", "style.css"),
-                ("script", "script.js"),
-                ("drawing", "figures.js"),
-            )
-        },
+        alphas_json=templates.as_json({"rounds": alphas["rounds"], "kinds": steps}),
+        style=Markup(templates.read_part("style.css")),
+        script=Markup(templates.read_part("script.js")),
+        drawing=Markup(templates.read_part("figures.js")),
     )
 
 
@@ -123,7 +109,6 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
     charts["percentile"] = "Percentile of the cell in the table", plots.percentiles(run, name)
     charts |= plots.exploration(phases)
     metrics = sorted({metric for event in rounds for metric in event["metrics"]})
-    titles = [metric + (noised if is_noised(metric) else "") for metric in metrics]
     return {
         "name": name,
         "title": f"{texts.STAGES[name]}, {len(rounds)} of {rounds_text(rounds[-1]['rounds'])}",
@@ -131,17 +116,10 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
         "figures": {f"{name}_{key}": figure for key, (_, figure) in charts.items() if figure},
         "noised": sentence("noised") if noised and any(map(is_noised, metrics)) else "",
         "note": sentence("only_trained_on", name, metrics),
-        "phases": tables.phase_table(phases),
-        "head": ["round", *(title.replace("_", " ") for title in titles), "seconds"],
-        "rows": [
-            [e["round"], *(_cell(e["metrics"].get(m)) for m in metrics), f"{e['seconds']:.2f}"]
-            for e in rounds
-        ],
+        "phases": phases,
+        "metrics": metrics,
+        "rounds": rounds,
     }
-
-
-def _cell(value: float | None) -> str:
-    return DASH if value is None else f"{value:.4g}"
 
 
 def _cells(genotype: dict[str, Any] | None) -> list[tuple[str, Markup, int]]:

@@ -12,15 +12,11 @@ from fednas_flwr.report.quantities import (
     DASH,
     FORMS,
     count,
-    duration,
     epsilon_text,
-    num_bytes,
-    percent,
     quantiles,
     score,
 )
 from fednas_flwr.report.templates import sentence
-from fednas_flwr.report.texts import STAGES
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import SCORES, Run, of_splits
 from fednas_flwr.settings.names import GDP, MOST_SHOWN, PRV, QUANTILES, RDP
@@ -198,8 +194,6 @@ def phase_table(phases: Sequence[Event]) -> tuple[list[str], list[list[str]]]:
     Where rewards are noised, also the standard deviation of their noise and M, to which the change
     of a record's loss was clipped: rewards that differ by less than the noise say little.
     """
-    if not phases:
-        return [], []
     names = list(phases[0]["configuration"])
     noised = any(event.get("noise") for event in phases)
     channel = {"noise": "its noise (std)", "loss_bound": "loss bound M"} if noised else {}
@@ -220,26 +214,6 @@ def phase_table(phases: Sequence[Event]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return [*head, *(name.replace("_", " ") for name in names)], rows
-
-
-def cost_rows(run: Run) -> list[list[str]]:
-    """Return time and bytes spent exploring and else in the rounds of each stage that explores."""
-    rows = []
-    for stage, title in STAGES.items():
-        phases = run.explored(stage)
-        if not phases:
-            continue
-        rounds = run.rounds(stage)
-        whole = [sum(e.get(key) or 0 for e in rounds) for key in COSTS]
-        trials = [sum(e.get(key) or 0 for e in phases) for key in COSTS]
-        rest = [max(0, a - b) for a, b in zip(whole, trials, strict=True)]
-        for name, (seconds, *sizes) in (("exploring", trials), ("training", rest)):
-            share = percent(seconds / whole[0]) if whole[0] else DASH
-            rows.append([f"{title}, {name}", duration(seconds), share, *map(num_bytes, sizes)])
-    return rows
-
-
-COSTS = ("seconds", "bytes_sent", "bytes_received")
 
 
 def _number(value: float | None) -> str:

@@ -34,6 +34,8 @@ FORMATS = {  # filters
     "score": quantities.score,
     "largest": largest,
     "counted": lambda values: Counter(values).most_common(),
+    "summed": lambda events, key: sum(event.get(key) or 0 for event in events),
+    "figures": lambda value, number: quantities.DASH if value is None else f"{value:.{number}g}",
     "total": lambda parts: sum(parts.values() if isinstance(parts, dict) else parts),
 }
 

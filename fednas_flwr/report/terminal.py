@@ -7,10 +7,11 @@ file or a pipe. `print_summary` prints the final table from the run folder.
 import math
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import (
     BarColumn,
     Progress,
@@ -48,6 +49,35 @@ def table_console() -> Console:
     """Standard output, as wide as its terminal; a file or a pipe is wide enough."""
     console = Console(markup=False)
     return console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)
+
+
+def print_table(
+    title: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: bool = False,
+    sum_rows: int = 0,
+    console: Console | None = None,
+) -> None:
+    """Print a table in which every word prints itself.
+
+    Args:
+        title: Above it.
+        head: The titles of the columns.
+        rows: The cells.
+        numbers: Whether all columns but the first are numbers.
+        sum_rows: How many of the last rows a line divides from the others.
+        console: Where to print; standard output by default.
+    """
+    table, rows = Table(title=title), list(rows)
+    for place, name in enumerate(head):
+        justify: JustifyMethod = "right" if numbers and place else "left"
+        table.add_column(Text(terminal(name)), justify=justify, overflow="fold")
+    for place, row in enumerate(rows, 1):
+        cells = [Text(terminal(cell)) for cell in row]
+        table.add_row(*cells, end_section=place == len(rows) - sum_rows)
+    (console or table_console()).print(table)
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):

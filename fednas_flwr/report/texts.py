@@ -6,7 +6,7 @@ Sentences are macros of ``page/sentences.j2``; what one page alone says is in it
 from collections.abc import Container
 from typing import Any
 
-from fednas_flwr.report.quantities import DASH, as_unit, num_bytes, percent
+from fednas_flwr.report.quantities import DASH, as_unit
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import METRICS, Run
 
@@ -98,23 +98,6 @@ def settings_text(config: dict[str, Any], group: str) -> str:
     if name is None:
         return text
     return f"{name} ({text})" if text else str(name)
-
-
-def traffic_rows(run: Run) -> list[list[str]]:
-    """Return stage, bytes sent and received, and both as a share of what whole states would take.
-
-    The last row is their sum; the share is a dash where it is not known.
-    """
-    stages = [name for name in STAGES if any(run.traffic(name))]
-    rows = [(name, *run.traffic(name), run.bytes_dense(name)) for name in stages]
-    if len(rows) > 1:
-        sent, received, dense = zip(*(row[1:] for row in rows), strict=True)
-        whole = None if None in dense else sum(dense)
-        rows.append(("all", sum(sent), sum(received), whole))
-    return [
-        [name, num_bytes(sent), num_bytes(got), percent((sent + got) / dense if dense else None)]
-        for name, sent, got, dense in rows
-    ]
 
 
 COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]

@@ -291,22 +291,24 @@ class Run:
         latest = {e["round"]: e for e in self.of_kind("explored") if e["stage"] == stage}
         return [latest[number] for number in sorted(latest)]
 
-    def traffic(self, stage: str) -> tuple[int, int]:
-        """Return the bytes that the server sent and received in a stage's rounds."""
-        rounds = self.rounds(stage)
-        return (
-            sum(e.get("bytes_sent") or 0 for e in rounds),
-            sum(e.get("bytes_received") or 0 for e in rounds),
-        )
+    def traffic_stages(self) -> list[str]:
+        """The stages in whose rounds the server sent or received bytes."""
+        stages = dict.fromkeys(event["stage"] for event in self.of_kind("round"))
+        return [stage for stage in stages if any(self.traffic(stage)[:2])]
 
-    def bytes_dense(self, stage: str) -> int | None:
-        """Return the bytes that whole float32 states would have taken in a stage's rounds.
+    def traffic(self, *stages: str) -> tuple[int, int, int | None]:
+        """The bytes that the server sent and received in the rounds of some stages.
 
-        None of runs whose rounds do not all say it.
+        And those that whole float32 states would have taken, None where a round does not say it.
         """
-        sizes = [event.get("bytes_dense") for event in self.rounds(stage)]
+        rounds = [event for stage in stages for event in self.rounds(stage)]
+        sizes = [event.get("bytes_dense") for event in rounds]
         known = [size for size in sizes if size is not None]
-        return sum(known) if known and len(known) == len(sizes) else None
+        return (
+            sum(event.get("bytes_sent") or 0 for event in rounds),
+            sum(event.get("bytes_received") or 0 for event in rounds),
+            sum(known) if known and len(known) == len(sizes) else None,
+        )
 
     def accuracy(self) -> float | None:
         """Return the test accuracy, by the clients where no server tests."""
@@ -360,7 +362,7 @@ class Run:
     def traffic_mb(self) -> float | None:
         """The megabytes of all rounds, in both directions."""
         stages = {event["stage"] for event in self.of_kind("round")}
-        return sum(sum(self.traffic(stage)) for stage in stages) / 1e6 if stages else None
+        return sum(self.traffic(*stages)[:2]) / 1e6 if stages else None
 
     def clients_lost(self) -> int:
         """The number of clients that have failed to answer once or more, or have left."""

@@ -64,6 +64,7 @@ def test_the_page_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     assert len(page.ids) == len(set(page.ids))
     for part in ("fed_darts on digits", "90.0 %", "75.0 %", "12.3 k", "6.7 M", "abc1234"):
         assert part in page.text
+    assert "Configurations chosen" not in page.text
     assert page.tags.count("svg") == 2
     figures = json.loads(page.scripts[0])
     assert set(page.plots) == set(figures)
