@@ -79,7 +79,7 @@ class Result:
         """
         from fednas_flwr.runs.numbers import read_run
 
-        event = read_run(self.folder).last("evaluated") or {}
+        event = read_run(self.folder).last("evaluated")
         return {
             name: event[name]
             for name in ("central", "linear", "trees", "clients", "personalised")
@@ -333,7 +333,7 @@ def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) 
     Raises:
         ConfigError: The name exists.
     """
-    from fednas_flwr.models.class_scores import OWN_SCORES
+    from fednas_flwr.models.metrics import OWN_SCORES
     from fednas_flwr.runs.numbers import SCORES
 
     if name in OWN_SCORES or any(name in (score.name, score.label) for score in SCORES):

@@ -241,7 +241,7 @@ def measure_ray(part: str, repeats: int) -> float:
         for name, runtime in runtimes.items():
             with tempfile.TemporaryDirectory() as folder:
                 run_dir = Path(folder) / "run"
-                command = [sys.executable, "-m", "fednas_flwr.cli", "run", f"run_dir={run_dir}"]
+                command = [sys.executable, "-m", "fednas_flwr", "run", f"run_dir={run_dir}"]
                 overrides = (*EQUAL_WORK, *tasks.overrides, f"clients={tasks.clients}", *runtime)
                 subprocess.run([*command, *overrides], check=True, stdout=subprocess.DEVNULL)
                 _, *rounds = read_run(run_dir).rounds("search")

@@ -181,7 +181,7 @@ def group_numbers(run: Run) -> dict[str, float | None]:
     """
     parts = {e["group"]: e for e in run.of_kind("group_finished") if e["status"] == "completed"}
     runs = {name: read_run(run.folder / event["folder"]) for name, event in parts.items()}
-    tested = [part.last("evaluated") or {} for part in runs.values()]
+    tested = [part.last("evaluated") for part in runs.values()]
     accuracies = {
         name: [client["accuracy"] for event in tested for client in event.get(kind, [])]
         for name, kind in (

@@ -89,7 +89,7 @@ def measure(
     run = make_run(folder, overrides=overrides, seed=seed, root=root)
     if run is None:
         return
-    started = run.last("run_started") or {}
+    started = run.last("run_started")
     numbers = run.numbers()
     accuracy = numbers["central_accuracy"]
     numbers |= {"error": None if accuracy is None else 1 - accuracy, **more(run)}
@@ -121,7 +121,7 @@ def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path | 
         arguments = ["evaluation.baselines=0", *overrides, f"seed={seed}", f"run_dir={folder}"]
         arguments += [] if root is None else [f"dataset.root={root}"]
     done = subprocess.run(
-        [sys.executable, "-m", "fednas_flwr.cli", "run", *arguments],
+        [sys.executable, "-m", "fednas_flwr", "run", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -54,7 +54,7 @@ def main() -> None:
 
 def traffic(run: Run) -> dict[str, float]:
     """Return the megabytes both ways in the search, where all runs have one supernet."""
-    sent, received = run.traffic("search")
+    sent, received, _ = run.traffic("search")
     return {"search_sent_mb": sent / 1e6, "search_replies_mb": received / 1e6}
 
 

@@ -2,7 +2,7 @@
 
 A new interpreter spends five seconds on imports. The server is such an interpreter. For every
 command it forks a process, with a session and a process group of its own, that goes on as
-``python -m fednas_flwr.cli`` does after its imports: to its exit code or the signal that ends it,
+``python -m fednas_flwr`` does after its imports: to its exit code or the signal that ends it,
 and to the interpreter's own end.
 """
 

@@ -39,7 +39,7 @@ GROUPED = [
     "search_space.norm=group",
     "retrain.norm=group",
 ]
-FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
+FEDNAS = [sys.executable, "-m", "fednas_flwr"]
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from fednas_flwr import register_score
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.cli.commands import VARIABLE, _taken
-from fednas_flwr.models.class_scores import OWN_SCORES
+from fednas_flwr.models.metrics import OWN_SCORES
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings.registry import OWN, TABLES
 
@@ -78,7 +78,7 @@ def test_other_processes_learn_of_what_is_ones_own(mine: Path, tmp_path: Path, w
     }[where]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "fednas_flwr.cli", "run", "--with", str(mine), *RUN, *own),
+            *(sys.executable, "-m", "fednas_flwr", "run", "--with", str(mine), *RUN, *own),
             *(f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"),
         ],
         capture_output=True,

@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from fednas_flwr import api, cli
-from fednas_flwr.cli import sweeps
+from fednas_flwr.cli import run as sweeps
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.hydra_config import Source, compose_tree, expand_sweep, given_settings
 
-FEDNAS = [sys.executable, "-m", "fednas_flwr.cli"]
+FEDNAS = [sys.executable, "-m", "fednas_flwr"]
 ENOUGH_S = 900.0
 
 

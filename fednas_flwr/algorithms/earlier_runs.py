@@ -56,8 +56,8 @@ def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
             "only; set algorithm.prior=null."
         )
     run = _earlier_run(config, key, prior.run)
-    found = None if run is None else run.last("derived")
-    if found is None:
+    found = {} if run is None else run.last("derived")
+    if not found:
         raise ConfigError(f"{key} has found no architecture: give the folder of a search.")
     genotype = from_json(json.dumps(found["genotype"]), origin=key)
     space.check(genotype)

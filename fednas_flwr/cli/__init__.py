@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    from fednas_flwr.cli import data, machines, privacy, results, run
+    from fednas_flwr.cli import machines, privacy, results, run
 
     os.umask(os.umask(0o077) | OTHERS_WRITE)  # no run of a command can be written by others
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -41,7 +41,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fednas {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for module in (run, data, results, privacy, machines):
+    for module in (run, results, privacy, machines):
         module.add_commands(commands)
     options, overrides = parser.parse_known_args(arguments)
     if overrides and not options.takes_overrides:

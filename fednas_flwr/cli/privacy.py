@@ -163,7 +163,7 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
     from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
     from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
     from fednas_flwr.privacy.mechanism.renyi import Release
-    from fednas_flwr.report.guarantee import epsilon_text
+    from fednas_flwr.report.quantities import epsilon_text
 
     if not LEAST_EPSILON <= options.epsilon <= LARGEST_EPSILON:
         raise ConfigError(f"--epsilon must be from .001 to 1e6, got {options.epsilon:g}.")
@@ -279,29 +279,29 @@ def _print_schedule(
     schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, guard: ReleaseGuard
 ) -> None:
     """Print everything that a run may release, and what that costs."""
-    from rich.table import Column, Table
-
-    from fednas_flwr.report.guarantee import epsilon_text, uncounted_text
-    from fednas_flwr.report.terminal import table_console
+    from fednas_flwr.report.quantities import epsilon_text
+    from fednas_flwr.report.templates import sentence
+    from fednas_flwr.report.terminal import print_table, table_console
     from fednas_flwr.settings.names import SPLITS
 
-    console = table_console()
-    console.print(f"schedule {schedule}", style="bold")
+    table_console().print(f"schedule {schedule}", style="bold")
     print(f"run: {terminal(run)}")
     spent = epsilon_text(guard.spent())
     print(
         f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
         f"delta {allowed.delta:g} for one {allowed.unit}, of which {spent} is spent"
     )
-    columns = (Column(title, overflow="fold") for title in SCHEDULE_HEAD)
-    table = Table(*columns, title="what the run may release, at most")
-    for planned in commitment.releases:
-        expected = planned.expected_batch(allowed.records)
-        names = [planned.stage, planned.action, planned.kind, ", ".join(planned.splits)]
-        noise = [f"{planned.noise_multiplier:.4g}", f"{planned.max_grad_norm:g}"]
-        batch = [f"{expected:,.4g}", f"{planned.rate(allowed.records):.4g}"]
-        table.add_row(*names, f"{planned.steps:,}", *noise, *batch)
-    console.print(table)
+    rows = [
+        [
+            *(planned.stage, planned.action, planned.kind, ", ".join(planned.splits)),
+            *(f"{planned.steps:,}", f"{planned.noise_multiplier:.4g}"),
+            f"{planned.max_grad_norm:g}",
+            f"{planned.expected_batch(allowed.records):,.4g}",
+            f"{planned.rate(allowed.records):.4g}",
+        ]
+        for planned in commitment.releases
+    ]
+    print_table("what the run may release, at most", SCHEDULE_HEAD, rows)
     if commitment.sizes:
         sizes = " and ".join(f"{size:,} {kind}" for kind, size in commitment.sizes.items())
         print(f"size of the model that is searched: {sizes}")
@@ -309,7 +309,7 @@ def _print_schedule(
     costs = ", ".join(f"{s} {epsilon_text(prv[s])}" for s in SPLITS if s in prv)
     charged = "" if commitment.by_split else "; every release is charged to all parts"
     print(f"epsilon with all that was booked before (PRV): {costs or '0'}{charged}")
-    print(f"{uncounted_text([guard.uncounted()])}\n".lstrip())
+    print(f"{sentence('uncounted', [guard.uncounted()])}\n".lstrip())
 
 
 def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> None:
@@ -320,36 +320,34 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
         delta: Of the epsilons.
         account: The only one to print; None prints all.
     """
-    from rich.table import Column, Table
-    from rich.text import Text
-
     from fednas_flwr.privacy.statement import make_statement
-    from fednas_flwr.report.guarantee import epsilon_text
-    from fednas_flwr.report.terminal import table_console
-
-    def name(text: str) -> Text:  # names come from servers and could command a terminal
-        return Text(terminal(text))
+    from fednas_flwr.report.quantities import epsilon_text
+    from fednas_flwr.report.terminal import print_table
 
     statement = make_statement(rows, delta=delta)
-    console = table_console()
-    columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
-    booked = Table(*columns, title="what was booked")
-    for line in (line for line in statement.lines if account in (None, line.account)):
-        names = map(name, (line.account, line.run, line.stage, line.action))
-        steps = [", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"]
-        noise = [f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"]
-        dates = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
-        booked.add_row(*names, *steps, *noise, *(f"{date:%Y-%m-%d %H:%M}" for date in dates))
-    console.print(booked)
+    booked = [
+        [
+            *(line.account, line.run, line.stage, line.action, ", ".join(line.splits)),
+            *(f"{line.steps:,}", f"{line.committed_steps:,}"),
+            *(f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"),
+            *(f"{datetime.fromtimestamp(t, UTC):%Y-%m-%d %H:%M}" for t in (line.first, line.last)),
+        ]
+        for line in statement.lines
+        if account in (None, line.account)
+    ]
+    print_table("what was booked", STATEMENT_HEAD, booked)
+    shown = {
+        pair: found for pair, found in statement.epsilons.items() if account in (None, pair[0])
+    }
+    costs = [
+        [paying, split, epsilon_text(epsilon if math.isfinite(epsilon) else None), unit]
+        for (paying, unit), epsilons in shown.items()
+        for split, epsilon in epsilons.items()
+    ]
     head = ("account", "split", "epsilon (PRV)", "for one")
-    costs = Table(*head, title=f"all together, at delta {delta:g}")
-    for (paying, unit), epsilons in statement.epsilons.items():
-        for split, epsilon in epsilons.items() if account in (None, paying) else ():
-            shown = epsilon_text(epsilon if math.isfinite(epsilon) else None)
-            costs.add_row(name(paying), split, shown, name(unit))
-    console.print(costs)
-    for paying in dict.fromkeys(paying for paying, _ in statement.epsilons):
+    print_table(f"all together, at delta {delta:g}", head, costs)
+    for paying in dict.fromkeys(paying for paying, _ in shown):
         others = [f"{other} (per {unit})" for other, unit in statement.epsilons if other != paying]
-        if others and account in (None, paying):
+        if others:
             booked_on = f"{', '.join(others)}, if that was of the same records"
-            console.print(name(f"{paying} does not count what was booked on {booked_on}."))
+            print(terminal(f"{paying} does not count what was booked on {booked_on}."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
@@ -67,14 +68,20 @@ def add_commands(commands: Commands) -> None:
 
 def predict(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write a table of predictions; print their accuracy where the data has labels."""
+    from rich.progress import Progress
+
     from fednas_flwr.models.networks import load, make_device
-    from fednas_flwr.report.terminal import CountDisplay
 
     if options.output.suffix != ".csv":
         raise ConfigError(f"--output={options.output} must be a .csv file.")
     model = load(options.run_folder).to(make_device(options.device))
-    with CountDisplay("records") as display:
-        found = model.predict(options.data, batch_size=options.batch_size, progress=display)
+    with Progress(disable=not sys.stdout.isatty()) as bars:
+        task = bars.add_task("records", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bars.update(task, completed=done, total=total)
+
+        found = model.predict(options.data, batch_size=options.batch_size, progress=progress)
     try:
         table = found.table()
         for name in table.select_dtypes(exclude="number"):

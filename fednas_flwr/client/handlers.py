@@ -28,8 +28,7 @@ from fednas_flwr.client.noised_gradients import NoisedGradients
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.data.records import count_labels
 from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
-from fednas_flwr.models.class_scores import histogram
-from fednas_flwr.models.metrics import evaluate, measured, predicted
+from fednas_flwr.models.metrics import evaluate, histogram, measured, predicted
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF, SUPERNET
 from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.protocol import requests as rq

@@ -19,8 +19,7 @@ from typing import Any
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.client import Client
-from fednas_flwr.models.class_scores import detailed
-from fednas_flwr.models.metrics import measured, predicted
+from fednas_flwr.models.metrics import detailed, measured, predicted
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_model
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.requests import LARGEST_MODEL, KeepModel

@@ -37,8 +37,8 @@ from fednas_flwr.pipeline.run_stages import OutOfTimeError
 from fednas_flwr.pipeline.stages import begin, describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
-from fednas_flwr.report.guarantee import overall_text
 from fednas_flwr.report.quantities import duration, num_bytes
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
@@ -164,7 +164,10 @@ def private_terms(config: Config) -> list[str]:
             run = begin(config, grid, log, {}, earlier=[])
             events = read_events(run.folder / EVENTS_FILE)
             (promised,) = [event for event in events if event["event"] == "privacy"]
-            return [*explained(run), f"(epsilon, delta) at most {overall_text(promised)}"]
+            return [
+                *explained(run),
+                f"(epsilon, delta) at most {sentence('overall_text', promised)}",
+            ]
 
 
 def own_folder(config: Config, folder: Path) -> Config:
@@ -222,7 +225,7 @@ def _estimate(config: Config) -> Estimate:
         disk_bytes=sum(min(KEEP, stage.rounds) * stage.checkpoint_bytes for stage in stages),
         free_bytes=0,
         gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        privacy=overall_text(promised[-1]) if promised else "",
+        privacy=sentence("overall_text", promised[-1]) if promised else "",
         at_once=grid.at_once,
     )
 

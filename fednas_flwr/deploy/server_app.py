@@ -23,7 +23,7 @@ from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
-from fednas_flwr.report.trackers import check_trackers, make_tracker
+from fednas_flwr.report.trackers import TRACKERS, check_trackers
 from fednas_flwr.runs.events import EventLog, Listener
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, is_whole
 from fednas_flwr.runs.run_folder import (
@@ -177,7 +177,7 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
         stack.enter_context(occupied(folder))
         listeners = list(listeners)
         check_trackers(config.trackers)
-        listeners += [stack.enter_context(make_tracker(n, folder)) for n in config.trackers]
+        listeners += [stack.enter_context(TRACKERS[name](folder)) for name in config.trackers]
         log = stack.enter_context(EventLog(folder / EVENTS_FILE, listeners))
         stack.enter_context(telling_reconnections(log))
         try:

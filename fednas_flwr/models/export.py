@@ -66,6 +66,7 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     path = folder / ONNX_FILE
     model = model.cpu().eval()
     inputs, example = model.inputs, _examples(model.inputs)
+    taken = "features" if inputs.is_table else "images"
     with replacing(path) as temporary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter announces its age and constant shapes
@@ -75,12 +76,9 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
                 str(temporary),
                 dynamo=False,
                 opset_version=OPSETS[""],
-                input_names=["features" if inputs.is_table else "images"],
+                input_names=[taken],
                 output_names=["probabilities"],
-                dynamic_axes={
-                    "features" if inputs.is_table else "images": {0: "batch"},
-                    "probabilities": {0: "batch"},
-                },
+                dynamic_axes={taken: {0: "batch"}, "probabilities": {0: "batch"}},
             )
         graph = onnx.load(str(temporary))
         _add_columns(graph, inputs)
@@ -144,77 +142,47 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
     """Put one input per column in the place of a table's features."""
     if not inputs.is_table:
         return
-    graph = model.graph
+    graph, node = model.graph, helper.make_node
     numbers, indicators, categories = [], [], []
-    nodes, columns, constants = [], [], []
+    nodes, columns = [], []
     for i, column in enumerate(inputs.schema):
-        is_text = column.kind == CATEGORY
+        name, is_text, values = column.name, column.kind == CATEGORY, list(column.categories)
         kind = TensorProto.STRING if is_text else TensorProto.FLOAT
-        columns.append(helper.make_tensor_value_info(column.name, kind, ["batch", 1]))
+        columns.append(helper.make_tensor_value_info(name, kind, ["batch", 1]))
         if not is_text:
-            numbers.append(column.name)
-        elif column.categories:
-            # an unknown or missing text has zeros everywhere
-            nodes.append(
-                helper.make_node(
-                    "OneHotEncoder",
-                    [column.name],
-                    [f"encoded_{i}"],
-                    domain="ai.onnx.ml",
-                    cats_strings=list(column.categories),
-                    zeros=1,
-                )
-            )
-            shape = numpy_helper.from_array(
-                np.array([-1, len(column.categories)], dtype=np.int64), f"shape_{i}"
-            )
-            constants.append(shape)
-            nodes.append(
-                helper.make_node("Reshape", [f"encoded_{i}", f"shape_{i}"], [f"one_hot_{i}"])
-            )
+            numbers.append(name)
+        elif values:  # an unknown or missing text has zeros everywhere
+            texts = {"domain": "ai.onnx.ml", "cats_strings": values, "zeros": 1}
+            nodes.append(node("OneHotEncoder", [name], [f"encoded_{i}"], **texts))
+            shape = np.array([-1, len(values)], dtype=np.int64)
+            graph.initializer.append(numpy_helper.from_array(shape, f"shape_{i}"))
+            nodes.append(node("Reshape", [f"encoded_{i}", f"shape_{i}"], [f"one_hot_{i}"]))
             categories.append(f"one_hot_{i}")
         if column.indicator:
-            nodes.append(helper.make_node("IsNaN", [column.name], [f"is_nan_{i}"]))
-            nodes.append(
-                helper.make_node("Cast", [f"is_nan_{i}"], [f"indicator_{i}"], to=TensorProto.FLOAT)
-            )
+            nodes.append(node("IsNaN", [name], [f"is_nan_{i}"]))
+            nodes.append(node("Cast", [f"is_nan_{i}"], [f"indicator_{i}"], to=TensorProto.FLOAT))
             indicators.append(f"indicator_{i}")
     parts = [*numbers, *indicators, *categories]
-    nodes.append(helper.make_node("Concat", parts, ["features"], axis=1))
+    nodes.append(node("Concat", parts, ["features"], axis=1))
     old = list(graph.node)
     del graph.node[:], graph.input[:]
     graph.input.extend(columns)
-    graph.initializer.extend(constants)
     graph.node.extend([*nodes, *old])
 
 
 def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
     """Add the name of the most probable class, or which labels there are, as the first output."""
-    graph = model.graph
-    names = list(inputs.class_names)
+    graph, node, names = model.graph, helper.make_node, list(inputs.class_names)
     if inputs.multi_label:
-        threshold = numpy_helper.from_array(np.array(THRESHOLD, dtype=np.float32), "threshold")
-        graph.initializer.append(threshold)
-        graph.node.extend(
-            [
-                helper.make_node("GreaterOrEqual", ["probabilities", "threshold"], ["reached"]),
-                helper.make_node("Cast", ["reached"], ["labels"], to=TensorProto.INT64),
-            ]
-        )
-        labels = helper.make_tensor_value_info("labels", TensorProto.INT64, ["batch", len(names)])
-        graph.output.insert(0, labels)
-        return
-    graph.node.append(
-        helper.make_node("ArgMax", ["probabilities"], ["class_index"], axis=1, keepdims=0)
-    )
-    graph.node.append(
-        helper.make_node(
-            "LabelEncoder",
-            ["class_index"],
-            ["label"],
-            domain="ai.onnx.ml",
-            keys_int64s=list(range(len(names))),
-            values_strings=names,
-        )
-    )
-    graph.output.insert(0, helper.make_tensor_value_info("label", TensorProto.STRING, ["batch"]))
+        threshold = np.array(THRESHOLD, dtype=np.float32)
+        graph.initializer.append(numpy_helper.from_array(threshold, "threshold"))
+        graph.node.append(node("GreaterOrEqual", ["probabilities", "threshold"], ["reached"]))
+        graph.node.append(node("Cast", ["reached"], ["labels"], to=TensorProto.INT64))
+        output = ("labels", TensorProto.INT64, ["batch", len(names)])
+    else:
+        classes = {"keys_int64s": list(range(len(names))), "values_strings": names}
+        largest = node("ArgMax", ["probabilities"], ["class_index"], axis=1, keepdims=0)
+        named = node("LabelEncoder", ["class_index"], ["label"], domain="ai.onnx.ml", **classes)
+        graph.node.extend([largest, named])
+        output = ("label", TensorProto.STRING, ["batch"])
+    graph.output.insert(0, helper.make_tensor_value_info(*output))

@@ -1,20 +1,42 @@
-"""Loss, accuracy and F1 of a network on a split, and the models it has to beat."""
+"""Measures of a classifier on a split, all that a report says of them, and simpler models.
+
+:func:`evaluate` gives loss, accuracy and F1; :func:`pooled_baselines` the models that a network has
+to beat; :func:`detailed` clinical measures per class and at a threshold, with intervals and
+calibration. The threshold is chosen on other records, from :func:`histogram`s that clients tell of
+their validation records (:func:`best_threshold`).
+
+Tensor suffixes: N records, C classes, B bins, R resamples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, ranked_areas
 from fednas_flwr.spaces.operations import SkipNetwork
 
 BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for rounding
 UNSEEN = -1e300  # logit of a class without training records: its log odds are all the same
+BINS = 100  # of probabilities, in which thresholds are sought
+CALIBRATION_BINS = 10
+RESAMPLES = 1000  # of the bootstrap
+MOST_RESAMPLED = 5_000_000  # records in all resamples together
+AT_ONCE = 50  # resamples
+LEVEL = 0.95
+
+# Given probabilities float64 [N, C] and labels, see Records.labels, returns a number.
+Score = Callable[[np.ndarray, np.ndarray], float]
+OWN_SCORES: dict[str, Score] = {}  # from outside the package, of this process
 
 
 @dataclass(frozen=True)
@@ -208,3 +230,222 @@ def pooled_baselines(
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
         found[name] = {"accuracy": accuracy, **objective.scores(logits, y_test)}
     return found
+
+
+def histogram(probabilities_N: Tensor, positive_N: Tensor) -> list[list[int]]:
+    """Return ``[2][BINS]``: records by their probability of being positive, negatives first.
+
+    Args:
+        probabilities_N: Of being positive, in [0, 1].
+        positive_N: Whether they are, bool.
+    """
+    bins_N = (probabilities_N * BINS).long().clamp(0, BINS - 1)
+    return [torch.bincount(bins_N[positive_N == c], minlength=BINS).tolist() for c in (False, True)]
+
+
+def best_threshold(
+    histograms: Sequence[Sequence[Sequence[int]]], weights: Sequence[float]
+) -> float | None:
+    """Return the probability from which a record counts as positive, in (0, 1).
+
+    It maximises sensitivity + specificity - 1 (Youden 1950) over all records; of equal ones it is
+    the middle. None where one of the two kinds has no record.
+
+    Args:
+        histograms: What :func:`histogram` returns, of each client.
+        weights: How many records each counts for, whatever number its histogram has.
+    """
+    counts_K2B = torch.tensor(histograms, dtype=torch.float64)
+    weights_K = torch.tensor(weights, dtype=torch.float64) / counts_K2B.sum((1, 2)).clamp(min=1)
+    negative_B, positive_B = (counts_K2B * weights_K[:, None, None]).sum(0)
+    if not (negative_B.sum() and positive_B.sum()):
+        return None
+    specificity_B = negative_B.cumsum(0)[:-1] / negative_B.sum()  # of thresholds 1, 2, ... bins
+    sensitivity_B = 1 - positive_B.cumsum(0)[:-1] / positive_B.sum()
+    youden_B = specificity_B + sensitivity_B
+    best = torch.nonzero(youden_B >= youden_B.max() - 1e-12).flatten()
+    return float(best[len(best) // 2] + 1) / BINS
+
+
+def at_threshold(
+    probabilities_N: Tensor, positive_N: Tensor, threshold: float, weights_RN: Tensor
+) -> dict[str, Tensor]:
+    """Return ``sensitivity`` and ``specificity`` under each weighting, [R]; NaN of no record."""
+    called_N = probabilities_N >= threshold
+
+    def share(chosen_N: Tensor, among_N: Tensor) -> Tensor:
+        return weights_RN[:, chosen_N & among_N].sum(1) / weights_RN[:, among_N].sum(1)
+
+    return {
+        "sensitivity": share(called_N, positive_N),
+        "specificity": share(~called_N, ~positive_N),
+    }
+
+
+def shares_at(counts: Sequence[Sequence[int]], threshold: float) -> dict[str, float]:
+    """Return :func:`at_threshold` of a :func:`histogram`; what is of no record is left out."""
+    negatives, positives = counts
+    first = round(threshold * BINS)
+    found = {}
+    if sum(positives):
+        found["sensitivity"] = sum(positives[first:]) / sum(positives)
+    if sum(negatives):
+        found["specificity"] = sum(negatives[:first]) / sum(negatives)
+    return found
+
+
+def calibration(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, Any]:
+    """Return the expected calibration error and the reliability of each bin of confidence.
+
+    ``sum_b n_b / n |accuracy_b - confidence_b|`` over ten bins of the largest probability (Guo et
+    al. 2017, arXiv 1706.04599, Eq. 3). ``bins`` has confidence, accuracy and number of records of
+    those that are not empty.
+    """
+    confidence_N, predicted_N = probabilities_NC.double().max(1)
+    hit_N = (predicted_N == labels_N).double()
+    bin_N = (confidence_N * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+    bins = []
+    for b in range(CALIBRATION_BINS):
+        own_N = bin_N == b
+        if bool(own_N.any()):
+            means = float(confidence_N[own_N].mean()), float(hit_N[own_N].mean())
+            bins.append([*means, int(own_N.sum())])
+    error = sum(n * abs(hits - confidence) for confidence, hits, n in bins) / max(1, len(labels_N))
+    return {"expected_error": error, "bins": bins}
+
+
+def per_class(
+    logits_NC: Tensor, labels_N: Tensor, *, objective: Objective
+) -> list[dict[str, float | None]]:
+    """Return each class's ``precision``, ``recall``, ``f1`` and ``count``, 0 where undefined.
+
+    And ``auroc`` and ``average_precision`` of the class against the rest, or of the label;
+    None where undefined.
+    """
+    from sklearn.metrics import precision_recall_fscore_support
+
+    classes = range(logits_NC.shape[1])
+    predicted_N = objective.predictions(logits_NC)
+    columns = precision_recall_fscore_support(
+        labels_N, predicted_N, labels=list(classes), zero_division=0.0
+    )
+    names = ("precision", "recall", "f1", "count", "auroc", "average_precision")
+    areas: list[Sequence[Any]] = [(math.nan, math.nan) for _ in classes]
+    if bool(logits_NC.isfinite().all()):
+        ranks_NC = objective.ranks(logits_NC)
+        ones = torch.ones(1, len(labels_N), dtype=torch.float64)
+        areas = [
+            ranked_areas(objective.members(labels_N, c), ranks_NC[:, c], ones) for c in classes
+        ]
+    rows = [(*row, *area) for row, area in zip(zip(*columns, strict=True), areas, strict=True)]
+    return [
+        {n: float(v) if math.isfinite(v) else None for n, v in zip(names, row, strict=True)}
+        for row in rows
+    ]
+
+
+def confusion(predicted_N: Tensor, labels_N: Tensor, *, num_classes: int) -> list[list[int]]:
+    """Return ``[C][C]``: records by true class and, within it, by predicted class."""
+    cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
+    counts: list[list[int]] = cells.view(num_classes, num_classes).tolist()
+    return counts
+
+
+def intervals(
+    measure: Callable[[Tensor], Mapping[str, Tensor]], num_records: int, *, seed: int
+) -> dict[str, list[float]]:
+    """Return the 95 % interval ``[low, high]`` of each number, by the percentile bootstrap.
+
+    Efron (1979): 1000 resamples of the records with replacement, fewer of very many records.
+    Records are resampled one by one, also where several are of one person. Numbers that are not
+    defined in a resample do not count.
+
+    Args:
+        measure: Given how often each record counts, float64 [R, N], returns numbers [R] by name.
+        num_records: Number of records.
+        seed: Of the draws.
+    """
+    generator = make_generator(seed, "bootstrap")
+    resamples = max(100, min(RESAMPLES, MOST_RESAMPLED // max(1, num_records)))
+    found: dict[str, list[Tensor]] = {}
+    for start in range(0, resamples, AT_ONCE):
+        number = min(AT_ONCE, resamples - start)
+        rows = torch.randint(num_records, (number, num_records), generator=generator)
+        weights = torch.zeros(number, num_records, dtype=torch.float64)
+        weights.scatter_add_(1, rows, torch.ones_like(weights))
+        for name, values in measure(weights).items():
+            found.setdefault(name, []).append(values)
+    ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
+    quantiles = {name: torch.cat(parts).nanquantile(ends) for name, parts in found.items()}
+    return {name: q.tolist() for name, q in quantiles.items() if bool(q.isfinite().all())}
+
+
+def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
+    """Return the value of every score in ``OWN_SCORES``.
+
+    Raises:
+        ConfigError: One fails, or gives no finite number.
+    """
+    found = {}
+    for name, score in OWN_SCORES.items():
+        try:
+            found[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
+        except Exception as error:
+            raise ConfigError(
+                f"the score {name} of your own fails ({error}): correct it."
+            ) from error
+        if not math.isfinite(found[name]):
+            raise ConfigError(f"the score {name} of your own gives {found[name]}: correct it.")
+    return found
+
+
+def detailed(
+    logits_NC: Tensor,
+    labels_N: Tensor,
+    *,
+    objective: Objective,
+    threshold: float | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return all that a report says of test records, JSON values only.
+
+    Args:
+        logits_NC: float, on the CPU.
+        labels_N: See :class:`~fednas_flwr.search.objective.Objective`; on the CPU.
+        objective: Says which class is the positive one.
+        threshold: See :func:`best_threshold`; None leaves out what depends on it.
+        seed: Of the bootstrap.
+    """
+    num_classes = logits_NC.shape[1]
+    probabilities_NC = objective.probabilities(logits_NC.double())
+    positive = objective.positive_class(num_classes)
+    hit_N = objective.hits(logits_NC, labels_N).double()
+    is_positive_N = None if positive is None else objective.members(labels_N, positive)
+
+    def measure(weights_RN: Tensor) -> dict[str, Tensor]:
+        found = {"accuracy": weights_RN @ hit_N / weights_RN.sum(1)}
+        found |= objective.weighted_scores(logits_NC, labels_N, weights_RN)
+        if is_positive_N is not None and threshold is not None:
+            shares_N = probabilities_NC[:, positive]
+            found |= at_threshold(shares_N, is_positive_N, threshold, weights_RN)
+        return found
+
+    if objective.multi_label:  # each label of each record is a prediction of its own
+        sure_NC = torch.stack([1 - probabilities_NC, probabilities_NC], dim=2)
+        calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())
+    else:
+        calibrated = calibration(probabilities_NC, labels_N)
+    found: dict[str, Any] = {
+        "per_class": per_class(logits_NC, labels_N, objective=objective),
+        "calibration": calibrated,
+        "intervals": intervals(measure, len(labels_N), seed=seed),
+        "positive": positive,
+        "threshold": threshold,
+        "own": own_scores(probabilities_NC, labels_N),
+    }
+    if not objective.multi_label:
+        predicted_N = objective.predictions(logits_NC)
+        found["confusion"] = confusion(predicted_N, labels_N, num_classes=num_classes)
+    own = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
+    named = {name: float(own[name]) for name in ("sensitivity", "specificity") if name in own}
+    return found | {name: value for name, value in named.items() if math.isfinite(value)}

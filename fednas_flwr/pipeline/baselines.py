@@ -101,7 +101,7 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
     if not number:
         return
     description = load_description(folder)
-    derived = read_run(folder).last("derived") or {}
+    derived = read_run(folder).last("derived")
     found = _with_found(config, derived)
     privacy = config.privacy
     if isinstance(privacy, DifferentialPrivacy):  # the run's own ledgers pay for no baseline

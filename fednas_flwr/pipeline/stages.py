@@ -32,9 +32,16 @@ from fednas_flwr.client.making import make_objective, simulated_properties
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
 from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
 from fednas_flwr.data.summary import found, summarised
-from fednas_flwr.models.class_scores import best_threshold, detailed, shares_at
 from fednas_flwr.models.export import export_onnx, export_safetensors
-from fednas_flwr.models.metrics import accuracies_of_parts, measured, pooled_baselines, predicted
+from fednas_flwr.models.metrics import (
+    accuracies_of_parts,
+    best_threshold,
+    detailed,
+    measured,
+    pooled_baselines,
+    predicted,
+    shares_at,
+)
 from fednas_flwr.models.networks import describe_network, given_genotype, make_device, make_network
 from fednas_flwr.models.prediction import Model
 from fednas_flwr.pipeline.buildable import pools_records

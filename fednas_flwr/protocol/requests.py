@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self, TypedDict
 from fednas_flwr.base.errors import ConfigError, MissingSettingError, ReplyError, unknown_choice
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
-from fednas_flwr.models.class_scores import BINS
+from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused

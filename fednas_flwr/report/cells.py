@@ -12,10 +12,11 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import combinations, pairwise
 from statistics import fmean
 from typing import Any
+
+from fednas_flwr.report import templates
 
 STARTS, SWEEPS = 8, 8
 HEIGHT = {"node": 34.0, "label": 24.0, "pass": 6.0}
@@ -69,14 +70,15 @@ def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> str:
     columns = _order(boxes, wires)
     y = _heights(boxes, wires, columns)
     x, width = _widths(boxes, columns)
-    height = max(y[i] + HEIGHT[box.kind] / 2 for i, box in enumerate(boxes)) + MARGIN
-    parts = [_draw_wire(wire, boxes, x, y) for wire in wires]
-    parts += [_draw_box(box, x[box.column], y[i]) for i, box in enumerate(boxes)]
-    name = escape(title, quote=True)
-    return (
-        f'<svg class="cell" role="img" aria-label="{name}" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" font-size="12" text-anchor="middle" '
-        f'font-family="system-ui, sans-serif"><title>{name}</title>{"".join(parts)}</svg>'
+    return templates.render(
+        "cell.svg.j2",
+        title=title,
+        width=width,
+        height=max(y[i] + HEIGHT[box.kind] / 2 for i, box in enumerate(boxes)) + MARGIN,
+        wires=[_drawn(wire, boxes, x, y) for wire in wires],
+        boxes=[(box, sum(x[box.column]) / 2, y[i]) for i, box in enumerate(boxes)],
+        heights=HEIGHT,
+        op_colour=op_colour,
     )
 
 
@@ -234,8 +236,10 @@ def _widths(boxes: list[_Box], columns: list[list[int]]) -> tuple[list[tuple[flo
     return ends, at - GAP + MARGIN
 
 
-def _draw_wire(wire: _Wire, boxes: list[_Box], x: list[tuple[float, float]], y: list[float]) -> str:
-    """Return the wire's curves: bent between columns, straight inside them."""
+def _drawn(
+    wire: _Wire, boxes: list[_Box], x: list[tuple[float, float]], y: list[float]
+) -> dict[str, str]:
+    """Return a wire's op, its curves, bent between columns and straight inside, and its arrow."""
     path, pen = "", 0.0
     for position, index in enumerate(wire.boxes):
         box = boxes[index]
@@ -251,28 +255,6 @@ def _draw_wire(wire: _Wire, boxes: list[_Box], x: list[tuple[float, float]], y: 
             path += f"C{bend:.1f},{before:.1f} {bend:.1f},{y[index]:.1f} {start:.1f},{y[index]:.1f}"
             path += f"H{end:.1f}" if box.kind == "pass" else f"M{end:.1f},{y[index]:.1f}"
         pen = end
-    dash = ' stroke-dasharray="4 4"' if wire.op == "none" else ""
     target = wire.boxes[-1]
     tip = sum(x[boxes[target].column]) / 2 - boxes[target].width / 2
-    arrow = f"M{tip:.1f},{y[target]:.1f}l-7,-4v8z"
-    colour = op_colour(wire.op) if wire.op else "var(--cell-line,#9aa3af)"
-    return (
-        f'<g opacity="0.75"><path d="{path}" fill="none" stroke-width="1.5"{dash} '
-        f'style="stroke:{colour}"/><path d="{arrow}" style="fill:{colour}"/></g>'
-    )
-
-
-def _draw_box(box: _Box, ends: tuple[float, float], y: float) -> str:
-    if box.kind == "pass":
-        return ""
-    height, middle = HEIGHT[box.kind], sum(ends) / 2
-    if box.kind == "node":
-        shape = 'style="fill:var(--cell-node,#e6ebf2);stroke:var(--cell-edge,#5b6675)"'
-        text = 'font-weight="600" style="fill:var(--cell-text,#1f2733)"'
-    else:
-        shape, text = f'fill="{op_colour(box.text)}"', 'fill="#fff"'
-    return (
-        f'<rect x="{middle - box.width / 2:.1f}" y="{y - height / 2:.1f}" width="{box.width:.1f}" '
-        f'height="{height:.0f}" rx="{height / 2 if box.kind == "label" else 9:.0f}" {shape}/>'
-        f'<text x="{middle:.1f}" y="{y + 4:.1f}" {text}>{escape(box.text)}</text>'
-    )
+    return {"op": wire.op, "path": path, "arrow": f"M{tip:.1f},{y[target]:.1f}l-7,-4v8z"}

@@ -8,7 +8,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -22,9 +22,10 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml, terminal
 from fednas_flwr.report import templates
-from fednas_flwr.report.guarantee import TEST_SEED, warning_text
 from fednas_flwr.report.plots import Figure, axes
 from fednas_flwr.report.quantities import DASH, FORMS, mean_and_deviation
+from fednas_flwr.report.tables import TEST_SEED
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import (
     BESIDE,
     CONFIG_FILE,
@@ -32,6 +33,7 @@ from fednas_flwr.runs.numbers import (
     METRICS,
     Metric,
     Run,
+    flat_settings,
     read_run,
 )
 
@@ -42,6 +44,28 @@ BEST_FILE = "optimization_results.yaml"  # of Hydra's Optuna sweeper, in the fol
 
 
 @dataclass(frozen=True)
+class Statistics:
+    """A metric of the runs of a group.
+
+    Attributes:
+        mean: Of the values that were reached; None if none was.
+        deviation: Their standard deviation (n - 1); None of fewer than two.
+        values: The runs' values in the order of the seeds, None where not reached.
+    """
+
+    mean: float | None
+    deviation: float | None
+    values: tuple[float | None, ...]
+
+    @classmethod
+    def of(cls, values: tuple[float | None, ...]) -> "Statistics":
+        """The statistics of the values of some runs."""
+        reached = [value for value in values if value is not None]
+        deviation = stdev(reached) if len(reached) > 1 else None
+        return cls(fmean(reached) if reached else None, deviation, values)
+
+
+@dataclass(frozen=True)
 class Group:
     """Runs that differ only in the seed.
 
@@ -49,23 +73,15 @@ class Group:
         settings: The settings that tell this group from the others.
         seeds: The seeds, ascending.
         folders: The run folders, in the order of the seeds.
-        values: For each metric the runs' values in the order of the seeds, None where not reached.
         test_seed: Whether a client's noise came from a known seed: epsilon then protects nobody.
+        metrics: What the runs have reached.
     """
 
     settings: dict[str, Any]
     seeds: tuple[Any, ...]
     folders: tuple[str, ...]
-    values: dict[str, tuple[float | None, ...]]
     test_seed: bool
-
-    def statistics(self, metric: Metric) -> dict[str, float | None]:
-        """Mean and standard deviation (n - 1) of the values that were reached."""
-        values = [value for value in self.values[metric.name] if value is not None]
-        return {
-            "mean": fmean(values) if values else None,
-            "deviation": stdev(values) if len(values) > 1 else None,
-        }
+    metrics: dict[str, Statistics]
 
     def name(self) -> str:
         """The settings in one line."""
@@ -79,19 +95,22 @@ class Comparison:
     The groups of the best trials of an optimising sweep come before the others.
 
     Attributes:
-        groups: The groups of finished runs.
-        not_counted: Folder and reason of every run that is in no group.
         best: What an optimising sweep found best, one line per trial; its groups come first.
+        groups: The groups of finished runs.
+        not_counted: ``folder`` and ``reason`` of every run that is in no group.
     """
 
+    best: tuple[str, ...]
     groups: tuple[Group, ...]
-    not_counted: tuple[tuple[str, str], ...]
-    best: tuple[str, ...] = ()
+    not_counted: tuple[dict[str, str], ...]
+
+    def settings(self) -> list[str]:
+        """The names of the settings that tell the groups apart."""
+        return list(self.groups[0].settings) if self.groups else []
 
     def titles(self) -> list[str]:
         """Return the table's head."""
-        settings = list(self.groups[0].settings) if self.groups else []
-        return [*settings, "seeds", *map(_title, COLUMNS)]
+        return [*self.settings(), "seeds", *map(_title, COLUMNS)]
 
     def rows(self) -> list[list[str]]:
         """Return one row of text per group; ``(2 of 3)`` marks a mean that lacks a seed."""
@@ -100,8 +119,7 @@ class Comparison:
             cells = [_setting_text(value) for value in group.settings.values()]
             cells.append(", ".join(str(seed) for seed in group.seeds))
             for metric in COLUMNS:
-                form = FORMS[metric.unit]
-                values = group.values[metric.name]
+                form, values = FORMS[metric.unit], group.metrics[metric.name].values
                 text = mean_and_deviation(values, scale=form.scale, decimals=form.decimals)
                 unsafe = group.test_seed and metric.name == "epsilon"
                 cells.append(f"{text} ({TEST_SEED})" if unsafe else text)
@@ -127,7 +145,7 @@ def compare_runs(folders: Iterable[Path]) -> Comparison:
     for folder in run_folders(folders):
         run, reason = _finished(folder)
         if run is not None:
-            key = json.dumps(_flat_settings(run.config), sort_keys=True, default=str)
+            key = json.dumps(_settings(run), sort_keys=True, default=str)
             group = members.setdefault(key, {})
             seed = run.config.get("seed")
             if seed in group:
@@ -135,17 +153,17 @@ def compare_runs(folders: Iterable[Path]) -> Comparison:
             else:
                 group[seed] = run
         if reason:
-            not_counted.append((str(folder), reason))
+            not_counted.append({"folder": str(folder), "reason": reason})
     groups = [
         [by_seed[seed] for seed in sorted(by_seed, key=_order)] for by_seed in members.values()
     ]
     trials = [trial for folder in folders for trial in _best_trials(folder)]
     groups.sort(key=lambda runs: _rank(runs[0], trials))
-    shown = _distinguishing([_flat_settings(group[0].config) for group in groups])
+    shown = _distinguishing([_settings(group[0]) for group in groups])
     return Comparison(
+        best=tuple(f"best trial: {_trial_text(*trial)}" for trial in trials),
         groups=tuple(_group(runs, shown) for runs in groups),
         not_counted=tuple(not_counted),
-        best=tuple(f"best trial: {_trial_text(*trial)}" for trial in trials),
     )
 
 
@@ -162,7 +180,7 @@ def _best_trials(folder: Path) -> list[tuple[dict[str, Any], list[float]]]:
 
 def _rank(run: Run, trials: Sequence[tuple[dict[str, Any], list[float]]]) -> int:
     """Return the place of the trial whose settings a run has; all others come after."""
-    settings = _flat_settings(run.config)
+    settings = _settings(run)
     for place, (params, _) in enumerate(trials):
         if all(settings.get(name.lstrip("+")) == value for name, value in params.items()):
             return place
@@ -191,8 +209,8 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
             if any(cell != DASH for cell in cells):
                 table.add_row(*(Text(terminal(cell)) for cell in (title, *cells)))
         console.print(table)
-    for folder, reason in comparison.not_counted:
-        left = Text(terminal(f"{folder}: {reason}"), style="yellow")
+    for run in comparison.not_counted:
+        left = Text(terminal(f"{run['folder']}: {run['reason']}"), style="yellow")
         console.print(left, soft_wrap=True, highlight=False)
 
 
@@ -203,12 +221,13 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     the JSON file every single run's values as well.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return [
-        write_atomically(folder / "compare.csv", _csv(comparison)),
-        write_atomically(folder / "compare.md", _markdown(comparison)),
-        write_atomically(folder / "compare.json", _json(comparison)),
-        write_atomically(folder / "compare.html", _html(comparison)),
-    ]
+    contents = {
+        "csv": _csv(comparison),
+        "md": _markdown(comparison),
+        "json": json.dumps(asdict(comparison), indent=2, allow_nan=False) + "\n",
+        "html": _html(comparison),
+    }
+    return [write_atomically(folder / f"compare.{kind}", text) for kind, text in contents.items()]
 
 
 def run_folders(folders: Iterable[Path]) -> list[Path]:
@@ -246,17 +265,10 @@ def _finished(folder: Path) -> tuple[Run | None, str]:
     return run, ""
 
 
-def _flat_settings(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings under dotted names; the name of a group stands under the group."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if not prefix and key in NOT_SETTINGS:
-            continue
-        if isinstance(value, dict):
-            flat |= _flat_settings(value, f"{prefix}{key}.")
-        else:
-            flat[prefix[:-1] if prefix and key == "name" else f"{prefix}{key}"] = value
-    return flat
+def _settings(run: Run) -> dict[str, Any]:
+    """The settings by dotted names; the name of a group stands under the group."""
+    named = flat_settings(run.config).items()
+    return {k.removesuffix(".name"): value for k, value in named if k not in NOT_SETTINGS}
 
 
 def _distinguishing(settings: Sequence[dict[str, Any]]) -> list[str]:
@@ -273,14 +285,14 @@ def _distinguishing(settings: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _group(runs: list[Run], shown: list[str]) -> Group:
-    settings = _flat_settings(runs[0].config)
+    settings = _settings(runs[0])
     numbers = [run.numbers() for run in runs]
     return Group(
         settings={name: settings.get(name) for name in shown},
         seeds=tuple(run.config.get("seed") for run in runs),
         folders=tuple(str(run.folder) for run in runs),
-        values={metric.name: tuple(n[metric.name] for n in numbers) for metric in COLUMNS},
-        test_seed=any(run.privacy and warning_text(run.privacy) for run in runs),
+        test_seed=any(run.privacy and sentence("test_seed", run.privacy) for run in runs),
+        metrics={m.name: Statistics.of(tuple(n[m.name] for n in numbers)) for m in COLUMNS},
     )
 
 
@@ -300,32 +312,23 @@ def _setting_text(value: Any) -> str:
 
 
 def _csv(comparison: Comparison) -> str:
-    settings = list(comparison.groups[0].settings) if comparison.groups else []
     titles = [f"{metric.name}_{kind}" for metric in COLUMNS for kind in ("mean", "deviation")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*map(csv_cell, settings), "seeds", *titles, "test_seed"])
+    writer.writerow([*map(csv_cell, comparison.settings()), "seeds", *titles, "test_seed"])
     for group in comparison.groups:
-        row = [csv_cell(_setting_text(value)) for value in group.settings.values()]
-        row.append(csv_cell(" ".join(str(seed) for seed in group.seeds)))
-        for metric in COLUMNS:
-            values = group.statistics(metric).values()
-            row += ["" if value is None else f"{value:.8g}" for value in values]
-        writer.writerow([*row, int(group.test_seed)])
+        cells = [*map(_setting_text, group.settings.values()), " ".join(map(str, group.seeds))]
+        found = [group.metrics[metric.name] for metric in COLUMNS]
+        numbers = [number for one in found for number in (one.mean, one.deviation)]
+        row = ["" if number is None else f"{number:.8g}" for number in numbers]
+        writer.writerow([*map(csv_cell, cells), *row, int(group.test_seed)])
     return text.getvalue()
 
 
 def _markdown(comparison: Comparison) -> str:
-    lines = markdown_table(comparison.titles(), comparison.rows()) if comparison.groups else []
-    lines = [line for best in comparison.best for line in (f"{markdown(best)}  ", "")] + lines
-    if comparison.groups:
-        lines += ["", "Mean ± standard deviation (n - 1) over seeds; traffic in both directions;"]
-        lines += [
-            "epsilon: the largest of all clients, per record (or person) added or removed (PRV)."
-        ]
-    if comparison.not_counted:
-        lines += ["", *(f"- {markdown(': '.join(pair))}" for pair in comparison.not_counted)]
-    return "\n".join(lines).strip() + "\n"
+    table = Markup("\n".join(markdown_table(comparison.titles(), comparison.rows())))
+    text = templates.render("compare.md.j2", comparison=comparison, table=table)
+    return text.strip() + "\n"
 
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -336,15 +339,10 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 
 def _html(comparison: Comparison) -> str:
     """One offline page: the table, and a picture of each metric that was reached."""
-    head, *others = comparison.best or ("Runs side by side",)
     figures = (_figure(comparison.groups, metric) for metric in COLUMNS)
     return templates.render(
         "compare.html.j2",
-        head=head,
-        lines=others,
-        titles=comparison.titles(),
-        rows=comparison.rows(),
-        not_counted=comparison.not_counted,
+        comparison=comparison,
         drawing=Markup(templates.read_part("figures.js")),
         figures=templates.as_json([figure for figure in figures if figure is not None]),
     )
@@ -352,39 +350,20 @@ def _html(comparison: Comparison) -> str:
 
 def _figure(groups: Sequence[Group], metric: Metric) -> Figure | None:
     """Mean and deviation of each group, None where no run has reached the metric."""
-    statistics = [group.statistics(metric) for group in groups]
-    if all(one["mean"] is None for one in statistics):
+    found = [group.metrics[metric.name] for group in groups]
+    if all(one.mean is None for one in found):
         return None
     scale = FORMS[metric.unit].scale
-    means, deviations = (
-        [None if value is None else value * scale for value in column]
-        for column in zip(*(one.values() for one in statistics), strict=True)
-    )
+
+    def scaled(values: Iterable[float | None]) -> list[float | None]:
+        return [None if value is None else value * scale for value in values]
+
     points = {
         "type": "scatter",
         "mode": "markers",
         "x": [group.name() for group in groups],
-        "y": means,
+        "y": scaled(one.mean for one in found),
         "marker": {"size": 9},
-        "error_y": {"array": deviations},
+        "error_y": {"array": scaled(one.deviation for one in found)},
     }
     return {"data": [points], "layout": axes(x="", y=_title(metric))}
-
-
-def _json(comparison: Comparison) -> str:
-    groups = [
-        {
-            "settings": group.settings,
-            "seeds": group.seeds,
-            "folders": group.folders,
-            "test_seed": group.test_seed,
-            "metrics": {
-                metric.name: group.statistics(metric) | {"values": group.values[metric.name]}
-                for metric in COLUMNS
-            },
-        }
-        for group in comparison.groups
-    ]
-    skipped = [{"folder": folder, "reason": reason} for folder, reason in comparison.not_counted]
-    document = {"best": comparison.best, "groups": groups, "not_counted": skipped}
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"

@@ -5,7 +5,6 @@ lead of its op, in alphas and so in log-odds, is larger than what it moves by fr
 and than the differences that a search which has hardly begun makes by chance.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import stdev
@@ -18,7 +17,6 @@ from fednas_flwr.runs.events import Event
 LAST_ROUNDS = 5  # snapshots of the alphas that the spread is taken over
 SPREADS = 2.0  # that a lead must exceed
 LEAST_LEAD = 0.05  # in odds 5 %: alphas that have hardly left where they began decide nothing
-TABLE_HEAD = ["cell", "edge", "op", "next", "lead", "spread", "decided"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Edge:
         lead: The alpha of ``op`` minus that of ``next_op``, after the last round; below 0 where the
             space has not taken the largest.
         spread: Standard deviation (n - 1) of that difference over the last ``LAST_ROUNDS``
-            snapshots; infinite for a single one.
+            snapshots; None for a single one.
     """
 
     kind: str
@@ -41,12 +39,12 @@ class Edge:
     op: str
     next_op: str
     lead: float
-    spread: float
+    spread: float | None
 
     @property
     def is_decided(self) -> bool:
         """True if the lead is more than ``SPREADS`` spreads and ``LEAST_LEAD``."""
-        return self.lead > max(SPREADS * self.spread, LEAST_LEAD)
+        return self.spread is not None and self.lead > max(SPREADS * self.spread, LEAST_LEAD)
 
 
 def edges(snapshots: Sequence[Event]) -> list[Edge]:
@@ -77,46 +75,9 @@ def edges(snapshots: Sequence[Event]) -> list[Edge]:
     return found
 
 
-def table(found: Sequence[Edge]) -> list[list[str]]:
-    """Return the rows of a table of edges, under ``TABLE_HEAD``."""
-    rows = []
-    for edge in found:
-        words = [edge.kind, edge.label, edge.op, edge.next_op]
-        decided = "yes" if edge.is_decided else "no"
-        rows.append([*words, f"{edge.lead:.3f}", _number(edge.spread), decided])
-    return rows
-
-
 def share(found: Sequence[Edge]) -> str:
     """Return how many edges are decided, a dash without edges."""
     return f"{sum(edge.is_decided for edge in found)} of {len(found)}" if found else DASH
-
-
-def text(found: Sequence[Edge]) -> str:
-    """Return a sentence on how many edges are decided, empty without edges."""
-    if not found:
-        return ""
-    return (
-        f"Decided: {share(found)} edges. There the op leads the next one by more than "
-        f"{LEAST_LEAD:g} and by more than {SPREADS:g} times the spread of that lead (standard "
-        f"deviation over the last {LAST_ROUNDS} snapshots)."
-    )
-
-
-def warning(found: Sequence[Edge]) -> str:
-    """Return a warning where an edge is open, else nothing."""
-    undecided = sum(not edge.is_decided for edge in found)
-    if not undecided:
-        return ""
-    return (
-        f"The search has left {undecided} of {len(found)} edges open: there the chosen op is not "
-        "clearly ahead of the next one, so another seed may derive another cell. Raise rounds or "
-        "the learning rate of the alphas, or search with experiment=search/recommended."
-    )
-
-
-def _number(spread: float) -> str:
-    return DASH if math.isinf(spread) else f"{spread:.3f}"
 
 
 def _places(kept: Sequence[Mapping[str, Any]], num_rows: int) -> list[tuple[int, str]]:
@@ -145,5 +106,5 @@ def _edge(
     first = ops.index(op)
     second = max((column for column in columns if column != first), key=rows[-1].__getitem__)
     leads = [row[first] - row[second] for row in rows]
-    spread = stdev(leads) if len(leads) > 1 else math.inf
+    spread = stdev(leads) if len(leads) > 1 else None
     return Edge(kind, label, op, ops[second], leads[-1], spread)

@@ -14,12 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.foreign import terminal
-from fednas_flwr.report.terminal import table_console
+from fednas_flwr.report.terminal import print_table
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import Run
 
@@ -127,7 +124,7 @@ def found_cell(run: Run) -> Cell:
     Raises:
         ConfigError: It has derived none, or one of another search space.
     """
-    genotype = (run.last("derived") or {}).get("genotype")
+    genotype = run.last("derived").get("genotype")
     if genotype is None:
         raise ConfigError(f"{run.folder} has no genotype to look up: its search has not ended.")
     if genotype["space"] != SPACE:
@@ -176,15 +173,15 @@ def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None 
         rows += [tuple(map(fmean, columns)), tuple(map(min, columns))]
         names += ["mean", "worst"]
     decimals = 2 if max(max(values) for values in table.accuracies.values()) > 1 else 4
-    shown = Table(title=f"accuracy by a table of {len(table.percentiles):,} cells")
-    shown.add_column("run", overflow="fold")
-    for title in (*table.columns, "percentile"):
-        shown.add_column(Text(terminal(title)), justify="right", overflow="fold")
-    for index, (name, values) in enumerate(zip(names, rows, strict=True)):
-        texts = [f"{value:.{decimals}f}" for value in values[:-1]]
-        run, percentile = Text(terminal(name)), f"{values[-1]:.1f}"
-        shown.add_row(run, *texts, percentile, end_section=index == len(runs) - 1)
-    (console or table_console()).print(shown)
+    texts = [[*(f"{v:.{decimals}f}" for v in values), f"{share:.1f}"] for *values, share in rows]
+    print_table(
+        f"accuracy by a table of {len(table.percentiles):,} cells",
+        ["run", *table.columns, "percentile"],
+        [[name, *cells] for name, cells in zip(names, texts, strict=True)],
+        numbers=True,
+        sum_rows=len(rows) - len(runs),
+        console=console,
+    )
 
 
 def _listed(table: CellTable, run: Run) -> Cell:

@@ -59,8 +59,8 @@ def curves(
 
 def percentiles(run: Run, stage: str) -> Figure | None:
     """Return the percentile of the cell that stood best in each round of the search, by a table."""
-    event = run.last("looked_up") if stage == "search" else None
-    if event is None or not event["percentiles"]:
+    event = run.last("looked_up")
+    if stage != "search" or not event.get("percentiles"):
         return None
     rounds, values = zip(*event["percentiles"], strict=True)
     layout = axes(x="round", y=f"percentile of {event['cells']:,} cells")
@@ -177,6 +177,76 @@ def alphas(events: Sequence[Event], genotype: Mapping[str, Any] | None) -> Figur
         figure = _alpha_figure(labels, newest["ops"], shares[-1], most, kept)
         kinds[kind] = {"figure": figure, "steps": shares}
     return {"rounds": [event["round"] for event in chosen], "kinds": kinds}
+
+
+def reliability(run: Run) -> Figure | None:
+    """Return accuracy over confidence, with the diagonal of a calibrated model."""
+    calibration = run.scores("central").get("calibration") or {}
+    if not calibration.get("bins"):
+        return None
+    confidence, accuracy, numbers = zip(*calibration["bins"], strict=True)
+    layout = axes(x="probability of what is predicted", y="share that is right")
+    for axis in ("xaxis", "yaxis"):
+        layout[axis] |= {"range": [0, 1.02], "tickformat": ".0%"}
+    return {
+        "data": [
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": "calibrated",
+                "x": [0, 1],
+                "y": [0, 1],
+                "line": {"color": ORANGE, "dash": "dash"},
+            },
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": "the network",
+                "x": list(confidence),
+                "y": list(accuracy),
+                "customdata": list(numbers),
+                "hovertemplate": "%{x:.1%}: %{y:.1%} of %{customdata:,}<extra></extra>",
+                "line": {"color": BLUE},
+            },
+        ],
+        "layout": layout,
+    }
+
+
+def exploration(phases: Sequence[Event]) -> dict[str, tuple[str, Figure | None]]:
+    """Return heading and figure of entropy, kappa, and estimates over phases, by a short name."""
+    points = [
+        {"round": e["round"], "metrics": {"entropy": e["entropy"], "kappa": e["kappa"]}}
+        for e in phases
+    ]
+    entropy = curves(points, {"entropy": "entropy"}, title="nats")
+    kappa = curves(points, {"kappa": "kappa"}, title="configurations")
+    for figure in (entropy, kappa):
+        if figure is not None:
+            figure["layout"]["yaxis"]["rangemode"] = "tozero"
+    return {
+        "entropy_of_pi": ("Entropy of the bandit's distribution", entropy),
+        "kappa": ("Configurations tried per phase", kappa),
+        "estimates": ("Estimated rewards; rings mark the choice", estimates(phases)),
+    }
+
+
+def estimates(phases: Sequence[Event]) -> Figure | None:
+    """Return every arm's estimated reward after each phase as a heat map."""
+    if not phases:
+        return None
+    rounds = [str(event["round"]) for event in phases]
+    by_arm = [list(row) for row in zip(*(e["estimates"] for e in phases), strict=True)]
+    shown = [[None if v is None else float(f"{v:.4g}") for v in row] for row in by_arm]
+    known = [value for row in shown for value in row if value is not None]
+    hover = "round %{x}, configuration %{y}: %{z}<extra></extra>"
+    cells = heat(rounds, None, shown, hover)
+    chosen = rings(rounds, [event["best"] for event in phases])
+    layout = axes(x="round", y="configuration")
+    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    layout["showlegend"] = False
+    layout["coloraxis"] = colours(min(known, default=0), max(known, default=1), title="nats")
+    return {"data": [cells, chosen], "layout": layout}
 
 
 def edge_labels(num_edges: int) -> list[str]:

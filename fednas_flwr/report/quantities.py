@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
 from statistics import fmean, stdev
 
 from fednas_flwr.runs.numbers import Unit
@@ -75,6 +76,22 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02d} h"
 
 
+def epsilon_text(epsilon: float | None) -> str:
+    """Return an epsilon to three significant digits, rounded up; None is infinite.
+
+    Example:
+        >>> epsilon_text(3.1001)
+        '3.11'
+    """
+    if epsilon is None:
+        return "∞"
+    exact = Decimal(repr(float(epsilon)))
+    if not exact:
+        return "0"
+    step = Decimal(1).scaleb(exact.adjusted() - 2)
+    return f"{exact.quantize(step, rounding=ROUND_CEILING):f}"
+
+
 def mean_and_deviation(
     values: Sequence[float | None], *, scale: float = 1.0, decimals: int | None = None
 ) -> str:
@@ -124,3 +141,8 @@ FORMS: dict[Unit, Form] = {
     "megabytes": Form(megabytes, " (MB)"),
     "number": Form(count),
 }
+
+
+def as_unit(value: float | None, unit: Unit) -> str:
+    """Write a number of a unit."""
+    return FORMS[unit].text(value)

@@ -7,10 +7,11 @@ file or a pipe. `print_summary` prints the final table from the run folder.
 import math
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import (
     BarColumn,
     Progress,
@@ -25,22 +26,22 @@ from rich.text import Text
 
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import decidedness
-from fednas_flwr.report.guarantee import (
-    TEST_SEED,
-    coverage_lines,
-    is_noised,
-    overall_text,
-    sampling_text,
-    warning_text,
-)
 from fednas_flwr.report.quantities import DASH, count, duration, percent, rounds_text
-from fednas_flwr.report.texts import STAGES, reached, scores, simpler_text
+from fednas_flwr.report.tables import TEST_SEED
+from fednas_flwr.report.templates import paragraphs, sentence
+from fednas_flwr.report.texts import STAGES, reached, scores
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.numbers import Run, read_run
+from fednas_flwr.runs.numbers import Run, is_noised, read_run
+from fednas_flwr.settings.names import CLIENT
 
 RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
 SECONDS_BETWEEN_LINES = 5.0
+STYLES = {  # of events that are shown by a macro of page/sentences.j2
+    **dict.fromkeys(("group_stage", "data", "client_back", "handed_over"), ""),
+    **dict.fromkeys(("client_left", "approval_awaited", "warning"), "yellow"),
+    **dict.fromkeys(("client_failed", "run_finished"), "red"),
+}
 PIPE_WIDTH = 200  # characters of a line that goes to a file or a pipe
 
 
@@ -48,6 +49,35 @@ def table_console() -> Console:
     """Standard output, as wide as its terminal; a file or a pipe is wide enough."""
     console = Console(markup=False)
     return console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)
+
+
+def print_table(
+    title: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: bool = False,
+    sum_rows: int = 0,
+    console: Console | None = None,
+) -> None:
+    """Print a table in which every word prints itself.
+
+    Args:
+        title: Above it.
+        head: The titles of the columns.
+        rows: The cells.
+        numbers: Whether all columns but the first are numbers.
+        sum_rows: How many of the last rows a line divides from the others.
+        console: Where to print; standard output by default.
+    """
+    table, rows = Table(title=title), list(rows)
+    for place, name in enumerate(head):
+        justify: JustifyMethod = "right" if numbers and place else "left"
+        table.add_column(Text(terminal(name)), justify=justify, overflow="fold")
+    for place, row in enumerate(rows, 1):
+        cells = [Text(terminal(cell)) for cell in row]
+        table.add_row(*cells, end_section=place == len(rows) - sum_rows)
+    (console or table_console()).print(table)
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -87,49 +117,25 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
     def __call__(self, event: Event) -> None:
         """Show one event; kinds that a person need not see are passed over."""
-        match event["event"]:
+        kind = event["event"]
+        match kind:
             case "stage_started":
                 self._start_stage(event)
             case "round":
                 self._show_round(event)
             case "stage_finished":
                 self._finish_stage(event)
-            case "group_stage":
-                self._say(
-                    f"group {event['group']}: {event['stage']} finished in "
-                    f"{duration(event['seconds'])}"
-                )
-            case "data":
-                for line in event["found"]:
-                    self._say(f"data: {line}")
-            case "client_failed":
-                self._show_failure(event)
-            case "client_left":
-                self._say(
-                    f"client {event['client']} left the run {place(event)} ({event['action']}): "
-                    f"{event['reason']}",
-                    style="yellow",
-                )
-            case "client_back":
-                self._say(f"client {event['client']} is back {place(event)}")
-            case "handed_over":
-                self._say(f"{len(event['clients'])} of {len(event['asked'])} sites have the model")
-            case "approval_awaited":
-                for one in event["clients"]:
-                    self._say(
-                        f"client {one['client']} waits for a person's approval: `fednas approve "
-                        f"{one['schedule']}` at its site",
-                        style="yellow",
-                    )
             case "privacy":
                 self._is_private = True
                 self._show_privacy(event)
-            case "warning":
-                self._say(f"warning: {event['message']}", style="yellow")
             case "run_finished":
                 self.close()
-                if event["status"] != "completed":
-                    self._say(f"the run {event['status']}: {event['reason']}", style="red")
+        failure = (event.get("client"), event.get("action"), event.get("reason"))
+        if kind in STYLES and not (kind == "client_failed" and failure in self._failures):
+            for line in paragraphs(f"on_{kind}", event):
+                self._say(line, style=STYLES[kind])
+        if kind == "client_failed":
+            self._failures.add(failure)
 
     def close(self) -> None:
         """Stop the moving bars; what they showed last stays on the terminal."""
@@ -188,33 +194,12 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             if not self._bars.tasks[-1].fields["position"]:
                 self._bars.update(self._task, position=duration(event["seconds"]))
 
-    def _show_failure(self, event: Event) -> None:
-        failure = (event["client"], event["action"], event["reason"])
-        if failure not in self._failures:
-            self._failures.add(failure)
-            self._say(
-                f"client {event['client']} failed {place(event)} ({event['action']}): "
-                f"{event['reason']}",
-                style="red",
-            )
-
     def _show_privacy(self, event: Event) -> None:
-        self._say(f"privacy: (epsilon, delta) at most {overall_text(event)}")
-        for line in coverage_lines(event):
+        self._say(f"privacy: (epsilon, delta) at most {sentence('overall_text', event)}")
+        for line in paragraphs("coverage", event):
             self._say(line, style="yellow" if "leaves" in line else "")
-        if warning := warning_text(event):
+        if warning := sentence("test_seed", event):
             self._say(f"warning: {warning}", style="red")
-
-
-def place(event: Event) -> str:
-    """Return where in a run something has happened to a client: ``in search round 3``."""
-    if event["round"]:
-        return f"in {event['stage']} round {event['round']}"
-    return {
-        "connect": "before the first round, when it was asked what it has",
-        "commit": "before the first round, when it was told the schedule",
-        "latency": "before the first round, when it was to measure latency",
-    }.get(event["stage"], f"in {event['stage']}")
 
 
 def print_summary(run_folder: Path, console: Console | None = None) -> None:
@@ -229,8 +214,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     table = Table(show_header=False, title=f"run {run.status}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
-    stages, privacy = run.stage_seconds(), run.privacy
-    left = len(run.departures())
+    stages = run.stage_seconds()
     rows = [
         *scores(run),
         *group_accuracies(run),
@@ -239,57 +223,26 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ("edges decided", decidedness.share(decidedness.edges(run.alphas()))),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
         ("client failures", count(len(run.failures()))),
-        ("clients that left", count(left or None)),
-        ("(epsilon, delta)", overall_text(privacy) if privacy else DASH),
-        ("accountant, sampling", f"PRV, {sampling_text(privacy)}" if privacy else DASH),
+        ("clients that left", count(len(run.departures()) or None)),
     ]
-    if privacy and warning_text(privacy):
-        rows.append(("warning", TEST_SEED))
+    if event := run.privacy:
+        sampling = "none" if sentence("unit", event) == CLIENT else "Poisson"
+        rows += [
+            ("(epsilon, delta)", sentence("overall_text", event)),
+            ("accountant, sampling", f"PRV, {sampling}"),
+            ("warning", TEST_SEED if sentence("test_seed", event) else DASH),
+        ]
     for label, value in rows:
         if value != DASH:
             table.add_row(Text(terminal(label)), Text(terminal(value)))
     console.print(table)
-    if text := simpler_text(run):
+    if text := sentence("no_better", run):
         console.print(Text(text), soft_wrap=True, highlight=False)
     if run.reason:
         console.print(Text(terminal(run.reason), style="red"), soft_wrap=True, highlight=False)
     report = run_folder / "report.html"
     if report.exists():
         console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)
-
-
-class CountDisplay(AbstractContextManager["CountDisplay"]):
-    """Shows how many of something are done; called with that number and with that of all.
-
-    On a terminal it is a moving bar, elsewhere nothing.
-
-    Args:
-        what: What is counted, e.g. ``records``.
-        console: Where to print; standard output by default.
-    """
-
-    def __init__(self, what: str, console: Console | None = None) -> None:
-        """Show nothing yet."""
-        console = console or Console()
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _TimeLeft())
-        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bars.add_task(what, total=None, ends_at=None)
-        self._started = time.monotonic()
-
-    def __enter__(self) -> "CountDisplay":
-        """Begin to show."""
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the terminal back."""
-        self._bars.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` are done."""
-        seconds = (time.monotonic() - self._started) * (total / max(done, 1))
-        ends_at = self._started + seconds
-        self._bars.update(self._task, completed=done, total=total, ends_at=ends_at)
 
 
 class _TimeLeft(ProgressColumn):
@@ -318,12 +271,9 @@ def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
 
 def group_accuracies(run: Run) -> list[tuple[str, str]]:
     """Return each group's test accuracy, by its clients where no server tests, or its failure."""
-    rows = {}
-    for event in run.of_kind("group_finished"):
-        numbers = event["results"]
-        accuracy = numbers["central_accuracy"]
-        if accuracy is None:
-            accuracy = numbers["client_accuracy"]
-        text = percent(accuracy) if event["reason"] is None else "failed"
-        rows[f"group {event['group']}"] = text
-    return list(rows.items())
+    rows = []
+    for name, event in run.groups().items():
+        found = (event["results"][f"{side}_accuracy"] for side in ("central", "client"))
+        accuracy = next((value for value in found if value is not None), None)
+        rows.append((f"group {name}", percent(accuracy) if event["reason"] is None else "failed"))
+    return rows

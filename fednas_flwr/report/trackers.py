@@ -1,28 +1,32 @@
-"""The rounds' numbers for MLflow and Weights & Biases: listeners of an `EventLog`.
+"""The rounds' numbers for TensorBoard, MLflow and Weights & Biases: listeners of an `EventLog`.
 
-Each is an extra (``fednas-flwr[mlflow]``, ``[wandb]``) and finds its server as it always does, by
-its own environment variables. What is sent are the numbers of ``Scalars`` and the settings; with
-privacy they are noised like all else that the server has. Main function: :func:`make_tracker`.
+MLflow and Weights & Biases are extras (``fednas-flwr[mlflow]``, ``[wandb]``) and find their servers
+as they always do, by their own environment variables. What is sent are the numbers of rounds and
+evaluation, and the settings; with privacy they are noised like all else that the server has.
+``TRACKERS`` lists them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
-from fednas_flwr.report.tensorboard import Scalars, TensorBoardWriter
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.numbers import CONFIG_FILE
+from fednas_flwr.runs.numbers import CONFIG_FILE, SCORES, flat_settings, is_noised
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 PROJECT = "fednas_flwr"
 LONGEST_VALUE = 500  # characters of a parameter, which MLflow holds
+FLUSH_SECONDS = 10
 
 
 def check_trackers(names: list[str]) -> None:
@@ -34,31 +38,23 @@ def check_trackers(names: list[str]) -> None:
             )
 
 
-def make_tracker(name: str, run_folder: Path) -> AbstractContextManager[Callable[[Event], None]]:
-    """Return the listener of that name, a context manager.
-
-    Args:
-        name: ``tensorboard``, ``mlflow`` or ``wandb``.
-        run_folder: Gives the run its name and settings.
-    """
-    if name == "tensorboard":
-        return TensorBoardWriter(run_folder / "tensorboard")
-    return {"mlflow": MLflow, "wandb": WandB}[name](run_folder)
-
-
 class Tracker(AbstractContextManager["Tracker"]):
     """Sends the numbers of a run's events; a run that is resumed is a new one there.
 
+    Every metric of a round, with seconds and megabytes, is sent as one of its stage, and the final
+    scores as those of ``evaluate`` at step 0. In a private run what clients measured is called
+    ``<metric>_noised``. Use it as a context manager, so that the last numbers arrive.
+
     Args:
-        run_folder: See :func:`make_tracker`.
+        run_folder: Gives the run its name and settings.
     """
 
     def __init__(self, run_folder: Path) -> None:
         """Begin a run."""
-        self._scalars = Scalars()
-        self._failed = False
-        settings = read_yaml(run_folder / CONFIG_FILE, CONFIG_FILE)
-        self.begin(run_folder, _flat(settings))
+        self._is_private = self._failed = False
+        file = run_folder / CONFIG_FILE
+        settings = read_yaml(file, CONFIG_FILE) if file.exists() else {}
+        self.begin(run_folder, {k: str(v) for k, v in flat_settings(settings).items()})
 
     def begin(self, run_folder: Path, settings: Mapping[str, str]) -> None:
         """Begin a run of that name with these settings."""
@@ -73,15 +69,64 @@ class Tracker(AbstractContextManager["Tracker"]):
         raise NotImplementedError
 
     def __call__(self, event: Event) -> None:
-        """Send the numbers of one event."""
-        for group, values, step in self._scalars.of(event):
-            self.send(group, values, step)
-        if event["event"] == "run_finished":
-            self._failed = event["status"] != "completed"
+        """Send the numbers of one event; kinds without numbers are passed over."""
+        match event["event"]:
+            case "privacy":
+                self._is_private = True
+            case "round":
+                named = {self._name(metric): value for metric, value in event["metrics"].items()}
+                sizes = {
+                    f"mb_{way}": event[f"bytes_{way}"] / 1e6
+                    for way in ("sent", "received")
+                    if event.get(f"bytes_{way}") is not None
+                }
+                values = {**named, "seconds": event["seconds"], **sizes}
+                self._send_known(event["stage"], values, event["round"])
+            case "evaluated":
+                values = {
+                    f"{model}_{score.name}": (event.get(model) or {}).get(score.name)
+                    for score in SCORES
+                    for model in score.models
+                }
+                self._send_known("evaluate", values, 0)
+            case "run_finished":
+                self._failed = event["status"] != "completed"
 
     def __exit__(self, *_: object) -> None:
         """End the run."""
         self.end(failed=self._failed)
+
+    def _name(self, metric: str) -> str:
+        return f"{metric}_noised" if self._is_private and is_noised(metric) else metric
+
+    def _send_known(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+        self.send(group, {name: v for name, v in values.items() if v is not None}, step)
+
+
+class TensorBoard(Tracker):
+    """Files in ``<run folder>/tensorboard``, made with the first number.
+
+    torch's SummaryWriter is imported then: 0.1 s once torch is loaded (measured; 4 s without it).
+    """
+
+    def begin(self, run_folder: Path, settings: Mapping[str, str]) -> None:
+        """See :class:`Tracker`."""
+        self._folder = run_folder / "tensorboard"
+        self._writer: SummaryWriter | None = None
+
+    def send(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """See :class:`Tracker`."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), flush_secs=FLUSH_SECONDS)
+        for name, value in values.items():
+            self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def end(self, *, failed: bool) -> None:
+        """See :class:`Tracker`."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 class MLflow(Tracker):
@@ -128,12 +173,4 @@ class WandB(Tracker):
         self._run.finish(exit_code=int(failed))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return settings by their dotted names, as text."""
-    found: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = str(value)
-    return found
+TRACKERS = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}

@@ -21,28 +21,10 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from fednas_flwr.report.html_report import render_report
+from fednas_flwr.report.templates import read_part
 from fednas_flwr.runs.numbers import EVENTS_FILE
 
 RENEW_S = 5
-# Keeps the place on the page: what was open, the slider and the scrolled position.
-SCRIPT = """<script>
-(() => {
-  const shown = "%s", key = "fednas-watch";
-  const kept = JSON.parse(sessionStorage.getItem(key) || "null");
-  if (kept) {
-    document.querySelectorAll("details").forEach((d, i) => { d.open = kept.open[i] || false; });
-    scrollTo(0, kept.top);
-  }
-  setInterval(async () => {
-    const answer = await fetch("version").catch(() => null);
-    if (!answer || !answer.ok || await answer.text() === shown) return;
-    const open = [...document.querySelectorAll("details")].map((d) => d.open);
-    sessionStorage.setItem(key, JSON.stringify({ open, top: scrollY }));
-    location.reload();
-  }, %d);
-})();
-</script>
-</body>"""
 
 
 class Page:
@@ -68,7 +50,7 @@ class Page:
         with self._lock:
             version = self.version
             if version != self._version:
-                script = SCRIPT % (version, RENEW_S * 1000)
+                script = read_part("watch.html") % (version, RENEW_S * 1000)
                 report = render_report(self._folder)
                 head, _, tail = report.rpartition("</body>")
                 self._html, self._version = head + script + tail, version

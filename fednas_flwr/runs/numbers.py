@@ -5,7 +5,7 @@ methods of `Run`, so that they cannot disagree. A number that the run did not re
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -100,10 +100,23 @@ class Run:
         """Return all events of a kind."""
         return [event for event in self.events if event["event"] == kind]
 
-    def last(self, kind: str) -> Event | None:
-        """Return the latest event of a kind, None when there is none."""
-        events = self.of_kind(kind)
-        return events[-1] if events else None
+    def last(self, kind: str) -> Event:
+        """The latest event of a kind, empty when there is none."""
+        return next((event for event in reversed(self.events) if event["event"] == kind), {})
+
+    def group(self, name: str) -> dict[str, Any]:
+        """A group of the settings, empty where the configuration has no such mapping."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
+    def scores(self, model: str) -> dict[str, Any]:
+        """The last evaluation of a model, empty where there was none."""
+        return self.last("evaluated").get(model) or {}
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes, or labels."""
+        return [str(name) for name in self.last("partition").get("class_names") or []]
 
     def rounds(self, stage: str) -> list[Event]:
         """Return a stage's rounds, each once."""
@@ -126,28 +139,24 @@ class Run:
     @property
     def reason(self) -> str:
         """Why the run failed; empty when it did not."""
-        finished = self.last("run_finished")
-        if self.status != "failed" or finished is None:
-            return ""
-        return str(finished.get("reason") or "no reason given")
+        failed = self.status == "failed"
+        return str(self.last("run_finished").get("reason") or "no reason given") if failed else ""
 
     @property
     def is_private(self) -> bool:
         """True if clients add noise to all they send: a privacy other than ``none`` was chosen."""
-        chosen = self.config.get("privacy")
-        name = chosen.get("name") if isinstance(chosen, dict) else None
-        return name not in (None, "none") or self.privacy is not None
+        chosen = self.group("privacy").get("name")
+        return chosen not in (None, "none") or self.privacy is not None
 
     @property
     def holds_out(self) -> bool:
         """True if retraining left validation records out, to be measured on."""
-        retrain = self.config.get("retrain")
-        return isinstance(retrain, dict) and bool(retrain.get("evaluate_every"))
+        return bool(self.group("retrain").get("evaluate_every"))
 
     @property
     def multi_label(self) -> bool:
         """True if a record can have several labels."""
-        return bool((self.last("partition") or {}).get("multi_label"))
+        return bool(self.last("partition").get("multi_label"))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -158,9 +167,7 @@ class Run:
         Hyper-parameters that were searched for, or that followed from the noise, are not those of
         the configuration. Rounds and clients are those that the events tell of.
         """
-        config = dict(self.config)
-        algorithm = config.get("algorithm")
-        algorithm = algorithm if isinstance(algorithm, dict) else {}
+        config, algorithm = dict(self.config), self.group("algorithm")
         stages = config.get("stages") or ["search", *STAGES_AFTER]
         searches = "search" in stages and "network" not in algorithm
         for key in () if searches else ("search_space", "rounds"):
@@ -171,28 +178,23 @@ class Run:
             config.pop("algorithm", None)
         if "retrain" not in stages:
             config.pop("retrain", None)
-        if isinstance(config.get("retrain"), dict):
-            config["retrain"] = _chosen(config["retrain"], algorithm, self.last("derived") or {})
-            if "rounds" in config["retrain"]:
-                planned = config["retrain"]["rounds"]
-                config["retrain"] |= {"rounds": self._done("retrain", planned)}
-            chosen = self.last("learning_rate") or {}
+        elif retrain := _chosen(self.group("retrain"), algorithm, self.last("derived")):
+            if "rounds" in retrain:
+                retrain["rounds"] = self._done("retrain", retrain["rounds"])
+            chosen = self.last("learning_rate")
             if rates := {key: chosen[key] for key in ("lr", "min_lr") if key in chosen}:
-                config["retrain"] |= {"weights": config["retrain"]["weights"] | rates}
+                retrain["weights"] = retrain["weights"] | rates
+            config["retrain"] = retrain
         if "rounds" in config:
             config["rounds"] = self._done("search", config["rounds"])
         if "clients" in config:
             config["clients"] = self._clients_text(config["clients"])
-        if self.is_private:
-            privacy = config.get("privacy")
-            privacy = privacy if isinstance(privacy, dict) else {}
-            if privacy.get("unit") != CLIENT:
-                terms = {"algorithm": privacy, "retrain": privacy.get("retrain") or {}}
-                config |= {
-                    group: _in_steps(config[group], of_group)
-                    for group, of_group in terms.items()
-                    if isinstance(config.get(group), dict)
-                }
+        privacy = self.group("privacy")
+        if self.is_private and privacy.get("unit") != CLIENT:
+            terms = {"algorithm": privacy, "retrain": privacy.get("retrain") or {}}
+            for group, of_group in terms.items():
+                if isinstance(config.get(group), dict):
+                    config[group] = _in_steps(config[group], of_group)
         return config
 
     def _done(self, stage: str, planned: int) -> int | str:
@@ -203,7 +205,7 @@ class Run:
     def _clients_text(self, planned: int) -> int | str:
         """Return how many clients took part, and how many of them left."""
         seen = {client for event in self._all_rounds() for client in event.get("clients") or {}}
-        number = len(seen) or records_of(self.last("partition") or {})[0]
+        number = len(seen) or records_of(self.last("partition"))[0]
         left = len(self.departures())
         text = f"{number} of {planned}" if number != planned else str(planned)
         return f"{text}, {left} left before the end" if left else text
@@ -211,7 +213,7 @@ class Run:
     @property
     def privacy(self) -> Event | None:
         """The newest ``privacy`` event; None before the clients accepted a schedule."""
-        return self.last("privacy")
+        return self.last("privacy") or None
 
     def privacy_spent(self) -> dict[int, float | None]:
         """The epsilon that each client's filter has counted since the newest ``privacy`` event."""
@@ -263,10 +265,21 @@ class Run:
         """Return each client's last ``client_left`` event, without those that a resume undid."""
         return list({e["client"]: e for e in self._of_final_rounds("client_left")}.values())
 
+    @property
+    def released_all(self) -> bool:
+        """True if the run has reached all rounds of its private stages, with all clients."""
+        rounds = {event["stage"]: event["rounds"] for event in self.of_kind("stage_started")}
+        committed = {release["stage"] for release in (self.privacy or {}).get("schedule", [])}
+        ended = [
+            len(self.rounds(stage)) == rounds.get(stage)
+            for stage in committed & {"search", "retrain"}
+        ]
+        return self.status == "completed" and all(ended) and not self.departures()
+
     def client_results(self) -> list[Event]:
         """Return the clients' results on their test parts, those that sent an accuracy."""
-        evaluated = self.last("evaluated") or {}
-        return [c for c in evaluated.get("clients") or [] if c.get("accuracy") is not None]
+        clients = self.last("evaluated").get("clients") or []
+        return [client for client in clients if client.get("accuracy") is not None]
 
     def alphas(self) -> list[Event]:
         """Return the ``alphas`` events by ascending round, one per round."""
@@ -278,27 +291,33 @@ class Run:
         latest = {e["round"]: e for e in self.of_kind("explored") if e["stage"] == stage}
         return [latest[number] for number in sorted(latest)]
 
-    def traffic(self, stage: str) -> tuple[int, int]:
-        """Return the bytes that the server sent and received in a stage's rounds."""
-        rounds = self.rounds(stage)
-        return (
-            sum(e.get("bytes_sent") or 0 for e in rounds),
-            sum(e.get("bytes_received") or 0 for e in rounds),
-        )
+    def traffic_stages(self) -> list[str]:
+        """The stages in whose rounds the server sent or received bytes."""
+        stages = dict.fromkeys(event["stage"] for event in self.of_kind("round"))
+        return [stage for stage in stages if any(self.traffic(stage)[:2])]
 
-    def bytes_dense(self, stage: str) -> int | None:
-        """Return the bytes that whole float32 states would have taken in a stage's rounds.
+    def traffic(self, *stages: str) -> tuple[int, int, int | None]:
+        """The bytes that the server sent and received in the rounds of some stages.
 
-        None of runs whose rounds do not all say it.
+        And those that whole float32 states would have taken, None where a round does not say it.
         """
-        sizes = [event.get("bytes_dense") for event in self.rounds(stage)]
+        rounds = [event for stage in stages for event in self.rounds(stage)]
+        sizes = [event.get("bytes_dense") for event in rounds]
         known = [size for size in sizes if size is not None]
-        return sum(known) if known and len(known) == len(sizes) else None
+        return (
+            sum(event.get("bytes_sent") or 0 for event in rounds),
+            sum(event.get("bytes_received") or 0 for event in rounds),
+            sum(known) if known and len(known) == len(sizes) else None,
+        )
 
     def accuracy(self) -> float | None:
         """Return the test accuracy, by the clients where no server tests."""
-        central = ((self.last("evaluated") or {}).get("central") or {}).get("accuracy")
+        central = self.scores("central").get("accuracy")
         return self.client_accuracy() if central is None else float(central)
+
+    def groups(self) -> dict[str, Event]:
+        """The ``group_finished`` event of every group of clients that has ended, by its name."""
+        return {event["group"]: event for event in self.of_kind("group_finished")}
 
     def baselines(self) -> list["Run"]:
         """Return the runs of networks that this one's is compared with, by name."""
@@ -322,14 +341,14 @@ class Run:
 
     def client_accuracy(self) -> float | None:
         """The mean accuracy over clients, or that of all their records by a secure sum."""
-        total = (self.last("evaluated") or {}).get("total") or {}
+        total = self.scores("total")
         if "accuracy" in total:
             return float(total["accuracy"])
         return _mean_accuracy(self.client_results())
 
     def personalised_accuracy(self) -> float | None:
         """The mean accuracy after each client has trained the network on its own records."""
-        return _mean_accuracy((self.last("evaluated") or {}).get("personalised") or [])
+        return _mean_accuracy(self.last("evaluated").get("personalised") or [])
 
     def epsilon(self) -> float | None:
         """The largest epsilon of all clients and splits, by the PRV accountant."""
@@ -343,7 +362,7 @@ class Run:
     def traffic_mb(self) -> float | None:
         """The megabytes of all rounds, in both directions."""
         stages = {event["stage"] for event in self.of_kind("round")}
-        return sum(sum(self.traffic(stage)) for stage in stages) / 1e6 if stages else None
+        return sum(self.traffic(*stages)[:2]) / 1e6 if stages else None
 
     def clients_lost(self) -> int:
         """The number of clients that have failed to answer once or more, or have left."""
@@ -365,11 +384,11 @@ class Run:
 
 
 def _evaluated(model: str, score: str) -> Callable[[Run], float | None]:
-    return lambda run: ((run.last("evaluated") or {}).get(model) or {}).get(score)
+    return lambda run: run.scores(model).get(score)
 
 
 def _derived(key: str) -> Callable[[Run], float | None]:
-    return lambda run: (run.last("derived") or {}).get(key)
+    return lambda run: run.last("derived").get(key)
 
 
 def _seconds(stage: str) -> Callable[[Run], float | None]:
@@ -460,6 +479,19 @@ def _chosen(retrain: dict[str, Any], algorithm: dict[str, Any], derived: Event) 
     return retrain | {"weights": weights | taken, "drop_path_prob": found.get("dropout")}
 
 
+def flat_settings(tree: Any, name: str = "") -> dict[str, Any]:
+    """Settings by their dotted names."""
+    if not isinstance(tree, Mapping):
+        return {name: tree}
+    below = (flat_settings(value, f"{name}.{key}".lstrip(".")) for key, value in tree.items())
+    return {key: value for part in below for key, value in part.items()}
+
+
+def is_noised(metric: str) -> bool:
+    """Whether a round's metric was measured by clients, who add noise in a private run."""
+    return metric.startswith(("train_", "validation_"))
+
+
 def is_complete(run_folder: Path) -> bool:
     """Return whether a folder holds a run whose latest start has come to its end."""
     return (run_folder / EVENTS_FILE).exists() and read_run(run_folder).status == "completed"
@@ -467,10 +499,8 @@ def is_complete(run_folder: Path) -> bool:
 
 def is_whole(run_folder: Path) -> bool:
     """Return whether a folder holds a completed run without a failed group of clients."""
-    if not is_complete(run_folder):
-        return False
-    ends = {event["group"]: event for event in read_run(run_folder).of_kind("group_finished")}
-    return all(event["status"] == "completed" for event in ends.values())
+    groups = read_run(run_folder).groups().values() if is_complete(run_folder) else [{}]
+    return all(event.get("status") == "completed" for event in groups)
 
 
 def read_run(run_folder: Path) -> Run:
@@ -491,15 +521,23 @@ def read_run(run_folder: Path) -> Run:
     return Run(folder=run_folder, config=config, events=read_events(path))
 
 
-def largest(epsilons: Mapping[str, float | None] | None) -> float | None:
-    """Return the largest epsilon of a client's splits, 0 where nothing is released.
+def largest(epsilons: Iterable[float | None] | None) -> float | None:
+    """Return the largest of some epsilons, 0 where nothing is released.
 
     None stands for infinite, and for an accountant whose epsilons are not recorded.
     """
-    values = None if epsilons is None else list(epsilons.values())
-    if values is None or None in values:
-        return None
-    return max((value for value in values if value is not None), default=0.0)
+    known = []
+    for epsilon in (None,) if epsilons is None else epsilons:
+        if epsilon is None:
+            return None
+        known.append(epsilon)
+    return max(known, default=0.0)
+
+
+def of_splits(client: Event, accountant: str) -> float | None:
+    """The largest epsilon of a client's splits by an accountant; None as of :func:`largest`."""
+    epsilons = client["epsilon"].get(accountant)
+    return largest(None if epsilons is None else epsilons.values())
 
 
 def overall(event: Event) -> tuple[float | None, float]:
@@ -511,6 +549,6 @@ def overall(event: Event) -> tuple[float | None, float]:
         (3.1, 1e-05)
     """
     clients = event["clients"]
-    prv = {str(place): largest(c["epsilon"].get(PRV)) for place, c in enumerate(clients)}
+    prv = [of_splits(client, PRV) for client in clients]
     delta = max((client["budget"]["delta"] for client in clients), default=0.0)
     return (largest(prv) if prv else None), delta

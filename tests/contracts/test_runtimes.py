@@ -87,7 +87,7 @@ def test_groups_side_by_side_on_ray_equal_those_in_turn_inline(tmp_path):
 
 def run_both(overrides, tmp_path, *on_ray):
     """Run inline and on Ray at the same time; return the run folders."""
-    command = [sys.executable, "-m", "fednas_flwr.cli", "run", *overrides, "runtime=ray", *on_ray]
+    command = [sys.executable, "-m", "fednas_flwr", "run", *overrides, "runtime=ray", *on_ray]
     with subprocess.Popen(
         [*command, f"run_dir={tmp_path / 'ray'}"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": NOBODY},

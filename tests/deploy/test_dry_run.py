@@ -12,7 +12,7 @@ from fednas_flwr.cli import main
 from fednas_flwr.deploy import dry_run
 from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate
 from fednas_flwr.protocol.requests import Amount, Evaluate, Train
-from fednas_flwr.report.guarantee import overall_text
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 
@@ -56,7 +56,7 @@ def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run
         assert stage.seconds > 0
     assert [stage.name for stage in told.stages] == ["search", "retrain"]
     promised = [event for event in done.events if event["event"] == "privacy"]
-    assert told.privacy == (overall_text(promised[-1]) if promised else "")
+    assert told.privacy == (sentence("overall_text", promised[-1]) if promised else "")
     assert told.memory_bytes > 50e6
 
 

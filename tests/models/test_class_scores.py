@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import confusion_matrix
 
-from fednas_flwr.models.class_scores import (
+from fednas_flwr.models.metrics import (
     BINS,
     best_threshold,
     calibration,

@@ -20,7 +20,7 @@ from fednas_flwr.pipeline.schedule import make_schedule
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.report.comparison import run_folders
-from fednas_flwr.report.texts import baselines_text
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
 from fednas_flwr.settings import Config, DifferentialPrivacy
@@ -152,7 +152,7 @@ def test_baselines_are_trained_as_the_found_network(
     assert "random ones of the search space, the choice of scores that read no record" in page
     assert "FEATHERS also retrained" not in page
     tuned = replace(own, config={**own.config, "algorithm": {"name": "feathers"}})
-    assert "FEATHERS also retrained the random ones" in baselines_text(tuned)
+    assert "FEATHERS also retrained the random ones" in sentence("baselines", tuned)
     assert "random_2" in page
     assert run_folders([tmp_path]) == [folder]
 

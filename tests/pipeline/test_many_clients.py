@@ -17,7 +17,8 @@ from fednas_flwr.deploy import client_app
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline.stages import run_stages
-from fednas_flwr.report import plots, score_tables, texts
+from fednas_flwr.report import plots, tables
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.events import EventLog, read_events, records_of
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
@@ -83,11 +84,10 @@ def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     assert records_of(told) == (CLIENTS, told["summary"]["records"])
     shown = read_run(many.folder)
     assert "300 clients hold 1,797 records; the smallest has 5, the largest 6." in (
-        texts.partition_text(told, declared=False)
+        sentence("clients_hold", told, False)
     )
     seen = {client for event in named(many, "round") for client in event["asked"]}
     assert shown.settings["clients"] == f"{len(seen)} of {CLIENTS}"
-    assert texts.split_rows(told) == []
 
 
 def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, tmp_path):
@@ -165,7 +165,7 @@ def test_more_results_than_can_be_seen_are_shown_by_quantiles():
     assert bars["x"] == ["0%", "5%", "25%", "50%", "75%", "95%", "100%"]
     assert mean["y"][0] == pytest.approx(0.5)
     run = SimpleNamespace(client_results=lambda: clients)
-    _, head, rows = score_tables.client_table(run)
+    _, head, rows = tables.client_table(run)
     assert len(rows) == len(QUANTILES)
     assert rows[0][head.index("accuracy") if "accuracy" in head else 1] == "0.0 %"
     few = plots.client_accuracy({"clients": clients[:100]})

@@ -22,7 +22,7 @@ from fednas_flwr.models.networks import describe_network
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
-from fednas_flwr.report.guarantee import promise_texts
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.names import SAMPLINGS
 
@@ -339,7 +339,7 @@ def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
         epsilons[sum(turns.values())] = client["epsilon"]["rdp"].get("train", 0.0)
         assert all(cover["rounds"] >= cover["of"] for cover in client["covers"])
     assert len(set(epsilons.values())) > 1
-    text = " ".join(promise_texts(told))
+    text = sentence("promise", told)
     assert "A round asks 2 of the clients" in text
     assert "No amplification by this draw is claimed" in text
 

@@ -28,7 +28,7 @@ Start = Callable[..., Any]  # of `fednas <arguments>`; returns what has the meth
 def interpreter(*arguments: str) -> subprocess.Popen[str]:
     """Start ``fednas`` as a new interpreter in a process group of its own, as a terminal would."""
     return subprocess.Popen(
-        [sys.executable, "-m", "fednas_flwr.cli", *arguments],
+        [sys.executable, "-m", "fednas_flwr", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -27,7 +27,7 @@ def test_seeds_are_one_group_with_mean_and_deviation(
     assert darts.settings == {"algorithm": "fed_darts"}
     assert fnas.settings == {"algorithm": "fnas"}
     assert darts.seeds == (1, 2, 10)
-    assert darts.values["central_accuracy"] == (0.90, 0.93, 0.87)
+    assert darts.metrics["central_accuracy"].values == (0.90, 0.93, 0.87)
     text = f"90.0 ± {100 * statistics.stdev(accuracies.values()):.1f}"
     assert comparison.rows()[0][:3] == ["fed_darts", "1, 2, 10", text]
     assert comparison.rows()[1][2] == "50.0"  # one seed has no deviation
@@ -83,7 +83,7 @@ def test_what_is_not_counted_is_named_with_its_reason(
     (tmp_path / "all" / "e_stillborn" / "config.yaml").write_text("seed: 5\n")
     comparison = compare_runs([tmp_path / "all", tmp_path / "all" / "a_good"])
     assert [group.seeds for group in comparison.groups] == [(1,)]
-    reasons = {Path(folder).name: reason for folder, reason in comparison.not_counted}
+    reasons = {Path(run["folder"]).name: run["reason"] for run in comparison.not_counted}
     assert list(reasons) == ["b_failed", "c_killed", "d_double", "e_stillborn"]
     assert reasons["b_failed"] == "not finished: client 2: disk full"
     assert "killed" in reasons["c_killed"]

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fednas_flwr.report import decidedness
 from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.report.terminal import print_summary
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
@@ -43,10 +44,12 @@ def test_leads_and_spreads_by_hand():
     assert (still.op, still.next_op) == ("none", "skip")
     assert still.spread == 0.0
     assert not still.is_decided  # .003 is no lead, however still it stands
-    assert decidedness.text([grows, jumping, still]).startswith("Decided: 1 of 3 edges.")
-    assert "2 of 3 edges open" in decidedness.warning([grows, jumping, still])
-    assert "1 of 3 edges open" in decidedness.warning([grows, grows, still])
-    assert decidedness.warning([grows, grows]) == ""
+    assert sentence("decided", [grows, jumping, still], decidedness).startswith(
+        "Decided: 1 of 3 edges."
+    )
+    assert "2 of 3 edges open" in sentence("undecided", [grows, jumping, still])
+    assert "1 of 3 edges open" in sentence("undecided", [grows, grows, still])
+    assert sentence("undecided", [grows, grows]) == ""
 
 
 def test_an_op_that_was_taken_in_place_of_the_largest_is_behind():
@@ -74,8 +77,8 @@ def test_a_cell_that_keeps_some_edges_has_no_none_to_compare_with():
 def test_one_snapshot_decides_nothing_since_it_has_no_spread():
     found = decidedness.edges([snapshot(1, [[0.0, 1.0, 2.0]] * 3)])
     assert decidedness.share(found) == "0 of 3"
-    assert "3 of 3 edges open" in decidedness.warning(found)
-    assert [row[-2:] for row in decidedness.table(found)] == [["–", "no"]] * 3
+    assert "3 of 3 edges open" in sentence("undecided", found)
+    assert [(edge.spread, edge.is_decided) for edge in found] == [(None, False)] * 3
 
 
 def test_there_is_nothing_to_say_without_snapshots_or_cells():
@@ -83,7 +86,7 @@ def test_there_is_nothing_to_say_without_snapshots_or_cells():
     old = {key: value for key, value in one.items() if key != "cells"}
     assert decidedness.edges([]) == decidedness.edges([old, one]) == []
     assert decidedness.share([]) == "–"
-    assert decidedness.text([]) == decidedness.warning([]) == ""
+    assert sentence("decided", [], decidedness) == sentence("undecided", []) == ""
 
 
 @pytest.mark.parametrize(("lead", "warns"), [(0.5, False), (0.001, True)])

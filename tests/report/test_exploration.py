@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from fednas_flwr.report import exploration
+from fednas_flwr.report import plots, tables
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
@@ -64,7 +64,7 @@ def test_phases_are_told_once_in_order(folder):
     phases = run.explored("search")
     assert [event["round"] for event in phases] == [1, 3]
     assert phases[0]["best"] == 0  # the repeated phase counts
-    head, rows = exploration.phase_table(phases)
+    head, rows = tables.phase_table(phases)
     assert head[-4:] == ["lr", "weight decay", "momentum", "dropout"]
     assert rows[1] == ["3", "3", "0.25", "0", "0.125", "0.0123", "0.0001", "0.9", "0.1"]
     assert all(len(row) == len(head) for row in rows)
@@ -73,14 +73,16 @@ def test_phases_are_told_once_in_order(folder):
 
 def test_noise_of_rewards_and_their_bound_are_told_where_there_is_noise():
     exact, noised = (phase("search", 1, noise=noise) for noise in (0.0, 0.0123))
-    (head, rows), (plain, _) = map(exploration.phase_table, ([noised], [exact]))
+    (head, rows), (plain, _) = map(tables.phase_table, ([noised], [exact]))
     assert (head[3:5], rows[0][3:5]) == (["its noise (std)", "loss bound M"], ["0.0123", "5"])
     assert head[:3] + head[5:] == plain
     assert len(rows[0]) == len(head)
 
 
 def test_costs_divide_each_stage_that_explores(folder):
-    assert exploration.cost_rows(read_run(folder)) == [
+    text = write_report(folder).read_text().partition("Exploring against training")[2]
+    rows = re.findall(r"<td>(\w+, \w+)</td>(.*?)</tr>", text.partition("</table>")[0], re.DOTALL)
+    assert [[name, *re.findall(r'class="num">([^<]*)<', row)] for name, row in rows] == [
         ["Search, exploring", "6.0 s", "50.0 %", "600 B", "0 B"],
         ["Search, training", "6.0 s", "50.0 %", "3.3 kB", "1.5 kB"],
         ["Retraining, exploring", "3.0 s", "75.0 %", "300 B", "0 B"],
@@ -89,14 +91,13 @@ def test_costs_divide_each_stage_that_explores(folder):
 
 
 def test_the_heat_map_has_a_row_per_arm_and_a_ring_per_choice(folder):
-    heat, rings = exploration.estimates(read_run(folder).explored("search"))["data"]
+    heat, rings = plots.estimates(read_run(folder).explored("search"))["data"]
     assert heat["z"] == [[0.125, 0.125], [-0.25, -0.25], [None, None]]
     assert (rings["x"], rings["y"]) == (["1", "3"], [0, 0])
 
 
 def test_a_run_that_explores_nothing_has_none_of_it():
-    assert exploration.phase_table([]) == ([], [])
-    assert [figure for _, figure in exploration.figures([]).values()] == [None] * 3
+    assert [figure for _, figure in plots.exploration([]).values()] == [None] * 3
 
 
 def test_the_page_shows_it_for_both_stages(folder):

@@ -1,6 +1,8 @@
 import pytest
 
-from fednas_flwr.report import guarantee
+from fednas_flwr.report import tables
+from fednas_flwr.report.quantities import epsilon_text
+from fednas_flwr.report.templates import paragraphs, sentence
 from fednas_flwr.runs.numbers import overall
 
 
@@ -44,7 +46,7 @@ def _release(**more: object) -> dict:
     ],
 )
 def test_an_epsilon_is_never_shown_smaller_than_it_is(epsilon: float | None, text: str) -> None:
-    assert guarantee.epsilon_text(epsilon) == text
+    assert epsilon_text(epsilon) == text
 
 
 def test_each_client_is_told_how_far_its_budget_reaches() -> None:
@@ -55,25 +57,25 @@ def test_each_client_is_told_how_far_its_budget_reaches() -> None:
         ]
 
     clients = [_client(c, {}, covers=covers(*n)) for c, n in enumerate([(40, 8), (40, 3), (12, 0)])]
-    assert guarantee.coverage_lines({"clients": clients}) == [
+    assert paragraphs("coverage", {"clients": clients}) == [
         "budget of client 1: covers 3 of 8 rounds of retrain, then the client leaves the run",
         "budget of client 2: covers 12 of 40 rounds of search, then the client leaves the run",
         "budget of 1 of 3 clients: covers the run",
     ]
-    assert guarantee.coverage_lines({"clients": [_client(0, {})]}) == []  # an older run
+    assert paragraphs("coverage", {"clients": [_client(0, {})]}) == []  # an older run
 
 
 def test_the_overall_pair_holds_for_every_client() -> None:
     clients = [_client(0, {"train": 3.0}, delta=1e-6), _client(1, {"train": 2.0, "test": 1.0})]
     assert overall({"clients": clients}) == (3.0, 1e-5)
-    assert guarantee.overall_text({"clients": clients}) == "(3.00, 1e-05) per record, add/remove"
+    assert sentence("overall_text", {"clients": clients}) == "(3.00, 1e-05) per record, add/remove"
 
 
 @pytest.mark.parametrize("prv", [{"train": 3.0, "validation": None}, None])
 def test_an_epsilon_that_is_not_known_is_not_left_out_of_the_maximum(prv: dict | None) -> None:
     event = {"clients": [_client(0, {"train": 2.0}), _client(1, prv)]}
     assert overall(event)[0] is None
-    assert guarantee.overall_text(event).startswith("(∞, ")
+    assert sentence("overall_text", event).startswith("(∞, ")
 
 
 def test_without_clients_there_is_no_epsilon_and_without_releases_it_is_0() -> None:
@@ -83,12 +85,12 @@ def test_without_clients_there_is_no_epsilon_and_without_releases_it_is_0() -> N
 
 def test_the_warning_names_every_client_whose_noise_is_known() -> None:
     safe = _client(0, {"train": 1.0})
-    assert guarantee.warning_text({"clients": [safe]}) == ""
+    assert sentence("test_seed", {"clients": [safe]}) == ""
     one = _client(2, {"train": 1.0}, secure_noise=False)
-    text = guarantee.warning_text({"clients": [safe, one]})
+    text = sentence("test_seed", {"clients": [safe, one]})
     assert text.startswith("Test seed: no privacy. Noise and sampling of client 2 come ")
     unknown = {k: v for k, v in _client(4, {"train": 1.0}).items() if k != "secure_noise"}
-    assert "clients 2, 4 come" in guarantee.warning_text({"clients": [safe, one, unknown]})
+    assert "clients 2, 4 come" in sentence("test_seed", {"clients": [safe, one, unknown]})
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_the_rate_is_that_of_the_clients(
 ) -> None:
     clients = [_client(client, {}, rates=[0.5, rate]) for client, rate in enumerate(rates)]
     schedule = [_release(), _release(**release)]
-    head, (_, row) = guarantee.release_table({"schedule": schedule, "clients": clients})
+    head, (_, row) = tables.release_table({"schedule": schedule, "clients": clients})
     cells = dict(zip(head, row, strict=True))
     assert (cells["expected batch"], cells["rate p"], cells["steps, at most"]) == (
         batch,
@@ -119,7 +121,7 @@ def test_each_client_has_its_epsilons_and_what_its_filter_spent() -> None:
     clients = [_client(0, {"train": 3.1, "validation": 2.2}), _client(1, {"train": 1.0})]
     clients[0]["epsilon"] |= {"rdp": {"train": 3.5, "validation": 2.5}, "gdp": {"train": None}}
     clients[1]["secure_noise"] = False
-    head, rows = guarantee.client_table({"clients": clients}, {0: 2.9})
+    head, rows = tables.promise_table({"clients": clients}, {0: 2.9})
     first, second = (dict(zip(head, row, strict=True)) for row in rows)
     assert (first["epsilon, train (PRV)"], first["epsilon, validation (PRV)"]) == ("3.10", "2.20")
     assert (first["epsilon (PRV)"], first["epsilon, RDP"]) == ("3.10", "3.50")
@@ -133,11 +135,11 @@ def test_each_client_has_its_epsilons_and_what_its_filter_spent() -> None:
 
 def test_the_kind_of_search_and_its_own_epsilon_are_told() -> None:
     plain = {"algorithm": {"name": "dpnas", "dp_aware": None}}
-    assert guarantee.search_text(plain, None) == (
+    assert sentence("search_privacy", plain, None) == (
         "without clipping or noise, no claim of privacy: its epsilon is infinite"
     )
     aware = {"algorithm": {"dp_aware": {"max_grad_norm": 0.1, "noise_multiplier": 0.2}}}
-    text = guarantee.search_text(aware, None)
+    text = sentence("search_privacy", aware, None)
     assert "clipped to 0.1" in text
     assert "multiplier 0.2" in text
     assert text.endswith("no claim of privacy: its epsilon is infinite")
@@ -146,15 +148,15 @@ def test_the_kind_of_search_and_its_own_epsilon_are_told() -> None:
         _client(1, {"train": 4.0}, search_epsilon=0.9),
     ]
     event = {"clients": clients, "schedule": [_release()]}
-    assert "private: by itself it costs at most (1.24, 1e-05)" in guarantee.search_text(
-        aware, event
+    assert "private: by itself it costs at most (1.24, 1e-05)" in sentence(
+        "search_privacy", aware, event
     )
     clients[1]["search_epsilon"] = None  # infinite
-    assert "costs at most (∞, 1e-05)" in guarantee.search_text(aware, event)
-    assert guarantee.search_text({"algorithm": {"name": "fedavg"}}, None) == ""
-    assert guarantee.search_text(aware | {"stages": ["retrain"]}, None) == ""
+    assert "costs at most (∞, 1e-05)" in sentence("search_privacy", aware, event)
+    assert sentence("search_privacy", {"algorithm": {"name": "fedavg"}}, None) == ""
+    assert sentence("search_privacy", aware | {"stages": ["retrain"]}, None) == ""
     event["schedule"] = [_release(stage="retrain")]
-    assert guarantee.search_text(aware, event) == ""
+    assert sentence("search_privacy", aware, event) == ""
 
 
 def test_shared_noise_is_told_with_what_it_rests_on():
@@ -171,11 +173,11 @@ def test_shared_noise_is_told_with_what_it_rests_on():
     shared = _release(action="train.weight_gradient", shared=True)
     whole = _release(stage="retrain", action="train.weights", shared=False)
     event = {"clients": clients, "schedule": [shared, whole]}
-    text = guarantee.promise_texts(event)[-1]
+    text = paragraphs("promise", event)[-1]
     assert "noise of train.weight_gradient is shared by secure sums" in text
     assert "policy allows (6)" in text
     assert "costs at most (21.4, 1e-05)" in text
-    head, rows = guarantee.release_table(event)
+    head, rows = tables.release_table(event)
     column = head.index("noise multiplier")
     assert [row[column].endswith("(of the sum)") for row in rows] == [True, False]
-    assert len(guarantee.promise_texts({"clients": clients, "schedule": [whole]})) == 3
+    assert len(paragraphs("promise", {"clients": clients, "schedule": [whole]})) == 3

@@ -1,10 +1,11 @@
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fednas_flwr.report.html_report import render_report
 from fednas_flwr.report.quantities import DASH
-from fednas_flwr.report.texts import traffic_rows
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import METRICS, read_run
 
@@ -79,7 +80,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
         log.emit("run_finished", status="failed", reason="quorum lost")
     run = read_run(tmp_path)
     assert (run.status, run.reason, len(run.attempts())) == ("failed", "quorum lost", 2)
-    assert run.traffic("search") == (10 + 20 + 20, 10)
+    assert run.traffic("search") == (10 + 20 + 20, 10, None)
     assert [failure["round"] for failure in run.failures()] == [1]  # round 2 went well in the end
     assert [event["alphas"]["normal"][0][0] for event in run.alphas()] == [0.0, 9.0, 9.0]
     first = killed.attempts()[0]
@@ -90,16 +91,27 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
 def test_traffic_is_told_as_a_share_of_what_whole_states_would_take(tmp_path: Path) -> None:
     """Of runs that do not say it a dash stands in its place."""
     path = tmp_path / "events.jsonl"
+
+    def shares() -> list[str]:
+        section = render_report(tmp_path).partition("Bytes in all rounds")[2].partition("</table>")
+        return re.findall(r'<td class="num">([^<]*)</td></tr>', section[0])
+
     with EventLog(path) as log:
         log.emit("run_started", resumed=False)
         for number, stage in ((1, "search"), (2, "search"), (1, "retrain")):
-            told = {"bytes_sent": 100, "bytes_received": 50}
+            told = {
+                "bytes_sent": 100,
+                "bytes_received": 50,
+                "rounds": 2,
+                "seconds": 1.0,
+                "metrics": {},
+            }
             dense = {"bytes_dense": 600 if stage == "search" else 150}
             log.emit("round", stage=stage, round=number, **told, **dense)
-    assert [row[3] for row in traffic_rows(read_run(tmp_path))] == ["25.0 %", "100.0 %", "33.3 %"]
+    assert shares() == ["25.0 %", "100.0 %", "33.3 %"]
     with EventLog(path) as log:
-        log.emit("round", stage="retrain", round=2, bytes_sent=100, bytes_received=50)
-    assert [row[3] for row in traffic_rows(read_run(tmp_path))] == ["25.0 %", DASH, DASH]
+        log.emit("round", stage="retrain", round=2, **told)
+    assert shares() == ["25.0 %", DASH, DASH]
 
 
 def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from flwr.cli.build import build_fab_from_files
 from fednas_flwr.deploy.bundle import bundle_files
 
 ROOT = Path(__file__).parents[2]
-TEMPLATES = ["report.html.j2", "card.md.j2", "compare.html.j2", "guarantee.j2"]
+TEMPLATES = ["report.html.j2", "card.md.j2", "compare.html.j2", "sentences.j2"]
 VERBATIM = ["style.css", "script.js", "figures.js"]  # stand in the page as they are
 FROM_A_BUNDLE = """
 import sys

@@ -13,7 +13,7 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from fednas_flwr import load
-from fednas_flwr.report.score_tables import tables
+from fednas_flwr.report.tables import score_tables
 from fednas_flwr.runs.numbers import read_run
 
 
@@ -73,7 +73,7 @@ def test_report_and_card_show_them(run: Any) -> None:
         assert "95 % interval" in text
         assert "boosted trees" in text.lower()
         assert "Expected calibration error" in text
-    names = [name for name, _, _ in tables(read_run(run.folder))]
+    names = [name for name, _, _ in score_tables(read_run(run.folder))]
     assert len(names) == 4
     report = (run.folder / "report.html").read_text()
     assert "Use this model" in report

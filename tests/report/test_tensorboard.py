@@ -5,13 +5,13 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fednas_flwr.report.tensorboard import TensorBoardWriter
+from fednas_flwr.report.trackers import TensorBoard
 from fednas_flwr.runs.events import read_events
 
 
 def test_every_metric_is_a_scalar_over_rounds(make_run: Callable[..., Path]) -> None:
     folder = make_run("run")
-    with TensorBoardWriter(folder / "tensorboard") as writer:
+    with TensorBoard(folder) as writer:
         for event in read_events(folder / "events.jsonl"):
             writer(event)
     read = EventAccumulator(str(folder / "tensorboard"))
@@ -33,15 +33,15 @@ def test_a_number_that_is_missing_is_left_out(tmp_path: Path) -> None:
         "seconds": 1.0,
         "metrics": {"train_loss": None},
     }
-    with TensorBoardWriter(tmp_path) as writer:
+    with TensorBoard(tmp_path) as writer:
         writer(event)
-    read = EventAccumulator(str(tmp_path))
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     assert read.Tags()["scalars"] == ["search/seconds"]
 
 
 def test_reports_do_not_load_torch() -> None:
-    modules = ("comparison", "model_card", "terminal", "html_report", "tensorboard")
+    modules = ("comparison", "model_card", "terminal", "html_report", "trackers")
     code = "".join(f"import fednas_flwr.report.{name}\n" for name in modules)
     code += (
         "import sys\nprint([name for name in ('torch', 'flwr', 'pandas') if name in sys.modules])"
@@ -54,7 +54,7 @@ def test_what_clients_of_a_private_run_measured_is_called_noised(
     make_run: Callable[..., Path],
 ) -> None:
     folder = make_run("run", private=True)
-    with TensorBoardWriter(folder / "tensorboard") as writer:
+    with TensorBoard(folder) as writer:
         for event in read_events(folder / "events.jsonl"):
             writer(event)
     read = EventAccumulator(str(folder / "tensorboard"))

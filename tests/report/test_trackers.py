@@ -20,9 +20,9 @@ REPLAYED = """
 import sys
 from pathlib import Path
 from fednas_flwr.runs.events import read_events
-from fednas_flwr.report.trackers import make_tracker
+from fednas_flwr.report.trackers import TRACKERS
 folder = Path(sys.argv[2])
-with make_tracker(sys.argv[1], folder) as tracker:
+with TRACKERS[sys.argv[1]](folder) as tracker:
     for event in read_events(folder / "events.jsonl"):
         tracker(event)
 """

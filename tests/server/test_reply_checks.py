@@ -14,7 +14,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Error
 
 from fednas_flwr.base.errors import ReplyError
-from fednas_flwr.models.class_scores import BINS
+from fednas_flwr.models.metrics import BINS
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import decode_properties
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES

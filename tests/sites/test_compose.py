@@ -146,7 +146,7 @@ def test_a_private_search_on_three_sites(cluster: Any, loopback: ModuleType) -> 
     assert asked["client"] == 0
     for command in (["approve"], ["approve", asked["schedule"]]):
         done = subprocess.run(
-            [sys.executable, "-m", "fednas_flwr.cli", *command],
+            [sys.executable, "-m", "fednas_flwr", *command],
             cwd=cluster.folder / SITES[0],
             capture_output=True,
             text=True,

@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 def test_modes_are_set_whatever_the_umask(tmp_path: Path, mask: int, as_zip: str) -> None:
     """Of new folders and, at the second time, of those that were open before."""
     (tmp_path / "sites.yaml").write_text(SITES)
-    command = [sys.executable, "-m", "fednas_flwr.cli", "provision", "sites.yaml", *as_zip.split()]
+    command = [sys.executable, "-m", "fednas_flwr", "provision", "sites.yaml", *as_zip.split()]
     for attempt in range(2):
         subprocess.run([*command, "--output", "out"], cwd=tmp_path, umask=mask, check=True)
         if as_zip:
@@ -82,7 +82,7 @@ def test_the_public_half_of_a_key_cannot_be_written_by_others(tmp_path: Path, ma
     for kind in ([], ["--sum"]):
         path = tmp_path / f"state{len(kind)}" / "own.key"
         path.parent.mkdir()
-        command = [sys.executable, "-m", "fednas_flwr.cli", "key", *kind, str(path)]
+        command = [sys.executable, "-m", "fednas_flwr", "key", *kind, str(path)]
         subprocess.run(command, umask=mask, check=True)
         modes = {p.suffix: p.stat().st_mode & 0o777 for p in path.parent.iterdir()}
         assert modes[".key"] == 0o600

@@ -1,7 +1,0 @@
-"""``python -m fednas_flwr.cli``."""
-
-import sys
-
-from fednas_flwr.cli import main
-
-sys.exit(main())

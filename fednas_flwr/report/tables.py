@@ -1,0 +1,220 @@
+"""Tables that report and card share: scores, promises of privacy, explored phases.
+
+A cell is text. An epsilon that is not finite stands as null in the file; it is shown as infinite
+and never left out of a maximum. Every epsilon is rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fednas_flwr.report.quantities import (
+    DASH,
+    FORMS,
+    count,
+    epsilon_text,
+    quantiles,
+    score,
+)
+from fednas_flwr.report.templates import sentence
+from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.numbers import SCORES, Run, of_splits
+from fednas_flwr.settings.names import GDP, MOST_SHOWN, PRV, QUANTILES, RDP
+
+Table = tuple[str, list[str], list[list[str]]]  # name, head, rows
+
+PER_CLASS = {"precision": "precision", "recall": "recall"} | {
+    score.name: score.label
+    for score in SCORES
+    if score.name in ("f1", "auroc", "average_precision")
+}
+MODELS = {"central": "the network", "linear": "linear model", "trees": "boosted trees"}
+MOST_CLASSES = 30  # with more there is no confusion matrix
+
+
+def score_table(run: Run) -> Table | None:
+    """Return the scores of the network, with 95 % intervals, and of the baselines."""
+    measured = {model: run.scores(model) for model in MODELS}
+    central = measured["central"]
+    if not central:
+        return None
+    shown = [model for model, values in measured.items() if values]
+    rows = []
+    for kind in SCORES:
+        if central.get(kind.name) is None:
+            continue
+        low_high = (central.get("intervals") or {}).get(kind.name)
+        text = FORMS[kind.unit].text
+        interval = f"{text(low_high[0])} to {text(low_high[1])}" if low_high else DASH
+        others = [text(measured[model].get(kind.name)) for model in shown[1:]]
+        rows.append([kind.label, text(central[kind.name]), interval, *others])
+    rows += [
+        [name, score(value), DASH, *[DASH] * (len(shown) - 1)]
+        for name, value in (central.get("own") or {}).items()
+    ]
+    head = ["score", MODELS["central"], "95 % interval", *(MODELS[model] for model in shown[1:])]
+    return "Scores on the server's test set", head, rows
+
+
+def class_table(run: Run) -> Table | None:
+    """Return the scores of each class, or label, on the server's test set."""
+    central, names = run.scores("central"), run.class_names
+    per_class = central.get("per_class") or []
+    if len(per_class) != len(names) or not names:
+        return None
+    rows = [
+        [name, *(score(row.get(key)) for key in PER_CLASS), count(row["count"])]
+        for name, row in zip(names, per_class, strict=True)
+    ]
+    word = "label" if run.multi_label else "class"
+    return f"Each {word}", [word, *PER_CLASS.values(), "records"], rows
+
+
+def confusion_table(run: Run) -> Table | None:
+    """Return how often each class was taken for each, on the server's test set."""
+    central, names = run.scores("central"), run.class_names
+    counts = central.get("confusion") or []
+    if len(counts) != len(names) or not 0 < len(names) <= MOST_CLASSES:
+        return None
+    rows = [[name, *map(count, row)] for name, row in zip(names, counts, strict=True)]
+    return "True class by row, predicted by column", ["", *names], rows
+
+
+def client_table(run: Run) -> Table | None:
+    """Return the scores on each client's own test records, where clients tell them."""
+    clients = run.client_results()
+    shown = [s for s in SCORES if any(client.get(s.name) is not None for client in clients)]
+    if shown in ([], [SCORES[0]]):
+        return None
+    if len(clients) > MOST_SHOWN:
+        names = [*(kind.name for kind in shown), "num_examples"]
+        values = {n: [c[n] for c in clients if c.get(n) is not None] for n in names}
+        columns = {name: quantiles(known) for name, known in values.items()}
+        clients = [
+            {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in columns.items()}}
+            for i, share in enumerate(QUANTILES)
+        ]
+    rows = [
+        [
+            str(client["client"]),
+            *(FORMS[kind.unit].text(client.get(kind.name)) for kind in shown),
+            count(client.get("num_examples")),
+        ]
+        for client in clients
+    ]
+    head = ["client", *(kind.label for kind in shown), "records"]
+    return "Each client's own test records", head, rows
+
+
+def score_tables(run: Run) -> list[Table]:
+    """Return all tables that the run has numbers for."""
+    made = (score_table(run), class_table(run), confusion_table(run), client_table(run))
+    return [table for table in made if table is not None]
+
+
+TEST_SEED = "test seed: no privacy"
+ACCOUNTANTS = {PRV: "PRV", RDP: "RDP", GDP: "GDP (approximation, no bound)"}
+
+
+def is_secure(client: Event) -> bool:
+    """Return whether a client draws its noise and samples from a secret that only it knows."""
+    return client.get("secure_noise") is True
+
+
+def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table of what clients committed to release, by kind."""
+    head = ["stage", "action", "splits", "noise multiplier", "clipping norm"]
+    head += ["expected batch", "rate p", "steps, at most"]
+    rows = [
+        [
+            release["stage"],
+            release["action"],
+            ", ".join(release["splits"]),
+            f"{release['noise_multiplier']:g}{' (of the sum)' if release.get('shared') else ''}",
+            f"{release['max_grad_norm']:g}",
+            "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",
+            _rates_text([c["rates"][place] for c in event["clients"] if "rates" in c]),
+            f"{release['steps']:,}",
+        ]
+        for place, release in enumerate(event["schedule"])
+    ]
+    return head, rows
+
+
+def promise_table(
+    event: Event, spent: Mapping[int, float | None]
+) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table of what each client is promised.
+
+    Args:
+        event: The ``privacy`` event.
+        spent: What the clients' filters count as spent; of a client not in it nothing is known.
+    """
+    clients = event["clients"]
+    parts = list(dict.fromkeys(part for client in clients for part in client["records"]))
+    splits = [s for s in parts if any(s in (c["epsilon"].get(PRV) or {}) for c in clients)]
+    head = ["client", f"{sentence('unit', event)}s: {' / '.join(parts)}"]
+    head += [*(f"epsilon, {split} (PRV)" for split in splits), "epsilon (PRV)"]
+    head += [f"epsilon, {ACCOUNTANTS[name]}" for name in (RDP, GDP)]
+    head += ["delta", "spent of budget (filter)", "noise"]
+    rows = []
+    for client in clients:
+        prv = client["epsilon"].get(PRV) or {}
+        budget = client["budget"]
+        sizes = [f"{client['records'][p]:,}" if p in client["records"] else DASH for p in parts]
+        row = [str(client["client"]), " / ".join(sizes)]
+        row += [epsilon_text(prv[split]) if split in prv else DASH for split in splits]
+        for name in ACCOUNTANTS:
+            known = client["epsilon"].get(name) is not None
+            row.append(epsilon_text(of_splits(client, name)) if known else DASH)
+        row += [f"{budget['delta']:g}", spent_text(client, spent)]
+        row.append("secret" if is_secure(client) else "test seed")
+        rows.append(row)
+    return head, rows
+
+
+def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
+    """The part of a client's budget that its filter counts as spent: ``2.90 of 8``."""
+    number = client["client"]
+    used = epsilon_text(spent[number]) if number in spent else DASH
+    return f"{used} of {client['budget']['epsilon']:g}"
+
+
+def _rates_text(rates: list[float]) -> str:
+    """Return the rate of a release, or the range of the clients' rates."""
+    if not rates:
+        return "not recorded"
+    least, largest = (f"{rate:.3g}" for rate in (min(rates), max(rates)))
+    return least if least == largest else f"{least} to {largest}"
+
+
+def phase_table(phases: Sequence[Event]) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows: of each phase what was tried and the configuration that was chosen.
+
+    Where rewards are noised, also the standard deviation of their noise and M, to which the change
+    of a record's loss was clipped: rewards that differ by less than the noise say little.
+    """
+    names = list(phases[0]["configuration"])
+    noised = any(event.get("noise") for event in phases)
+    channel = {"noise": "its noise (std)", "loss_bound": "loss bound M"} if noised else {}
+    head = ["before round", "tried", "best reward", *channel.values(), "chosen", "its estimate"]
+    rows = []
+    for event in phases:
+        rewards = [reward for reward in event["rewards"].values() if reward is not None]
+        best = event["best"]
+        rows.append(
+            [
+                str(event["round"]),
+                str(event["kappa"]),
+                _number(max(rewards, default=None)),
+                *(_number(event[name]) for name in channel),
+                str(best),
+                _number(event["estimates"][best]),
+                *(_number(event["configuration"][name]) for name in names),
+            ]
+        )
+    return [*head, *(name.replace("_", " ") for name in names)], rows
+
+
+def _number(value: float | None) -> str:
+    return DASH if value is None else f"{value:.3g}"
