@@ -33,7 +33,7 @@ from fednas_flwr.models.networks import (
     make_network,
     supernet_space,
 )
-from fednas_flwr.privacy.policy_file import template
+from fednas_flwr.privacy.policy import template
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import (
     Amount,

@@ -160,8 +160,12 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
 def _calibrate_steps(options: argparse.Namespace) -> int:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
     from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
-    from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
-    from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+    from fednas_flwr.privacy.mechanism.accounting import (
+        calibrate_noise,
+        gdp_epsilon,
+        prv_epsilon,
+        rdp_epsilon,
+    )
     from fednas_flwr.privacy.mechanism.renyi import Release
     from fednas_flwr.report.guarantee import epsilon_text
 
@@ -200,7 +204,7 @@ def approve(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the schedules that wait for approval would release; approve the one of a hash."""
     from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment, schedule_hash
     from fednas_flwr.privacy.mechanism.noise import SecureGenerator
-    from fednas_flwr.privacy.policy_file import load_policy
+    from fednas_flwr.privacy.policy import load_policy
 
     policy = load_policy(options.policy)
     with _opened(options) as ledger:
@@ -323,7 +327,7 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     from rich.table import Column, Table
     from rich.text import Text
 
-    from fednas_flwr.privacy.statement import make_statement
+    from fednas_flwr.privacy.books.ledger import make_statement
     from fednas_flwr.report.guarantee import epsilon_text
     from fednas_flwr.report.terminal import table_console
 

@@ -13,8 +13,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.audit_trail import trail_of
 from fednas_flwr.deploy.flower_patches import CLIENT_RAISED
-from fednas_flwr.privacy.policy import check_action
-from fednas_flwr.privacy.policy_file import load_policy
+from fednas_flwr.privacy.policy import check_action, load_policy
 from fednas_flwr.protocol.headers import Header, encode_values, read_json
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.protocol.sum_requests import REQUESTS, SUM_ACTIONS, Settings, answer_sum

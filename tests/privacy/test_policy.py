@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.privacy import policy_file
+from fednas_flwr.privacy import policy
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
@@ -19,8 +19,10 @@ from fednas_flwr.privacy.policy import (
     Policy,
     check_action,
     check_planned,
+    load_policy,
+    parse_policy,
+    template,
 )
-from fednas_flwr.privacy.policy_file import load_policy, parse_policy, template
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, SPLITS
 from fednas_flwr.settings.parser import parse as parse_typed
 
@@ -327,7 +329,7 @@ def test_the_template_is_a_policy_and_explains_every_key(tmp_path):
     for key in asdict(section):
         assert key == "data_set" or f"{key}:" in template()
     assert all(len(line) <= 100 for line in template().splitlines())
-    assert doctest.testmod(policy_file).failed == 0
+    assert doctest.testmod(policy).failed == 0
 
 
 def test_terms_of_secure_sums_are_read_and_checked():

@@ -4,10 +4,9 @@ from itertools import count
 
 import pytest
 
-from fednas_flwr.privacy.books.ledger import Entry, Ledger
+from fednas_flwr.privacy.books.ledger import Entry, Ledger, make_statement
 from fednas_flwr.privacy.mechanism.accounting import prv_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
-from fednas_flwr.privacy.statement import make_statement
 
 BUDGET = {"epsilon": 50.0, "delta": 1e-5}
 STEP = Release(noise_multiplier=2.0, sample_rate=0.05, steps=10)

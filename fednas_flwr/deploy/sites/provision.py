@@ -21,7 +21,7 @@ from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.files import OTHERS_WRITE, make_folder, umask, write_secret
 from fednas_flwr.base.foreign import load_json, read_yaml
 from fednas_flwr.deploy.sites.certificates import issue_certificate, make_authority
-from fednas_flwr.privacy.policy_file import template
+from fednas_flwr.privacy.policy import template
 from fednas_flwr.protocol.secure_sum.roster import PublicKeys, Roster
 from fednas_flwr.protocol.signed_model import make_signing_key
 

@@ -2,6 +2,7 @@
 
 :meth:`Ledger.reserve` books a release before its noise is drawn; nothing is ever refunded. Not for
 deciding what may be asked (``policy``) or what a release costs (``renyi_filter``).
+:func:`make_statement` sums rows up for people who look at them.
 
 Every row carries an HMAC over itself and the row before. Running totals per budget and split, under
 an HMAC that ties them to the last row, make a reservation cost the same after a million rows. The
@@ -24,7 +25,8 @@ in the first assignment, however the same records were exported, divided or name
 budget can be passed by records that have changed sides.
 
 A row keeps the unit that its release protects, and every budget is counted for the unit that its
-next release protects (``units``). Rows of older versions, which kept none, count as of records.
+next release protects (``renyi.counted``). Rows of older versions, which kept none, count as of
+records.
 
 Guarantee:
     Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
@@ -48,11 +50,24 @@ from typing import Any
 import numpy as np
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError, unknown_choice
-from fednas_flwr.privacy.allowance import counter_of, take
-from fednas_flwr.privacy.books.anchor import Mark, connect, damaged, equal, plain_errors
+from fednas_flwr.privacy.books.anchor import (
+    Mark,
+    connect,
+    counter_of,
+    damaged,
+    equal,
+    plain_errors,
+    take,
+)
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
-from fednas_flwr.privacy.mechanism.renyi import Release, renyi_divergence
-from fednas_flwr.privacy.units import counted, kind_of, protects
+from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split
+from fednas_flwr.privacy.mechanism.renyi import (
+    Release,
+    counted,
+    kind_of,
+    protects,
+    renyi_divergence,
+)
 from fednas_flwr.settings.names import RECORD, SPLITS
 
 _ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
@@ -94,7 +109,7 @@ class Entry:
         release: What is released.
         committed_steps: Steps of this kind (run, stage, action, splits) that the run committed to.
             Rows of one kind share it, the noise multiplier and the sample rate.
-        unit: What it protects one of, from ``units.booked_unit``.
+        unit: What it protects one of, from ``renyi.booked_unit``.
     """
 
     account: str
@@ -623,3 +638,95 @@ def _row(values: list[Any]) -> Row:
         unit=RECORD if unit is None else unit,
     )
     return Row(sequence, when, entry, run_steps)
+
+
+@dataclass(frozen=True)
+class Line:
+    """All rows of one kind: what a run asked of an account with one action in one stage.
+
+    Attributes:
+        account: Whose budget paid.
+        run: Name of the run.
+        stage: ``search`` or ``retrain``.
+        action: What the client was asked.
+        splits: Splits that paid.
+        steps: Steps booked.
+        committed_steps: Steps that the run committed to.
+        noise_multiplier: Of every step.
+        sample_rate: Of every step.
+        first: When the first row was booked, in seconds since 1970 by the site's clock.
+        last: When the last one was.
+    """
+
+    account: str
+    run: str
+    stage: str
+    action: str
+    splits: tuple[str, ...]
+    steps: int
+    committed_steps: int
+    noise_multiplier: float
+    sample_rate: float
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Statement that :func:`make_statement` returns.
+
+    Attributes:
+        lines: One for each kind, in the order of first booking.
+        epsilons: For each account and unit that it has paid for, the epsilon of each split that
+            paid: of all that the account has paid for, counted for that unit.
+    """
+
+    lines: tuple[Line, ...]
+    epsilons: dict[tuple[str, str], dict[str, float]]
+
+
+def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
+    """Return the statement of ``rows``.
+
+    An epsilon is that of all rows of an account that a split paid for, composed by
+    ``prv_epsilon`` as if they had been planned together. A site enforces its budget with the
+    larger numbers of ``RenyiFilter``, which hold for requests that depend on earlier outputs too.
+
+    Args:
+        rows: As ``Ledger.entries`` returns them.
+        delta: Strictly between 0 and 1.
+
+    Raises:
+        ValueError: ``delta`` is out of range.
+    """
+    kinds: dict[tuple[object, ...], list[Row]] = {}
+    accounts: dict[str, list[Row]] = {}
+    for row in rows:
+        entry = row.entry
+        kind = (entry.account, entry.run, entry.stage, entry.action, entry.splits)
+        kinds.setdefault(kind, []).append(row)
+        accounts.setdefault(entry.account, []).append(row)
+    epsilons = {}
+    for account, booked in accounts.items():
+        for unit in dict.fromkeys(row.entry.unit for row in booked):
+            entries = [
+                (counted(row.entry.release, row.entry.unit, unit), row.entry.splits)
+                for row in booked
+            ]
+            found = epsilon_per_split(entries, delta)
+            epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}
+    return Statement(tuple(_line(booked) for booked in kinds.values()), epsilons)
+
+
+def _line(rows: list[Row]) -> Line:
+    """Return the line of rows of one kind; a ledger gives all of them the same terms."""
+    entry = rows[0].entry
+    names = ("account", "run", "stage", "action", "splits", "committed_steps")
+    return Line(
+        **{name: getattr(entry, name) for name in names},
+        steps=sum(row.entry.release.steps for row in rows),
+        noise_multiplier=entry.release.noise_multiplier,
+        sample_rate=entry.release.sample_rate,
+        first=rows[0].time,
+        last=rows[-1].time,
+    )

@@ -62,15 +62,13 @@ from fednas_flwr.privacy.mechanism.micro_batches import (
     sum_in_units,
 )
 from fednas_flwr.privacy.mechanism.record_gradients import (
-    record_gradients,
-    refuse_batch_norm,
-)
-from fednas_flwr.privacy.mechanism.record_losses import (
     Group,
     Loss,
     OuterProducts,
     differentiate,
     losses_of,
+    record_gradients,
+    refuse_batch_norm,
 )
 from fednas_flwr.privacy.self_test import Watch, unwatched
 
