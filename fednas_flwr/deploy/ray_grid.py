@@ -36,7 +36,6 @@ SHARE = 2  # handfuls per worker that the queue is divided into, so that all end
 KEPT = 0.7  # of the longest time that an action has taken, one answer later
 
 
-
 class Dispatcher:
     """A queue of messages, and the workers that answer them, whatever hashable stands for them.
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import load_yaml
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
@@ -193,8 +193,6 @@ def _data_set(policy: Policy, data_set: str) -> DataSetPolicy:
 
 
 LARGEST_BY_DEFAULT = 100.0  # noise multiplier
-# Keys of a data set that may be missing.
-_OPTIONAL = ("account", "secure_sum", "largest_noise_multiplier")
 
 
 def load_policy(path: Path) -> Policy:
@@ -225,17 +223,13 @@ def parse_policy(text: str, *, origin: str = "policy") -> Policy:
             of range, or two data sets share an account under different budgets.
     """
     document = load_yaml(text, origin)
-    if not isinstance(document, dict):
-        raise _wrong(origin, document, "a section with data_sets")
-    for key in document:
-        if key != "data_sets":
-            raise unknown_choice(f"{origin}: key", show(key), ("data_sets",))
-    sections = document.get("data_sets")
-    if not isinstance(sections, dict) or not sections:
-        raise _wrong(f"{origin}: data_sets", sections, "one section for each data set")
+    try:
+        parse(_File, document, key="")
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
     data_sets = {
-        _text(name, f"{origin}: data_sets"): _parse_section(name, section, origin)
-        for name, section in sections.items()
+        _name(name, f"{origin}: data_sets"): _parse_section(name, section, origin)
+        for name, section in document["data_sets"].items()
     }
     budgets: dict[str, DataSetPolicy] = {}
     for allowed in data_sets.values():
@@ -246,6 +240,13 @@ def parse_policy(text: str, *, origin: str = "policy") -> Policy:
                 f"{allowed.account} and must have the same epsilon and delta."
             )
     return Policy(data_sets)
+
+
+@dataclass(frozen=True)
+class _File(Checked):
+    """The whole file: a section for each data set."""
+
+    data_sets: Annotated[dict[str, Any], Length(Between(1, 1000))]
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class _Section(Checked):
     epsilon: Positive
     delta: Annotated[float, Between(0, 1, above=True, below=True)]
     least_noise_multiplier: Positive
-    largest_noise_multiplier: Positive | None
+    largest_noise_multiplier: Positive
     largest_grad_norm: Annotated[float, Between(0, LARGEST_GRAD_NORM, above=True)]
     largest_steps: Count
     actions: Annotated[
@@ -285,8 +286,8 @@ class _Section(Checked):
     secure_noise: bool
     test_seed: bool
     approve: Annotated[str, OneOf(APPROVALS)]
-    account: str | None
-    secure_sum: SumTerms | None
+    account: str
+    secure_sum: SumTerms | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges, and what holds between keys."""
@@ -294,8 +295,9 @@ class _Section(Checked):
             if action in ACTIONS and ACTIONS[action].never_private:
                 raise ConfigError(f"actions: {action} cannot be private, leave it out.")
         super().__post_init__()
-        key, least = "largest_noise_multiplier", self.least_noise_multiplier
-        check_range(self.largest >= least, key, self.largest, f"the least, {least:g}, or more")
+        least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
+        expected = f"the least, {least:g}, or more"
+        check_range(largest >= least, "largest_noise_multiplier", largest, expected)
         try:
             RenyiFilter(epsilon=self.epsilon, delta=self.delta)
             Release(noise_multiplier=least, sample_rate=1, steps=1)
@@ -309,13 +311,6 @@ class _Section(Checked):
         check_range(some, "records", self.records, "so many that the train split has one or more")
 
     @property
-    def largest(self) -> float:
-        """Largest noise multiplier."""
-        if self.largest_noise_multiplier is None:
-            return max(self.least_noise_multiplier, LARGEST_BY_DEFAULT)
-        return self.largest_noise_multiplier
-
-    @property
     def numbers(self) -> dict[str, int]:
         """Declared number of each split, rounded down; a client is in all that it has."""
         shares = asdict(self.fractions)
@@ -327,34 +322,29 @@ class _Section(Checked):
 def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
     """The policy of one data set."""
     where = f"{origin}: data_sets.{show(name)}"
-    if not isinstance(section, dict):
-        raise _wrong(where, section, "a section as in policy.yaml")
+    if isinstance(section, dict):  # what older files lack
+        least = section.get("least_noise_multiplier")
+        largest = max(LARGEST_BY_DEFAULT, least if isinstance(least, int | float) else 0)
+        section = {"account": name, "largest_noise_multiplier": largest, **section}
     try:
-        read: _Section = parse(_Section, {**dict.fromkeys(_OPTIONAL), **section}, key="")
+        read: _Section = parse(_Section, section, key="")
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     values = {field.name: getattr(read, field.name) for field in fields(read)}
     values |= {
-        "largest_noise_multiplier": read.largest,
         "actions": frozenset(read.actions),
         "records": read.numbers,
         "fractions": asdict(read.fractions),
-        "account": _text(name if read.account is None else read.account, f"{where}.account"),
+        "account": _name(read.account, f"{where}.account"),
     }
     return DataSetPolicy(data_set=name, **values)
 
 
-def _text(value: object, where: str) -> str:
-    """A name."""
-    usable = isinstance(value, str) and value.strip() and value.isprintable()
-    if not usable:
-        raise _wrong(where, value, "a name, as text")
-    return str(value)
-
-
-def _wrong(where: str, value: object, expected: str) -> ConfigError:
-    """The error for a value of the file."""
-    return ConfigError(f"{where}={show(value)} is not usable: expected {expected}.")
+def _name(value: object, where: str) -> str:
+    """A name of a data set or an account."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ConfigError(f"{where}={show(value)} is not usable: expected a name, as text.")
+    return value
 
 
 def template() -> str:

@@ -22,7 +22,7 @@ from fednas_flwr.settings.incompatible import (
 from fednas_flwr.settings.loading import choose_kind
 from fednas_flwr.settings.names import CLIENT, FLOAT32
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
-from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.parser import NOT_TEXT, parse
 from fednas_flwr.settings.partitions import PARTITIONS
 from fednas_flwr.settings.privacy_settings import PRIVACY
 from fednas_flwr.settings.registry import algorithm_of, entries
@@ -131,7 +131,13 @@ def _parse(tree: Mapping[str, Any]) -> Config:
     if isinstance(evaluation, Mapping) and type(evaluation.get("positive")) is int:
         # as Hydra reads the name of a class 0, 1, ...
         tree = _with(tree, ["evaluation", "positive"], str(evaluation["positive"]))
-    config: Config = parse(Config, tree, key="", hints=hints)
+    try:
+        config: Config = parse(Config, tree, key="", hints=hints)
+    except ConfigError as error:
+        if not str(error).endswith(f"{NOT_TEXT}."):
+            raise
+        hint = "if it is from the environment, write ${oc.decode:${oc.env:NAME}}"
+        raise ConfigError(f"{str(error).removesuffix('.')}; {hint}.") from None
     check_combinations(config)
     return config
 

@@ -15,15 +15,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import OTHERS_WRITE, make_folder, umask, write_secret
 from fednas_flwr.base.foreign import load_json, read_yaml
 from fednas_flwr.deploy.sites.certificates import issue_certificate, make_authority
 from fednas_flwr.privacy.policy import template
 from fednas_flwr.protocol.secure_sum.roster import PublicKeys, Roster
 from fednas_flwr.protocol.signed_model import make_signing_key
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Length,
+    Text,
+    check_distinct,
+    check_range,
+    parse,
+)
 
 AUTHORITY, SERVER = "ca", "server"  # names of folders
 SERVER_FILE, SITE_FILE = "server.env", "site.env"
@@ -38,21 +47,54 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 
 
+Names = Annotated[tuple[Text, ...], Length(Between(1, 1000))]
+
+
 @dataclass(frozen=True)
-class Deployment:
+class Server(Checked):
+    """The server of a deployment.
+
+    Attributes:
+        addresses: Host names and IP addresses; sites use the first.
+        port: TCP port.
+    """
+
+    addresses: Names
+    port: Annotated[int, Between(1, 65535)]
+
+    def __post_init__(self) -> None:
+        """Check the range of the port, and every address."""
+        super().__post_init__()
+        check_distinct("addresses", self.addresses)
+        for address in self.addresses:
+            expected = "a host name or an IP address, without port"
+            check_range(_is_address(address), "addresses", address, expected)
+
+
+@dataclass(frozen=True)
+class Deployment(Checked):
     """Contents of ``sites.yaml``.
 
-    Args:
+    Attributes:
         federation: A name for the certificates.
-        addresses: Host names and IP addresses of the server; sites use the first.
-        port: TCP port of the server.
+        server: Where sites reach it.
         sites: Names of the sites; a site's place in the list is its partition.
     """
 
-    federation: str
-    addresses: tuple[str, ...]
-    port: int
-    sites: tuple[str, ...]
+    federation: Text
+    server: Server
+    sites: Names
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        super().__post_init__()
+        shown = self.federation.strip() and self.federation.isprintable()
+        check_range(bool(shown), "federation", self.federation, "a name that can be printed")
+        check_distinct("sites", self.sites)
+        for name in self.sites:
+            usable = _NAME.fullmatch(name) is not None and name not in (AUTHORITY, SERVER)
+            expected = "names of small letters, digits and -, at most 40, other than ca and server"
+            check_range(usable, "sites", name, expected)
 
 
 def provision(
@@ -130,27 +172,13 @@ def load_sites(path: Path) -> Deployment:
     Raises:
         ConfigError: It cannot be read, or a key or value is wrong.
     """
-    tree = read_yaml(path, f"the list of sites {path}")
-    top = _mapping(tree, "the list of sites", ("federation", "server", "sites"))
-    server = _mapping(top["server"], "server", ("addresses", "port"))
-    port = server["port"]
-    if type(port) is not int or not 0 < port < 65536:
-        raise ConfigError(f"server.port={port!r} is not usable: give a number from 1 to 65535.")
-    addresses = _texts(server["addresses"], "server.addresses")
-    for address in addresses:
-        if not _is_address(address):
-            raise ConfigError(
-                f"server.addresses has {address!r}: give host names or IP addresses, without port."
-            )
-    sites = _texts(top["sites"], "sites")
-    for name in sites:
-        if not _NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
-            raise ConfigError(
-                f"sites has {name!r}: give names of small letters, digits and -, at most 40, other "
-                f"than {AUTHORITY} and {SERVER}."
-            )
-    (federation,) = _texts([top["federation"]], "federation")
-    return Deployment(federation, addresses, port, sites)
+    origin = f"the list of sites {path}"
+    tree = read_yaml(path, origin)
+    try:
+        deployment: Deployment = parse(Deployment, tree, key="")
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    return deployment
 
 
 def _is_address(text: str) -> bool:
@@ -164,12 +192,11 @@ def _is_address(text: str) -> bool:
 def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path:
     """Write the server's folder; its own processes and its operator reach it by loopback."""
     kept = _copy(SERVER, authority, folder)
-    own = [address for address in ("localhost", "127.0.0.1") if address not in deployment.addresses]
-    addresses = [*deployment.addresses, *own]
+    addresses = list(dict.fromkeys([*deployment.server.addresses, "localhost", "127.0.0.1"]))
     issue_certificate(authority, folder, addresses=addresses, days=CERTIFICATE_DAYS)
     (folder / SIGNING_KEY_FILE).unlink(missing_ok=True)
     write_secret(folder / SIGNING_KEY_FILE, (authority / SIGNING_KEY_FILE).read_bytes())
-    facts = {"federation": deployment.federation, "port": deployment.port, "name": SERVER}
+    facts = {"federation": deployment.federation, "port": deployment.server.port, "name": SERVER}
     if SERVER_FILE not in kept:
         _fill(folder / SERVER_FILE, folder / SERVER_FILE, facts)
     _fill(_MACHINE / UNIT, folder / f"fednas-{SERVER}.service", facts)
@@ -179,12 +206,12 @@ def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path
 def _write_site(deployment: Deployment, index: int, authority: Path, folder: Path) -> Path:
     """Write a site's folder, with a policy and settings for its engineer to edit."""
     kept = _copy("site", authority, folder)
-    address, name = deployment.addresses[0], deployment.sites[index]
+    address, name = deployment.server.addresses[0], deployment.sites[index]
     host = f"[{address}]" if ":" in address else address
     facts = {
         "federation": deployment.federation,
         "name": name,
-        "superlink": f"{host}:{deployment.port}",
+        "superlink": f"{host}:{deployment.server.port}",
         "partition": index,
         "partitions": len(deployment.sites),
     }
@@ -216,30 +243,3 @@ def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
 def _fill(pattern: Path, path: Path, facts: Mapping[str, object]) -> None:
     """Write a file with each ``$name`` in it replaced."""
     path.write_text(Template(pattern.read_text()).substitute(facts))
-
-
-def _mapping(value: object, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a mapping that has exactly ``keys``."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must be a mapping with {', '.join(keys)}, got {value!r}.")
-    for key in value:
-        if key not in keys:
-            raise unknown_choice(f"{where}: key", key, keys)
-    missing = [key for key in keys if key not in value]
-    if missing:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}.")
-    return value
-
-
-def _texts(value: object, where: str) -> tuple[str, ...]:
-    """Return a list of texts, none of them twice."""
-    if not isinstance(value, list) or not value or not all(_is_text(text) for text in value):
-        raise ConfigError(f"{where}={value!r} is not usable: expected a list of names, as text.")
-    for text in value:
-        if value.count(text) > 1:
-            raise ConfigError(f"{where} has {text} twice: give each once.")
-    return tuple(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and value.isprintable()
