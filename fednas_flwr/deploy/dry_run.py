@@ -33,7 +33,7 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.ray_clusters import places
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
 from fednas_flwr.pipeline.learning_rates import explained
-from fednas_flwr.pipeline.run_stages import OutOfTimeError
+from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
 from fednas_flwr.pipeline.stages import begin, describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
@@ -170,6 +170,15 @@ def private_terms(config: Config) -> list[str]:
             events = read_events(run.folder / EVENTS_FILE)
             (promised,) = [event for event in events if event["event"] == "privacy"]
             return [*explained(run), f"(epsilon, delta) at most {overall_text(promised)}"]
+
+
+def described_at_random(run: Run) -> dict[str, Any]:
+    """Describe the network to retrain: the given one, else a random one of the search space."""
+    genotype = given_genotype(run.config)
+    if genotype is None and searches(run.config):
+        space = supernet_space(run.config, run.prepared)
+        genotype = space.random_genotype(torch.Generator().manual_seed(run.config.seed))
+    return describe(run, genotype, None)
 
 
 def own_folder(config: Config, folder: Path) -> Config:
