@@ -46,10 +46,10 @@ from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.statistics import largest_norm
-from fednas_flwr.deploy.dry_run import described_at_random, own_folder
+from fednas_flwr.deploy.dry_run import begun, described_at_random
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline.schedule import Schedule
-from fednas_flwr.pipeline.stages import begin, retrain, start_search
+from fednas_flwr.pipeline.stages import retrain, start_search
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.audit import (
     MOST_CANARIES,
@@ -73,8 +73,6 @@ from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states, pack, unpack
 from fednas_flwr.protocol.sum_encoding import MASKED, Sizes, Summands, sizes_of
 from fednas_flwr.protocol.sum_requests import Summed, by_index
-from fednas_flwr.runs.events import EventLog
-from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.search.pool import Pool
 from fednas_flwr.settings import Config, DifferentialPrivacy, with_runtime
@@ -109,16 +107,11 @@ def audit_run(config: Config, *, confidence: float = 0.9999) -> list[Finding]:
     privacy = config.privacy
     if not isinstance(privacy, DifferentialPrivacy):
         raise ConfigError("privacy=none: there is no release to audit; set privacy=dp.")
-    if config.runtime.name == "deployment":
-        raise ConfigError(
-            "runtime=deployment: only the sites have records; audit runtime=inline on data like "
-            "theirs."
-        )
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence:g}: expected a number between 0 and 1.")
     torch.set_num_threads(config.runtime.threads)
     with tempfile.TemporaryDirectory(prefix="fednas-audit-") as folder:
-        schedule, asked = _recorded(with_runtime(config, time_limit=None), Path(folder, "run"))
+        schedule, asked = _recorded(with_runtime(config, time_limit=None))
         privacy = replace(privacy, epsilon=LARGEST_EPSILON, sites=None)
         config = replace(config, run_dir=str(Path(folder, "audit")), privacy=privacy)
         config = replace(config, stages=["search"], genotype=None)
@@ -191,12 +184,9 @@ def _with_few_records(client: Client) -> Client:
     return replace(client, data=few)
 
 
-def _recorded(config: Config, folder: Path) -> tuple[Schedule, dict[str, Request]]:
+def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
     """Return the schedule of a run, and a request for each kind of release by its key."""
-    config = own_folder(config, folder)
-    grid = _Recorder(config)
-    with EventLog(Path(str(config.run_dir)) / EVENTS_FILE) as log:
-        run = begin(config, grid, log, {}, earlier=[])
+    with begun(config, _Recorder) as (run, grid):
         keys: dict[str, set[str]] = {}
         for planned in run.schedule:
             keys.setdefault(planned.stage, set()).add(planned.key)

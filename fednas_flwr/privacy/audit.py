@@ -206,7 +206,7 @@ class ReleaseTest:
 
     @property
     def _size(self) -> int:
-        return max(part.stop for part in self.parts.values())
+        return max(int(part.stop) for part in self.parts.values())
 
     def is_shown(self, amounts: Amounts) -> bool:
         """Return whether units are found that move a release by twice the clipping norm.
