@@ -338,10 +338,11 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
     console = table_console()
     columns = (Column(title, overflow="fold") for title in STATEMENT_HEAD)
     booked = Table(*columns, title="what was booked")
-    for line in (line for line in statement.lines if account in (None, line.account)):
-        names = map(name, (line.account, line.run, line.stage, line.action))
-        steps = [", ".join(line.splits), f"{line.steps:,}", f"{line.committed_steps:,}"]
-        noise = [f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"]
+    for line in (line for line in statement.lines if account in (None, line.entry.account)):
+        entry, release = line.entry, line.entry.release
+        names = map(name, (entry.account, entry.run, entry.stage, entry.action))
+        steps = [", ".join(entry.splits), f"{line.steps:,}", f"{entry.committed_steps:,}"]
+        noise = [f"{release.noise_multiplier:.4g}", f"{release.sample_rate:.4g}"]
         dates = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
         booked.add_row(*names, *steps, *noise, *(f"{date:%Y-%m-%d %H:%M}" for date in dates))
     console.print(booked)

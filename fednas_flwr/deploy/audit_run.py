@@ -50,25 +50,11 @@ from fednas_flwr.deploy.dry_run import begun, described_at_random
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.pipeline.stages import retrain, start_search
+from fednas_flwr.privacy import audit
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
-from fednas_flwr.privacy.audit import (
-    MOST_CANARIES,
-    Amounts,
-    Finding,
-    ReleaseTest,
-    values_for_half,
-)
 from fednas_flwr.privacy.plan import KINDS, STATISTICS, release_key
+from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_reply
-from fednas_flwr.protocol.requests import (
-    Commit,
-    Evaluate,
-    Probe,
-    Settings,
-    Site,
-    TellStatistics,
-    TrainCandidates,
-)
 from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states, pack, unpack
 from fednas_flwr.protocol.sum_encoding import MASKED, Sizes, Summands, sizes_of
@@ -90,7 +76,7 @@ MOMENT_OF = {"weights": ("momentum_buffer", 1.0), "alphas": ("exp_avg", 0.5)}  #
 MOST_STEPS = 2000  # that are committed to of each kind
 
 
-def audit_run(config: Config, *, confidence: float = 0.9999) -> list[Finding]:
+def audit_run(config: Config, *, confidence: float = 0.9999) -> list[audit.Finding]:
     """Audit every kind of release of a private run; one finding for each, in their order.
 
     Args:
@@ -119,14 +105,15 @@ def audit_run(config: Config, *, confidence: float = 0.9999) -> list[Finding]:
         number = config.secure_sum.least(config.clients) if config.secure_sum else 1
         clients = _clients(config, number)
         miss = (1 - confidence) / max(1, len(schedule))
-        findings: dict[str, Finding] = {}
+        findings: dict[str, audit.Finding] = {}
         for request in {id(request): request for request in asked.values()}.values():
             of_request = [planned for planned in schedule if asked.get(planned.key) is request]
             exchange = _Exchange(config, clients, request, of_request)
             findings |= {found.release: found for found in _findings(exchange, miss)}
     never = "no request of the run has asked for it"
     return [
-        findings.get(planned.key, Finding(planned.key, "", unseen=(never,))) for planned in schedule
+        findings.get(planned.key, audit.Finding(planned.key, "", unseen=(never,)))
+        for planned in schedule
     ]
 
 
@@ -202,8 +189,8 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
                 retrain(run, description, None)
         if "evaluate" in keys:
             assert isinstance(config.privacy, DifferentialPrivacy)
-            site, header = Site(config.privacy.data_set), Header("", "evaluate", 0, 1, 0, "")
-            settings = Evaluate(network=description, split="test", site=site)
+            site, header = rq.Site(config.privacy.data_set), Header("", "evaluate", 0, 1, 0, "")
+            settings = rq.Evaluate(network=description, split="test", site=site)
             statistics = run.cohort.statistics
             grid.record(Request("evaluate.model", header, settings, statistics=statistics))
         return run.schedule, grid.asked
@@ -243,7 +230,7 @@ class _Exchange:
         self.by_client = guard.allowed.unit == CLIENT
         settings = _shortened(request.settings)
         self._request = replace(request, settings=settings)
-        self.is_probe = isinstance(settings, Probe)
+        self.is_probe = isinstance(settings, rq.Probe)
         self._draws_paths = getattr(getattr(settings, "local", None), "paths", None) is not None
         # whether replies are trained models, whose moments give the gradients
         self._is_trained = ACTIONS[request.action].trains and not self.by_client
@@ -268,11 +255,11 @@ class _Exchange:
         ends = list(accumulate(sizes.values()))
         return {n: slice(end - sizes[n], end) for n, end in zip(sizes, ends, strict=True)}
 
-    def test(self, kind: str, parts: Mapping[str, slice], *, miss: float) -> ReleaseTest:
+    def test(self, kind: str, parts: Mapping[str, slice], *, miss: float) -> audit.ReleaseTest:
         """Return the tests of a kind of release, each of which finds a wrong fault by ``miss``."""
         planned, exact = self.planned[kind], self._exact.get(kind)
         assert planned.noise_multiplier is not None
-        return ReleaseTest(
+        return audit.ReleaseTest(
             planned.key,
             sigma=planned.noise_multiplier * (1.0 if planned.shared else math.sqrt(self._honest)),
             rate=planned.rate(self._records),
@@ -282,7 +269,7 @@ class _Exchange:
             is_gradient=kind in SPLIT_OF and exact is not None,
             is_probe=self.is_probe,
             by_client=self.by_client,
-            on_path=self._draws_paths or isinstance(self._request.settings, TrainCandidates),
+            on_path=self._draws_paths or isinstance(self._request.settings, rq.TrainCandidates),
             two_steps=self.two_steps,
             miss=miss,
         )
@@ -326,7 +313,7 @@ class _Exchange:
         parts = (client.data.train, client.data.validation, client.data.test)
         split = next(part for part in parts if len(part))
         split = replace(split, persons=None, features=split.features[split.rows[:1]])
-        if isinstance(settings, TellStatistics):
+        if isinstance(settings, rq.TellStatistics):
             split = replace(split, features=split.features * 1e6)  # beyond every range
         label, classes = parts[0].labels[parts[0].rows[:1]], len(client.class_names)
         trained, best = bool(self.planned.keys() & SPLIT_OF.keys()), -1.0
@@ -349,7 +336,7 @@ class _Exchange:
     def _sent(self, scale: float) -> dict[str, Packed]:
         """Return states for the request: of a new network, its last layer's weights scaled."""
         client = self._clients[0]
-        if isinstance(self._request.settings, TellStatistics):
+        if isinstance(self._request.settings, rq.TellStatistics):
             return {}
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -372,7 +359,7 @@ class _Exchange:
 
         By the real client, without privacy.
         """
-        if isinstance(self._request.settings, TellStatistics):
+        if isinstance(self._request.settings, rq.TellStatistics):
             self._sizes: Sizes = {STATISTICS: {"float32": 3 * self._clients[0].num_columns}}
             return {}
         client = replace(self._holding(self._clients[0], 1, exact=True), guard=None, sums=None)
@@ -423,7 +410,7 @@ class _Exchange:
             )
             for own in self._schedule
         )
-        settings = Commit(data_set=self._data_set, releases=planned)
+        settings = rq.Commit(data_set=self._data_set, releases=planned)
         header = self._header(run, client)
         answer(self._clients[client], Request("query.commit", header, settings))
 
@@ -475,7 +462,9 @@ class _Exchange:
         value, settings = reply.states[kind]["float32"], self._request.settings
         if kind == STATISTICS:
             return value, largest_norm(len(value) // 3)
-        return value, settings.loss_bound if isinstance(settings, Probe) else math.sqrt(len(value))
+        return value, settings.loss_bound if isinstance(settings, rq.Probe) else math.sqrt(
+            len(value)
+        )
 
     def _gradient(
         self, reply: Reply, kind: str, batches: Mapping[str, float], *, exact: bool
@@ -528,11 +517,11 @@ class _Exchange:
         return summands.decode(named, sites=len(clients))
 
 
-def _shortened(settings: Settings) -> Settings:
+def _shortened(settings: rq.Settings) -> rq.Settings:
     """Return a request for one candidate, or two trials."""
-    if isinstance(settings, TrainCandidates):
+    if isinstance(settings, rq.TrainCandidates):
         return replace(settings, candidates=settings.candidates[:1])
-    if isinstance(settings, Probe):
+    if isinstance(settings, rq.Probe):
         return replace(settings, trials=settings.trials[:2])
     return settings
 
@@ -554,7 +543,7 @@ def _fixed(value: Any, lr: float) -> Any:
     return type(value)(**changed)
 
 
-def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
+def _findings(exchange: _Exchange, miss: float) -> Iterator[audit.Finding]:
     """Yield the finding of each kind that an exchange releases.
 
     Args:
@@ -562,7 +551,7 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
         miss: Largest chance of each kind that a fault is found in an honest client.
     """
     for planned in exchange.hidden:
-        yield Finding(planned.key, "", unseen=("no reply tells it: rewards follow from it",))
+        yield audit.Finding(planned.key, "", unseen=("no reply tells it: rewards follow from it",))
     one, other = exchange.release(1), exchange.release(1)
     parts = {kind: exchange.parts(kind, len(value)) for kind, value in one.items()}
     each = miss / (2 * max(map(len, parts.values())) + 8)  # tests of a kind
@@ -594,8 +583,8 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[Finding]:
 
 
 def _amounts(
-    exchange: _Exchange, tests: Sequence[ReleaseTest], counts: Sequence[int], *, miss: float
-) -> Amounts:
+    exchange: _Exchange, tests: Sequence[audit.ReleaseTest], counts: Sequence[int], *, miss: float
+) -> audit.Amounts:
     """Return numbers of replies and canaries that show faults, as far as these may be many.
 
     Args:
@@ -604,16 +593,16 @@ def _amounts(
         counts: Values with noise of each tensor that has some.
         miss: Of each test.
     """
-    needed = values_for_half(miss=miss) / min(counts, default=1)
+    needed = audit.values_for_half(miss=miss) / min(counts, default=1)
     replies = 2 * math.ceil(min(max(needed, LEAST_REPLIES), MOST_REPLIES) / 2)
-    amounts = Amounts(replies, replies, 1 if exchange.by_client else LEAST_CANARIES)
+    amounts = audit.Amounts(replies, replies, 1 if exchange.by_client else LEAST_CANARIES)
     if exchange.is_probe:  # noise is told by replies without canaries alone
         amounts = replace(amounts, replies=2 * replies, planted=LEAST_REPLIES)
     while not all(test.is_shown(amounts) for test in tests):
         if exchange.by_client and amounts.planted < MOST_REPLIES:
             more = 2 * amounts.planted
             amounts = replace(amounts, planted=more, replies=max(amounts.replies, more))
-        elif not exchange.by_client and amounts.units < MOST_CANARIES:
+        elif not exchange.by_client and amounts.units < audit.MOST_CANARIES:
             amounts = replace(amounts, units=2 * amounts.units)
         else:
             break

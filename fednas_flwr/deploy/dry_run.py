@@ -44,12 +44,7 @@ from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.runs.run_folder import create_run_folder, free_bytes
-from fednas_flwr.settings import (
-    Config,
-    DifferentialPrivacy,
-    dump_config,
-    expanded,
-)
+from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.runtimes import RayRuntime
 

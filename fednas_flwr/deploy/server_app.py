@@ -24,15 +24,9 @@ from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
 from fednas_flwr.report.trackers import check_trackers, make_tracker
+from fednas_flwr.runs import run_folder
 from fednas_flwr.runs.events import EventLog, Listener
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, is_whole
-from fednas_flwr.runs.run_folder import (
-    RUNS,
-    check_whole,
-    create_run_folder,
-    occupied,
-    open_run_folder,
-)
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config, parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
@@ -65,7 +59,7 @@ def _run_launched(grid: Grid, context: Context) -> None:
             f"run_dir={folder} already holds a run on the SuperLink's machine: choose another."
         )
     if not (folder / CONFIG_FILE).exists():  # else the launcher, on this machine, has made it
-        config = create_run_folder(config)
+        config = run_folder.create_run_folder(config)
     serve(config, grid, listeners=[EventPrinter()], resumed=resumed)
 
 
@@ -110,8 +104,8 @@ def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
     if resumed:
         if len(overrides) > 1:
             raise ConfigError(f"{resumed[0]} takes no other override: the run has its own.")
-        config = open_run_folder(resumed[0].removeprefix("resume="))
-        check_whole(config)
+        config = run_folder.open_run_folder(resumed[0].removeprefix("resume="))
+        run_folder.check_whole(config)
     else:
         config = _composed(overrides, num_nodes)
     if config.clients != num_nodes:
@@ -125,7 +119,9 @@ def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
     if resumed:
         return config, True
     root = checkout()
-    return create_run_folder(config, runs=RUNS if root is None else root / RUNS), False
+    return run_folder.create_run_folder(
+        config, runs=run_folder.RUNS if root is None else root / run_folder.RUNS
+    ), False
 
 
 def _composed(overrides: list[str], num_nodes: int) -> Config:
@@ -174,7 +170,7 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
     """
     folder = Path(str(config.run_dir))
     with ExitStack() as stack:
-        stack.enter_context(occupied(folder))
+        stack.enter_context(run_folder.occupied(folder))
         listeners = list(listeners)
         check_trackers(config.trackers)
         listeners += [stack.enter_context(make_tracker(n, folder)) for n in config.trackers]

@@ -25,14 +25,7 @@ from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, noise_range
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.settings.names import (
-    CLIENT,
-    LARGEST_MICRO_BATCH,
-    LARGEST_NOISE_MULTIPLIER,
-    SPLITS,
-    UNITS,
-    Unit,
-)
+from fednas_flwr.settings import names
 from fednas_flwr.settings.optimizers import Count, Positive, Share
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, check_range, parse
 
@@ -72,7 +65,7 @@ class DataSetPolicy:
     largest_grad_norm: float
     largest_steps: int
     actions: frozenset[str]
-    unit: Unit
+    unit: names.Unit
     records: Mapping[str, int]
     fractions: Mapping[str, float]
     threads: int
@@ -137,7 +130,9 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
     """
     splits = planned.splits
     if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(allowed.records):
-        raise refused("splits", "splits", list(splits), f"different ones of {', '.join(SPLITS)}")
+        raise refused(
+            "splits", "splits", list(splits), f"different ones of {', '.join(names.SPLITS)}"
+        )
     if planned.num_records(allowed.records) == 0:
         raise ConfigError(
             f"refused by the policy, rule records: {' + '.join(splits)} has no declared record."
@@ -145,35 +140,28 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
     size = planned.batch_size
     if size is not None and not 0 < size < math.inf:
         raise refused("sample_rate", "batch_size", size, "above 0, or null for all records")
-    if planned.of_client != (allowed.unit == CLIENT):
+    if planned.of_client != (allowed.unit == names.CLIENT):
         limit = f"{not planned.of_client}: this site protects every {allowed.unit}"
         raise refused("unit", "of_client", planned.of_client, limit)
-    if planned.of_client and (size is not None or set(splits) != set(SPLITS)):
-        raise refused("unit", "batch_size", size, f"null, with splits {', '.join(SPLITS)}")
+    if planned.of_client and (size is not None or set(splits) != set(names.SPLITS)):
+        raise refused("unit", "batch_size", size, f"null, with splits {', '.join(names.SPLITS)}")
     one_sum = planned.of_client or len(ACTIONS[planned.action].gradients_of) == 1
     if planned.shared and (allowed.secure_sum is None or not one_sum):
         limit = "False: noise is shared in secure sums of one gradient, or of clients' updates"
         raise refused("secure_sum", f"shared noise of {planned.action}", True, limit)
-    terms = {
-        "least_noise_multiplier": (
-            *("noise_multiplier", planned.noise_multiplier),
-            *(allowed.least_noise_multiplier, LARGEST_NOISE_MULTIPLIER),
-        ),
-        "largest_noise_multiplier": (
-            *("noise_multiplier", planned.noise_multiplier),
-            *(allowed.least_noise_multiplier, allowed.largest_noise_multiplier),
-        ),
-        "largest_grad_norm": (
-            *("max_grad_norm", planned.max_grad_norm),
-            *(LEAST_GRAD_NORM, allowed.largest_grad_norm),
-        ),
-        "sample_rate": ("sample_rate", planned.rate(allowed.records), LEAST_SAMPLE_RATE, 1),
-        "largest_steps": ("steps", planned.steps, 1, allowed.largest_steps),
-    }
-    for rule, (term, value, least, largest) in terms.items():
-        if value is None or not least <= value <= largest:  # NaN is in no range
-            raise refused(rule, term, value, f"{least} to {largest}")
-    sigma, records = planned.noise_multiplier, sum(allowed.records.values())
+    sigma, rate = planned.noise_multiplier, planned.rate(allowed.records)
+    norm, most = planned.max_grad_norm, names.LARGEST_NOISE_MULTIPLIER
+    lowest, largest = allowed.least_noise_multiplier, allowed.largest_noise_multiplier
+    for rule, term, value, low, high in (
+        ("least_noise_multiplier", "noise_multiplier", sigma, lowest, most),
+        ("largest_noise_multiplier", "noise_multiplier", sigma, lowest, largest),
+        ("largest_grad_norm", "max_grad_norm", norm, LEAST_GRAD_NORM, allowed.largest_grad_norm),
+        ("sample_rate", "sample_rate", rate, LEAST_SAMPLE_RATE, 1),
+        ("largest_steps", "steps", planned.steps, 1, allowed.largest_steps),
+    ):
+        if value is None or not low <= value <= high:  # NaN is in no range
+            raise refused(rule, term, value, f"{low} to {high}")
+    records = sum(allowed.records.values())
     low, high = noise_range(num_values=num_values, num_records=records)
     if sigma is None or not low <= sigma <= high:
         limit = f"{low:.3g} to {high:.3g} for {num_values} values over {records} declared records"
@@ -278,11 +266,11 @@ class _Section(Checked):
     actions: Annotated[
         tuple[Annotated[str, OneOf(PRIVATE_ACTIONS)], ...], Length(Between(1, len(ACTIONS)))
     ]
-    unit: Annotated[str, OneOf(UNITS)]
+    unit: Annotated[str, OneOf(names.UNITS)]
     records: Count
     fractions: _Fractions
     threads: Count
-    micro_batch_size: Annotated[int, Between(1, LARGEST_MICRO_BATCH)]
+    micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
     secure_noise: bool
     test_seed: bool
     approve: Annotated[str, OneOf(APPROVALS)]
@@ -305,16 +293,16 @@ class _Section(Checked):
             raise ConfigError(str(error)) from error
         if self.secure_noise and self.test_seed:
             raise ConfigError("secure_noise and test_seed exclude one another.")
-        one = self.unit != CLIENT or self.records == 1
+        one = self.unit != names.CLIENT or self.records == 1
         check_range(one, "records", self.records, "1 with unit: client, the site itself")
-        some = self.unit == CLIENT or self.numbers["train"] > 0
+        some = self.unit == names.CLIENT or self.numbers["train"] > 0
         check_range(some, "records", self.records, "so many that the train split has one or more")
 
     @property
     def numbers(self) -> dict[str, int]:
         """Declared number of each split, rounded down; a client is in all that it has."""
         shares = asdict(self.fractions)
-        if self.unit == CLIENT:
+        if self.unit == names.CLIENT:
             return {split: int(share > 0) for split, share in shares.items()}
         return {split: math.floor(self.records * s + 1e-9) for split, s in shares.items()}
 

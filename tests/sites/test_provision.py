@@ -25,9 +25,15 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.deploy.bundle import bundle_files, check_bundle
-from fednas_flwr.deploy.sites.certificates import issue_certificate, make_node_key
 from fednas_flwr.deploy.sites.doctor import examine, read_settings
-from fednas_flwr.deploy.sites.provision import Deployment, Server, load_sites, provision
+from fednas_flwr.deploy.sites.provision import (
+    Deployment,
+    Server,
+    issue_certificate,
+    load_sites,
+    make_node_key,
+    provision,
+)
 
 SITES = """
 federation: heart

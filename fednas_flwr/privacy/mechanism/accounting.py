@@ -15,13 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from fednas_flwr.privacy.mechanism.renyi import (
-    Release,
-    check_delta,
-    epsilon_at_order,
-    merge_releases,
-    renyi_divergence,
-)
+from fednas_flwr.privacy.mechanism import renyi
+from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.settings.names import GDP, PRV, RDP
 
 
@@ -41,9 +36,9 @@ def gdp_epsilon(releases: Sequence[Release], delta: float) -> float:
     Raises:
         ValueError: ``delta`` is out of range.
     """
-    check_delta(delta)
+    renyi.check_delta(delta)
     squares = 0.0
-    for release in merge_releases(releases):
+    for release in renyi.merge_releases(releases):
         exponent = release.noise_multiplier**-2
         if exponent > 700:
             return math.inf
@@ -104,29 +99,17 @@ def rdp_epsilon(releases: Sequence[Release], delta: float) -> float:
         >>> round(rdp_epsilon(schedule, 1e-5), 2)
         2.16
     """
-    check_delta(delta)
+    renyi.check_delta(delta)
     if not releases:
         return 0.0
-    merged = merge_releases(releases)
+    merged = renyi.merge_releases(releases)
+    divergences = {order: sum(renyi.cost(one, order) for one in merged) for order in RDP_ORDERS}
     return max(
         0.0,
         min(
-            epsilon_at_order(order=order, divergence=_divergence(merged, order), delta=delta)
-            for order in RDP_ORDERS
+            renyi.epsilon_at_order(order=order, divergence=divergence, delta=delta)
+            for order, divergence in divergences.items()
         ),
-    )
-
-
-def _divergence(releases: Sequence[Release], order: float) -> float:
-    """Return the divergence of the whole composition at one order."""
-    return sum(
-        release.steps
-        * renyi_divergence(
-            noise_multiplier=release.noise_multiplier,
-            sample_rate=release.sample_rate,
-            order=order,
-        )
-        for release in releases
     )
 
 
@@ -155,7 +138,7 @@ def prv_epsilon(releases: Sequence[Release], delta: float) -> float:
     import dp_accounting  # type: ignore[import-untyped,unused-ignore]
     from dp_accounting import pld  # type: ignore[import-untyped,unused-ignore]
 
-    merged = merge_releases(releases)
+    merged = renyi.merge_releases(releases)
     # Rounding adds about grid^2 of variance per step: keep sqrt(steps) * grid far below epsilon,
     # and the grid of one step's losses (up to about 1 / (2 s^2) + 10 / s) below 2 million points.
     grid = 0.015 * bound / math.sqrt(sum(release.steps for release in merged))
@@ -196,7 +179,7 @@ def epsilon_per_split(
         >>> spent["train"] > spent["test"]
         True
     """
-    check_delta(delta)
+    renyi.check_delta(delta)
     read: dict[str, list[Release]] = {}
     lost = any(release is None for release, _ in entries)
     for release, splits in entries:

@@ -53,23 +53,9 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import own_linear_layers
-from fednas_flwr.privacy.mechanism.micro_batches import (
-    ClippedSum,
-    from_units,
-    in_units,
-    micro_batches,
-    person_means,
-    sum_in_units,
-)
-from fednas_flwr.privacy.mechanism.record_gradients import (
-    Group,
-    Loss,
-    OuterProducts,
-    differentiate,
-    losses_of,
-    record_gradients,
-    refuse_batch_norm,
-)
+from fednas_flwr.privacy.mechanism import micro_batches as mb
+from fednas_flwr.privacy.mechanism import record_gradients as rg
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.self_test import Watch, unwatched
 
 COLUMNS = 2048  # of gradients that are turned into float64 at a time
@@ -95,7 +81,7 @@ def clipped_gradient_sum(
     x: Tensor,
     y: Tensor,
     *,
-    loss: Loss,
+    loss: rg.Loss,
     parameters: Mapping[str, nn.Parameter],
     max_norm: float,
     micro_batch_size: int | None = None,
@@ -157,9 +143,9 @@ def clipped_gradient_sum(
     sums: dict[str, Tensor] = {}
     with (
         _only_trainable(module, parameters),
-        record_gradients(module, parameters, _watched(loss, watch)) as gradients,
+        rg.record_gradients(module, parameters, _watched(loss, watch)) as gradients,
     ):
-        for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
+        for x_B, y_B, count in mb.micro_batches(x, y, micro_batch_size):
             scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
             _add(sums, _clipped_sum(gradients(x_B, y_B), parameters, scale, watch))
     return _with_zeros(sums, parameters, max_norm)
@@ -170,7 +156,7 @@ def clipped_alpha_gradient_sum(
     x: Tensor,
     y: Tensor,
     *,
-    loss: Loss,
+    loss: rg.Loss,
     alphas: Mapping[str, Tensor],
     max_norm: float,
     relaxation: Relaxation | None = None,
@@ -210,20 +196,20 @@ def clipped_alpha_gradient_sum(
     Guarantee: sensitivity R under adding or removing one record; see the head of this module.
     """
     _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
-    refuse_batch_norm(supernet)
+    rg.refuse_batch_norm(supernet)
     sums: dict[str, Tensor] = {}
     op_weights, by_alphas = relaxation or _softmax(alphas)
     loss = _watched(loss, watch)
     with _only_trainable(supernet, {}), own_linear_layers(supernet), torch.enable_grad():
-        for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
+        for x_B, y_B, count in mb.micro_batches(x, y, micro_batch_size):
             leaves = {
                 kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
                 for kind, w_EK in op_weights.items()
             }
-            gradients: list[Group] = [
+            gradients: list[rg.Group] = [
                 ([kind], by_alphas(kind, gradient_BEK.double()))
-                for kind, gradient_BEK in differentiate(
-                    losses_of(supernet(x_B, leaves), y_B, loss), leaves
+                for kind, gradient_BEK in rg.differentiate(
+                    rg.losses_of(supernet(x_B, leaves), y_B, loss), leaves
                 ).items()
             ]
             scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
@@ -241,7 +227,7 @@ class _Scale(NamedTuple):
 
 
 def _clipped_sum(
-    gradients: Sequence[Group], parameters: Mapping[str, Tensor], scale: _Scale, watch: Watch
+    gradients: Sequence[rg.Group], parameters: Mapping[str, Tensor], scale: _Scale, watch: Watch
 ) -> dict[str, Tensor]:
     """Return the clipped sum of the gradients of B rows, in units, by name.
 
@@ -260,7 +246,7 @@ def _clipped_sum(
     for shown in (*parts, *(factor for pair in outer.values() for factor in pair)):
         watch(shown)
     if scale.persons is not None:
-        parts = [person_means(part, scale.persons) for part in parts]
+        parts = [mb.person_means(part, scale.persons) for part in parts]
     norms = [_norms(part) for part in parts]
     norms += [_norms(left_BO) * _norms(right_BI) for left_BO, right_BI in outer.values()]
     factors_B = _scaled(norms, scale)
@@ -272,13 +258,13 @@ def _clipped_sum(
             contributes.append(contribution.flatten(1).any(1, keepdim=True))
 
     for name, (left_BO, right_BI) in outer.items():
-        by_name[name], *cut = sum_in_units(
+        by_name[name], *cut = mb.sum_in_units(
             left_BO, right_BI, bound=scale.max_norm, factors_B=factors_B
         )
         for factor in cut:
             show(factor)
     for part in parts:
-        units = in_units(part, bound=scale.max_norm, factors_B=factors_B)
+        units = mb.in_units(part, bound=scale.max_norm, factors_B=factors_B)
         show(units)
         sums.append(units.sum(0))
     if contributes:
@@ -291,10 +277,10 @@ def _clipped_sum(
 
 
 def _separated(
-    gradients: Sequence[Group], *, keep_factors: bool
-) -> tuple[dict[str, OuterProducts], list[tuple[list[str], Tensor]]]:
+    gradients: Sequence[rg.Group], *, keep_factors: bool
+) -> tuple[dict[str, rg.OuterProducts], list[tuple[list[str], Tensor]]]:
     """Return the gradients that are kept as factors, by name, and the groups of all others."""
-    outer: dict[str, OuterProducts] = {}
+    outer: dict[str, rg.OuterProducts] = {}
     whole: list[tuple[list[str], Tensor]] = []
     for names, gradient in gradients:
         if isinstance(gradient, Tensor):
@@ -322,7 +308,7 @@ def _scaled(norms: list[Tensor], scale: _Scale) -> Tensor:
     if scale.persons is not None:
         count = int(scale.persons.max()) + 1 if count else 0
         if factors_B is not None:
-            factors_B = person_means(factors_B[:, None], scale.persons)[:, 0]
+            factors_B = mb.person_means(factors_B[:, None], scale.persons)[:, 0]
     norms_B = torch.linalg.vector_norm(torch.stack(norms, dim=1), dim=1)
     scale_B: Tensor = (scale.max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
     if factors_B is not None:
@@ -332,7 +318,7 @@ def _scaled(norms: list[Tensor], scale: _Scale) -> Tensor:
     return scale_B
 
 
-def _watched(loss: Loss, watch: Watch) -> Loss:
+def _watched(loss: rg.Loss, watch: Watch) -> rg.Loss:
     """Return the loss; outputs and losses are watched."""
     if watch is unwatched:
         return loss
@@ -357,7 +343,7 @@ def _with_zeros(
 ) -> ClippedSum:
     """Return sums in units as float64, in the parameters' order, zeros where there is none."""
     tensors = {
-        name: from_units(sums[name], bound=max_norm)
+        name: mb.from_units(sums[name], bound=max_norm)
         if name in sums
         else torch.zeros_like(parameter, dtype=torch.float64)
         for name, parameter in parameters.items()

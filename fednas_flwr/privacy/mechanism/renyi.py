@@ -16,18 +16,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from fednas_flwr.settings.names import (
-    LARGEST_NOISE_MULTIPLIER,
-    LEAST_NOISE_MULTIPLIER,
-    PERSON,
-    UNITS,
-    Unit,
-)
+from fednas_flwr.settings import names
 
 _ROUNDING = 1 + 1e-9
 _MAX_POINTS = 2**15
 _RANGES = (
-    ("noise_multiplier", LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER),
+    ("noise_multiplier", names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER),
     ("sample_rate", 0.0, 1.0),
 )
 
@@ -126,6 +120,13 @@ def renyi_divergence(*, noise_multiplier: float, sample_rate: float, order: floa
     return float(np.logaddexp(0.0, log_mass)) / (order - 1) * _ROUNDING
 
 
+def cost(release: Release, order: float) -> float:
+    """Return the divergence of all steps of a release at one order."""
+    sigma, rate = release.noise_multiplier, release.sample_rate
+    step = renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
+    return release.steps * step
+
+
 def _log_excess(u: np.ndarray, p: float, order: float) -> np.ndarray:
     """Return ``log((1 + x)^order - 1 - order * x)`` for ``x = p * (exp(u) - 1)``."""
     log_growth = np.logaddexp(math.log1p(-p), math.log(p) + u)  # log(1 + x) for large x
@@ -156,9 +157,9 @@ def check_delta(delta: float) -> None:
         raise ValueError(f"delta must lie strictly between 0 and 1, got {delta!r}.")
 
 
-def booked_unit(unit: Unit, id_column: str) -> str:
+def booked_unit(unit: names.Unit, id_column: str) -> str:
     """Return a unit as a ledger books it: persons with the column that tells them apart."""
-    return f"{unit} by {id_column}" if unit == PERSON else unit
+    return f"{unit} by {id_column}" if unit == names.PERSON else unit
 
 
 def kind_of(booked: str) -> str:
@@ -168,7 +169,7 @@ def kind_of(booked: str) -> str:
 
 def protects(booked: str, unit: str) -> bool:
     """Whether a release that protects a booked unit also bounds leakage about another one."""
-    return booked == unit or UNITS.index(kind_of(booked)) > UNITS.index(kind_of(unit))
+    return booked == unit or names.UNITS.index(kind_of(booked)) > names.UNITS.index(kind_of(unit))
 
 
 def counted(release: Release, booked: str, unit: str) -> Release | None:
@@ -200,7 +201,7 @@ def counted(release: Release, booked: str, unit: str) -> Release | None:
     half = release.noise_multiplier / 2
     if booked == unit:
         return release
-    if not protects(booked, unit) or half < LEAST_NOISE_MULTIPLIER:
+    if not protects(booked, unit) or half < names.LEAST_NOISE_MULTIPLIER:
         return None
     steps = release.steps * (1 if release.sample_rate == 1 else 2)
     return Release(noise_multiplier=half, sample_rate=release.sample_rate, steps=steps)
