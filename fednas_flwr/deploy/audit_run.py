@@ -57,10 +57,11 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_reply
 from fednas_flwr.protocol.secure_sum.masked_sum import MaskedSum
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states, pack, unpack
-from fednas_flwr.protocol.sum_encoding import MASKED, Sizes, Summands, sizes_of
-from fednas_flwr.protocol.sum_requests import Summed, by_index
+from fednas_flwr.protocol.sum_encoding import Sizes, Summands, sizes_of
+from fednas_flwr.protocol.sum_requests import Summed, answer_sum, by_text
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.search.pool import Pool
+from fednas_flwr.server.secure_sums import PendingSum
 from fednas_flwr.settings import Config, DifferentialPrivacy, with_runtime
 from fednas_flwr.settings.names import CLIENT, LARGEST_EPSILON, SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
@@ -489,32 +490,23 @@ class _Exchange:
         """Return the reply of a secure sum's total; clients that help the server add zeros."""
         everybody, summed = tuple(range(len(clients))), self._summed()
         summands = Summands(self._request.action, self._sizes, summed, self._states)
-        total, context = MaskedSum(everybody), b""
-        boxes: dict[int, dict[int, bytes]] = {}
+        pending = PendingSum(summands, MaskedSum(everybody))
         for i, client in enumerate(clients):
             request = replace(requests[i], summed=summed)
             if i < self._honest:
-                reply = answer(client, request)
-                vectors = [reply.states[MASKED][dtype].numpy() for dtype in summands.lengths]
-                boxes[i] = by_index(reply.properties["boxes"])
-                context = bytes.fromhex(reply.properties["context"])
-            else:
-                assert client.guard is not None
-                part = begin_sum(client, request, admit(client.guard, request))
-                assert part is not None
-                vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
-                boxes[i] = part.mask(vectors)
-            total.add(i, vectors)
-        sites = {i: sums_of(client) for i, client in enumerate(clients)}
-        signatures = {i: site.sign(context, everybody) for i, site in sites.items()}
-        openings = {
-            i: sites[i].open(
-                context, everybody, signatures, {j: boxes[j][i] for j in boxes if j != i}
-            )
-            for i in range(len(clients) - self._honest + 1)
-        }
-        named = dict(zip(summands.lengths, total.unmask(openings), strict=True))
-        return summands.decode(named, sites=len(clients))
+                pending.add(i, answer(client, request))
+                continue
+            assert client.guard is not None
+            part = begin_sum(client, request, admit(client.guard, request))
+            assert part is not None
+            vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
+            pending.boxes[i] = by_text(part.mask(vectors))
+            pending.total.add(i, vectors)
+        sites = [sums_of(client) for client in clients]
+        signatures = [answer_sum(site, pending.sign_request())["signature"] for site in sites]
+        asked = pending.open_requests(dict(enumerate(signatures)))
+        helping = len(clients) - self._honest
+        return pending.unmask({i: answer_sum(sites[i], asked[i]) for i in range(helping + 1)})
 
 
 def _shortened(settings: rq.Settings) -> rq.Settings:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-import torch
-
 from fednas_flwr.privacy.mechanism import renyi
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.settings.names import GDP, PRV, RDP
@@ -64,6 +62,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 def _gdp_delta(epsilon: float, mu: float) -> float:
     """Return delta at ``epsilon`` of mu-Gaussian differential privacy."""
+    import torch  # which sites that sign for a secure sum do without
+
     points = torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64)
     log_first, log_second = torch.special.log_ndtr(points).tolist()
     return math.exp(log_first) - math.exp(min(0.0, epsilon + log_second))
