@@ -47,6 +47,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -139,16 +140,12 @@ def clipped_gradient_sum(
         >>> sums["weight"]
         tensor([[1.5000]], dtype=torch.float64)
     """
-    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
-    sums: dict[str, Tensor] = {}
+    clipping = _Clipping(max_norm, micro_batch_size, class_factors, persons, watch)
     with (
         _only_trainable(module, parameters),
         rg.record_gradients(module, parameters, _watched(loss, watch)) as gradients,
     ):
-        for x_B, y_B, count in mb.micro_batches(x, y, micro_batch_size):
-            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
-            _add(sums, _clipped_sum(gradients(x_B, y_B), parameters, scale, watch))
-    return _with_zeros(sums, parameters, max_norm)
+        return clipping.sum(x, y, gradients, parameters)
 
 
 def clipped_alpha_gradient_sum(
@@ -195,26 +192,68 @@ def clipped_alpha_gradient_sum(
 
     Guarantee: sensitivity R under adding or removing one record; see the head of this module.
     """
-    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
+    clipping = _Clipping(max_norm, micro_batch_size, class_factors, persons, watch)
     rg.refuse_batch_norm(supernet)
-    sums: dict[str, Tensor] = {}
     op_weights, by_alphas = relaxation or _softmax(alphas)
     loss = _watched(loss, watch)
+
+    def gradients(x_B: Tensor, y_B: Tensor) -> list[rg.Group]:
+        leaves = {
+            kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
+            for kind, w_EK in op_weights.items()
+        }
+        losses_B = rg.losses_of(supernet(x_B, leaves), y_B, loss)
+        found = rg.differentiate(losses_B, leaves)
+        return [([kind], by_alphas(kind, grad_BEK.double())) for kind, grad_BEK in found.items()]
+
     with _only_trainable(supernet, {}), own_linear_layers(supernet), torch.enable_grad():
-        for x_B, y_B, count in mb.micro_batches(x, y, micro_batch_size):
-            leaves = {
-                kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
-                for kind, w_EK in op_weights.items()
-            }
-            gradients: list[rg.Group] = [
-                ([kind], by_alphas(kind, gradient_BEK.double()))
-                for kind, gradient_BEK in rg.differentiate(
-                    rg.losses_of(supernet(x_B, leaves), y_B, loss), leaves
-                ).items()
-            ]
-            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
-            _add(sums, _clipped_sum(gradients, alphas, scale, watch))
-    return _with_zeros(sums, alphas, max_norm)
+        return clipping.sum(x, y, gradients, alphas)
+
+
+@dataclass(frozen=True)
+class _Clipping:
+    """How records are taken, clipped and added up; see :func:`clipped_gradient_sum`."""
+
+    max_norm: float
+    micro_batch_size: int | None
+    class_factors: Tensor | None
+    persons: Tensor | None
+    watch: Watch
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        size, factors = self.micro_batch_size, self.class_factors
+        if not SMALLEST_MAX_NORM <= self.max_norm < math.inf:
+            raise ValueError(f"max_norm must be at least 1e-100 and finite, got {self.max_norm}")
+        if size is not None and size < 1:
+            raise ValueError(f"micro_batch_size must be at least 1, got {size}")
+        if factors is not None and not bool(((factors > 0) & (factors <= 1)).all()):
+            raise ValueError(f"class_factors must be in (0, 1], got {factors.tolist()}")
+
+    def sum(
+        self, x: Tensor, y: Tensor, gradients: rg.RecordGradients, by: Mapping[str, Tensor]
+    ) -> ClippedSum:
+        """Return the sum over records of their clipped gradients; zeros where there is none."""
+        size, factors = self.micro_batch_size, self.class_factors
+        if len(x) != len(y):
+            raise ValueError(
+                f"expected one label per record, got {len(x)} records, {len(y)} labels"
+            )
+        if self.persons is not None and size is not None and len(x) > size:
+            raise ValueError(f"{len(x)} records of persons must be in one micro-batch")
+        sums: dict[str, Tensor] = {}
+        for x_B, y_B, count in mb.micro_batches(x, y, size):
+            factors_B = None if factors is None else factors.to(y_B.device)[y_B]
+            scale = _Scale(self.max_norm, factors_B, count, self.persons)
+            for name, part in _clipped_sum(gradients(x_B, y_B), by, scale, self.watch).items():
+                sums[name] = sums[name] + part if name in sums else part
+        tensors = {
+            name: mb.from_units(sums[name], bound=self.max_norm)
+            if name in sums
+            else torch.zeros_like(tensor, dtype=torch.float64)
+            for name, tensor in by.items()
+        }
+        return ClippedSum(tensors, norm=self.max_norm)
 
 
 class _Scale(NamedTuple):
@@ -332,25 +371,6 @@ def _watched(loss: rg.Loss, watch: Watch) -> rg.Loss:
     return watched
 
 
-def _add(sums: dict[str, Tensor], others: Mapping[str, Tensor]) -> None:
-    """Add to ``sums`` by name."""
-    for name, other in others.items():
-        sums[name] = sums[name] + other if name in sums else other
-
-
-def _with_zeros(
-    sums: dict[str, Tensor], parameters: Mapping[str, Tensor], max_norm: float
-) -> ClippedSum:
-    """Return sums in units as float64, in the parameters' order, zeros where there is none."""
-    tensors = {
-        name: mb.from_units(sums[name], bound=max_norm)
-        if name in sums
-        else torch.zeros_like(parameter, dtype=torch.float64)
-        for name, parameter in parameters.items()
-    }
-    return ClippedSum(tensors, norm=max_norm)
-
-
 def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
     """Return the relaxation of DARTS: all ops, weighted by ``softmax(alphas)``."""
     weights = {kind: a_EO.detach().double().softmax(dim=-1) for kind, a_EO in alphas.items()}
@@ -360,10 +380,6 @@ def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
         return w_EO * (gradients_BEO - (w_EO * gradients_BEO).sum(-1, keepdim=True))
 
     return Relaxation(weights, by_alphas)
-
-
-def _factors(class_factors: Tensor | None, y_B: Tensor) -> Tensor | None:
-    return None if class_factors is None else class_factors.to(y_B.device)[y_B]
 
 
 @contextmanager
@@ -383,23 +399,3 @@ def _only_trainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -
     finally:
         for parameter in changed:
             parameter.requires_grad_(not parameter.requires_grad)
-
-
-def _check_arguments(
-    x: Tensor,
-    y: Tensor,
-    max_norm: float,
-    micro_batch_size: int | None,
-    class_factors: Tensor | None,
-    persons: Tensor | None,
-) -> None:
-    if len(x) != len(y):
-        raise ValueError(f"expected one label per record, got {len(x)} records, {len(y)} labels")
-    if not SMALLEST_MAX_NORM <= max_norm < math.inf:
-        raise ValueError(f"max_norm must be at least 1e-100 and finite, got {max_norm}")
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
-    if class_factors is not None and not bool(((class_factors > 0) & (class_factors <= 1)).all()):
-        raise ValueError(f"class_factors must be in (0, 1], got {class_factors.tolist()}")
-    if persons is not None and len(x) > (len(x) if micro_batch_size is None else micro_batch_size):
-        raise ValueError(f"{len(x)} records of persons must be in one micro-batch")
