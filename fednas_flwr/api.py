@@ -197,7 +197,7 @@ def execute(
 
 def _launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
     """Run a configuration to its end unless its folder holds a run that has come to it."""
-    from fednas_flwr.deploy.launch import launch
+    from fednas_flwr.deploy.server_app import launch
     from fednas_flwr.runs.numbers import is_whole
 
     if not (resumed and is_whole(Path(str(config.run_dir)))):
@@ -208,7 +208,7 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
     """Train the networks that the run's own is compared with, and write its report anew."""
     if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
         return
-    from fednas_flwr.deploy.launch import launch
+    from fednas_flwr.deploy.server_app import launch
     from fednas_flwr.models.prediction import MODEL_FILE
     from fednas_flwr.pipeline.baselines import num_random, prepare_baselines
     from fednas_flwr.report.html_report import write_report

@@ -25,7 +25,7 @@ from statistics import median
 from deploy_local import write_data
 from loopback import SITES, Machines, free_ports, listens, until
 
-from fednas_flwr.deploy.sites.provision import Deployment
+from fednas_flwr.deploy.sites.provision import Deployment, Server
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
 
@@ -147,7 +147,7 @@ def flowers_exchanges(folder: Path, number: int) -> list[float]:
 def our_exchanges(folder: Path, number: int) -> list[float]:
     """Return the seconds of each exchange of a search, as a mean over each round's two."""
     data, records = write_data(folder / "data")
-    deployment = Deployment("local", ("127.0.0.1",), free_ports(1)[0], SITES)
+    deployment = Deployment("local", Server(("127.0.0.1",), free_ports(1)[0]), SITES)
     names = [str(digit) for digit in range(10)]
     machines = Machines(folder, deployment, data, records=records, class_names=names)
     machines.make_private(False)

@@ -24,8 +24,12 @@ from bench_step import CELLS_201, SIZES, S, Space, make_steps, measure, summary
 
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.privacy.books.ledger import Entry, Ledger
-from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split, prv_epsilon, rdp_epsilon
-from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+from fednas_flwr.privacy.mechanism.accounting import (
+    epsilon_per_split,
+    gdp_epsilon,
+    prv_epsilon,
+    rdp_epsilon,
+)
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, add_noise
 from fednas_flwr.privacy.mechanism.renyi import Release
 

@@ -30,7 +30,7 @@ from sklearn.datasets import load_digits
 
 from fednas_flwr.cli import main as fednas
 from fednas_flwr.client.audit_trail import verify_trail
-from fednas_flwr.deploy.sites.provision import Deployment
+from fednas_flwr.deploy.sites.provision import Deployment, Server
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import Event, read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     # Bits could not agree without one of the sites; a lost one must not end the run.
     deployed += [f"runtime.quorum={0.6 if lose else 1}", "runtime.deadline_s=600", *common]
     deployed += ["privacy.data_set=my-data"] if private else []
-    deployment = Deployment("local", ("127.0.0.1",), free_ports(1)[0], SITES)
+    deployment = Deployment("local", Server(("127.0.0.1",), free_ports(1)[0]), SITES)
     names = [str(digit) for digit in range(10)]
     machines = Machines(results, deployment, data, records=records, class_names=names)
     machines.make_private(private)

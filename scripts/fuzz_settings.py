@@ -70,7 +70,7 @@ RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
 TEXTS = ("", "a", "0", "nothing", "~/nothing", "a b", "é")
 MOST_CHARACTERS = 1500  # of a refusal
 SHARING = 10  # seconds that a second on the CPU may take
-LOADED = ("fednas_flwr.deploy.launch", "flwr_datasets", "onnxruntime", "sklearn.linear_model")
+LOADED = ("fednas_flwr.deploy.server_app", "flwr_datasets", "onnxruntime", "sklearn.linear_model")
 MEMORY = 6 * 2**30  # bytes of address space that a run may take beyond what it begins with
 
 

@@ -70,7 +70,7 @@ class Machines:
         self.base, self.sites, self.parts = base, deployment.sites, parts
         self.folder, self.logs = base / "deployment", base / "logs"
         ports = free_ports(len(data))
-        self.ports = {"server": deployment.port, **dict(zip(data, ports, strict=True))}
+        self.ports = {"server": deployment.server.port, **dict(zip(data, ports, strict=True))}
         self.logs.mkdir(parents=True)
         provision(deployment, self.folder, as_zip=False)
         edit(self.folder / "server" / "server.env", r"HOST=.*", "HOST=127.0.0.1")

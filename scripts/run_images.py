@@ -26,7 +26,7 @@ from deploy_local import write_data
 from loopback import SITES, Machines, Part, edit, free_ports
 
 from fednas_flwr.client.audit_trail import verify_trail
-from fednas_flwr.deploy.sites.provision import load_sites
+from fednas_flwr.deploy.sites.provision import Server, load_sites
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
@@ -193,7 +193,7 @@ def main(overrides: list[str]) -> int:
         (base / "data" / site).mkdir()
         data[site] = path.rename(base / "data" / site / f"{site}.npz")
     listed = load_sites(DOCKER / "sites.yaml")
-    deployment = replace(listed, addresses=("127.0.0.1",), port=free_ports(1)[0])
+    deployment = replace(listed, server=Server(("127.0.0.1",), free_ports(1)[0]))
     names, begun = [str(digit) for digit in range(10)], time.monotonic()
     made = {}
     try:

@@ -25,7 +25,7 @@ from subprocess import PIPE, Popen, TimeoutExpired
 from typing import IO
 
 IMPORTED = (  # what a run imports in its course; nothing that starts a thread
-    *("fednas_flwr.cli.run", "fednas_flwr.api", "fednas_flwr.deploy.launch"),
+    *("fednas_flwr.cli.run", "fednas_flwr.api", "fednas_flwr.deploy.server_app"),
     "torch._dynamo",  # by the first step of an optimiser
 )
 

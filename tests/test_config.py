@@ -898,6 +898,8 @@ def test_a_last_learning_rate_that_was_typed_does_not_follow() -> None:
         ("stages=[evaluate]", "stages=[evaluate]"),
         ("seed=null", "seed=null has the wrong type"),
         ("seed=true", "seed=true has the wrong type"),
+        ("seed='5'", "seed=5 has the wrong type: expected a whole number, not text; if it"),
+        ("seed='5'", "from the environment, write ${oc.decode:${oc.env:NAME}}."),
         ("genotype={a:null}", "genotype={a: null} has the wrong type"),
         ("algorithm=cfdnas algorithm.client_tags=[a,1]", "client_tags[1]=1 has the wrong type"),
     ],

@@ -26,7 +26,7 @@ from fednas_flwr.data.loaders import augment, epoch_batches, server_split
 from fednas_flwr.data.prepared import make_data, make_server_data
 from fednas_flwr.data.records import assign_splits, record_ids
 from fednas_flwr.models.networks import describe_network, load, make_network, supernet_space
-from fednas_flwr.privacy.policy_file import template
+from fednas_flwr.privacy.policy import template
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import (
     Amount,

@@ -162,7 +162,7 @@ def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int
 
 def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
     """Make a node's key and say where its public half goes."""
-    from fednas_flwr.deploy.sites.certificates import make_node_key, make_sum_key
+    from fednas_flwr.deploy.sites.provision import make_node_key, make_sum_key
 
     knows = "other sites" if options.sum else "the server"
     try:

@@ -160,8 +160,12 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
 def _calibrate_steps(options: argparse.Namespace) -> int:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
     from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
-    from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon, rdp_epsilon
-    from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+    from fednas_flwr.privacy.mechanism.accounting import (
+        calibrate_noise,
+        gdp_epsilon,
+        prv_epsilon,
+        rdp_epsilon,
+    )
     from fednas_flwr.privacy.mechanism.renyi import Release
     from fednas_flwr.report.quantities import epsilon_text
 
@@ -200,7 +204,7 @@ def approve(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the schedules that wait for approval would release; approve the one of a hash."""
     from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment, schedule_hash
     from fednas_flwr.privacy.mechanism.noise import SecureGenerator
-    from fednas_flwr.privacy.policy_file import load_policy
+    from fednas_flwr.privacy.policy import load_policy
 
     policy = load_policy(options.policy)
     with _opened(options) as ledger:
@@ -320,21 +324,21 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
         delta: Of the epsilons.
         account: The only one to print; None prints all.
     """
-    from fednas_flwr.privacy.statement import make_statement
+    from fednas_flwr.privacy.books.ledger import make_statement
     from fednas_flwr.report.quantities import epsilon_text
     from fednas_flwr.report.terminal import print_table
 
     statement = make_statement(rows, delta=delta)
-    booked = [
-        [
-            *(line.account, line.run, line.stage, line.action, ", ".join(line.splits)),
-            *(f"{line.steps:,}", f"{line.committed_steps:,}"),
-            *(f"{line.noise_multiplier:.4g}", f"{line.sample_rate:.4g}"),
-            *(f"{datetime.fromtimestamp(t, UTC):%Y-%m-%d %H:%M}" for t in (line.first, line.last)),
-        ]
-        for line in statement.lines
-        if account in (None, line.account)
-    ]
+    booked = []
+    for line in statement.lines:
+        entry, release = line.entry, line.entry.release
+        if account not in (None, entry.account):
+            continue
+        names = [entry.account, entry.run, entry.stage, entry.action, ", ".join(entry.splits)]
+        steps = [f"{line.steps:,}", f"{entry.committed_steps:,}"]
+        noise = [f"{release.noise_multiplier:.4g}", f"{release.sample_rate:.4g}"]
+        times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
+        booked.append([*names, *steps, *noise, *(f"{time:%Y-%m-%d %H:%M}" for time in times)])
     print_table("what was booked", STATEMENT_HEAD, booked)
     shown = {
         pair: found for pair, found in statement.epsilons.items() if account in (None, pair[0])

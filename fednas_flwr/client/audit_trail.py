@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fednas_flwr.base.errors import ConfigError, DamagedError, DayFullError
 from fednas_flwr.base.files import make_folder, write_atomically
-from fednas_flwr.privacy.allowance import counter_of, take
-from fednas_flwr.privacy.books.anchor import create_key, equal, read_key, seal
+from fednas_flwr.privacy.books.anchor import counter_of, create_key, equal, read_key, seal, take
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.protocol.sum_requests import Asked
 

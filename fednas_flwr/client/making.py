@@ -27,8 +27,7 @@ from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.privacy.policy import AUTOMATIC, Policy
-from fednas_flwr.privacy.policy_file import load_policy, parse_policy
+from fednas_flwr.privacy.policy import AUTOMATIC, Policy, load_policy, parse_policy
 from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective

@@ -26,10 +26,9 @@ from fednas_flwr.privacy.books.renyi_filter import Reading, covered_steps
 from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_noise, add_shared_noise
-from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.mechanism.renyi import Release, booked_unit, counted
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
 from fednas_flwr.privacy.policy import Policy, check_action, check_planned, refused
-from fednas_flwr.privacy.units import booked_unit, counted
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
 from fednas_flwr.protocol.states import Tensors

@@ -13,15 +13,16 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import Message
-from flwr.clientapp import ClientApp
+from jinja2 import StrictUndefined, Template
 
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import whole_search
@@ -33,11 +34,11 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.ray_clusters import places
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
 from fednas_flwr.pipeline.learning_rates import explained
-from fednas_flwr.pipeline.run_stages import OutOfTimeError
+from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
 from fednas_flwr.pipeline.stages import begin, describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
-from fednas_flwr.report.quantities import duration, num_bytes
+from fednas_flwr.report.quantities import duration, num_bytes, rounds_text
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.events import EventLog, read_events
@@ -49,6 +50,7 @@ from fednas_flwr.settings.run_settings import RayRuntime
 
 FEW = 4  # steps that tell what one takes
 DRAWS = 4  # of zero_cost, likewise
+G = TypeVar("G", bound=InProcessGrid)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class StageEstimate:
     def seconds(self) -> float:
         """Seconds of all rounds, if they are like the first."""
         return self.rounds * self.round_s
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the messages of all rounds."""
+        return self.rounds * self.round_bytes
 
 
 @dataclass(frozen=True)
@@ -99,32 +106,11 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """Return what ``fednas run --dry-run`` prints."""
-        shown = [
-            f"{stage.name:8} {stage.rounds} round{'s' * (stage.rounds != 1)} of "
-            f"{duration(stage.round_s)}: {duration(stage.seconds)}, "
-            f"{num_bytes(stage.rounds * stage.round_bytes)} of traffic"
-            for stage in self.stages
-        ]
-        seconds = sum(stage.seconds for stage in self.stages)
-        traffic = sum(stage.rounds * stage.round_bytes for stage in self.stages)
-        shown.append(f"together {duration(seconds)}, {num_bytes(traffic)} of traffic")
-        memory = f"memory   {num_bytes(self.memory_bytes)} in this process, clients included"
-        gpu = "" if self.gpu_bytes is None else f"; {num_bytes(self.gpu_bytes)} on the GPU"
-        shown.append(memory + gpu)
-        short = ": too little" if self.disk_bytes > self.free_bytes else ""
-        shown.append(
-            f"disk     {num_bytes(self.disk_bytes)} of checkpoints, "
-            f"{num_bytes(self.free_bytes)} free{short}"
-        )
-        if self.privacy:
-            shown.append(f"privacy  (epsilon, delta) at most {self.privacy}")
-        side = f", {self.at_once} clients side by side" if self.at_once > 1 else ""
-        shown.append(
-            f"Measured by a few steps on this machine{side}, as if all rounds were like the first. "
-            "What is retrained after a search is a random network of the space. Not counted: "
-            "evaluation, export, baselines, and the scores of the pool of successive_halving."
-        )
-        return shown
+        text = (files("fednas_flwr.deploy") / "dry_run.txt.j2").read_text(encoding="utf-8")
+        template = Template(text, trim_blocks=True, undefined=StrictUndefined)
+        words = {"rounds": rounds_text, "duration": duration, "num_bytes": num_bytes}
+        shown: str = template.render(vars(self), **words)
+        return shown.splitlines()
 
 
 def estimate(config: Config) -> Estimate:
@@ -134,13 +120,33 @@ def estimate(config: Config) -> Estimate:
         ConfigError: The clients' data lies on other machines.
         QuorumError: Clients refuse, as they would in the run.
     """
-    if config.runtime.name == "deployment":
-        raise ConfigError(
-            "--dry-run with runtime=deployment: only the sites know their data and machines; "
-            "measure runtime=inline on data like theirs."
+    device, free = make_device(config.runtime.device), free_bytes(config)
+    torch.set_num_threads(config.runtime.threads)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with begun(config, MeasuringGrid) as (run, grid):
+        run.ends_at = -math.inf
+        grid.properties = run.cohort.properties
+        stages, config = [], run.config
+        if searches(config):
+            with suppress(OutOfTimeError):
+                start_search(run, prepare=_draw_few)
+            algorithm, factor = config.algorithm, 1.0
+            if isinstance(algorithm, ZeroCostSettings):
+                factor = max(1.0, algorithm.draws / DRAWS)
+            stages.append(_stage(run, grid, "search", config.rounds, factor))
+        if "retrain" in config.stages:
+            retrain(run, described_at_random(run), None)
+            stages.append(_stage(run, grid, "retrain", config.retrain.rounds))
+        return Estimate(
+            tuple(stages),
+            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            disk_bytes=sum(min(KEEP, stage.rounds) * stage.checkpoint_bytes for stage in stages),
+            free_bytes=free,
+            gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            privacy=_promised(run),
+            at_once=grid.at_once,
         )
-    with tempfile.TemporaryDirectory(prefix="fednas-dry-run-") as folder:
-        return replace(_estimate(own_folder(config, Path(folder))), free_bytes=free_bytes(config))
 
 
 def private_terms(config: Config) -> list[str]:
@@ -152,25 +158,40 @@ def private_terms(config: Config) -> list[str]:
     """
     if not isinstance(config.privacy, DifferentialPrivacy):
         raise ConfigError("privacy=none: nothing is to be calibrated; set privacy=dp.")
+    with begun(config, _grid) as (run, _):
+        return [*explained(run), f"(epsilon, delta) at most {_promised(run)}"]
+
+
+@contextmanager
+def begun(config: Config, make_grid: Callable[[Config], G]) -> Iterator[tuple[Run, G]]:
+    """Begin a run, and its clients, in a folder that is removed; real budgets pay nothing.
+
+    Raises:
+        ConfigError: The clients' data lies on other machines.
+        QuorumError: Clients refuse, as they would in the run.
+    """
     if config.runtime.name == "deployment":
         raise ConfigError(
-            "runtime=deployment: only the sites know how many records they have; calibrate "
+            "runtime=deployment: only the sites know their records and machines; try this with "
             "runtime=inline on data like theirs."
         )
-    with tempfile.TemporaryDirectory(prefix="fednas-calibrate-") as folder:
-        config = own_folder(config, Path(folder))
-        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    with tempfile.TemporaryDirectory(prefix="fednas-dry-run-") as folder:
+        config = _moved(config, Path(folder))
         with EventLog(Path(str(config.run_dir)) / EVENTS_FILE) as log:
-            run = begin(config, grid, log, {}, earlier=[])
-            events = read_events(run.folder / EVENTS_FILE)
-            (promised,) = [event for event in events if event["event"] == "privacy"]
-            return [
-                *explained(run),
-                f"(epsilon, delta) at most {sentence('overall_text', promised)}",
-            ]
+            grid = make_grid(config)
+            yield begin(config, grid, log, {}, earlier=[]), grid
 
 
-def own_folder(config: Config, folder: Path) -> Config:
+def described_at_random(run: Run) -> dict[str, Any]:
+    """Describe the network to retrain: the given one, else a random one of the search space."""
+    genotype = given_genotype(run.config)
+    if genotype is None and searches(run.config):
+        space = supernet_space(run.config, run.prepared)
+        genotype = space.random_genotype(torch.Generator().manual_seed(run.config.seed))
+    return describe(run, genotype, None)
+
+
+def _moved(config: Config, folder: Path) -> Config:
     """Return the configuration of the run that is measured, whose folder is made."""
     algorithm, privacy = config.algorithm, config.privacy
     config = whole_search(config)
@@ -186,61 +207,45 @@ def own_folder(config: Config, folder: Path) -> Config:
     return create_run_folder(replace(config, run_dir=str(folder / "run")))
 
 
-def _estimate(config: Config) -> Estimate:
-    torch.set_num_threads(config.runtime.threads)
-    folder, device = Path(str(config.run_dir)), make_device(config.runtime.device)
-    grid = MeasuringGrid(make_client_app(dump_config(config)), config)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    stages = []
-    with EventLog(folder / EVENTS_FILE) as log:
-        run = begin(config, grid, log, {}, earlier=[])
-        run.ends_at = -math.inf
-        grid.properties = run.cohort.properties
-        genotype, factor = given_genotype(config), 1.0
-        if searches(config):
+def _grid(config: Config) -> InProcessGrid:
+    return InProcessGrid(make_client_app(dump_config(config)), config.clients)
 
-            def few(strategy: RoundStrategy[Any]) -> None:
-                nonlocal factor
-                settings = strategy.settings
-                if isinstance(settings, ZeroCostSettings) and settings.draws > DRAWS:
-                    factor = settings.draws / DRAWS
-                    strategy.settings = replace(
-                        settings, draws=DRAWS, evolution=None, shortlist=None
-                    )
 
-            with suppress(OutOfTimeError):
-                start_search(run, prepare=few)
-            stages.append(_stage(grid, folder, "search", config.rounds, factor))
-            space = supernet_space(run.config, run.prepared)
-            genotype = space.random_genotype(torch.Generator().manual_seed(config.seed))
-        if "retrain" in config.stages:
-            retrain(run, describe(run, genotype, None), None)
-            stages.append(_stage(grid, folder, "retrain", config.retrain.rounds, 1.0))
-    events = read_events(folder / EVENTS_FILE)
+def _promised(run: Run) -> str:
+    """Return what a run promises of privacy; empty if it does not."""
+    events = read_events(run.folder / EVENTS_FILE)
     promised = [event for event in events if event["event"] == "privacy"]
-    return Estimate(
-        tuple(stages),
-        memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        disk_bytes=sum(min(KEEP, stage.rounds) * stage.checkpoint_bytes for stage in stages),
-        free_bytes=0,
-        gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        privacy=sentence("overall_text", promised[-1]) if promised else "",
-        at_once=grid.at_once,
-    )
+    return sentence("overall_text", promised[-1]) if promised else ""
+
+
+def _draw_few(strategy: RoundStrategy[Any]) -> None:
+    """Have a data-free search score a few networks, after its releases were planned."""
+    settings = strategy.settings
+    if isinstance(settings, ZeroCostSettings) and settings.draws > DRAWS:
+        strategy.settings = replace(settings, draws=DRAWS, evolution=None, shortlist=None)
 
 
 def _stage(
-    grid: MeasuringGrid, folder: Path, name: str, rounds: int, factor: float
+    run: Run, grid: MeasuringGrid, name: str, rounds: int, factor: float = 1.0
 ) -> StageEstimate:
-    """Return what the stage takes by its first round, which has just been measured."""
-    events = read_events(folder / EVENTS_FILE)
+    """Return what a stage takes by its first round, which has just been measured.
+
+    Args:
+        run: The run.
+        grid: Its clients.
+        name: Of the stage.
+        rounds: Number of its rounds.
+        factor: Of the server's own seconds.
+    """
+    events = read_events(run.folder / EVENTS_FILE)
     first = next(e for e in events if e["event"] == "round" and e["stage"] == name)
     server_s = max(0.0, first["seconds"] - grid.spent_s) * factor
-    round_s = server_s + sum(map(grid.exchange_s, grid.clients_s.values()))
+    round_s = server_s + sum(
+        max(max(clients_s), sum(clients_s) / grid.at_once) for clients_s in grid.clients_s.values()
+    )
     sent = first["bytes_sent"] + first["bytes_received"]
     grid.spent_s, grid.clients_s = 0.0, {}
-    left = sum(file.stat().st_size for file in folder.glob(f"checkpoints/{name}-*"))
+    left = sum(file.stat().st_size for file in run.folder.glob(f"checkpoints/{name}-*"))
     return StageEstimate(name, rounds, round_s, sent, left)
 
 
@@ -248,7 +253,6 @@ class MeasuringGrid(InProcessGrid):
     """Clients that take one step where they are asked for many, and how long all would take.
 
     Args:
-        client_app: Answers every message.
         config: Of the run.
 
     Attributes:
@@ -258,9 +262,9 @@ class MeasuringGrid(InProcessGrid):
         at_once: Clients that would be computed side by side.
     """
 
-    def __init__(self, client_app: ClientApp, config: Config) -> None:
+    def __init__(self, config: Config) -> None:
         """See the class."""
-        super().__init__(client_app, config.clients)
+        super().__init__(make_client_app(dump_config(config)), config.clients)
         self.properties: Mapping[int, Mapping[str, Any]] = {}
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}
         self.spent_s = 0.0
@@ -269,10 +273,6 @@ class MeasuringGrid(InProcessGrid):
         self.at_once = 1
         if isinstance(config.runtime, RayRuntime):
             self.at_once = min(config.clients, max(1, places(config.runtime, nodes)))
-
-    def exchange_s(self, clients_s: list[float]) -> float:
-        """Return how long the clients of an exchange take together."""
-        return max(max(clients_s), sum(clients_s) / self.at_once)
 
     def answer(self, message: Message) -> Message:
         """Return the reply after one step, or a few, of local training."""
@@ -283,22 +283,20 @@ class MeasuringGrid(InProcessGrid):
         request = decode_request(action, message.content)
         header = request.header
         exchange = (header.stage, header.round, header.phase, action)
-        records = self.properties[header.client]["splits"]
-        steps = request.settings.num_steps(records)
-        if request.summed is not None:  # of which every client answers the same one, once
-            reply, one_s = self._timed(message, request, 1)
-            seconds = one_s * steps
-        elif steps <= 2 * FEW:
-            reply, seconds = self._timed(message, request, steps)
-        elif exchange not in self._step_s:
-            self._timed(message, request, 1)  # builds what later ones find
-            _, one_s = self._timed(message, request, 1)
-            reply, few_s = self._timed(message, request, FEW)
-            self._step_s[exchange] = max(0.0, few_s - one_s) / (FEW - 1)
-            seconds = few_s + self._step_s[exchange] * (steps - FEW)
+        steps = request.settings.num_steps(self.properties[header.client]["splits"])
+        if request.summed is not None or steps <= 2 * FEW:
+            taken = steps if request.summed is None else 1  # of a sum each client answers once
+            reply, seconds = self._timed(message, request, taken)
+            seconds *= steps / taken
         else:
-            reply, one_s = self._timed(message, request, 1)
-            seconds = one_s + self._step_s[exchange] * (steps - 1)
+            is_first = exchange not in self._step_s
+            if is_first:
+                self._timed(message, request, 1)  # builds what later ones find
+            reply, seconds = self._timed(message, request, 1)
+            if is_first:
+                few_s = self._timed(message, request, FEW)[1]
+                self._step_s[exchange] = max(0.0, few_s - seconds) / (FEW - 1)
+            seconds += self._step_s[exchange] * (steps - 1)
         self.clients_s.setdefault(exchange, []).append(seconds)
         self.spent_s += time.monotonic() - began
         return reply

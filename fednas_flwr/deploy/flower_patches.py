@@ -36,8 +36,8 @@ told_reconnections         reads the log message ``_RECONNECTED``         nobody
                                                                           SuperLink was away
 =========================  =============================================  =========================
 
-``machines.links`` speaks to a SuperLink by Flower's own client, ``machines.client_process`` calls
-``run_clientapp`` and ``federation.deployment`` the command ``flwr``: they change nothing. Nothing
+``sites.links`` speaks to a SuperLink by Flower's own client, ``sites.client_process`` calls
+``run_clientapp`` and ``deploy.deployment`` the command ``flwr``: they change nothing. Nothing
 is imported here before it is needed, so that commands start fast.
 """
 

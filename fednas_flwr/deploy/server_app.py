@@ -1,7 +1,8 @@
 """The Flower ServerApp: finds the configuration and runs the stages on the grid it is given.
 
 ``fednas run runtime=deployment`` sends the configuration. ``flwr run`` sends overrides at most:
-with them it is composed here, for the nodes that the federation has.
+with them it is composed here, for the nodes that the federation has. :func:`launch` starts a run in
+any of the three runtimes; all end in :func:`serve`.
 """
 
 from __future__ import annotations
@@ -17,25 +18,24 @@ from flwr.serverapp import Grid, ServerApp
 
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.deploy.bundle import CONFIG_KEY, OVERRIDES_KEY, RESUMED_KEY, checkout
-from fednas_flwr.deploy.deployment import EventPrinter
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.deployment import EventPrinter, deploy
 from fednas_flwr.deploy.flower_patches import send_along, told_reconnections
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.ray_clusters import check_cluster
+from fednas_flwr.deploy.ray_grid import ray_grid
 from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
 from fednas_flwr.report.trackers import TRACKERS, check_trackers
+from fednas_flwr.runs import run_folder
 from fednas_flwr.runs.events import EventLog, Listener
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, is_whole
-from fednas_flwr.runs.run_folder import (
-    RUNS,
-    check_whole,
-    create_run_folder,
-    occupied,
-    open_run_folder,
-)
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config, parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.run_settings import Deployment, RayRuntime
 
 AWAY_S = 5.0  # of the SuperLink, before it is worth a word
 APPEAR_S, SETTLE_S, POLL_S = 60.0, 3.0, 0.1  # of a federation's nodes
@@ -65,7 +65,7 @@ def _run_launched(grid: Grid, context: Context) -> None:
             f"run_dir={folder} already holds a run on the SuperLink's machine: choose another."
         )
     if not (folder / CONFIG_FILE).exists():  # else the launcher, on this machine, has made it
-        config = create_run_folder(config)
+        config = run_folder.create_run_folder(config)
     serve(config, grid, listeners=[EventPrinter()], resumed=resumed)
 
 
@@ -110,8 +110,8 @@ def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
     if resumed:
         if len(overrides) > 1:
             raise ConfigError(f"{resumed[0]} takes no other override: the run has its own.")
-        config = open_run_folder(resumed[0].removeprefix("resume="))
-        check_whole(config)
+        config = run_folder.open_run_folder(resumed[0].removeprefix("resume="))
+        run_folder.check_whole(config)
     else:
         config = _composed(overrides, num_nodes)
     if config.clients != num_nodes:
@@ -125,7 +125,9 @@ def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
     if resumed:
         return config, True
     root = checkout()
-    return create_run_folder(config, runs=RUNS if root is None else root / RUNS), False
+    return run_folder.create_run_folder(
+        config, runs=run_folder.RUNS if root is None else root / run_folder.RUNS
+    ), False
 
 
 def _composed(overrides: list[str], num_nodes: int) -> Config:
@@ -174,7 +176,7 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
     """
     folder = Path(str(config.run_dir))
     with ExitStack() as stack:
-        stack.enter_context(occupied(folder))
+        stack.enter_context(run_folder.occupied(folder))
         listeners = list(listeners)
         check_trackers(config.trackers)
         listeners += [stack.enter_context(TRACKERS[name](folder)) for name in config.trackers]
@@ -200,3 +202,28 @@ def telling_reconnections(log: EventLog) -> Iterator[None]:
 
     with told_reconnections(tell):
         yield
+
+
+def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
+    """Run ``config`` to its end.
+
+    Args:
+        config: With ``run_dir`` set to an existing folder.
+        listeners: Called with every event.
+        resumed: Whether the folder held a run that is continued.
+
+    Raises:
+        QuorumError: Too few clients answered.
+        RuntimeError: A deployed run failed; the message is the server's error.
+    """
+    runtime = config.runtime
+    if isinstance(runtime, Deployment):
+        deploy(config, listeners=listeners, resumed=resumed)
+        return
+    app = make_client_app(dump_config(config))
+    if isinstance(runtime, RayRuntime):
+        check_cluster(config)
+        with ray_grid(app, config.clients, runtime) as grid:
+            serve(config, grid, listeners=listeners, resumed=resumed)
+        return
+    serve(config, InProcessGrid(app, config.clients), listeners=listeners, resumed=resumed)

@@ -25,9 +25,9 @@ from fednas_flwr.pipeline.commitment import covered_rounds
 from fednas_flwr.pipeline.schedule import make_schedules, turns_of, whole_turns
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import Reading, RenyiFilter, covered_steps
+from fednas_flwr.privacy.mechanism.renyi import booked_unit
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import Policy, check_action, check_planned
-from fednas_flwr.privacy.units import booked_unit
 from fednas_flwr.protocol.states import network_states
 from fednas_flwr.report.lookup import CellTable, read_table
 from fednas_flwr.runs.checkpoints import KEEP

@@ -1,6 +1,10 @@
-"""Policy of a site, as a dataclass, and the check of every request against it.
+"""Policy of a site: its YAML file, and the check of every request against it.
 
-The client decides: ``policy_file`` reads its file; :func:`check_action` and :func:`check_planned`
+The client decides: :func:`load_policy` reads its file, :func:`template` is one to start from. Every
+key but ``account``, ``secure_sum`` and ``largest_noise_multiplier``, which older files lack (it is
+100 there), must be there, so that nothing is allowed by a default that nobody read.
+
+:func:`check_action` and :func:`check_planned`
 refuse a request before any data is read. Nothing here counts what was spent or how many steps a
 run has taken: a request that passes still needs a reservation in the ledger.
 """
@@ -9,14 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
 
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.privacy.actions import ACTIONS
-from fednas_flwr.privacy.mechanism.noise_grid import noise_range
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.base.foreign import load_yaml
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
+from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, noise_range
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.settings.names import CLIENT, LARGEST_NOISE_MULTIPLIER, SPLITS, Unit
+from fednas_flwr.settings import names
+from fednas_flwr.settings.optimizers import Count, Positive, Share
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, check_range, parse
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
@@ -26,7 +37,7 @@ APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 @dataclass(frozen=True)
 class DataSetPolicy:
-    """Permissions of a site for one data set; ``policy_file.template`` explains every attribute.
+    """Permissions of a site for one data set; :func:`template` explains every attribute.
 
     Attributes:
         data_set: The id, which only the policy gives.
@@ -54,7 +65,7 @@ class DataSetPolicy:
     largest_grad_norm: float
     largest_steps: int
     actions: frozenset[str]
-    unit: Unit
+    unit: names.Unit
     records: Mapping[str, int]
     fractions: Mapping[str, float]
     threads: int
@@ -119,7 +130,9 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
     """
     splits = planned.splits
     if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(allowed.records):
-        raise refused("splits", "splits", list(splits), f"different ones of {', '.join(SPLITS)}")
+        raise refused(
+            "splits", "splits", list(splits), f"different ones of {', '.join(names.SPLITS)}"
+        )
     if planned.num_records(allowed.records) == 0:
         raise ConfigError(
             f"refused by the policy, rule records: {' + '.join(splits)} has no declared record."
@@ -127,35 +140,28 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
     size = planned.batch_size
     if size is not None and not 0 < size < math.inf:
         raise refused("sample_rate", "batch_size", size, "above 0, or null for all records")
-    if planned.of_client != (allowed.unit == CLIENT):
+    if planned.of_client != (allowed.unit == names.CLIENT):
         limit = f"{not planned.of_client}: this site protects every {allowed.unit}"
         raise refused("unit", "of_client", planned.of_client, limit)
-    if planned.of_client and (size is not None or set(splits) != set(SPLITS)):
-        raise refused("unit", "batch_size", size, f"null, with splits {', '.join(SPLITS)}")
+    if planned.of_client and (size is not None or set(splits) != set(names.SPLITS)):
+        raise refused("unit", "batch_size", size, f"null, with splits {', '.join(names.SPLITS)}")
     one_sum = planned.of_client or len(ACTIONS[planned.action].gradients_of) == 1
     if planned.shared and (allowed.secure_sum is None or not one_sum):
         limit = "False: noise is shared in secure sums of one gradient, or of clients' updates"
         raise refused("secure_sum", f"shared noise of {planned.action}", True, limit)
-    terms = {
-        "least_noise_multiplier": (
-            *("noise_multiplier", planned.noise_multiplier),
-            *(allowed.least_noise_multiplier, LARGEST_NOISE_MULTIPLIER),
-        ),
-        "largest_noise_multiplier": (
-            *("noise_multiplier", planned.noise_multiplier),
-            *(allowed.least_noise_multiplier, allowed.largest_noise_multiplier),
-        ),
-        "largest_grad_norm": (
-            *("max_grad_norm", planned.max_grad_norm),
-            *(LEAST_GRAD_NORM, allowed.largest_grad_norm),
-        ),
-        "sample_rate": ("sample_rate", planned.rate(allowed.records), LEAST_SAMPLE_RATE, 1),
-        "largest_steps": ("steps", planned.steps, 1, allowed.largest_steps),
-    }
-    for rule, (term, value, least, largest) in terms.items():
-        if value is None or not least <= value <= largest:  # NaN is in no range
-            raise refused(rule, term, value, f"{least} to {largest}")
-    sigma, records = planned.noise_multiplier, sum(allowed.records.values())
+    sigma, rate = planned.noise_multiplier, planned.rate(allowed.records)
+    norm, most = planned.max_grad_norm, names.LARGEST_NOISE_MULTIPLIER
+    lowest, largest = allowed.least_noise_multiplier, allowed.largest_noise_multiplier
+    for rule, term, value, low, high in (
+        ("least_noise_multiplier", "noise_multiplier", sigma, lowest, most),
+        ("largest_noise_multiplier", "noise_multiplier", sigma, lowest, largest),
+        ("largest_grad_norm", "max_grad_norm", norm, LEAST_GRAD_NORM, allowed.largest_grad_norm),
+        ("sample_rate", "sample_rate", rate, LEAST_SAMPLE_RATE, 1),
+        ("largest_steps", "steps", planned.steps, 1, allowed.largest_steps),
+    ):
+        if value is None or not low <= value <= high:  # NaN is in no range
+            raise refused(rule, term, value, f"{low} to {high}")
+    records = sum(allowed.records.values())
     low, high = noise_range(num_values=num_values, num_records=records)
     if sigma is None or not low <= sigma <= high:
         limit = f"{low:.3g} to {high:.3g} for {num_values} values over {records} declared records"
@@ -172,3 +178,168 @@ def _data_set(policy: Policy, data_set: str) -> DataSetPolicy:
     if data_set not in policy.data_sets:
         raise refused("data_sets", "data set", data_set, "an id that this site's policy gives")
     return policy.data_sets[data_set]
+
+
+LARGEST_BY_DEFAULT = 100.0  # noise multiplier
+
+
+def load_policy(path: Path) -> Policy:
+    """Return the policy in a site's file.
+
+    Args:
+        path: A YAML file; :func:`template` shows its form.
+
+    Raises:
+        ConfigError: The file cannot be read, or :func:`parse_policy` refuses it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
+    return parse_policy(text, origin=str(path))
+
+
+def parse_policy(text: str, *, origin: str = "policy") -> Policy:
+    """Return the policy that ``text`` holds.
+
+    Args:
+        text: YAML in the form of :func:`template`.
+        origin: What error sentences call the text, e.g. the path of its file.
+
+    Raises:
+        ConfigError: A key is unknown, missing or given twice, a value is of the wrong type or out
+            of range, or two data sets share an account under different budgets.
+    """
+    document = load_yaml(text, origin)
+    try:
+        parse(_File, document, key="")
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    data_sets = {
+        _name(name, f"{origin}: data_sets"): _parse_section(name, section, origin)
+        for name, section in document["data_sets"].items()
+    }
+    budgets: dict[str, DataSetPolicy] = {}
+    for allowed in data_sets.values():
+        other = budgets.setdefault(allowed.account, allowed)
+        if (other.epsilon, other.delta) != (allowed.epsilon, allowed.delta):
+            raise ConfigError(
+                f"{origin}: data sets {other.data_set} and {allowed.data_set} share the account "
+                f"{allowed.account} and must have the same epsilon and delta."
+            )
+    return Policy(data_sets)
+
+
+@dataclass(frozen=True)
+class _File(Checked):
+    """The whole file: a section for each data set."""
+
+    data_sets: Annotated[dict[str, Any], Length(Between(1, 1000))]
+
+
+@dataclass(frozen=True)
+class _Fractions(Checked):
+    """Share of each split."""
+
+    train: Share
+    validation: Share
+    test: Share
+
+    def __post_init__(self) -> None:
+        """Check that they are all of it."""
+        super().__post_init__()
+        total = self.train + self.validation + self.test
+        whole = math.isclose(total, 1, abs_tol=1e-9)
+        check_range(whole, "train + validation + test", total, "three numbers that sum to 1")
+
+
+@dataclass(frozen=True)
+class _Section(Checked):
+    """One data set, as the file has it; :class:`DataSetPolicy` says what each key means."""
+
+    epsilon: Positive
+    delta: Annotated[float, Between(0, 1, above=True, below=True)]
+    least_noise_multiplier: Positive
+    largest_noise_multiplier: Positive
+    largest_grad_norm: Annotated[float, Between(0, LARGEST_GRAD_NORM, above=True)]
+    largest_steps: Count
+    actions: Annotated[
+        tuple[Annotated[str, OneOf(PRIVATE_ACTIONS)], ...], Length(Between(1, len(ACTIONS)))
+    ]
+    unit: Annotated[str, OneOf(names.UNITS)]
+    records: Count
+    fractions: _Fractions
+    threads: Count
+    micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
+    secure_noise: bool
+    test_seed: bool
+    approve: Annotated[str, OneOf(APPROVALS)]
+    account: str
+    secure_sum: SumTerms | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and what holds between keys."""
+        for action in self.actions:
+            if action in ACTIONS and ACTIONS[action].never_private:
+                raise ConfigError(f"actions: {action} cannot be private, leave it out.")
+        super().__post_init__()
+        least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
+        expected = f"the least, {least:g}, or more"
+        check_range(largest >= least, "largest_noise_multiplier", largest, expected)
+        try:
+            RenyiFilter(epsilon=self.epsilon, delta=self.delta)
+            Release(noise_multiplier=least, sample_rate=1, steps=1)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if self.secure_noise and self.test_seed:
+            raise ConfigError("secure_noise and test_seed exclude one another.")
+        one = self.unit != names.CLIENT or self.records == 1
+        check_range(one, "records", self.records, "1 with unit: client, the site itself")
+        some = self.unit == names.CLIENT or self.numbers["train"] > 0
+        check_range(some, "records", self.records, "so many that the train split has one or more")
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Declared number of each split, rounded down; a client is in all that it has."""
+        shares = asdict(self.fractions)
+        if self.unit == names.CLIENT:
+            return {split: int(share > 0) for split, share in shares.items()}
+        return {split: math.floor(self.records * s + 1e-9) for split, s in shares.items()}
+
+
+def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
+    """The policy of one data set."""
+    where = f"{origin}: data_sets.{show(name)}"
+    if isinstance(section, dict):  # what older files lack
+        least = section.get("least_noise_multiplier")
+        largest = max(LARGEST_BY_DEFAULT, least if isinstance(least, int | float) else 0)
+        section = {"account": name, "largest_noise_multiplier": largest, **section}
+    try:
+        read: _Section = parse(_Section, section, key="")
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    values = {field.name: getattr(read, field.name) for field in fields(read)}
+    values |= {
+        "actions": frozenset(read.actions),
+        "records": read.numbers,
+        "fractions": asdict(read.fractions),
+        "account": _name(read.account, f"{where}.account"),
+    }
+    return DataSetPolicy(data_set=name, **values)
+
+
+def _name(value: object, where: str) -> str:
+    """A name of a data set or an account."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ConfigError(f"{where}={show(value)} is not usable: expected a name, as text.")
+    return value
+
+
+def template() -> str:
+    """Return a policy to start from, with comments.
+
+    Example:
+        >>> parse_policy(template()).data_sets["my-data"].epsilon
+        3.0
+    """
+    return (files("fednas_flwr.privacy") / "policy.yaml").read_text(encoding="utf-8")

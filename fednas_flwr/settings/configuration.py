@@ -12,9 +12,11 @@ from typing import Any
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.data_settings import PARTITIONS
-from fednas_flwr.settings.incompatible import check_combinations
+from fednas_flwr.settings.incompatible import (
+    check_combinations,
+)
 from fednas_flwr.settings.names import CLIENT
-from fednas_flwr.settings.parser import choose_kind, is_among, known_names, parse
+from fednas_flwr.settings.parser import NOT_TEXT, choose_kind, is_among, known_names, parse
 from fednas_flwr.settings.privacy_settings import PRIVACY
 from fednas_flwr.settings.registry import entries
 from fednas_flwr.settings.run_settings import AGGREGATES, RUNTIMES, SERVER_OPTIMIZERS
@@ -178,7 +180,13 @@ def _parse(tree: Mapping[str, Any]) -> Config:
     if isinstance(evaluation, Mapping) and type(evaluation.get("positive")) is int:
         # as Hydra reads the name of a class 0, 1, ...
         tree = _with(tree, ["evaluation", "positive"], str(evaluation["positive"]))
-    config: Config = parse(Config, tree, key="", hints=hints, defaults=True)
+    try:
+        config: Config = parse(Config, tree, key="", hints=hints, defaults=True)
+    except ConfigError as error:
+        if not str(error).endswith(f"{NOT_TEXT}."):
+            raise
+        hint = "if it is from the environment, write ${oc.decode:${oc.env:NAME}}"
+        raise ConfigError(f"{str(error).removesuffix('.')}; {hint}.") from None
     check_combinations(config)
     return config
 

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, 
 
 from fednas_flwr.base.errors import ConfigError, MissingSettingError, show, unknown_choice
 
+NOT_TEXT = ", not text"  # ends the error of a text that looks like the number that is expected
 MISSING = "???"  # Hydra's value for what the user must give
 # Above these no computation can use a number; a whole one could not even be written in a sentence.
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # of a unit of time
@@ -228,7 +229,7 @@ def parse(
             refuses it; the sentence of a dataclass must begin with one of its fields.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{key}={show(values)} must be a group of settings.")
+        raise ConfigError(f"{key or 'it'}={show(values)} must be a group of settings.")
     prefix = f"{key}." if key else ""
     types = {**_hints(kind), **(hints or {})}
     for name in values:
@@ -315,12 +316,10 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
             return hint(value)
     elif origin is None and hint not in LARGEST and isinstance(value, hint):
         return value
-    decode = ""
+    expected = _type_name(hint)
     if isinstance(value, str) and hint in LARGEST and re.fullmatch(r"[-+.\deE]+", value):
-        decode = "; this is text, as from the environment: write ${oc.decode:${oc.env:NAME}}"
-    raise ConfigError(
-        f"{key}={show(value)} has the wrong type: expected {_type_name(hint)}{decode}."
-    )
+        expected += NOT_TEXT
+    raise ConfigError(f"{key}={show(value)} has the wrong type: expected {expected}.")
 
 
 def _type_name(hint: Any) -> str:

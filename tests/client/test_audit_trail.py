@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import DamagedError, DayFullError
 from fednas_flwr.cli import main
 from fednas_flwr.client.audit_trail import AuditTrail, verify_trail
-from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
+from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import RewardCandidates, Site
 

@@ -28,7 +28,7 @@ from fednas_flwr.data.statistics import (
     largest_norm,
     refined,
 )
-from fednas_flwr.deploy.launch import launch
+from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.pipeline.baselines import prepare_baselines
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.plan import statistics_release

@@ -15,7 +15,7 @@ from fednas_flwr.client.answer import answer
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.noised_updates import clipped
 from fednas_flwr.privacy.plan import of_clients
-from fednas_flwr.privacy.policy_file import parse_policy, template
+from fednas_flwr.privacy.policy import parse_policy, template
 from fednas_flwr.protocol.requests import Amount
 from fednas_flwr.settings.names import SPLITS
 

@@ -15,8 +15,7 @@ import fednas_flwr
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment
 from fednas_flwr.privacy.books.ledger import Ledger
-from fednas_flwr.privacy.mechanism.accounting import prv_epsilon, rdp_epsilon
-from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+from fednas_flwr.privacy.mechanism.accounting import gdp_epsilon, prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.renyi import Release

@@ -14,7 +14,7 @@ from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_noise
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.policy_file import parse_policy, template
+from fednas_flwr.privacy.policy import parse_policy, template
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.protocol.secure_sum.grid import Grid
 

@@ -84,10 +84,10 @@ def _begun_once() -> Iterator[None]:
     """Begin each run once: what it asks clients does not depend on what they answer."""
     recorded, known = audit._recorded, {}
 
-    def once(config: Config, folder: Path) -> tuple[Schedule, dict[str, Request]]:
+    def once(config: Config) -> tuple[Schedule, dict[str, Request]]:
         text = dump_config(config)
         if text not in known:
-            known[text] = recorded(config, folder)
+            known[text] = recorded(config)
         return known[text]
 
     audit._recorded = once
@@ -219,7 +219,7 @@ def test_canaries_move_nearly_all_layers(table: list[str], compose_config: objec
     ("overrides", "reason"),
     [
         (("privacy=none",), "there is no release to audit; set privacy=dp"),
-        (("runtime=deployment", "runtime.superlink=site"), "only the sites have records"),
+        (("runtime=deployment", "runtime.superlink=site"), "only the sites know their records"),
     ],
 )
 def test_what_cannot_be_audited_is_said(compose_config, overrides, reason) -> None:

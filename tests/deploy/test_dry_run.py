@@ -132,7 +132,7 @@ def test_command_runs_nothing(tmp_path, monkeypatch, capsys):
 def test_sites_that_are_elsewhere_cannot_be_measured():
     real = ["runtime=deployment", "runtime.superlink=site", "partition=sites"]
     config = parse_config(compose_tree([*real, "dataset=npz", "dataset.server_test=false"]))
-    with pytest.raises(ConfigError, match="only the sites know their data"):
+    with pytest.raises(ConfigError, match="only the sites know their records"):
         estimate(config)
 
 

@@ -39,11 +39,10 @@ from fednas_flwr.pipeline.commitment import commit
 from fednas_flwr.pipeline.schedule import make_schedule, private_stage
 from fednas_flwr.pipeline.stages import make_cohort, run_stages
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
-from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
+from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
-from fednas_flwr.privacy.mechanism.accounting import prv_epsilon, rdp_epsilon
-from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
+from fednas_flwr.privacy.mechanism.accounting import gdp_epsilon, prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Header, encode_request

@@ -16,10 +16,10 @@ from fednas_flwr.privacy.mechanism.accounting import (
     RDP_ORDERS,
     calibrate_noise,
     epsilon_per_split,
+    gdp_epsilon,
     prv_epsilon,
     rdp_epsilon,
 )
-from fednas_flwr.privacy.mechanism.gdp import gdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 
 DELTA = 1e-5

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError, DayFullError
-from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of, take
+from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of, take
 
 DAY = 86_400
 

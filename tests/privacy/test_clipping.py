@@ -19,7 +19,7 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.fixed_networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
-from fednas_flwr.privacy.mechanism.record_losses import OuterProducts
+from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
 from fednas_flwr.privacy.self_test import unwatched
 from fednas_flwr.search.architect import alpha_gradient_sum
 from fednas_flwr.search.gradient_sums import Tally, trainable_weights, weight_gradient_sum

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fednas_flwr.privacy.mechanism.discrete_gaussian import (
+from fednas_flwr.privacy.mechanism.noise import (
     LARGEST_BLOCK,
     LARGEST_SIGMA,
     LEAST_BLOCK,
     PROPOSALS_PER_SAMPLE,
+    SecureGenerator,
     Words,
+    _Keystream,
     continuous_divergence,
     sample_discrete_gaussian,
 )
-from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream
 
 KEY = bytes(range(32))
 

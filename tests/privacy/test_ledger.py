@@ -22,12 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError, DayFullError
-from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
-from fednas_flwr.privacy.books.anchor import read_key, seal
+from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of, read_key, seal
 from fednas_flwr.privacy.books.ledger import Entry, Ledger
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
-from fednas_flwr.privacy.mechanism.renyi import Release
-from fednas_flwr.privacy.units import booked_unit, counted, protects
+from fednas_flwr.privacy.mechanism.renyi import Release, booked_unit, counted, protects
 from fednas_flwr.settings.names import SPLITS
 
 BUDGET = {"epsilon": 4.0, "delta": 1e-5}

@@ -14,14 +14,14 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from fednas_flwr.privacy.mechanism.discrete_gaussian import KERNEL_STD
 from fednas_flwr.privacy.mechanism.noise import (
+    KERNEL_STD,
     SecureGenerator,
     _Keystream,
     add_noise,
     noise_grid,
 )
-from fednas_flwr.privacy.mechanism.noise_grid import noise_range
+from fednas_flwr.privacy.mechanism.shared_noise import noise_range
 
 SEEDED = b"only for tests"
 

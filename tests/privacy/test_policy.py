@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.privacy import policy_file
+from fednas_flwr.privacy import policy
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
@@ -19,8 +19,10 @@ from fednas_flwr.privacy.policy import (
     Policy,
     check_action,
     check_planned,
+    load_policy,
+    parse_policy,
+    template,
 )
-from fednas_flwr.privacy.policy_file import load_policy, parse_policy, template
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, SPLITS
 from fednas_flwr.settings.parser import parse as parse_typed
 
@@ -327,7 +329,7 @@ def test_the_template_is_a_policy_and_explains_every_key(tmp_path):
     for key in asdict(section):
         assert key == "data_set" or f"{key}:" in template()
     assert all(len(line) <= 100 for line in template().splitlines())
-    assert doctest.testmod(policy_file).failed == 0
+    assert doctest.testmod(policy).failed == 0
 
 
 def test_terms_of_secure_sums_are_read_and_checked():
@@ -396,7 +398,7 @@ def test_numbers_may_be_written_without_a_point():
         ),
         ({"epsilon": math.inf}, "ward: epsilon=inf"),
         ({"epsilon": math.nan}, "ward: epsilon=nan"),
-        ({"epsilon": "3"}, "ward: epsilon=3 "),
+        ({"epsilon": "3"}, "ward: epsilon=3 has the wrong type: expected a number, not text.$"),
         ({"epsilon": True}, "ward: epsilon=true"),
         ({"epsilon": 1e7}, "ward: epsilon must be in"),
         ({"delta": 1}, "ward: delta=1.0 .* below 1"),
@@ -446,6 +448,8 @@ def test_numbers_may_be_written_without_a_point():
         ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
         ({"account": ""}, "ward.account= .* a name"),
         ({"account": 5}, "ward: account=5"),
+        ({"account": None}, "ward: account=null has the wrong type: expected text"),
+        ({"largest_noise_multiplier": None}, "ward: largest_noise_multiplier=null has the wrong"),
         ({"ledger": "ward"}, "ward: setting=ledger is unknown: choose one of account"),
         ({"epsilom": 3}, "ward: setting=epsilom is unknown.*nearest: epsilon"),
         ({"5": 3}, "ward: setting=5 is unknown"),
@@ -468,12 +472,12 @@ def test_a_missing_key_is_named(key):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "policy=null is not usable: expected a section with data_sets"),
-        ("data_sets:", "policy: data_sets=null"),
+        ("", "policy: it=null must be a group of settings"),
+        ("data_sets:", "policy: data_sets=null has the wrong type: expected a mapping"),
         ("data_sets: {}", "policy: data_sets={}"),
-        ("data_sets: {a: 5}", "data_sets.a=5"),
-        ("data_sets: {5: {}}", "data_sets"),
-        ("data_set: {}", "key=data_set is unknown.*nearest: data_sets"),
+        ("data_sets: {a: 5}", "data_sets.a: it=5 must be a group of settings"),
+        ("data_sets: {5: {}}", "data_sets=5 is not usable: expected a name, as text"),
+        ("data_set: {}", "policy: setting=data_set is unknown.*nearest: data_sets"),
         ("data_sets: [", "policy is not valid YAML"),
         ("data_sets: {a: 1, a: 2}", "a is given twice"),
         ("data_sets: {a: {5: 1}}", "data_sets.a: setting=5 is unknown"),

@@ -4,10 +4,9 @@ from itertools import count
 
 import pytest
 
-from fednas_flwr.privacy.books.ledger import Entry, Ledger
+from fednas_flwr.privacy.books.ledger import Entry, Ledger, make_statement
 from fednas_flwr.privacy.mechanism.accounting import prv_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
-from fednas_flwr.privacy.statement import make_statement
 
 BUDGET = {"epsilon": 50.0, "delta": 1e-5}
 STEP = Release(noise_multiplier=2.0, sample_rate=0.05, steps=10)
@@ -33,15 +32,16 @@ def rows(tmp_path):
 
 def test_rows_of_one_kind_are_one_line(rows):
     lines = make_statement(rows, delta=1e-5).lines
-    assert [(line.account, line.run, line.action) for line in lines] == [
+    assert [(line.entry.account, line.entry.run, line.entry.action) for line in lines] == [
         ("ward", "first", "train.weight_gradient"),
         ("ward", "first", "train.alpha_gradient"),
         ("ward", "second", "train.weight_gradient"),
         ("lab", "first", "train.alpha_gradient"),
     ]
     first = lines[0]
-    assert (first.steps, first.committed_steps, first.splits) == (30, 100, ("train",))
-    assert (first.noise_multiplier, first.sample_rate) == (2.0, 0.05)
+    entry, release = first.entry, first.entry.release
+    assert (first.steps, entry.committed_steps, entry.splits) == (30, 100, ("train",))
+    assert (release.noise_multiplier, release.sample_rate) == (2.0, 0.05)
     assert (first.first, first.last) == (1000, 1004)
     assert (lines[1].first, lines[1].last) == (1001, 1001)
 

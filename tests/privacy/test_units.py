@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednas_flwr.privacy.mechanism.renyi import Release, renyi_divergence
-from fednas_flwr.privacy.units import booked_unit, counted, kind_of, protects
+from fednas_flwr.privacy.mechanism.renyi import (
+    Release,
+    booked_unit,
+    counted,
+    kind_of,
+    protects,
+    renyi_divergence,
+)
 from fednas_flwr.settings.names import CLIENT, PERSON, RECORD
 
 BY_A, BY_B = booked_unit(PERSON, "a column"), booked_unit(PERSON, "b")

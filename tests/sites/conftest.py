@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from fednas_flwr.deploy.sites.provision import load_sites
+from fednas_flwr.deploy.sites.provision import Server, load_sites
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def machines(
     (port,) = loopback.free_ports(1)
     made = loopback.Machines(
         base,
-        replace(listed, addresses=("127.0.0.1",), port=port),
+        replace(listed, server=Server(("127.0.0.1",), port)),
         data,
         records=50,
         class_names="012",

@@ -21,8 +21,8 @@ import pytest
 from flwr.superlink.main import create_app
 
 from fednas_flwr.deploy.sites import links
-from fednas_flwr.deploy.sites.certificates import issue_certificate, make_authority, make_node_key
 from fednas_flwr.deploy.sites.links import Trouble
+from fednas_flwr.deploy.sites.provision import issue_certificate, make_authority, make_node_key
 from fednas_flwr.deploy.sites.superlink import REFUSAL, Guard, is_loopback, paths_for_all
 
 BIN = Path(sys.executable).parent

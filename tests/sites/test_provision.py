@@ -25,16 +25,22 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.deploy.bundle import bundle_files, check_bundle
-from fednas_flwr.deploy.sites.certificates import issue_certificate, make_node_key
 from fednas_flwr.deploy.sites.doctor import examine, read_settings
-from fednas_flwr.deploy.sites.provision import Deployment, load_sites, provision
+from fednas_flwr.deploy.sites.provision import (
+    Deployment,
+    Server,
+    issue_certificate,
+    load_sites,
+    make_node_key,
+    provision,
+)
 
 SITES = """
 federation: heart
 server: {addresses: [fl.example.org, 10.0.0.7], port: 8000}
 sites: [north, south]
 """
-TWO = Deployment("heart", ("fl.example.org", "10.0.0.7"), 8000, ("north", "south"))
+TWO = Deployment("heart", Server(("fl.example.org", "10.0.0.7"), 8000), ("north", "south"))
 
 
 @pytest.fixture
@@ -133,7 +139,7 @@ def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and
         edited.write_text("by the site's engineer")
     before = [path.read_bytes() for path in kept]
     certificate = (folder / "server" / "server.crt").read_bytes()
-    more = Deployment("heart", ("fl.example.org",), 8000, ("north", "south", "east"))
+    more = Deployment("heart", Server(("fl.example.org",), 8000), ("north", "south", "east"))
     provision(more, folder, as_zip=False)
     assert [path.read_bytes() for path in kept] == before
     assert (folder / "server" / "server.crt").read_bytes() != certificate
@@ -154,17 +160,26 @@ def test_scripts_are_bash_and_can_be_executed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("port: 8000", "port: 80000", "server.port=80000 is not usable"),
-        ("10.0.0.7", "10.0.0.7:80", "host names or IP addresses, without port"),
-        ("[north, south]", "[north, north]", "sites has north twice"),
-        ("[north, south]", "[ca, south]", "sites has 'ca'"),
-        ("[north, south]", "[../x]", "sites has '../x'"),
-        ("[north, south]", "[]", r"sites=\[\] is not usable"),
-        ("federation: heart", "", "lacks federation"),
+        ("port: 8000", "port: 80000", "server.port=80000 is out of range: expected 1 to 65535"),
+        (
+            "10.0.0.7",
+            "10.0.0.7:80",
+            "addresses=10.0.0.7:80 .* without port",
+        ),
+        ("[north, south]", "[north, north]", "holds north more than once"),
+        (
+            "[north, south]",
+            "[ca, south]",
+            "sites=ca .* expected names of small letters",
+        ),
+        ("[north, south]", "[../x]", "sites=../x is out of range"),
+        ("[north, south]", "[]", r"sites=\[\] is out of range: expected 1 to"),
+        ("federation: heart", "", "federation is missing"),
         ("federation:", "federatoin:", "nearest: federation"),
+        ("federation: heart", "federation: ' '", "federation=  is out of range"),
         ("federation: heart", "federation: [", "is not valid YAML"),
         ("federation: heart", "federation: a\nfederation: b", "federation is given twice"),
-        ("[north, south]", "[&a [x], *a]", r"sites=.* is not usable"),
+        ("[north, south]", "[&a [x], *a]", r"sites\[0\]=\[x\] has the wrong type: expected text"),
         ("[north, south]", "[" * 9999, "more than 50 levels deep"),
     ],
 )
@@ -283,7 +298,7 @@ def test_doctor_names_what_is_wrong_with_a_server(
     assert (
         "expired 3 days ago: make a new one by `fednas provision`" in broken(server)["certificate"]
     )
-    provision(Deployment("other", ("x",), 1, ("north",)), folder / "else", as_zip=False)
+    provision(Deployment("other", Server(("x",), 1), ("north",)), folder / "else", as_zip=False)
     shutil.copy(folder / "else" / "ca" / "ca.crt", server)
     assert "is not of the authority ca.crt" in broken(server)["certificate"]
 
@@ -304,7 +319,7 @@ def test_doctor_names_what_is_wrong_with_a_site(folder: Path) -> None:
     (site / "site.env").write_text(settings.replace("my-data", "ours"))
     assert "DATA_SET=ours is not in policy.yaml, which has my-data" in broken(site)["data"]
     (site / "policy.yaml").write_text("data_sets: {}\n")
-    assert "data_sets={} is not usable" in broken(site)["data"]
+    assert "data_sets={} is out of range: expected 1 to" in broken(site)["data"]
     (site / "state" / "ledger.key").write_text("x")
     assert "mark" in broken(site)["ledger"]
 

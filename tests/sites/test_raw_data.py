@@ -14,7 +14,7 @@ from PIL import Image
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
-from fednas_flwr.deploy.sites.provision import Deployment
+from fednas_flwr.deploy.sites.provision import Deployment, Server
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
@@ -129,7 +129,7 @@ def finished(
     kind = KINDS[request.param](base / "data")
     data = {site: kind.files[site] for site in SITES}
     records = 200 if "csv" in request.param else 450
-    deployment = Deployment("local", ("127.0.0.1",), loopback.free_ports(1)[0], SITES)
+    deployment = Deployment("local", Server(("127.0.0.1",), loopback.free_ports(1)[0]), SITES)
     machines = loopback.Machines(base, deployment, data, records=records, class_names=["x", "y"])
     machines.make_private(request.param.startswith("private"))
     for site in SITES:

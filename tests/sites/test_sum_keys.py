@@ -13,10 +13,10 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from fednas_flwr.cli import main
 from fednas_flwr.client.audit_trail import verify_trail
 from fednas_flwr.deploy import flower_patches
-from fednas_flwr.deploy.sites.certificates import make_sum_key
-from fednas_flwr.deploy.sum_app import answer_sum_message
-from fednas_flwr.privacy.allowance import MOST_BYTES, counter_of
-from fednas_flwr.privacy.policy_file import load_policy, template
+from fednas_flwr.deploy.sites.client_process import answer_sum_message
+from fednas_flwr.deploy.sites.provision import make_sum_key
+from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
+from fednas_flwr.privacy.policy import load_policy, template
 from fednas_flwr.protocol.messages import decode_reply
 from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite

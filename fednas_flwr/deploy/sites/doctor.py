@@ -182,7 +182,7 @@ def _site_key(folder: Path, settings: Settings) -> str:
 def _site_data(folder: Path, settings: Settings) -> str:
     """Return that policy and data settings are right and the data can be read."""
     from fednas_flwr.data.readers import site_dataset
-    from fednas_flwr.privacy.policy_file import load_policy
+    from fednas_flwr.privacy.policy import load_policy
 
     site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
     policy = load_policy(folder / "policy.yaml")
@@ -207,7 +207,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.data.readers import site_dataset
     from fednas_flwr.data.summary import found
     from fednas_flwr.pipeline.buildable import check_features
-    from fednas_flwr.privacy.policy_file import load_policy
+    from fednas_flwr.privacy.policy import load_policy
     from fednas_flwr.server.limits import MORE_RECORDS
     from fednas_flwr.settings.configuration import parse_config
     from fednas_flwr.settings.hydra_config import compose_tree

@@ -3,27 +3,188 @@
 ``ca/`` stays with the operator and is kept when sites are added. ``server/`` holds the server's key
 and certificate, and the key that signs models; a site's folder holds no secret at all: its keys are
 made on the site, by its start script, which is the same file for every site. What differs from
-machine to machine is in ``server.env`` and ``site.env``. Main function: :func:`provision`.
+machine to machine is in ``server.env`` and ``site.env``.
+
+The authority's key signs the server's certificate, which names every address that sites use; a site
+holds the authority's certificate alone. Files of secrets are readable by their owner only. Main
+function: :func:`provision`.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
-from fednas_flwr.base.files import OTHERS_WRITE, make_folder, umask, write_secret
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.files import OTHERS_WRITE, make_folder, umask, write_atomically, write_secret
 from fednas_flwr.base.foreign import load_json, read_yaml
-from fednas_flwr.deploy.sites.certificates import issue_certificate, make_authority
-from fednas_flwr.privacy.policy_file import template
-from fednas_flwr.protocol.secure_sum.roster import PublicKeys, Roster
+from fednas_flwr.privacy.policy import template
+from fednas_flwr.protocol.secure_sum.roster import PublicKeys, Roster, SiteKeys
 from fednas_flwr.protocol.signed_model import make_signing_key
+from fednas_flwr.settings import parser
+
+AUTHORITY_DAYS = 3650
+_CLOCK_SLACK = timedelta(hours=1)  # a site's clock that is slow must not refuse a new certificate
+
+
+def make_authority(folder: Path, *, name: str) -> None:
+    """Write ``ca.key`` and ``ca.crt`` (P-256, valid for ten years) into ``folder``.
+
+    Args:
+        folder: Exists; holds no authority yet.
+        name: Of the federation; stands in the certificate.
+
+    Raises:
+        FileExistsError: There is a key already: an authority is never replaced.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _name(f"{name} authority")
+    usage = x509.KeyUsage(
+        **dict.fromkeys(_USAGES, False) | {"key_cert_sign": True, "crl_sign": True}
+    )
+    certificate = (
+        _builder(subject, subject, key.public_key(), days=AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    write_secret(folder / "ca.key", _private_pem(key))
+    write_atomically(folder / "ca.crt", certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def issue_certificate(
+    authority: Path, folder: Path, *, addresses: Sequence[str], days: float
+) -> None:
+    """Write ``server.key`` and ``server.crt`` into ``folder``, with a new key every time.
+
+    Args:
+        authority: Folder of ``ca.key`` and ``ca.crt``.
+        folder: Exists; an old key and certificate in it are replaced.
+        addresses: Host names and IP addresses under which the server is reached; the first is the
+            certificate's common name.
+        days: How long it is valid; negative numbers give an expired one, for tests.
+    """
+    issuer_key = serialization.load_pem_private_key(
+        (authority / "ca.key").read_bytes(), password=None
+    )
+    issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
+    assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    usage = x509.KeyUsage(**dict.fromkeys(_USAGES, False) | {"digital_signature": True})
+    certificate = (
+        _builder(_name(addresses[0]), issuer.subject, key.public_key(), days=days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([general_name(address) for address in addresses]),
+            critical=False,
+        )
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
+            critical=False,
+        )
+        .sign(issuer_key, hashes.SHA256())
+    )
+    (folder / "server.key").unlink(missing_ok=True)
+    write_secret(folder / "server.key", _private_pem(key))
+    write_atomically(folder / "server.crt", certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def make_node_key(path: Path) -> Path:
+    """Write a SuperNode's key (P-384, OpenSSH) to ``path`` and return its public half's path.
+
+    Raises:
+        FileExistsError: There is a key already: the server knows a node by it.
+    """
+    key = ec.generate_private_key(ec.SECP384R1())
+    write_secret(
+        path,
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.OpenSSH,
+            serialization.NoEncryption(),
+        ),
+    )
+    text = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    return write_atomically(path.with_name(path.name + ".pub"), text)
+
+
+def make_sum_key(path: Path) -> Path:
+    """Write a site's keys of secure sums to ``path``; return the path of their public halves.
+
+    Raises:
+        FileExistsError: There are keys already: the other sites know this one by them.
+    """
+    if path.exists():
+        raise FileExistsError(path)
+    own = SiteKeys.at(path).public("")
+    public = path.with_suffix(".pub")
+    write_atomically(public, json.dumps({"mask": own.mask, "signature": own.signature}) + "\n")
+    return public
+
+
+def general_name(address: str) -> x509.GeneralName:
+    """Return an address as a certificate holds it: an IP address, or else a host name.
+
+    Example:
+        >>> general_name("10.0.0.7"), general_name("fl.example.org")
+        (<IPAddress(value=10.0.0.7)>, <DNSName(value='fl.example.org')>)
+    """
+    try:
+        return x509.IPAddress(ipaddress.ip_address(address))
+    except ValueError:
+        return x509.DNSName(address)
+
+
+_USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, *, days: float
+) -> x509.CertificateBuilder:
+    """Return a certificate without extensions that begins now, or a day before it expired."""
+    now = datetime.now(UTC)
+    end = now + timedelta(days=days)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(now - _CLOCK_SLACK, end - timedelta(days=1)))
+        .not_valid_after(end)
+    )
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
 
 AUTHORITY, SERVER = "ca", "server"  # names of folders
 SERVER_FILE, SITE_FILE = "server.env", "site.env"
@@ -38,21 +199,53 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 
 
+MOST = parser.Length(parser.Between(1, 1000))
+Names = Annotated[tuple[parser.Text, ...], MOST, parser.Distinct()]
+
+
 @dataclass(frozen=True)
-class Deployment:
+class Server(parser.Checked):
+    """The server of a deployment.
+
+    Attributes:
+        addresses: Host names and IP addresses; sites use the first.
+        port: TCP port.
+    """
+
+    addresses: Names
+    port: Annotated[int, parser.Between(1, 65535)]
+
+    def __post_init__(self) -> None:
+        """Check the range of the port, and every address."""
+        super().__post_init__()
+        for address in self.addresses:
+            expected = "a host name or an IP address, without port"
+            parser.check_range(_is_address(address), "addresses", address, expected)
+
+
+@dataclass(frozen=True)
+class Deployment(parser.Checked):
     """Contents of ``sites.yaml``.
 
-    Args:
+    Attributes:
         federation: A name for the certificates.
-        addresses: Host names and IP addresses of the server; sites use the first.
-        port: TCP port of the server.
+        server: Where sites reach it.
         sites: Names of the sites; a site's place in the list is its partition.
     """
 
-    federation: str
-    addresses: tuple[str, ...]
-    port: int
-    sites: tuple[str, ...]
+    federation: parser.Text
+    server: Server
+    sites: Names
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        super().__post_init__()
+        shown = self.federation.strip() and self.federation.isprintable()
+        parser.check_range(bool(shown), "federation", self.federation, "a name that can be printed")
+        for name in self.sites:
+            usable = _NAME.fullmatch(name) is not None and name not in (AUTHORITY, SERVER)
+            expected = "names of small letters, digits and -, at most 40, other than ca and server"
+            parser.check_range(usable, "sites", name, expected)
 
 
 def provision(
@@ -130,27 +323,13 @@ def load_sites(path: Path) -> Deployment:
     Raises:
         ConfigError: It cannot be read, or a key or value is wrong.
     """
-    tree = read_yaml(path, f"the list of sites {path}")
-    top = _mapping(tree, "the list of sites", ("federation", "server", "sites"))
-    server = _mapping(top["server"], "server", ("addresses", "port"))
-    port = server["port"]
-    if type(port) is not int or not 0 < port < 65536:
-        raise ConfigError(f"server.port={port!r} is not usable: give a number from 1 to 65535.")
-    addresses = _texts(server["addresses"], "server.addresses")
-    for address in addresses:
-        if not _is_address(address):
-            raise ConfigError(
-                f"server.addresses has {address!r}: give host names or IP addresses, without port."
-            )
-    sites = _texts(top["sites"], "sites")
-    for name in sites:
-        if not _NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
-            raise ConfigError(
-                f"sites has {name!r}: give names of small letters, digits and -, at most 40, other "
-                f"than {AUTHORITY} and {SERVER}."
-            )
-    (federation,) = _texts([top["federation"]], "federation")
-    return Deployment(federation, addresses, port, sites)
+    origin = f"the list of sites {path}"
+    tree = read_yaml(path, origin)
+    try:
+        deployment: Deployment = parser.parse(Deployment, tree, key="")
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    return deployment
 
 
 def _is_address(text: str) -> bool:
@@ -164,12 +343,11 @@ def _is_address(text: str) -> bool:
 def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path:
     """Write the server's folder; its own processes and its operator reach it by loopback."""
     kept = _copy(SERVER, authority, folder)
-    own = [address for address in ("localhost", "127.0.0.1") if address not in deployment.addresses]
-    addresses = [*deployment.addresses, *own]
+    addresses = list(dict.fromkeys([*deployment.server.addresses, "localhost", "127.0.0.1"]))
     issue_certificate(authority, folder, addresses=addresses, days=CERTIFICATE_DAYS)
     (folder / SIGNING_KEY_FILE).unlink(missing_ok=True)
     write_secret(folder / SIGNING_KEY_FILE, (authority / SIGNING_KEY_FILE).read_bytes())
-    facts = {"federation": deployment.federation, "port": deployment.port, "name": SERVER}
+    facts = {"federation": deployment.federation, "port": deployment.server.port, "name": SERVER}
     if SERVER_FILE not in kept:
         _fill(folder / SERVER_FILE, folder / SERVER_FILE, facts)
     _fill(_MACHINE / UNIT, folder / f"fednas-{SERVER}.service", facts)
@@ -179,12 +357,12 @@ def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path
 def _write_site(deployment: Deployment, index: int, authority: Path, folder: Path) -> Path:
     """Write a site's folder, with a policy and settings for its engineer to edit."""
     kept = _copy("site", authority, folder)
-    address, name = deployment.addresses[0], deployment.sites[index]
+    address, name = deployment.server.addresses[0], deployment.sites[index]
     host = f"[{address}]" if ":" in address else address
     facts = {
         "federation": deployment.federation,
         "name": name,
-        "superlink": f"{host}:{deployment.port}",
+        "superlink": f"{host}:{deployment.server.port}",
         "partition": index,
         "partitions": len(deployment.sites),
     }
@@ -216,30 +394,3 @@ def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
 def _fill(pattern: Path, path: Path, facts: Mapping[str, object]) -> None:
     """Write a file with each ``$name`` in it replaced."""
     path.write_text(Template(pattern.read_text()).substitute(facts))
-
-
-def _mapping(value: object, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a mapping that has exactly ``keys``."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must be a mapping with {', '.join(keys)}, got {value!r}.")
-    for key in value:
-        if key not in keys:
-            raise unknown_choice(f"{where}: key", key, keys)
-    missing = [key for key in keys if key not in value]
-    if missing:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}.")
-    return value
-
-
-def _texts(value: object, where: str) -> tuple[str, ...]:
-    """Return a list of texts, none of them twice."""
-    if not isinstance(value, list) or not value or not all(_is_text(text) for text in value):
-        raise ConfigError(f"{where}={value!r} is not usable: expected a list of names, as text.")
-    for text in value:
-        if value.count(text) > 1:
-            raise ConfigError(f"{where} has {text} twice: give each once.")
-    return tuple(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and value.isprintable()

@@ -2,6 +2,7 @@
 
 :meth:`Ledger.reserve` books a release before its noise is drawn; nothing is ever refunded. Not for
 deciding what may be asked (``policy``) or what a release costs (``renyi_filter``).
+:func:`make_statement` sums rows up for people who look at them.
 
 Every row carries an HMAC over itself and the row before. Running totals per budget and split, under
 an HMAC that ties them to the last row, make a reservation cost the same after a million rows. The
@@ -24,7 +25,8 @@ in the first assignment, however the same records were exported, divided or name
 budget can be passed by records that have changed sides.
 
 A row keeps the unit that its release protects, and every budget is counted for the unit that its
-next release protects (``units``). Rows of older versions, which kept none, count as of records.
+next release protects (``renyi.counted``). Rows of older versions, which kept none, count as of
+records.
 
 Guarantee:
     Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
@@ -48,11 +50,11 @@ from typing import Any
 import numpy as np
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError, unknown_choice
-from fednas_flwr.privacy.allowance import counter_of, take
-from fednas_flwr.privacy.books.anchor import Mark, connect, damaged, equal, plain_errors
+from fednas_flwr.privacy.books import anchor
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
-from fednas_flwr.privacy.mechanism.renyi import Release, renyi_divergence
-from fednas_flwr.privacy.units import counted, kind_of, protects
+from fednas_flwr.privacy.mechanism import renyi
+from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split
+from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.settings.names import RECORD, SPLITS
 
 _ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
@@ -94,7 +96,7 @@ class Entry:
         release: What is released.
         committed_steps: Steps of this kind (run, stage, action, splits) that the run committed to.
             Rows of one kind share it, the noise multiplier and the sample rate.
-        unit: What it protects one of, from ``units.booked_unit``.
+        unit: What it protects one of, from ``renyi.booked_unit``.
     """
 
     account: str
@@ -173,10 +175,10 @@ class Ledger(AbstractContextManager["Ledger"]):
                 "write the one could replace the other; put it elsewhere."
             )
         self._clock, self._checkpoint = clock, checkpoint
-        self._counter = counter_of(key_path)
+        self._counter = anchor.counter_of(key_path)
         self._pid, self._mutex = os.getpid(), threading.Lock()
-        with plain_errors(self.path):
-            self._mark = Mark(key_path, wait_s=wait_s)
+        with anchor.plain_errors(self.path):
+            self._mark = anchor.Mark(key_path, wait_s=wait_s)
             try:
                 self._open(wait_s)
             except BaseException:
@@ -225,7 +227,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 f"INSERT INTO entries ({_COLUMNS}, mac) VALUES ({places})", (*values, mac)
             )
             if self._hmac_of(last + 1, last_mac) != mac:
-                raise damaged(f"{self.path} changes what is written to it")
+                raise anchor.damaged(f"{self.path} changes what is written to it")
             text = json.dumps(state)
             self._rows.execute("DELETE FROM totals")
             self._rows.execute(
@@ -293,7 +295,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             query = "SELECT mac FROM approvals WHERE run = ?"
             row = self._rows.execute(query, (run,)).fetchone()
             terms = self._commitment(run)
-            return row is not None and equal(row[0], self._mark.hmac("approval", run, terms))
+            return row is not None and anchor.equal(row[0], self._mark.hmac("approval", run, terms))
 
     def fingerprint(self, data_set: str, assignment: str) -> str:
         """Return the HMAC of the settings that assign a data set's records to splits."""
@@ -330,7 +332,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Return the units of privacy booked on all other accounts, sorted."""
         with self._exclusive() as (last, last_mac):
             others = [b for name, b in self._state(last, last_mac).items() if name != account]
-        return sorted({kind_of(unit) for booked in others for unit in _totals(booked)})
+        return sorted({renyi.kind_of(unit) for booked in others for unit in _totals(booked)})
 
     def entries(self, account: str | None = None) -> list[Row]:
         """Return all rows, or those of one account, in the order of booking, checked."""
@@ -354,15 +356,17 @@ class Ledger(AbstractContextManager["Ledger"]):
             kept = _totals(state[account])
             places = [(unit, split) for unit, by_split in added.items() for split in by_split]
             if not all(np.allclose(kept[u][s], added[u][s], rtol=1e-9, atol=0) for u, s in places):
-                raise damaged(f"the totals of {account} in {self.path} are not the sum of its rows")
+                raise anchor.damaged(
+                    f"the totals of {account} in {self.path} are not the sum of its rows"
+                )
         return last
 
     def _open(self, wait_s: float) -> None:
         """Open the ledger; create what a new site lacks."""
         self._mark.lock()
         if not self._mark.is_empty() and not self.path.exists():
-            raise damaged(f"{self.path} was deleted, or the key is another ledger's")
-        self._rows = connect(self.path, wait_s=wait_s)
+            raise anchor.damaged(f"{self.path} was deleted, or the key is another ledger's")
+        self._rows = anchor.connect(self.path, wait_s=wait_s)
         try:
             if self._mark.is_empty():
                 self._rows.executescript(_SCHEMA)
@@ -370,7 +374,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             if "unit" not in [c[1] for c in self._rows.execute("PRAGMA table_info(entries)")]:
                 self._rows.execute("ALTER TABLE entries ADD COLUMN unit TEXT")
             if self._last_row() is not None and not self._mark.key_path.exists():
-                raise damaged(f"the key {self._mark.key_path} is missing")
+                raise anchor.damaged(f"the key {self._mark.key_path} is missing")
             self._mark.load_key()
             self._mark.commit()
             self._inodes = self._current_inodes()
@@ -385,7 +389,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Hold both locks; give number and HMAC of the last row, which the mark confirms."""
         if os.getpid() != self._pid:  # sqlite's locks do not come over a fork
             raise RuntimeError(f"the ledger {self.path} was opened before a fork: open it again.")
-        with self._mutex, plain_errors(self.path):
+        with self._mutex, anchor.plain_errors(self.path):
             try:
                 yield self._lock()
             finally:
@@ -409,26 +413,30 @@ class Ledger(AbstractContextManager["Ledger"]):
     def _is_marked(self, last: int, last_mac: str) -> bool:
         """Return whether the mark is at the last row, False if it is one behind; else raise."""
         if self._current_inodes() != self._inodes:
-            raise damaged(f"{self.path} or its mark was deleted or replaced while it was open")
+            raise anchor.damaged(
+                f"{self.path} or its mark was deleted or replaced while it was open"
+            )
         marked, marked_mac = self._mark.position()
         if last < marked:
-            raise damaged(
+            raise anchor.damaged(
                 f"{self.path} ends at row {last} although row {marked} was booked, it was rolled "
                 "back, truncated or replaced"
             )
         if last > marked + 1:
-            raise damaged(f"{self._mark.path} ends at row {marked} of {last}, it was rolled back")
+            raise anchor.damaged(
+                f"{self._mark.path} ends at row {marked} of {last}, it was rolled back"
+            )
         if last == marked:
-            if not equal(last_mac, marked_mac):
-                raise damaged(f"row {last} of {self.path} is not the one that was booked")
+            if not anchor.equal(last_mac, marked_mac):
+                raise anchor.damaged(f"row {last} of {self.path} is not the one that was booked")
             return True
-        if not equal(last_mac, self._hmac_of(last, marked_mac)):
-            raise damaged(f"row {last} of {self.path} was edited")
+        if not anchor.equal(last_mac, self._hmac_of(last, marked_mac)):
+            raise anchor.damaged(f"row {last} of {self.path} was edited")
         return False
 
     def _take(self, now: float, *values: object) -> None:
         """Count what a row of these values takes of the site's daily allowance."""
-        take(self._counter, len(str(values).encode()) + _ROW_BYTES, now=now)
+        anchor.take(self._counter, len(str(values).encode()) + _ROW_BYTES, now=now)
 
     def _commitment(self, run: str) -> str | None:
         """Return the terms of a run."""
@@ -436,8 +444,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         row = self._rows.execute(query, (run,)).fetchone()
         if row is None:
             return None
-        if not equal(row[1], self._mark.hmac("commitment", run, row[0])):
-            raise damaged(f"the commitment of run {run} in {self.path} was edited")
+        if not anchor.equal(row[1], self._mark.hmac("commitment", run, row[0])):
+            raise anchor.damaged(f"the commitment of run {run} in {self.path} was edited")
         terms: str = row[0]
         return terms
 
@@ -446,7 +454,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         query = "SELECT sequence, mac FROM entries ORDER BY sequence DESC LIMIT 1"
         row: tuple[int, str] | None = self._rows.execute(query).fetchone()
         if row is not None and not isinstance(row[0], int):
-            raise damaged(f"{self.path} has another form")
+            raise anchor.damaged(f"{self.path} has another form")
         return row
 
     def _hmac_of(self, sequence: int, previous_mac: object) -> str:
@@ -466,8 +474,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         query = f"SELECT {_COLUMNS}, mac FROM entries ORDER BY sequence"
         for *values, found in self._rows.execute(query):
             sequence, mac = sequence + 1, self._mark.hmac("row", mac, _sealed(values))
-            if values[0] != sequence or not equal(found, mac):
-                raise damaged(f"row {sequence} of {self.path} was edited, removed or moved")
+            if values[0] != sequence or not anchor.equal(found, mac):
+                raise anchor.damaged(f"row {sequence} of {self.path} was edited, removed or moved")
             yield _row(values)
 
     def _state(self, last: int, last_mac: str) -> _State:
@@ -475,8 +483,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         if last == 0:
             return {}
         row = self._rows.execute("SELECT state, mac FROM totals").fetchone()
-        if row is None or not equal(row[1], self._mark.hmac("totals", last_mac, row[0])):
-            raise damaged(f"the totals of {self.path} were edited or removed")
+        if row is None or not anchor.equal(row[1], self._mark.hmac("totals", last_mac, row[0])):
+            raise anchor.damaged(f"the totals of {self.path} were edited or removed")
         state: _State = json.loads(row[0])
         return state
 
@@ -495,12 +503,14 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Add the entry to the totals in ``state``, or raise where it does not fit."""
         booked = state.setdefault(entry.account, {"totals": {}})
         totals = _totals(booked)
-        if others := {kind_of(unit) for unit in totals if not protects(unit, entry.unit)}:
+        if others := {
+            renyi.kind_of(unit) for unit in totals if not renyi.protects(unit, entry.unit)
+        }:
             raise BudgetExceededError(
                 f"data set {entry.data_set}, budget {entry.account}: it has paid for releases per "
                 f"{' and '.join(sorted(others))}, which promise nothing for a "
-                f"{kind_of(entry.unit)} as the site tells them apart now: name another account in "
-                "the policy."
+                f"{renyi.kind_of(entry.unit)} as the site tells them apart now: name another "
+                "account in the policy."
             )
         for split in entry.splits:
             budget = _booked_filter(booked, split, entry.unit, epsilon=epsilon, delta=delta)
@@ -552,8 +562,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         sequence, mac, *terms = row
         query = "SELECT mac FROM entries WHERE sequence = ?"
         before = self._rows.execute(query, (sequence - 1,)).fetchone() or (self._mark.genesis(),)
-        if not equal(mac, self._hmac_of(sequence, before[0])):
-            raise damaged(f"row {sequence} of {self.path} was edited")
+        if not anchor.equal(mac, self._hmac_of(sequence, before[0])):
+            raise anchor.damaged(f"row {sequence} of {self.path} was edited")
         return (terms[0], terms[1], terms[2], terms[3])
 
 
@@ -573,17 +583,13 @@ def _totals(booked: _State) -> _Totals:
 
 def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
     """Add what an entry costs, for its own unit and for finer ones, to the totals of its splits."""
-    releases = (entry.release, counted(entry.release, entry.unit, RECORD))
-    costs = [math.inf if of is None else _cost(of, order) for of in releases for order in orders]
+    releases = (entry.release, renyi.counted(entry.release, entry.unit, RECORD))
+    costs = [
+        math.inf if of is None else renyi.cost(of, order) for of in releases for order in orders
+    ]
     by_split = totals.setdefault(entry.unit, {})
     for split in entry.splits:
         by_split[split] = list(map(add, by_split.get(split, [0.0] * len(costs)), costs))
-
-
-def _cost(release: Release, order: float) -> float:
-    """Return the divergence of all steps of a release."""
-    sigma, rate = release.noise_multiplier, release.sample_rate
-    return release.steps * renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
 
 
 def _booked_filter(
@@ -596,7 +602,8 @@ def _booked_filter(
         costs = by_split.get(split, [0.0] * 2 * len(totals))
         costs = costs[: len(totals)] if paid == unit else costs[len(totals) :]
         totals = [
-            t + c if protects(paid, unit) else math.inf for t, c in zip(totals, costs, strict=True)
+            t + c if renyi.protects(paid, unit) else math.inf
+            for t, c in zip(totals, costs, strict=True)
         ]
     return RenyiFilter(epsilon=epsilon, delta=delta, orders=orders, totals=totals or None)
 
@@ -623,3 +630,71 @@ def _row(values: list[Any]) -> Row:
         unit=RECORD if unit is None else unit,
     )
     return Row(sequence, when, entry, run_steps)
+
+
+@dataclass(frozen=True)
+class Line:
+    """All rows of one kind: what a run asked of an account with one action in one stage.
+
+    Attributes:
+        entry: The first one; a ledger gives all of them the same terms.
+        steps: Steps booked.
+        first: When the first row was booked, in seconds since 1970 by the site's clock.
+        last: When the last one was.
+    """
+
+    entry: Entry
+    steps: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Statement that :func:`make_statement` returns.
+
+    Attributes:
+        lines: One for each kind, in the order of first booking.
+        epsilons: For each account and unit that it has paid for, the epsilon of each split that
+            paid: of all that the account has paid for, counted for that unit.
+    """
+
+    lines: tuple[Line, ...]
+    epsilons: dict[tuple[str, str], dict[str, float]]
+
+
+def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
+    """Return the statement of ``rows``.
+
+    An epsilon is that of all rows of an account that a split paid for, composed by
+    ``prv_epsilon`` as if they had been planned together. A site enforces its budget with the
+    larger numbers of ``RenyiFilter``, which hold for requests that depend on earlier outputs too.
+
+    Args:
+        rows: As ``Ledger.entries`` returns them.
+        delta: Strictly between 0 and 1.
+
+    Raises:
+        ValueError: ``delta`` is out of range.
+    """
+    kinds: dict[tuple[object, ...], list[Row]] = {}
+    accounts: dict[str, list[Row]] = {}
+    for row in rows:
+        entry = row.entry
+        kind = (entry.account, entry.run, entry.stage, entry.action, entry.splits)
+        kinds.setdefault(kind, []).append(row)
+        accounts.setdefault(entry.account, []).append(row)
+    epsilons = {}
+    for account, booked in accounts.items():
+        for unit in dict.fromkeys(row.entry.unit for row in booked):
+            entries = [
+                (renyi.counted(row.entry.release, row.entry.unit, unit), row.entry.splits)
+                for row in booked
+            ]
+            found = epsilon_per_split(entries, delta)
+            epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}
+    lines = [
+        Line(b[0].entry, sum(row.entry.release.steps for row in b), b[0].time, b[-1].time)
+        for b in kinds.values()
+    ]
+    return Statement(tuple(lines), epsilons)

@@ -15,13 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 from fednas_flwr.base.errors import BudgetExceededError
-from fednas_flwr.privacy.mechanism.renyi import (
-    Release,
-    check_delta,
-    epsilon_at_order,
-    merge_releases,
-    renyi_divergence,
-)
+from fednas_flwr.privacy.mechanism import renyi
+from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON
 
 Reading = tuple[Release, Collection[str]]  # a release, and the splits that it reads
@@ -82,7 +77,7 @@ class RenyiFilter:
         >>> site.spend(Release(noise_multiplier=2.0, sample_rate=0.01, steps=1000))
         >>> site.affords(Release(noise_multiplier=0.5, sample_rate=1.0, steps=1))
         False
-        >>> again = RenyiFilter(**site.state())
+        >>> again = RenyiFilter(epsilon=2.0, delta=1e-5, orders=site.orders, totals=site.totals)
         >>> again.spent() == site.spent()
         True
     """
@@ -96,7 +91,7 @@ class RenyiFilter:
         totals: Sequence[float] | None = None,
     ) -> None:
         """Check the budget and start, or go on from ``totals``."""
-        check_delta(delta)
+        renyi.check_delta(delta)
         if not LEAST_EPSILON <= epsilon <= LARGEST_EPSILON:
             limits = (LEAST_EPSILON, LARGEST_EPSILON)
             raise ValueError(f"epsilon must be in {limits}, got {epsilon!r}.")
@@ -112,7 +107,7 @@ class RenyiFilter:
                 f"totals must be {len(self.orders)} numbers of at least 0, got {self._totals}."
             )
         self._offsets = [
-            epsilon_at_order(order=order, divergence=0.0, delta=delta / len(self.orders))
+            renyi.epsilon_at_order(order=order, divergence=0.0, delta=delta / len(self.orders))
             for order in self.orders
         ]
         self.budgets = tuple(self.epsilon - offset for offset in self._offsets)
@@ -150,30 +145,13 @@ class RenyiFilter:
         """
         return self._epsilon(self._totals) if any(self._totals) else 0.0
 
-    def state(self) -> dict[str, float | list[float]]:
-        """Return plain numbers from which ``RenyiFilter(**state)`` goes on."""
-        return {
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "orders": list(self.orders),
-            "totals": list(self._totals),
-        }
-
     def _after(self, *releases: Release) -> list[float]:
         """Return the totals as they would be with ``releases``."""
         totals = self._totals
         for release in releases:
-            costs = self._costs((release.noise_multiplier, release.sample_rate))
-            totals = [t + release.steps * cost for t, cost in zip(totals, costs, strict=True)]
+            costs = (renyi.cost(release, order) for order in self.orders)
+            totals = [total + cost for total, cost in zip(totals, costs, strict=True)]
         return totals
-
-    def _costs(self, key: tuple[float, float]) -> tuple[float, ...]:
-        """Return the cost of one step with this noise multiplier and rate at each order."""
-        sigma, rate = key
-        return tuple(
-            renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
-            for order in self.orders
-        )
 
     def _fits(self, totals: Sequence[float]) -> bool:
         """Return whether at least one order is within its budget."""
@@ -233,7 +211,7 @@ def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
     Raises:
         ValueError: ``delta`` is out of range.
     """
-    check_delta(delta)
+    renyi.check_delta(delta)
     if not releases:
         return 0.0
 
@@ -245,7 +223,7 @@ def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
             budget.spend(release)
         return True
 
-    merged = merge_releases(releases)
+    merged = renyi.merge_releases(releases)
     low, high = LEAST_EPSILON, LARGEST_EPSILON
     if not lasts(high):
         return math.inf

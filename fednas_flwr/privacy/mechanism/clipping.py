@@ -47,31 +47,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import own_linear_layers
-from fednas_flwr.privacy.mechanism.micro_batches import (
-    ClippedSum,
-    from_units,
-    in_units,
-    micro_batches,
-    person_means,
-    sum_in_units,
-)
-from fednas_flwr.privacy.mechanism.record_gradients import (
-    record_gradients,
-    refuse_batch_norm,
-)
-from fednas_flwr.privacy.mechanism.record_losses import (
-    Group,
-    Loss,
-    OuterProducts,
-    differentiate,
-    losses_of,
-)
+from fednas_flwr.privacy.mechanism import micro_batches as mb
+from fednas_flwr.privacy.mechanism import record_gradients as rg
+from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.self_test import Watch, unwatched
 
 COLUMNS = 2048  # of gradients that are turned into float64 at a time
@@ -97,7 +82,7 @@ def clipped_gradient_sum(
     x: Tensor,
     y: Tensor,
     *,
-    loss: Loss,
+    loss: rg.Loss,
     parameters: Mapping[str, nn.Parameter],
     max_norm: float,
     micro_batch_size: int | None = None,
@@ -155,16 +140,12 @@ def clipped_gradient_sum(
         >>> sums["weight"]
         tensor([[1.5000]], dtype=torch.float64)
     """
-    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
-    sums: dict[str, Tensor] = {}
+    clipping = _Clipping(max_norm, micro_batch_size, class_factors, persons, watch)
     with (
         _only_trainable(module, parameters),
-        record_gradients(module, parameters, _watched(loss, watch)) as gradients,
+        rg.record_gradients(module, parameters, _watched(loss, watch)) as gradients,
     ):
-        for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
-            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
-            _add(sums, _clipped_sum(gradients(x_B, y_B), parameters, scale, watch))
-    return _with_zeros(sums, parameters, max_norm)
+        return clipping.sum(x, y, gradients, parameters)
 
 
 def clipped_alpha_gradient_sum(
@@ -172,7 +153,7 @@ def clipped_alpha_gradient_sum(
     x: Tensor,
     y: Tensor,
     *,
-    loss: Loss,
+    loss: rg.Loss,
     alphas: Mapping[str, Tensor],
     max_norm: float,
     relaxation: Relaxation | None = None,
@@ -211,26 +192,68 @@ def clipped_alpha_gradient_sum(
 
     Guarantee: sensitivity R under adding or removing one record; see the head of this module.
     """
-    _check_arguments(x, y, max_norm, micro_batch_size, class_factors, persons)
-    refuse_batch_norm(supernet)
-    sums: dict[str, Tensor] = {}
+    clipping = _Clipping(max_norm, micro_batch_size, class_factors, persons, watch)
+    rg.refuse_batch_norm(supernet)
     op_weights, by_alphas = relaxation or _softmax(alphas)
     loss = _watched(loss, watch)
+
+    def gradients(x_B: Tensor, y_B: Tensor) -> list[rg.Group]:
+        leaves = {
+            kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
+            for kind, w_EK in op_weights.items()
+        }
+        losses_B = rg.losses_of(supernet(x_B, leaves), y_B, loss)
+        found = rg.differentiate(losses_B, leaves)
+        return [([kind], by_alphas(kind, grad_BEK.double())) for kind, grad_BEK in found.items()]
+
     with _only_trainable(supernet, {}), own_linear_layers(supernet), torch.enable_grad():
-        for x_B, y_B, count in micro_batches(x, y, micro_batch_size):
-            leaves = {
-                kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
-                for kind, w_EK in op_weights.items()
-            }
-            gradients: list[Group] = [
-                ([kind], by_alphas(kind, gradient_BEK.double()))
-                for kind, gradient_BEK in differentiate(
-                    losses_of(supernet(x_B, leaves), y_B, loss), leaves
-                ).items()
-            ]
-            scale = _Scale(max_norm, _factors(class_factors, y_B), count, persons)
-            _add(sums, _clipped_sum(gradients, alphas, scale, watch))
-    return _with_zeros(sums, alphas, max_norm)
+        return clipping.sum(x, y, gradients, alphas)
+
+
+@dataclass(frozen=True)
+class _Clipping:
+    """How records are taken, clipped and added up; see :func:`clipped_gradient_sum`."""
+
+    max_norm: float
+    micro_batch_size: int | None
+    class_factors: Tensor | None
+    persons: Tensor | None
+    watch: Watch
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        size, factors = self.micro_batch_size, self.class_factors
+        if not SMALLEST_MAX_NORM <= self.max_norm < math.inf:
+            raise ValueError(f"max_norm must be at least 1e-100 and finite, got {self.max_norm}")
+        if size is not None and size < 1:
+            raise ValueError(f"micro_batch_size must be at least 1, got {size}")
+        if factors is not None and not bool(((factors > 0) & (factors <= 1)).all()):
+            raise ValueError(f"class_factors must be in (0, 1], got {factors.tolist()}")
+
+    def sum(
+        self, x: Tensor, y: Tensor, gradients: rg.RecordGradients, by: Mapping[str, Tensor]
+    ) -> ClippedSum:
+        """Return the sum over records of their clipped gradients; zeros where there is none."""
+        size, factors = self.micro_batch_size, self.class_factors
+        if len(x) != len(y):
+            raise ValueError(
+                f"expected one label per record, got {len(x)} records, {len(y)} labels"
+            )
+        if self.persons is not None and size is not None and len(x) > size:
+            raise ValueError(f"{len(x)} records of persons must be in one micro-batch")
+        sums: dict[str, Tensor] = {}
+        for x_B, y_B, count in mb.micro_batches(x, y, size):
+            factors_B = None if factors is None else factors.to(y_B.device)[y_B]
+            scale = _Scale(self.max_norm, factors_B, count, self.persons)
+            for name, part in _clipped_sum(gradients(x_B, y_B), by, scale, self.watch).items():
+                sums[name] = sums[name] + part if name in sums else part
+        tensors = {
+            name: mb.from_units(sums[name], bound=self.max_norm)
+            if name in sums
+            else torch.zeros_like(tensor, dtype=torch.float64)
+            for name, tensor in by.items()
+        }
+        return ClippedSum(tensors, norm=self.max_norm)
 
 
 class _Scale(NamedTuple):
@@ -243,7 +266,7 @@ class _Scale(NamedTuple):
 
 
 def _clipped_sum(
-    gradients: Sequence[Group], parameters: Mapping[str, Tensor], scale: _Scale, watch: Watch
+    gradients: Sequence[rg.Group], parameters: Mapping[str, Tensor], scale: _Scale, watch: Watch
 ) -> dict[str, Tensor]:
     """Return the clipped sum of the gradients of B rows, in units, by name.
 
@@ -262,7 +285,7 @@ def _clipped_sum(
     for shown in (*parts, *(factor for pair in outer.values() for factor in pair)):
         watch(shown)
     if scale.persons is not None:
-        parts = [person_means(part, scale.persons) for part in parts]
+        parts = [mb.person_means(part, scale.persons) for part in parts]
     norms = [_norms(part) for part in parts]
     norms += [_norms(left_BO) * _norms(right_BI) for left_BO, right_BI in outer.values()]
     factors_B = _scaled(norms, scale)
@@ -274,13 +297,13 @@ def _clipped_sum(
             contributes.append(contribution.flatten(1).any(1, keepdim=True))
 
     for name, (left_BO, right_BI) in outer.items():
-        by_name[name], *cut = sum_in_units(
+        by_name[name], *cut = mb.sum_in_units(
             left_BO, right_BI, bound=scale.max_norm, factors_B=factors_B
         )
         for factor in cut:
             show(factor)
     for part in parts:
-        units = in_units(part, bound=scale.max_norm, factors_B=factors_B)
+        units = mb.in_units(part, bound=scale.max_norm, factors_B=factors_B)
         show(units)
         sums.append(units.sum(0))
     if contributes:
@@ -293,10 +316,10 @@ def _clipped_sum(
 
 
 def _separated(
-    gradients: Sequence[Group], *, keep_factors: bool
-) -> tuple[dict[str, OuterProducts], list[tuple[list[str], Tensor]]]:
+    gradients: Sequence[rg.Group], *, keep_factors: bool
+) -> tuple[dict[str, rg.OuterProducts], list[tuple[list[str], Tensor]]]:
     """Return the gradients that are kept as factors, by name, and the groups of all others."""
-    outer: dict[str, OuterProducts] = {}
+    outer: dict[str, rg.OuterProducts] = {}
     whole: list[tuple[list[str], Tensor]] = []
     for names, gradient in gradients:
         if isinstance(gradient, Tensor):
@@ -324,7 +347,7 @@ def _scaled(norms: list[Tensor], scale: _Scale) -> Tensor:
     if scale.persons is not None:
         count = int(scale.persons.max()) + 1 if count else 0
         if factors_B is not None:
-            factors_B = person_means(factors_B[:, None], scale.persons)[:, 0]
+            factors_B = mb.person_means(factors_B[:, None], scale.persons)[:, 0]
     norms_B = torch.linalg.vector_norm(torch.stack(norms, dim=1), dim=1)
     scale_B: Tensor = (scale.max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
     if factors_B is not None:
@@ -334,7 +357,7 @@ def _scaled(norms: list[Tensor], scale: _Scale) -> Tensor:
     return scale_B
 
 
-def _watched(loss: Loss, watch: Watch) -> Loss:
+def _watched(loss: rg.Loss, watch: Watch) -> rg.Loss:
     """Return the loss; outputs and losses are watched."""
     if watch is unwatched:
         return loss
@@ -348,25 +371,6 @@ def _watched(loss: Loss, watch: Watch) -> Loss:
     return watched
 
 
-def _add(sums: dict[str, Tensor], others: Mapping[str, Tensor]) -> None:
-    """Add to ``sums`` by name."""
-    for name, other in others.items():
-        sums[name] = sums[name] + other if name in sums else other
-
-
-def _with_zeros(
-    sums: dict[str, Tensor], parameters: Mapping[str, Tensor], max_norm: float
-) -> ClippedSum:
-    """Return sums in units as float64, in the parameters' order, zeros where there is none."""
-    tensors = {
-        name: from_units(sums[name], bound=max_norm)
-        if name in sums
-        else torch.zeros_like(parameter, dtype=torch.float64)
-        for name, parameter in parameters.items()
-    }
-    return ClippedSum(tensors, norm=max_norm)
-
-
 def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
     """Return the relaxation of DARTS: all ops, weighted by ``softmax(alphas)``."""
     weights = {kind: a_EO.detach().double().softmax(dim=-1) for kind, a_EO in alphas.items()}
@@ -376,10 +380,6 @@ def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
         return w_EO * (gradients_BEO - (w_EO * gradients_BEO).sum(-1, keepdim=True))
 
     return Relaxation(weights, by_alphas)
-
-
-def _factors(class_factors: Tensor | None, y_B: Tensor) -> Tensor | None:
-    return None if class_factors is None else class_factors.to(y_B.device)[y_B]
 
 
 @contextmanager
@@ -399,23 +399,3 @@ def _only_trainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -
     finally:
         for parameter in changed:
             parameter.requires_grad_(not parameter.requires_grad)
-
-
-def _check_arguments(
-    x: Tensor,
-    y: Tensor,
-    max_norm: float,
-    micro_batch_size: int | None,
-    class_factors: Tensor | None,
-    persons: Tensor | None,
-) -> None:
-    if len(x) != len(y):
-        raise ValueError(f"expected one label per record, got {len(x)} records, {len(y)} labels")
-    if not SMALLEST_MAX_NORM <= max_norm < math.inf:
-        raise ValueError(f"max_norm must be at least 1e-100 and finite, got {max_norm}")
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
-    if class_factors is not None and not bool(((class_factors > 0) & (class_factors <= 1)).all()):
-        raise ValueError(f"class_factors must be in (0, 1], got {class_factors.tolist()}")
-    if persons is not None and len(x) > (len(x) if micro_batch_size is None else micro_batch_size):
-        raise ValueError(f"{len(x)} records of persons must be in one micro-batch")

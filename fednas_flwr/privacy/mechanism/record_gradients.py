@@ -2,7 +2,7 @@
 
 A record's gradient is taken by giving every record a copy of the weights, in a leaf [B, ...] of
 stride 0: one ordinary backward then returns one gradient per record (``fednas_flwr.base.layers``).
-For modules with layers that cannot do this, Opacus' hooks do (``hooked_gradients``). A large linear
+For modules with layers that cannot do this, Opacus' hooks do. A large linear
 layer's gradients are kept as the factors of one outer product per record.
 
 Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
@@ -10,24 +10,59 @@ Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.layers import conv2d, group_norm, linear
-from fednas_flwr.privacy.mechanism.record_losses import (
-    Group,
-    Loss,
-    OuterProducts,
-    RecordGradients,
-    differentiate,
-    losses_of,
-)
+from fednas_flwr.base.layers import conv2d, group_norm, linear, own_linear_layers
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
+
+
+class OuterProducts(NamedTuple):
+    """Gradients [B, O, I] of a linear layer: one product of two vectors per record.
+
+    Attributes:
+        left_BO: Gradients by what the layer has returned.
+        right_BI: What it was given.
+    """
+
+    left_BO: Tensor
+    right_BI: Tensor
+
+    def products(self) -> Tensor:
+        """Return them as they are, [B, O, I]."""
+        return self.left_BO[:, :, None] * self.right_BI[:, None, :]
+
+
+# Names of parameters of one shape, and their gradients, joined along dim 1, [B, ...].
+Group = tuple[list[str], Tensor | OuterProducts]
+RecordGradients = Callable[[Tensor, Tensor], list[Group]]  # of features [B, ...] and labels [B]
+
+
+def differentiate(losses_B: Tensor, by: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradient of the losses' sum by each tensor that it depends on."""
+    if not losses_B.requires_grad:
+        return {}
+    gradients = torch.autograd.grad(losses_B.sum(), list(by.values()), allow_unused=True)
+    return {n: g for n, g in zip(by, gradients, strict=True) if g is not None}
+
+
+def losses_of(output: Tensor, y_B: Tensor, loss: Loss) -> Tensor:
+    """Return the losses [B]; raises ValueError if the loss returns anything else."""
+    losses_B = loss(output, y_B)
+    if losses_B.shape != (len(y_B),):
+        shape = tuple(losses_B.shape)
+        raise ValueError(f"the loss must be one number per record, [{len(y_B)}], got {shape}")
+    return losses_B
+
 
 LARGE = 2048  # numbers of a linear layer's weight from which its gradients are kept as factors
 
@@ -106,10 +141,7 @@ def record_gradients(
         raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
     if all(map(_is_covered, layers)):
         return _from_leaves(module, parameters, loss)
-    # It brings Opacus, whose 3 s who needs no hooks should not pay.
-    from fednas_flwr.privacy.mechanism.hooked_gradients import from_hooks
-
-    return from_hooks(module, parameters, loss)
+    return _from_hooks(module, parameters, loss)
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
@@ -262,3 +294,103 @@ def _own(parameter: Any, stack: RecordWeights) -> Any:
 
 def _is_large(layer: nn.Linear) -> bool:
     return layer.weight.requires_grad and layer.weight.numel() >= LARGE
+
+
+@cache
+def _hooks() -> Any:
+    """Return Opacus' validator, and its hooks without two silent errors (as of version 1.6.0).
+
+    Imported here because who needs no hooks should not pay for its 3 s.
+    """
+    handlers = logging.root.handlers[:]
+    from opacus.grad_sample import GradSampleModule  # type: ignore[import-untyped]
+    from opacus.validators import ModuleValidator  # type: ignore[import-untyped]
+
+    logging.root.handlers[:] = handlers  # Opacus adds one to the root logger when it is imported
+
+    class PerSampleModule(GradSampleModule):  # type: ignore[misc]
+        """Hooks of every module."""
+
+        def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
+            """Name a module once; with two paths it would get two hooks and twice its gradient."""
+            return dict.fromkeys(super().iterate_submodules(module))
+
+        def rearrange_grad_samples(self, **arguments: Any) -> tuple[list[Tensor], Tensor]:
+            """Return activations with the strides of a plain NCHW tensor, and output gradients.
+
+            Opacus unfolds a convolution's input by ``as_strided`` and assumes these strides: with
+            channels-last inputs its gradients are wrong. ``contiguous`` would keep those of 1x1
+            maps.
+            """
+            activations, backprops = super().rearrange_grad_samples(**arguments)
+            return [tensor.flatten().view(tensor.shape) for tensor in activations], backprops
+
+    return ModuleValidator, PerSampleModule
+
+
+@contextmanager
+def _from_hooks(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
+) -> Iterator[RecordGradients]:
+    """Yield a function from a batch to the gradients of its records; no hook remains afterwards.
+
+    Opacus' own clean-up leaves activations of dead branches and the mark of a full backward hook.
+    """
+    _check(module)
+    modules = list(module.modules())
+    marks = [submodule._is_full_backward_hook for submodule in modules]
+    owners: list[nn.Module | nn.Parameter] = [*modules, *module.parameters()]
+    names = [set(vars(owner)) for owner in owners]
+    hooked = None
+    try:
+        hooked = _hooks()[1](module, loss_reduction="sum")
+        yield partial(_hooked_gradients, hooked, parameters, loss)
+    finally:
+        if hooked is not None:
+            hooked.remove_hooks()
+        for owner, before in zip(owners, names, strict=True):
+            for name in set(vars(owner)) - before:
+                delattr(owner, name)
+        for submodule, mark in zip(modules, marks, strict=True):
+            submodule._is_full_backward_hook = mark
+
+
+def _hooked_gradients(
+    hooked: Any,
+    parameters: Mapping[str, nn.Parameter],
+    loss: Loss,
+    x_B: Tensor,
+    y_B: Tensor,
+) -> list[Group]:
+    """Return the gradients [B, ...] of all parameters that the loss reaches."""
+    own = own_linear_layers(hooked)  # which round all rows alike
+    with torch.enable_grad(), warnings.catch_warnings(), own:
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        # Not backward(), which would add to .grad. Of the sums only the names are used.
+        reached = differentiate(losses_of(hooked(x_B), y_B, loss), parameters)
+    gradients = []
+    for name in reached:
+        gradient = parameters[name].grad_sample  # type: ignore[attr-defined]
+        if gradient is None or gradient.shape != (len(x_B), *parameters[name].shape):
+            raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
+        gradients.append(([name], gradient))
+    for parameter in parameters.values():
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+        parameter._forward_counter = 0  # type: ignore[attr-defined]
+    for submodule in hooked.modules():  # calls that the loss did not reach would be waiting here
+        vars(submodule).pop("activations", None)
+        vars(submodule).pop("max_batch_len", None)
+    return gradients
+
+
+def _check(module: nn.Module) -> None:
+    """Raise ValueError for what Opacus' hooks cannot count right."""
+    for error in [error for check in _hooks() for error in check.validate(module)]:
+        raise ValueError(f"no per-sample gradients of this network: {error}")
+    for name, submodule in module.named_modules():
+        direct = any(parameter.requires_grad for parameter in submodule.parameters(recurse=False))
+        if direct and next(submodule.children(), None) is not None:
+            raise ValueError(
+                f"{name or 'the module'} has parameters of its own beside submodules, whose "
+                "gradients Opacus may count twice: put them into a submodule."
+            )

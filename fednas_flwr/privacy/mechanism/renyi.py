@@ -3,7 +3,8 @@
 A release is a Poisson-subsampled Gaussian mechanism; neighbours differ by one record added or
 removed. Renyi divergences add up over releases, even adaptively chosen ones, which is why
 enforcement counts in them (``renyi_filter``). Not for converting whole schedules tightly: that is
-``accounting``. Main functions: :func:`renyi_divergence` and :func:`epsilon_at_order`.
+``accounting``. Main functions: :func:`renyi_divergence`, :func:`epsilon_at_order` and, for another
+unit of privacy, :func:`counted`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from functools import lru_cache
 
 import numpy as np
 
-# Above the rounding of the quadrature and of a million additions, so that no sum is too small.
-from fednas_flwr.settings.names import LARGEST_NOISE_MULTIPLIER, LEAST_NOISE_MULTIPLIER
+from fednas_flwr.settings import names
 
 _ROUNDING = 1 + 1e-9
 _MAX_POINTS = 2**15
 _RANGES = (
-    ("noise_multiplier", LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER),
+    ("noise_multiplier", names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER),
     ("sample_rate", 0.0, 1.0),
 )
 
@@ -120,6 +120,13 @@ def renyi_divergence(*, noise_multiplier: float, sample_rate: float, order: floa
     return float(np.logaddexp(0.0, log_mass)) / (order - 1) * _ROUNDING
 
 
+def cost(release: Release, order: float) -> float:
+    """Return the divergence of all steps of a release at one order."""
+    sigma, rate = release.noise_multiplier, release.sample_rate
+    step = renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
+    return release.steps * step
+
+
 def _log_excess(u: np.ndarray, p: float, order: float) -> np.ndarray:
     """Return ``log((1 + x)^order - 1 - order * x)`` for ``x = p * (exp(u) - 1)``."""
     log_growth = np.logaddexp(math.log1p(-p), math.log(p) + u)  # log(1 + x) for large x
@@ -148,3 +155,53 @@ def check_delta(delta: float) -> None:
     """Raise ``ValueError`` unless ``delta`` lies strictly between 0 and 1."""
     if not 0 < delta < 1:
         raise ValueError(f"delta must lie strictly between 0 and 1, got {delta!r}.")
+
+
+def booked_unit(unit: names.Unit, id_column: str) -> str:
+    """Return a unit as a ledger books it: persons with the column that tells them apart."""
+    return f"{unit} by {id_column}" if unit == names.PERSON else unit
+
+
+def kind_of(booked: str) -> str:
+    """Return which of ``UNITS`` a booked unit is."""
+    return booked.partition(" ")[0]
+
+
+def protects(booked: str, unit: str) -> bool:
+    """Whether a release that protects a booked unit also bounds leakage about another one."""
+    return booked == unit or names.UNITS.index(kind_of(booked)) > names.UNITS.index(kind_of(unit))
+
+
+def counted(release: Release, booked: str, unit: str) -> Release | None:
+    """Return the release that costs one ``unit`` what ``release`` does; None costs infinitely much.
+
+    A release hides whether one unit was there: a record, a person with all records, or the client.
+    For a unit that is
+
+    - the same: it costs what it costs;
+    - **coarser**, or made of other parts (persons by another column): infinitely much. Nobody has
+      bounded how many of the one lie in the other, so noise for one hides none of the other;
+    - **finer** (client > person > record): to add a record to a person who has others replaces that
+      person's contribution, v by w, both of norm R. That is up to ``2 R`` apart, so the release
+      counts with half its noise multiplier, and twice where it samples.
+
+    Proof of the last: let N(x) be the noise around x and p the sampling rate, with the same coin on
+    both sides. ``P = (1-p) N(0) + p N(v)`` and ``Q = (1-p) N(0) + p N(w)`` share a part, so by
+    advanced joint convexity (Balle, Barthe and Gaboardi 2018, arXiv 1807.01647, Theorem 2) each
+    hockey-stick divergence of order above 1, in both directions, is at most that of ``A = (1-p)
+    N(0) + p N(2 R)`` from ``B = N(0)``. Hence the trade-off function of (P, Q) is above the largest
+    convex one below those of (A, B) and (B, A), and so above that of ``(A x B, B x A)``: two steps
+    at 2 R. With p = 1 one step is enough, since (P, Q) are two Gaussians ``2 R`` apart.
+
+    Args:
+        release: Of the noise and steps that were booked.
+        booked: Unit that it protects, from :func:`booked_unit`.
+        unit: Unit to count for, in the same form.
+    """
+    half = release.noise_multiplier / 2
+    if booked == unit:
+        return release
+    if not protects(booked, unit) or half < names.LEAST_NOISE_MULTIPLIER:
+        return None
+    steps = release.steps * (1 if release.sample_rate == 1 else 2)
+    return Release(noise_multiplier=half, sample_rate=release.sample_rate, steps=steps)

@@ -1,4 +1,4 @@
-"""Noise that honest sites share under a secure sum: what each adds, and what the total carries.
+"""Noise that honest sites share under a secure sum, and the grid that noise lies on; no torch.
 
 Each site adds discrete Gaussian noise of ``1 / h`` of the variance that one release needs, h being
 the number of honest survivors that its policy relies on; the server sees the sum of h such shares,
@@ -13,6 +13,36 @@ from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.parser import Between, Checked, Length
+
+_GRID_BITS = 24
+
+
+def noise_grid(std: float) -> float:
+    """Return the power of two from 2^-25 to 2^-24 of ``std`` that noise of it is a multiple of.
+
+    Raises:
+        ValueError: ``std`` is not in 1e-100 to 1e100.
+    """
+    if not 1e-100 <= std <= 1e100:
+        raise ValueError(f"std must be in [1e-100, 1e100], got {std!r}.")
+    return math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
+
+
+def noise_range(*, num_values: int, num_records: int) -> tuple[float, float]:
+    """Return least and largest noise multiplier with which adding noise cannot fail.
+
+    The grid of :func:`~fednas_flwr.privacy.mechanism.noise.add_noise`, of at most ``2^-24 * s *
+    R``, must be below ``R / (2 * sqrt(d))``, and a sum of norm ``N * R`` within 2^51 cells of at
+    least
+    ``2^-25 * s * R``. Both with a factor of 2 to spare: a site may hold more records than it
+    declares.
+
+    Args:
+        num_values: d, the values of one release.
+        num_records: N, the declared records.
+    """
+    return num_records * 2.0**-25, 2.0**22 / math.sqrt(max(1, num_values))
+
 
 LEAST_HONEST = 2  # of one honest site's value and what colluding ones know, the sum hides nothing
 LEAST_SIGMA = 6  # cells, with which no digit of an epsilon tells a sum of shares from its Gaussian
@@ -63,7 +93,7 @@ def sum_divergence(num_values: int, *, sigma: int, sites: int) -> float:
     Every outcome of ``num_values`` sums of ``sites`` independent discrete Gaussians of ``sigma`` is
     as likely, up to a factor of ``exp(+-divergence)``, as of one discrete Gaussian of
     ``sqrt(sites) sigma``. With
-    :func:`~fednas_flwr.privacy.mechanism.discrete_gaussian.continuous_divergence`, to which it
+    :func:`~fednas_flwr.privacy.mechanism.noise.continuous_divergence`, to which it
     adds, formulas for Poisson-sampled continuous noise hold for the sum.
 
     Proof. Of samples of a and b, ``P(a + b = k)`` is in proportion to ``sum_j exp(-j^2 / (2 s^2) -

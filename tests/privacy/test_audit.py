@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fednas_flwr.privacy.audit_bounds import (
+from fednas_flwr.privacy.audit import (
     SHOWN,
     length_limits,
     rate_limit,
