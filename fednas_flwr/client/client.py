@@ -14,15 +14,8 @@ from torch import nn
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.release_guard import ReleaseGuard
-from fednas_flwr.data.loaders import (
-    ClientData,
-    Split,
-    augment,
-    concat_splits,
-    epoch_batches,
-    oversampled,
-    standardised_within,
-)
+from fednas_flwr.data import loaders
+from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.data.schema import CATEGORY, Column
 from fednas_flwr.data.statistics import Moments, Statistics
 from fednas_flwr.protocol.messages import Header
@@ -147,7 +140,7 @@ class Client:
             return replace(self, data=self.data.standardised(statistics))
         if not self.from_ranges:
             raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
-        within = standardised_within(self.data, statistics, num_columns=self.num_columns)
+        within = loaders.standardised_within(self.data, statistics, num_columns=self.num_columns)
         return replace(self, data=within)
 
     @property
@@ -187,11 +180,11 @@ class Client:
         if name not in (names := (*SPLITS, "train+validation")):
             raise unknown_choice("split", name, names)
         first, *rest = (getattr(self.data, part) for part in name.split("+"))
-        return concat_splits(first, *rest) if rest else first
+        return loaders.concat_splits(first, *rest) if rest else first
 
     def for_training(self, split: Split) -> Split:
         """Return the split whose rows are trained on."""
-        return oversampled(split) if self.oversample else split
+        return loaders.oversampled(split) if self.oversample else split
 
     def generator(self, header: Header, *purpose: int | str) -> torch.Generator:
         """Return the generator of one purpose in one exchange of this client."""
@@ -202,7 +195,9 @@ class Client:
     ) -> Iterator[Batch]:
         """Yield augmented training batches of one shuffled pass over ``split``."""
         split = self.for_training(split)
-        for indices in epoch_batches(len(split), batch_size=batch_size, generator=generator):
+        for indices in loaders.epoch_batches(
+            len(split), batch_size=batch_size, generator=generator
+        ):
             x, y = split.batch(indices, self.device)
             yield self.augmented(x, generator), y
 
@@ -210,4 +205,4 @@ class Client:
         """Return the batch ``x`` augmented as the data set's settings say."""
         if x.dim() != 4:
             return x
-        return augment(x, generator=generator, **asdict(self.augmentation))
+        return loaders.augment(x, generator=generator, **asdict(self.augmentation))

@@ -12,15 +12,8 @@ import json
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-    load_pem_public_key,
-)
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically, write_secret
@@ -35,9 +28,11 @@ def make_signing_key(path: Path) -> Path:
         FileExistsError: There is a key already: sites know the operator by it.
     """
     key = Ed25519PrivateKey.generate()
-    write_secret(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    return write_atomically(path.with_suffix(".pub"), pem)
+    write_secret(
+        path, key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
+    )
+    public = key.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo)
+    return write_atomically(path.with_suffix(".pub"), public)
 
 
 def sign_model(key_path: Path, *, run: str, model: bytes, card: str) -> str:
@@ -47,7 +42,7 @@ def sign_model(key_path: Path, *, run: str, model: bytes, card: str) -> str:
         ConfigError: The file holds no private key of Ed25519.
     """
     try:
-        key = load_pem_private_key(key_path.read_bytes(), password=None)
+        key = pem.load_pem_private_key(key_path.read_bytes(), password=None)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"the signing key {key_path} cannot be used: {error}.") from error
     if not isinstance(key, Ed25519PrivateKey):
@@ -62,7 +57,7 @@ def is_signed(public_path: Path, signature: str, *, run: str, model: bytes, card
         ConfigError: The file holds no public key of Ed25519.
     """
     try:
-        key = load_pem_public_key(public_path.read_bytes())
+        key = pem.load_pem_public_key(public_path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"the public key {public_path} cannot be used: {error}.") from error
     if not isinstance(key, Ed25519PublicKey):

@@ -20,14 +20,7 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.anchor import connect
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.protocol.secure_sum.masks import (
-    SECRET_BYTES,
-    add_mask,
-    derive,
-    seal,
-    split,
-    unseal,
-)
+from fednas_flwr.protocol.secure_sum import masks
 from fednas_flwr.protocol.secure_sum.roster import Context, Roster, SiteKeys, survivors_message
 
 NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
@@ -127,9 +120,9 @@ class SumSite:
         self._check_members("participants", asked)
         exchange = Context(roster=self.terms.roster, participants=asked, **place)
         context = exchange.digest
-        seed = secrets.token_bytes(SECRET_BYTES)
+        seed = secrets.token_bytes(masks.SECRET_BYTES)
         threshold = self.terms.colluding + 1
-        parts = split(seed, [i + 1 for i in asked], threshold=threshold)
+        parts = masks.split(seed, [i + 1 for i in asked], threshold=threshold)
         values = (context.hex(), exchange.run, json.dumps(asked), parts[self.index + 1])
         with self._books() as books:
             known = "SELECT 1 FROM answers WHERE context = ?"
@@ -207,17 +200,17 @@ class SumSite:
 
     def pair_seed(self, context: bytes, other: int) -> bytes:
         """Return the seed of the mask that this site shares with another one."""
-        return derive(self._secret(other), context, "mask of a pair")
+        return masks.derive(self._secret(other), context, "mask of a pair")
 
     def part_key(self, context: bytes, sender: int, receiver: int) -> bytes:
         """Return the key of a part's box; this site is its sender or its receiver."""
         other = receiver if sender == self.index else sender
-        return derive(self._secret(other), context, f"part of {sender} for {receiver}")
+        return masks.derive(self._secret(other), context, f"part of {sender} for {receiver}")
 
     def _unsealed(self, context: bytes, sender: int, boxes: Mapping[int, bytes]) -> bytes:
         """Return the part that another site has made for this one."""
         try:
-            return unseal(self.part_key(context, sender, self.index), boxes[sender])
+            return masks.unseal(self.part_key(context, sender, self.index), boxes[sender])
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"refused, the part of site {sender} is not usable: {error}."
@@ -280,13 +273,13 @@ class Answer:
     def mask(self, vectors: Sequence[np.ndarray]) -> dict[int, bytes]:
         """Mask the site's integers, in place, and return the sealed part of every other site."""
         index, boxes = self.site.index, {}
-        add_mask(self._seed, vectors, sign=1)
+        masks.add_mask(self._seed, vectors, sign=1)
         for i in self.participants:
             if i != index:
                 seed = self.site.pair_seed(self.context, i)
-                add_mask(seed, vectors, sign=1 if index < i else -1)
+                masks.add_mask(seed, vectors, sign=1 if index < i else -1)
                 key = self.site.part_key(self.context, index, i)
-                boxes[i] = seal(key, self._parts[i + 1])
+                boxes[i] = masks.seal(key, self._parts[i + 1])
         return boxes
 
 
