@@ -153,7 +153,7 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
         if not is_text:
             numbers.append(name)
         elif values:  # an unknown or missing text has zeros everywhere
-            texts: dict[str, Any] = {"domain": "ai.onnx.ml", "cats_strings": values, "zeros": 1}
+            texts: dict[str, Any] = {"cats_strings": values, "zeros": 1, "domain": "ai.onnx.ml"}
             nodes.append(node("OneHotEncoder", [name], [f"encoded_{i}"], **texts))
             shape = np.array([-1, len(values)], dtype=np.int64)
             graph.initializer.append(numpy_helper.from_array(shape, f"shape_{i}"))
@@ -179,11 +179,13 @@ def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
         graph.initializer.append(numpy_helper.from_array(threshold, "threshold"))
         graph.node.append(node("GreaterOrEqual", ["probabilities", "threshold"], ["reached"]))
         graph.node.append(node("Cast", ["reached"], ["labels"], to=TensorProto.INT64))
-        output = helper.make_tensor_value_info("labels", TensorProto.INT64, ["batch", len(names)])
+        name, kind = "labels", TensorProto.INT64
     else:
-        classes: dict[str, Any] = {"keys_int64s": list(range(len(names))), "values_strings": names}
+        name, kind = "label", TensorProto.STRING
+        keys = list(range(len(names)))
+        classes: dict[str, Any] = {"keys_int64s": keys, "values_strings": names}
         largest = node("ArgMax", ["probabilities"], ["class_index"], axis=1, keepdims=0)
         named = node("LabelEncoder", ["class_index"], ["label"], domain="ai.onnx.ml", **classes)
         graph.node.extend([largest, named])
-        output = helper.make_tensor_value_info("label", TensorProto.STRING, ["batch"])
-    graph.output.insert(0, output)
+    shape: list[str | int | None] = ["batch", *([len(names)] if inputs.multi_label else [])]
+    graph.output.insert(0, helper.make_tensor_value_info(name, kind, shape))

@@ -16,6 +16,8 @@ from itertools import combinations, pairwise
 from statistics import fmean
 from typing import Any
 
+from markupsafe import Markup
+
 from fednas_flwr.report import templates
 
 STARTS, SWEEPS = 8, 8
@@ -49,8 +51,8 @@ class _Wire:
     op: str
 
 
-def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> str:
-    """Return a cell as one ``<svg>`` element.
+def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> tuple[Markup, float]:
+    """Return a cell as one ``<svg>`` element, and its width.
 
     A cell with two inputs follows DARTS: its output is the concatenation of all inner nodes, which
     is drawn as a node of its own. A cell with one input ends in its last node. Edges with the op
@@ -70,7 +72,7 @@ def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> str:
     columns = _order(boxes, wires)
     y = _heights(boxes, wires, columns)
     x, width = _widths(boxes, columns)
-    return templates.render(
+    picture = templates.render(
         "cell.svg.j2",
         title=title,
         width=width,
@@ -80,6 +82,7 @@ def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> str:
         heights=HEIGHT,
         op_colour=op_colour,
     )
+    return Markup(picture), width
 
 
 def op_colour(op: str) -> str:

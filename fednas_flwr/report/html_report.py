@@ -69,7 +69,12 @@ def render_report(run_folder: Path) -> str:
     }
     figures |= {name: figure for name, figure in optional.items() if figure is not None}
     steps = {kind: shown["steps"] for kind, shown in alphas["kinds"].items()}
-    config, cells = run.folder / CONFIG_FILE, _cells(genotype)
+    config = run.folder / CONFIG_FILE
+    cells = [
+        (kind, *cell_svg(edges, title=f"{kind} cell"))
+        for kind, edges in (genotype or {}).get("cells", {}).items()
+        if edges
+    ]
     return templates.render(
         "report.html.j2",
         run=run,
@@ -84,7 +89,7 @@ def render_report(run_folder: Path) -> str:
         zip=zip,
         config_text=config.read_text(encoding="utf-8") if config.exists() else "",
         stages=stages,
-        cells=[(kind, picture) for kind, picture, _ in cells],
+        cells=cells,
         narrow_cells=all(width <= WIDEST_IN_PAIRS for _, _, width in cells),
         alphas=alphas,
         warnings=warnings.most_common(),
@@ -120,14 +125,3 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
         "metrics": metrics,
         "rounds": rounds,
     }
-
-
-def _cells(genotype: dict[str, Any] | None) -> list[tuple[str, Markup, int]]:
-    """Return kind, picture and width of each cell; cell_svg escapes what it writes."""
-    cells = []
-    for kind, edges in (genotype or {}).get("cells", {}).items():
-        if edges:
-            picture = cell_svg(edges, title=f"{kind} cell")
-            width = int(picture.split(' width="', 1)[1].split('"', 1)[0])
-            cells.append((kind, Markup(picture), width))
-    return cells

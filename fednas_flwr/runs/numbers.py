@@ -488,7 +488,7 @@ def flat_settings(tree: Any, name: str = "") -> dict[str, Any]:
 
 
 def is_noised(metric: str) -> bool:
-    """Whether a round's metric was measured by clients, who add noise in a private run."""
+    """True if clients measured a round's metric: in a private run they add noise to it."""
     return metric.startswith(("train_", "validation_"))
 
 

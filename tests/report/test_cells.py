@@ -4,7 +4,15 @@ from itertools import combinations
 
 import pytest
 
-from fednas_flwr.report.cells import cell_svg
+from fednas_flwr.report import cells
+
+
+def cell_svg(edges: list[dict], *, title: str) -> str:
+    """Return the picture of a cell, whose width is the one that is told."""
+    picture, width = cells.cell_svg(edges, title=title)
+    assert f' width="{width:.0f}"' in picture
+    return str(picture)
+
 
 SVG = "{http://www.w3.org/2000/svg}"
 
