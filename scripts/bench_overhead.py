@@ -35,13 +35,14 @@ from torch.nn import functional
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.client.making import make_client, make_cohort
+from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.ray_grid import ray_grid
 from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.pipeline.stages import make_cohort
 from fednas_flwr.protocol.messages import (
     Header,
     Reply,
