@@ -143,5 +143,5 @@ def name_before(name: str, kept: list[int]) -> str:
         'members.5.stem.weight'
     """
     before, _, rest = name.partition(f"{PREFIX}.")
-    index, _, own = rest.partition(".")
-    return f"{before}{PREFIX}.{kept[int(index)]}.{own}"
+    index, _, tensor = rest.partition(".")
+    return f"{before}{PREFIX}.{kept[int(index)]}.{tensor}"

@@ -53,15 +53,15 @@ class GumbelPath(nn.Module):
             raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
         self.supernet, self.body, self.training = supernet, supernet.body, supernet.training
         self.temperature = temperature
-        alphas = {kind: own.detach() for kind, own in supernet.alphas().items()}
+        alphas = {kind: alpha.detach() for kind, alpha in supernet.alphas().items()}
         for _ in range(TRIES):
             self._noise = {
-                kind: -torch.empty(own.shape).exponential_(generator=generator).log().to(own)
-                for kind, own in alphas.items()
+                kind: -torch.empty(alpha.shape).exponential_(generator=generator).log().to(alpha)
+                for kind, alpha in alphas.items()
             }
             self.columns = {
-                kind: (own + self._noise[kind]).argmax(dim=-1).tolist()
-                for kind, own in alphas.items()
+                kind: (alpha + self._noise[kind]).argmax(dim=-1).tolist()
+                for kind, alpha in alphas.items()
             }
             if not NASBench201Space.is_degenerate(NASBench201Space.genotype(self.columns[CELL])):
                 break

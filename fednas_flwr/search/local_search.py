@@ -13,7 +13,7 @@ import torch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.architect import beta_gradient
 from fednas_flwr.search.gumbel import GumbelPath, Relaxed
-from fednas_flwr.search.optimizer_step import Descents, Gradient, Gradients, Proximal
+from fednas_flwr.search.optimizer_step import Descents, Gradients, Proximal, add_gradients
 from fednas_flwr.settings.optimizers import NonNegative, Positive, Rule
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.space import Supernet
@@ -69,7 +69,7 @@ def alternate(
     """
     assert descents.alphas is not None
     supernet.train()
-    held = Proximal(alternating.proximal, supernet.weights())
+    proximal = Proximal(alternating.proximal, supernet.weights())
     temperature = alternating.temperature
 
     def network() -> Relaxed:
@@ -87,15 +87,7 @@ def alternate(
             validation_weight=alternating.validation_weight,
         )
         if alternating.beta_decay:
-            gradient = _with_beta(gradient, supernet, alternating.beta_decay)
+            further = beta_gradient(supernet.alphas(), weight=alternating.beta_decay)
+            gradient = add_gradients(gradient, further)
         descents.alphas.step(gradient)
-        descents.weights.step(held.added_to(gradients.weights(network())))
-
-
-def _with_beta(gradient: Gradient, supernet: Supernet, weight: float) -> Gradient:
-    """Return the alphas' gradient with that of beta-DARTS' regulariser."""
-    further = beta_gradient(supernet.alphas(), weight=weight)
-    return {
-        kind: added if (own := gradient.get(kind)) is None else own + added
-        for kind, added in further.items()
-    }
+        descents.weights.step(proximal.added_to(gradients.weights(network())))

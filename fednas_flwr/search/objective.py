@@ -151,15 +151,16 @@ class Objective:
         predictions = self.predictions(logits)
         members = [self.members(labels, c) for c in classes]
         called = [self.members(predictions, c) for c in classes]
-        f1s = [f1(own, told, weights_RN) for own, told in zip(members, called, strict=True)]
+        pairs = zip(members, called, strict=True)
+        f1s = [f1(positive_N, called_N, weights_RN) for positive_N, called_N in pairs]
         found = {"f1": torch.stack(f1s).nanmean(0)}
         if positive is not None:  # a class that is never predicted and does not occur
             found["f1"] = found["f1"].nan_to_num(nan=0.0)
         if bool(logits.isfinite().all()):
             ranks = self.ranks(logits)
             areas = [
-                ranked_areas(own, ranks[:, c], weights_RN)
-                for c, own in zip(classes, members, strict=True)
+                ranked_areas(positive_N, ranks[:, c], weights_RN)
+                for c, positive_N in zip(classes, members, strict=True)
             ]
             found["auroc"] = torch.stack([area for area, _ in areas]).nanmean(0)
             found["average_precision"] = torch.stack([mean for _, mean in areas]).nanmean(0)

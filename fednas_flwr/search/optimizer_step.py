@@ -75,8 +75,8 @@ class Descent:
         Its tensors are the descent's own from here on: clipping scales them in place.
         """
         for name, parameter in self.parameters.items():
-            given = gradient.get(name)
-            parameter.grad = None if given is None else given.to(parameter).contiguous()
+            found = gradient.get(name)
+            parameter.grad = None if found is None else found.to(parameter).contiguous()
         clip_gradients(self.optimizer, self.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()  # to None
@@ -100,8 +100,8 @@ class Descents:
         """Let the optimisers go on with the moments that were sent."""
         for state, descent in self._by_state():
             for name, parameter in descent.parameters.items():
-                given = {m: self.sent.get(f"{state}.{m}.{name}") for m in MOMENTS[state]}
-                moments = {m: value.clone() for m, value in given.items() if value is not None}
+                sent = {m: self.sent.get(f"{state}.{m}.{name}") for m in MOMENTS[state]}
+                moments = {m: value.clone() for m, value in sent.items() if value is not None}
                 if "step" in moments:
                     moments["step"] = moments["step"].reshape(())
                 if moments:
@@ -116,8 +116,8 @@ class Descents:
                 for moment in MOMENTS[state]:
                     value = descent.optimizer.state.get(parameter, {}).get(moment)
                     if value is not None and f"{state}.{moment}.{name}" in moments:
-                        own = moments[f"{state}.{moment}.{name}"]
-                        own.copy_(value.detach().reshape(own.shape))
+                        kept = moments[f"{state}.{moment}.{name}"]
+                        kept.copy_(value.detach().reshape(kept.shape))
         return moments
 
     def _by_state(self) -> list[tuple[str, Descent]]:
@@ -142,9 +142,9 @@ def train(
 ) -> None:
     """Train the weights of a network, in place; ``proximal`` is the mu of :class:`Proximal`."""
     network.train()
-    held = Proximal(proximal, weights.parameters)
+    pull = Proximal(proximal, weights.parameters)
     for _ in gradients.steps():
-        weights.step(held.added_to(gradients.weights(network)))
+        weights.step(pull.added_to(gradients.weights(network)))
 
 
 class Proximal:
@@ -166,11 +166,15 @@ class Proximal:
         """Return a gradient of the weights with this one added."""
         if not self._start:
             return gradient
-        total = dict(gradient)
-        for name in gradient:
-            pull = self.mu * (self._weights[name].detach() - self._start[name])
-            total[name] = pull if (own := gradient[name]) is None else own + pull
-        return total
+        weights, start = self._weights, self._start
+        pulls = {name: self.mu * (weights[name].detach() - start[name]) for name in gradient}
+        return add_gradients(gradient, pulls)
+
+
+def add_gradients(gradient: Gradient, further: Mapping[str, Tensor]) -> Gradient:
+    """Return the sum of two gradients by name, of which the first may lack some."""
+    found = {name: gradient.get(name) for name in further}
+    return {n: further[n] if g is None else g + further[n] for n, g in found.items()}
 
 
 def make_sgd(

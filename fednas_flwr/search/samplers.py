@@ -321,7 +321,7 @@ class Controller:
 
     def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
         """Take one step; return the baseline and an estimate of the entropy in nats per edge."""
-        paths_NE, rewards_N = torch.tensor(paths), torch.tensor(self._told(rewards))
+        paths_NE, rewards_N = torch.tensor(paths), torch.tensor(self._in_deviations(rewards))
         log_probs_N = self.policy(paths_NE)
         mean = float(regularised(log_probs_N, rewards_N, self.entropy_weight).mean())
         if math.isnan(self.baseline):
@@ -337,7 +337,7 @@ class Controller:
         entropy = float(-log_probs_N.detach().mean()) / paths_NE.shape[1]
         return {"controller_baseline": self.baseline, "controller_entropy": entropy}
 
-    def _told(self, rewards: Sequence[float]) -> list[float]:
+    def _in_deviations(self, rewards: Sequence[float]) -> list[float]:
         """Return rewards as the policy is told of them; with ``scaled`` their moments move."""
         if not self.settings.scaled:
             return list(rewards)

@@ -166,8 +166,8 @@ class HardwareTerms:
         """Return the plain values of a loss; :meth:`loss` makes it again."""
         costs = loss.costs
         per_op = [[None if math.isnan(c) else c for c in row] for row in costs.per_op_EO.tolist()]
-        own = (loss.target, loss.unit, loss.form, loss.scale, loss.exponent)
-        return cls(*own, costs.fixed, per_op)
+        terms = (loss.target, loss.unit, loss.form, loss.scale, loss.exponent)
+        return cls(*terms, costs.fixed, per_op)
 
     def loss(self) -> HardwareLoss:
         """Return the loss.
@@ -177,8 +177,8 @@ class HardwareTerms:
         """
         rows = [[math.nan if c is None else c for c in row] for row in self.per_op]
         costs = Costs(self.unit, self.fixed, torch.tensor(rows, dtype=torch.float64))
-        own = (self.target, self.unit, self.form, self.scale, self.exponent)
-        return HardwareLoss(costs, *own)
+        terms = (self.target, self.unit, self.form, self.scale, self.exponent)
+        return HardwareLoss(costs, *terms)
 
 
 def count_parameters(network: nn.Module) -> int:

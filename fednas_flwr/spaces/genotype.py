@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,7 @@ def arrows(pairs: Sequence[tuple[int, int]]) -> str:
 
 def to_json(genotype: Genotype) -> str:
     """Return the genotype as indented JSON; :func:`from_json` gives an equal one back."""
-    cells = {
-        kind: [{"op": e.op, "source": e.source, "target": e.target} for e in edges]
-        for kind, edges in genotype.cells.items()
-    }
-    document = {"format": FORMAT, "version": VERSION, "space": genotype.space, "cells": cells}
+    document = {"format": FORMAT, "version": VERSION, **asdict(genotype)}
     return json.dumps(document, indent=2) + "\n"
 
 

@@ -178,7 +178,7 @@ def time_modules(
     times: list[list[float]] = [[] for _ in runs]
     with torch.inference_mode():
         for _ in range(passes):
-            for index, own in enumerate(times):
+            for index, found in enumerate(times):
                 others = [runs[index - 1 - k] for k in range(min(RUN_BEFORE, len(runs) - 1))]
                 timer = Timer(
                     "run()",
@@ -187,8 +187,8 @@ def time_modules(
                     num_threads=threads,
                     timer=_clock(device, threads),
                 )
-                own.append(1e3 * timer.timeit(1).mean)
-    return [summarise(own) for own in times]
+                found.append(1e3 * timer.timeit(1).mean)
+    return [summarise(found) for found in times]
 
 
 def _clock(device: torch.device, threads: int) -> Callable[[], float]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fednas_flwr.base.errors import unknown_choice
 from fednas_flwr.settings import BlockSpace, CellSpace, DPCells, SearchSpaceSettings
-from fednas_flwr.settings.registry import TABLES, register
+from fednas_flwr.settings.registry import TABLES, imported, register
 
 if TYPE_CHECKING:
     from fednas_flwr.spaces.space import SearchSpace
@@ -33,22 +33,10 @@ class SpaceEntry(NamedTuple):
         return tuple(f.name for f in fields(self.settings) if f.name not in ("name", "norm"))
 
 
-def _darts(**settings: Any) -> SearchSpace:
-    from fednas_flwr.spaces.darts import DARTSSpace
-
-    return DARTSSpace(**settings)
-
-
-def _mlp(**settings: Any) -> SearchSpace:
-    from fednas_flwr.spaces.mlp import MLPSpace
-
-    return MLPSpace(**settings)
-
-
-def _nasbench201(**settings: Any) -> SearchSpace:
-    from fednas_flwr.spaces.nasbench201 import NASBench201Space
-
-    return NASBench201Space(**settings)
+def _imported(place: str, **settings: Any) -> SearchSpace:
+    """Return the space of a class ``<module>:<class>``."""
+    space: SearchSpace = imported(f"fednas_flwr.spaces.{place}")(**settings)
+    return space
 
 
 def _mbconv(*, skeleton: str, candidates: str, **settings: Any) -> SearchSpace:
@@ -69,14 +57,18 @@ def _dp_cells(name: str, *, widths: Sequence[int], **settings: Any) -> SearchSpa
     return DP_CELL_SPACES[name](widths=tuple(widths), **settings)
 
 
-register("search_space", "darts", SpaceEntry(CellSpace, _darts))
+register("search_space", "darts", SpaceEntry(CellSpace, partial(_imported, "darts:DARTSSpace")))
 register("search_space", "dp_cells", SpaceEntry(DPCells, partial(_dp_cells, "dp_cells")))
 register(
     "search_space", "dp_cells_darts", SpaceEntry(DPCells, partial(_dp_cells, "dp_cells_darts"))
 )
 register("search_space", "mbconv", SpaceEntry(BlockSpace, _mbconv))
-register("search_space", "mlp", SpaceEntry(CellSpace, _mlp))
-register("search_space", "nasbench201", SpaceEntry(CellSpace, _nasbench201))
+register("search_space", "mlp", SpaceEntry(CellSpace, partial(_imported, "mlp:MLPSpace")))
+register(
+    "search_space",
+    "nasbench201",
+    SpaceEntry(CellSpace, partial(_imported, "nasbench201:NASBench201Space")),
+)
 SEARCH_SPACES: dict[str, SpaceEntry] = TABLES["search_space"]
 
 
