@@ -50,8 +50,9 @@ from fednas_flwr.data.statistics import largest_norm
 from fednas_flwr.deploy.dry_run import own_folder
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import given_genotype, supernet_space
+from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.pipeline.schedule import Schedule
-from fednas_flwr.pipeline.stages import begin, describe, retrain, start_search
+from fednas_flwr.pipeline.stages import describe, retrain, start_search
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.audit_bounds import (
     length_limits,

@@ -33,7 +33,7 @@ from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GROUPS_FILE
-from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.cohort import CONNECT, QuorumError
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config
 from fednas_flwr.spaces.hardware_terms import check_hardware
 
@@ -110,9 +110,7 @@ def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
             simulated = run.config.runtime.name != "deployment"
             if simulated and cohort.properties[client].get("tag", "") == tags[client]:
                 raise
-            cohort.dismiss(client, str(error))
-            place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
-            cohort.emit("client_left", **place, reason=str(error))
+            cohort.dismiss(client, str(error), CONNECT)
         else:
             found[client] = cohort.properties[client]
     if len(found) < cohort.quorum:

@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.models.prediction import MODEL_FILE
 from fednas_flwr.pipeline.run_stages import Run
-from fednas_flwr.protocol.requests import LARGEST_MODEL, LONGEST_CARD, KeepModel, Site
+from fednas_flwr.protocol.requests import LARGEST_MODEL, LONGEST_CARD, KeepModel
 from fednas_flwr.protocol.signed_model import SIGNING_KEY, sign_model
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.numbers import BASELINES_FOLDER
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings import DifferentialPrivacy
 from fednas_flwr.settings.incompatible import has_real_sites
 
 
@@ -77,7 +77,5 @@ def _request(run: Run, model: bytes) -> KeepModel:
             f"its file has {len(model):,} bytes and its card {len(card.encode()):,}, where sites "
             f"take {LARGEST_MODEL:,} and {LONGEST_CARD:,}."
         )
-    privacy = run.config.privacy
-    site = Site(privacy.data_set) if isinstance(privacy, DifferentialPrivacy) else None
     signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
-    return KeepModel(card=card, signature=signature, site=site)
+    return KeepModel(card=card, signature=signature, site=site_of(run.config))

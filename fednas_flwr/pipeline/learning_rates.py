@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fednas_flwr.pipeline.run_stages import Run
-from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.pipeline.schedule import given_noise
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.recipe import LAST_RATE, learning_rate, noise_per_step
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
@@ -101,13 +102,10 @@ def _batch_cause(config: Config, release: PlannedRelease) -> str:
 
 def _noise_cause(privacy: DifferentialPrivacy, name: str) -> str:
     """Name the settings that the noise of a kind follows from."""
-    if name in ("metrics", STATISTICS):
-        return f"privacy.{name}_noise_multiplier"
-    own = getattr(privacy, name)
-    if own.noise_multiplier is not None:
-        return f"privacy.{name}.noise_multiplier"
-    if own.epsilon is not None:
-        return f"the least for privacy.{name}.epsilon={own.epsilon:g}"
+    given = given_noise(privacy, name)
+    if given is not None:
+        setting, _, _ = given.partition("=")
+        return f"the least for {given}" if setting.endswith(".epsilon") else setting
     shares = {"rewards": "rewards_share", "weights": "search_share", "alphas": "search_share"}
     if name == "retrain":
         return f"the least that keeps the run within privacy.epsilon={privacy.epsilon:g}"

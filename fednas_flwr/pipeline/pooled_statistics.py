@@ -30,7 +30,7 @@ from fednas_flwr.protocol.requests import Site, TellStatistics
 from fednas_flwr.protocol.states import Layout, unpack
 from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
-from fednas_flwr.server.cohort import Cohort, QuorumError
+from fednas_flwr.server.cohort import CONNECT, Cohort, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings.parser import parse
 
@@ -80,9 +80,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> Stati
             reason = (
                 f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
             )
-            cohort.expel(client, reason)
-            place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
-            log.emit("client_left", **place, reason=reason, expelled=True)
+            cohort.expel(client, reason, CONNECT)
         else:
             parties[client] = moments
     if len(parties) < cohort.quorum:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import secrets
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,12 @@ from torch import nn
 import fednas_flwr
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
-from fednas_flwr.algorithms.sampled_rounds import make_sampling
+from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ReplyError
-from fednas_flwr.client.making import make_objective, simulated_properties
+from fednas_flwr.client.making import make_objective
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
-from fednas_flwr.data.partitioners import save_partition
-from fednas_flwr.data.prepared import make_data, make_server_data
-from fednas_flwr.data.summary import found, summarised
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.class_scores import best_threshold, detailed, shares_at
 from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.metrics import (
@@ -49,27 +45,13 @@ from fednas_flwr.models.networks import (
     make_network,
 )
 from fednas_flwr.models.prediction import Model
+from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.pipeline.buildable import pools_records
-from fednas_flwr.pipeline.commitment import NEEDED_PROPERTIES, awaited_run, commit
-from fednas_flwr.pipeline.feasible import given_table
 from fednas_flwr.pipeline.groups import run_groups
 from fednas_flwr.pipeline.handover import hand_over
 from fednas_flwr.pipeline.latency import cost_of, with_latency
 from fednas_flwr.pipeline.learning_rates import with_learning_rate
-from fednas_flwr.pipeline.pooled_statistics import (
-    found_statistics,
-    inherited_statistics,
-    known_statistics,
-    noised_statistics,
-)
 from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
-from fednas_flwr.pipeline.schedule import (
-    Schedule,
-    largest_schedule,
-    make_schedules,
-    private_stage,
-)
-from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.protocol.requests import (
     Amount,
     Describe,
@@ -77,34 +59,21 @@ from fednas_flwr.protocol.requests import (
     LocalTraining,
     Personalise,
     Settings,
-    Site,
 )
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
-from fednas_flwr.runs.checkpoints import CheckpointFolder
-from fednas_flwr.runs.events import Event, EventLog, clients_of, read_events
+from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
-from fednas_flwr.runs.run_folder import GENOTYPE_FILE, PARTITION_FILE
+from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.server.cohort import TOTAL, Cohort, Emit, QuorumError, ignore_events
+from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
-from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.settings.optimizers import Configuration
-from fednas_flwr.settings.parser import seconds
-from fednas_flwr.settings.runtimes import Deployment
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.skip import SkipNetwork
-
-# What each real site must tell of its data, from which the server builds networks.
-CONNECT_S = 60.0  # for simulated clients, which are there from the start
-SITE_FACTS = (
-    *("input_shape", "image_shape", "scattering"),
-    *("schema", "mean", "std", "class_names", "multi_label"),
-)
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -139,118 +108,6 @@ def _run_stages(
     run = begin(config, grid, log, circumstances, earlier=earlier)
     with suppress(OutOfTimeError):
         _run_and_report_spending(run)
-
-
-def begin(
-    config: Config,
-    grid: Grid,
-    log: EventLog,
-    circumstances: dict[str, Any],
-    *,
-    earlier: Sequence[Event],
-) -> Run:
-    """Return a run whose clients are connected and, with privacy, keep its schedule.
-
-    Args:
-        config: As of :func:`run_stages`.
-        grid: Reaches the clients.
-        log: Takes the events.
-        circumstances: Versions and machine.
-        earlier: Events of the run that goes on; empty of a new one.
-    """
-    resumed = bool(earlier)
-    limit = config.runtime.time_limit
-    ends_at = None if limit is None else time.monotonic() + seconds("time_limit", limit)
-    folder = Path(str(config.run_dir))
-    table = given_table(config)
-    name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
-    cohort = make_cohort(config, run=name, emit=log.emit)
-    private = isinstance(config.privacy, DifferentialPrivacy)
-    needed = ("client", *(NEEDED_PROPERTIES if private else ()))
-    if has_real_sites(config):
-        alike = (*SITE_FACTS, *(("honest_sites",) if config.secure_sum else ()))
-        cohort.connect(grid, needed=(*needed, *alike), alike=alike)
-        prepared = make_server_data(config, next(iter(cohort.properties.values())))
-    else:
-        prepared, parts = make_data(config)
-        if not (folder / PARTITION_FILE).exists():
-            save_partition(folder / PARTITION_FILE, parts)
-        cohort.connect(grid, needed=needed, known=simulated_properties(config, (prepared, parts)))
-    for event in earlier:
-        if event.get("expelled"):
-            cohort.expel(event["client"], event["reason"])
-    statistics = known_statistics(earlier)
-    if prepared.uses_own_statistics and not private:
-        statistics = statistics or found_statistics(prepared, cohort, log)
-    if private and not _releases_statistics(config):
-        statistics = statistics or inherited_statistics(folder, log)
-    properties = [known for _, known in sorted(cohort.properties.items())]
-    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
-    declared = splits
-    if config.samples:
-        declared = _declared_at_first(cohort, earlier)
-        cohort.sampling = make_sampling(config, declared)
-    counts = [known.get("class_counts", []) for known in properties]
-    told = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
-    whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
-    log.emit(
-        "partition",
-        class_names=list(prepared.train.class_names),
-        multi_label=prepared.train.multi_label,
-        counts=counts if told and whole else None,
-        **(
-            {"splits": splits, "clients": sorted(cohort.properties)}
-            if whole
-            else {"summary": summarised(splits)}
-        ),
-        server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
-    )
-    if len(prepared.train) and not private and (lines := found(prepared)):
-        log.emit("data", found=lines)
-    checkpoints = CheckpointFolder(
-        folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
-    )
-    schedule: Schedule = []
-    if isinstance(config.privacy, DifferentialPrivacy):
-        latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
-        done = {stage: point.round for stage, point in latest.items() if point is not None}
-        if statistics is not None:
-            done[STATISTICS] = 1
-        least = [known.get("least_noise_multiplier", LEAST_CALIBRATED) for known in properties]
-        schedules = make_schedules(
-            config, declared, done=done, sampling=cohort.sampling, least_noise=least
-        )
-        commit(cohort, config, schedules, done=done, resumed=resumed)
-        schedule = largest_schedule(schedules)
-        if statistics is None and any(planned.kind == STATISTICS for planned in schedule):
-            data_set = config.privacy.data_set
-            statistics = noised_statistics(prepared, cohort, schedule, log, data_set=data_set)
-    if statistics is not None:
-        cohort.statistics = statistics
-        prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
-    shared = (prepared, schedule, circumstances, table)
-    return Run(config, folder, grid, log, cohort, checkpoints, *shared, ends_at=ends_at)
-
-
-def _releases_statistics(config: Config) -> bool:
-    """Return whether private clients release means and deviations of a table for this run."""
-    privacy = config.privacy
-    return isinstance(privacy, DifferentialPrivacy) and (
-        privacy.statistics_noise_multiplier is not None
-    )
-
-
-def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping[str, int]]:
-    """Return the records that each client declared when the run began, by split.
-
-    A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
-    not connected then nothing is known.
-    """
-    told = {client: known.get("splits", {}) for client, known in cohort.properties.items()}
-    begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
-    if begun:
-        told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
-    return [told.get(client, {}) for client in range(cohort.num_clients)]
 
 
 def _run_from_search(run: Run) -> None:
@@ -333,16 +190,12 @@ def start_search(
         OutOfTimeError: The run's time has ended before.
     """
     run.config = config = with_latency(run)
-    private = private_stage(config, run.schedule, "search")
-    strategy = make_search(config, run.prepared, run.cohort, run.checkpoints, private)
+    strategy = make_search(config, run.prepared, run.cohort, run.checkpoints, run.schedule)
     if run.inherited is not None:
         strategy.inherit(run.inherited)
     prepare(strategy)
-    with run.stage("search", config.rounds):
-        strategy.ends_at = run.ends_at
-        strategy.start(run.grid, num_rounds=config.rounds)
+    run.start(strategy, config.rounds)
     if strategy.rounds_done < config.rounds:
-        run.tell_cut("search", strategy.rounds_done, config.rounds)
         raise OutOfTimeError
     return strategy
 
@@ -369,17 +222,15 @@ def retrain(
     run: Run, description: dict[str, Any], configuration: Configuration | None
 ) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
-    private = private_stage(run.config, run.schedule, "retrain")
-    config = with_learning_rate(run)
     strategy, network = make_retraining(
-        config, description, run.cohort, run.checkpoints, private, configuration
+        with_learning_rate(run),
+        description,
+        run.cohort,
+        run.checkpoints,
+        run.schedule,
+        configuration,
     )
-    rounds = run.config.retrain.rounds
-    with run.stage("retrain", rounds):
-        strategy.ends_at = run.ends_at
-        strategy.start(run.grid, num_rounds=rounds)
-    if strategy.rounds_done < rounds:
-        run.tell_cut("retrain", strategy.rounds_done, rounds)
+    run.start(strategy, run.config.retrain.rounds)
     strategy.load_into(network)
     return network, strategy.model
 
@@ -391,7 +242,6 @@ def _evaluate(
     config, prepared = run.config, run.prepared
     device = make_device(config.runtime.device)
     with run.stage("evaluate"):
-        private = private_stage(config, run.schedule, "evaluate")
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
         threshold, central = None, None
         objective = make_objective(config, prepared.train, torch.device("cpu"))
@@ -408,10 +258,11 @@ def _evaluate(
                 central |= accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
-        site = None if private is None else Site(private.data_set)
+        site = site_of(config)
         results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
-            if private is None or private.noise_multiplier("metrics") is not None:
+            noises = [p.noise_multiplier for p in run.schedule if p.stage == "evaluate"]
+            if site is None or noises not in ([], [None]):
                 request = Evaluate(
                     network=description, split="test", site=site, with_scores=shows_clients
                 )
@@ -569,21 +420,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Cohort:
-    """Return the server's way to the clients, with the runtime's quorum, deadlines and limits."""
-    privacy, runtime = config.privacy, config.runtime
-    return Cohort(
-        run=run,
-        num_clients=config.clients,
-        quorum=runtime.quorum,
-        deadline_s=runtime.deadline_s,
-        connect_s=runtime.connect_s if isinstance(runtime, Deployment) else CONNECT_S,
-        wire=runtime.wire,
-        fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
-        most_records=runtime.most_records,
-        largest_share=runtime.largest_share,
-        secure_sum=config.secure_sum is not None,
-        emit=emit,
-    )

@@ -47,6 +47,7 @@ POLL_SHARE = 0.05  # of the time since the last reply
 STRIKES = 3  # replies of a client that are refused before it is asked no more
 TOTAL = -1  # in place of a client: the reply is the total of all
 LONGEST_REASON = 500  # characters of a client's own words that are kept
+CONNECT = Exchange("query.describe", stage="connect", settings=Describe())
 
 
 class Emit(Protocol):
@@ -165,9 +166,8 @@ class Cohort:
         self._missed.clear()
         nodes = self._wait_for_nodes(grid)
         reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
-        describe = Exchange("query.describe", stage="connect", settings=Describe())
         if known is None:
-            described = self._described(nodes, describe, needed, reasons)
+            described = self._described(nodes, needed, reasons)
         else:
             described = [
                 (index, nodes[index], properties, max(1, sum(properties["splits"].values())))
@@ -200,7 +200,7 @@ class Cohort:
             del properties[index]
             reasons.append(f"client {index}: {reason}")
         for client in sorted(set(range(self.num_clients)) - set(properties)):
-            self.tell_failure(client, describe, "; ".join(reasons))
+            self.tell_failure(client, CONNECT, "; ".join(reasons))
         if len(properties) < self.quorum:
             raise QuorumError(
                 f"{'; '.join(reasons)} (query.describe: {len(properties)} of {self.num_clients} "
@@ -231,19 +231,18 @@ class Cohort:
         return nodes
 
     def _described(
-        self, nodes: Sequence[int], describe: Exchange, needed: Sequence[str], reasons: list[str]
+        self, nodes: Sequence[int], needed: Sequence[str], reasons: list[str]
     ) -> list[tuple[int, int, Mapping[str, Any], float]]:
         """Index, node, properties and number of examples of each node that says who it is.
 
         Args:
             nodes: Asked.
-            describe: The exchange.
             needed: What each must say of itself.
             reasons: Gets a sentence for each node that is left out.
         """
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
         found = []
-        for place, answer in self._exchange(describe):
+        for place, answer in self._exchange(CONNECT):
             try:
                 if not isinstance(answer, Reply):
                     raise ReplyError(answer)
@@ -296,13 +295,17 @@ class Cohort:
         part.properties = {client: self.properties[client] for client in clients}
         return part
 
-    def expel(self, client: int, reason: str) -> None:
+    def expel(self, client: int, reason: str, exchange: Exchange | None = None) -> None:
         """Ask a client nothing more in this run, as after its last refused reply."""
-        self._refused[client], self._left[client] = STRIKES, reason
+        self._refused[client] = STRIKES
+        self.dismiss(client, reason, exchange)
 
-    def dismiss(self, client: int, reason: str) -> None:
-        """Ask a client no more in this run."""
+    def dismiss(self, client: int, reason: str, exchange: Exchange | None = None) -> None:
+        """Ask a client no more in this run; emit that it has left at an exchange, if it has."""
         self._left[client] = reason
+        if exchange is not None:
+            more = {"expelled": True} if self._refused[client] >= STRIKES else {}
+            self._tell("client_left", client, exchange, reason=reason, **more)
 
     def ask(self, exchange: Exchange) -> Iterator[tuple[int, Reply]]:
         """Send one request to every participant and yield ``(client, reply)`` in client order.

@@ -15,7 +15,6 @@ from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.spaces.hardware_terms import hardware_terms
 
 
@@ -33,14 +32,21 @@ class FDNAS(RoundStrategy[FDNASSettings]):
 
     def set_up(self) -> None:
         """Make the terms of the hardware loss."""
-        assert self.space is not None
         self._hardware = hardware_terms(self.settings.hardware, self.space)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
-        weights = self.settings.weights.at_round(server_round, num_rounds)
-        request = self.request(weights, warm_up=server_round <= self.settings.warm_up_rounds)
-        return self.train("train.search", request, self.settings.weights.momentum)
+        settings = self.settings
+        local = LocalSearch(
+            self.amount(settings.local_epochs, settings.batch_size),
+            self.client_weights(settings.weights.at_round(server_round, num_rounds)),
+            settings.alphas,
+            paths=SampledPaths(
+                settings.gates, server_round <= settings.warm_up_rounds, self._hardware
+            ),
+        )
+        request = Search(local=local, sparse=settings.sparse, site=self.site)
+        return self.train("train.search", request, settings.weights.momentum)
 
     def average(
         self, replies: Iterable[tuple[int, Reply]]
@@ -66,17 +72,6 @@ class FDNAS(RoundStrategy[FDNASSettings]):
             moved = _flat(reply.states["alphas"]) - before
             kept[str(client)] = (earlier.get(client, 0.0) + moved).tolist()
             yield client, reply
-
-    def request(self, weights: SGD, *, warm_up: bool) -> Search:
-        """Return what asks for weights, alphas and buffers after a client's local epochs."""
-        settings = self.settings
-        local = LocalSearch(
-            self.amount(settings.local_epochs, settings.batch_size),
-            self.client_weights(weights),
-            settings.alphas,
-            paths=SampledPaths(settings.gates, warm_up, self._hardware),
-        )
-        return Search(local=local, sparse=settings.sparse, site=self.site)
 
     @classmethod
     def releases(cls, settings: FDNASSettings, private: PrivateRound) -> list[PlannedRelease]:

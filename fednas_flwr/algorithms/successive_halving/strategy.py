@@ -14,14 +14,14 @@ from torch import nn
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.earlier_runs import found_alphas
 from fednas_flwr.algorithms.private_rounds import PrivateRound
-from fednas_flwr.algorithms.scored_draws import ScoredSearch, check_draws, make_search, shorten
 from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
+from fednas_flwr.algorithms.zero_cost import strategy as zero_cost
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import candidate_settings, describe_pool, seeded_network
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, RewardCandidates, Train
-from fednas_flwr.protocol.states import pack, unpack
+from fednas_flwr.protocol.states import Packed, pack, unpack
 from fednas_flwr.search.data_free_search import draw_by_alphas
 from fednas_flwr.search.pool import name_before
 from fednas_flwr.settings import Config
@@ -56,16 +56,16 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def set_up(self) -> None:
         """Make the search."""
-        assert self.space is not None
-        assert self.prepared is not None
         self._search = self._make_search(self.config, self.prepared, self.space)
 
     @staticmethod
-    def _make_search(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredSearch:
+    def _make_search(
+        config: Config, prepared: Prepared, space: SearchSpace
+    ) -> zero_cost.ScoredSearch:
         settings = config.algorithm
         assert isinstance(settings, SuccessiveHalvingSettings)
         pool, scores = settings.pool, settings.pool.chosen_scores(space.name)
-        search = make_search(config, prepared, space, scores, pool.limits)
+        search = zero_cost.make_scored_search(config, prepared, space, scores, pool.limits)
         if pool.alphas is None:
             return search
         return partial(search, draw=partial(draw_by_alphas, space, found_alphas(config, space)))
@@ -88,7 +88,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
             measured = RewardCandidates(network=described, site=self.site)
         left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
         if left < len(self.pool()):
-            metrics |= self._halve(left, server_round, measured)
+            metrics |= self._halve(left, measured)
         return metrics
 
     def pool(self) -> list[Genotype]:
@@ -118,7 +118,6 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def _describe(self) -> dict[str, Any]:
         """The description of the pool's networks, from which clients build it."""
-        assert self.prepared is not None
         return describe_pool(self.pool(), **candidate_settings(self.config, self.prepared))
 
     def _choose(self) -> list[Genotype]:
@@ -127,34 +126,30 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         generator = make_generator(self.config.seed, "successive_halving")
         found = self._search(draws=pool.draws, generator=generator)
         if pool.shortlist is not None:
-            assert self.space is not None
-            found = shorten(self.config, self.space, pool.shortlist, found)
+            found = zero_cost.shorten(self.config, self.space, pool.shortlist, found)
         return [one.genotype for one in found]
 
     def _size(self) -> int:
         """Size of the pool."""
         return self.settings.pool.size(self.config.search_space.name)
 
-    def _halve(self, left: int, server_round: int, request: RewardCandidates) -> dict[str, float]:
+    def _halve(self, left: int, request: RewardCandidates) -> dict[str, float]:
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
         pool = self.pool()
-        rewards, noise, metrics = self.reward(request, by_median=True)
-        self.cohort.emit(
-            "rewarded", stage=self.stage, round=server_round, genotypes=self.values["pool"],
-            rewards=rewards, noise=noise,
-        )  # fmt: skip
+        rewards, metrics = self.reward(request, by_median=True, genotypes=self.values["pool"])
         kept = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
         self._set_pool([pool[index] for index in kept])
-        before, states, velocity = self.layouts, self.states, self._velocity
-        self.layouts, self.states = self._initial(self._network())
-        for state, packed in states.items():
-            tensors = unpack(packed, before[state])
+        layouts = self.layouts
+        self.layouts, _ = self._initial(self._network())
+
+        def left_of(packed: Packed, state: str) -> Packed:
+            tensors = unpack(packed, layouts[state])
             names = (name for name, _, _ in self.layouts[state].entries)
-            self.states[state] = pack({name: tensors[name_before(name, kept)] for name in names})
-        if velocity:
-            tensors = unpack(velocity, before["weights"])
-            names = (name for name, _, _ in self.layouts["weights"].entries)
-            self._velocity = pack({name: tensors[name_before(name, kept)] for name in names})
+            return pack({name: tensors[name_before(name, kept)] for name in names})
+
+        self.states = {state: left_of(packed, state) for state, packed in self.states.items()}
+        if self._velocity:
+            self._velocity = left_of(self._velocity, "weights")
         mean, best = sum(rewards) / len(rewards), max(rewards)
         if self.settings.rewarded == "local":
             return {"train_loss": -math.log(max(mean, 1e-30)), **metrics}
@@ -166,7 +161,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     ) -> list[PlannedRelease]:
         """Every step, and rewards where a rung ends."""
         planned = private.gradients({"weights": "train.weights"})
-        keep = settings.pool.size(private.space)
+        keep = settings.pool.size(private.config.search_space.name)
         before, after = (
             num_left(number, private.num_rounds, keep=keep, eta=settings.eta)
             for number in (private.number - 1, private.number)
@@ -179,7 +174,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
         """Refuse limits within which no pool is drawn, and alphas that are none."""
         generator = make_generator(config.seed, "successive_halving")
-        check_draws(cls._make_search(config, prepared, space), generator)
+        zero_cost.check_draws(cls._make_search(config, prepared, space), generator)
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
