@@ -33,10 +33,10 @@ from fednas_flwr import compose
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.scattering import Scattering
+from fednas_flwr.pipeline.learning_rates import LAST_RATE, learning_rate, noise_per_step
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.recipe import LAST_RATE, learning_rate, noise_per_step
 
 DELTA, NORM, MOMENTUM = 1e-5, 0.1, 0.9
 HELD_OUT = 4000

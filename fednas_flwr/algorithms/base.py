@@ -27,15 +27,8 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import Description
 from fednas_flwr.privacy.actions import SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import (
-    Amount,
-    Evaluate,
-    LocalTraining,
-    RewardCandidates,
-    Settings,
-    Site,
-)
 from fednas_flwr.protocol.states import (
     MOMENTS,
     Average,
@@ -191,7 +184,7 @@ class RoundStrategy(Strategy, Generic[S]):
         """Refuse what of the search cannot be made of the run's data and search space."""
 
     @property
-    def site(self) -> Site | None:
+    def site(self) -> rq.Site | None:
         """Additional terms of requests to private clients, None without privacy."""
         return site_of(self.config)
 
@@ -212,19 +205,19 @@ class RoundStrategy(Strategy, Generic[S]):
         averages = self.stage == "retrain" and follows_noise(self.config)
         return self.config.training.momentum or ("averaged" if averages else "reset")
 
-    def amount(self, local_epochs: int, batch_size: int | None) -> Amount:
+    def amount(self, local_epochs: int, batch_size: int | None) -> rq.Amount:
         """Return how long clients train: epochs of batches, with privacy steps."""
         steps = local_steps(self.config, self.stage)
         if steps is None:
-            return Amount(local_epochs, None, batch_size)
-        return Amount(None, steps, None)
+            return rq.Amount(local_epochs, None, batch_size)
+        return rq.Amount(None, steps, None)
 
     def local_training(
         self, weights: SGD, drop_path_prob: float, *, split: str = "train", proximal: float = 0.0
-    ) -> LocalTraining:
+    ) -> rq.LocalTraining:
         """The training that ``retrain`` asks of clients, with these constants."""
         retrain = self.config.retrain
-        return LocalTraining(
+        return rq.LocalTraining(
             self.description,
             split,
             self.amount(retrain.local_epochs, retrain.batch_size),
@@ -252,9 +245,9 @@ class RoundStrategy(Strategy, Generic[S]):
     def ask(
         self,
         action: str,
-        settings: Settings,
+        settings: rq.Settings,
         *,
-        own_settings: Mapping[int, Settings] = {},
+        own_settings: Mapping[int, rq.Settings] = {},
         states: Mapping[str, Packed] = {},
         layouts: Mapping[str, Layout] = {},
         whole: Mapping[str, Layout] = {},
@@ -291,7 +284,7 @@ class RoundStrategy(Strategy, Generic[S]):
     def train(
         self,
         action: str,
-        settings: Settings,
+        settings: rq.Settings,
         momentum: float,
         *,
         only: Mapping[str, Collection[str]] = {},
@@ -317,7 +310,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def reward(
         self,
-        request: RewardCandidates,
+        request: rq.RewardCandidates,
         *,
         only: Mapping[str, Collection[str]] = {},
         by_median: bool = False,
@@ -385,7 +378,7 @@ class RoundStrategy(Strategy, Generic[S]):
         hidden = self.is_private and self.noise_multiplier("metrics") is None
         if hidden or not evaluates(evaluate_every, server_round, num_rounds):
             return {}
-        request = Evaluate(network=self.description, split="validation", site=self.site)
+        request = rq.Evaluate(network=self.description, split="validation", site=self.site)
         replies = self.ask("evaluate.model", request, states=self.states)
         metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}

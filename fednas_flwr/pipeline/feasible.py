@@ -14,12 +14,7 @@ from torch import nn
 
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.client.making import (
-    check_unit,
-    simulated_ledger,
-    simulated_policy,
-    simulated_site,
-)
+from fednas_flwr.client import making
 from fednas_flwr.pipeline import schedule
 from fednas_flwr.pipeline.buildable import Made, check_buildable
 from fednas_flwr.privacy.books.ledger import Ledger
@@ -95,10 +90,11 @@ def check_sites(
         made: Its records and networks.
     """
     for index in range(config.clients) if privacy.sites is not None else ():
-        if (folder := simulated_site(config, index)) is not None:
+        if (folder := making.simulated_site(config, index)) is not None:
             check_writable("privacy.sites", folder)
     policies = [
-        simulated_policy(config, index, made.records, rows) for index, rows in enumerate(made.parts)
+        making.simulated_policy(config, index, made.records, rows)
+        for index, rows in enumerate(made.parts)
     ]
     for index, policy in enumerate(policies):
         if privacy.data_set not in policy.data_sets:
@@ -106,7 +102,7 @@ def check_sites(
                 f"privacy.data_set={privacy.data_set}: client {index}'s policy has only "
                 f"{', '.join(policy.data_sets)}."
             )
-        check_unit(policy.data_sets[privacy.data_set].unit, made.records)
+        making.check_unit(policy.data_sets[privacy.data_set].unit, made.records)
     declared = [policy.data_sets[privacy.data_set].records for policy in policies]
     sampling = make_sampling(config, declared)
     least = [p.data_sets[privacy.data_set].least_noise_multiplier for p in policies]
@@ -174,8 +170,8 @@ def _covers(
     Releases may be charged to more splits than they read, which the site finds out by its records.
     """
     allowed = policy.data_sets[privacy.data_set]
-    folder = simulated_site(config, client)
-    ledger, key = simulated_ledger(folder) if folder is not None else (None, None)
+    folder = making.simulated_site(config, client)
+    ledger, key = making.simulated_ledger(folder) if folder is not None else (None, None)
     if ledger is not None and key is not None and ledger.exists():
         with Ledger(ledger, key) as books:
             unit = booked_unit(allowed.unit, config.dataset.person_column)

@@ -17,9 +17,11 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware
-from fednas_flwr.algorithms.fdnas.client_clusters import group_by_alphas, group_by_fact, group_name
+from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware, group_name
 from fednas_flwr.algorithms.fdnas.strategy import FDNAS
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.files import write_atomically
@@ -137,6 +139,55 @@ def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
     present = set(run.cohort.clients)
     updates = {client: moved for client, moved in strategy.updates().items() if client in present}
     return group_by_alphas(updates, num_groups=algorithm.num_groups)
+
+
+def group_by_fact(
+    properties: Mapping[int, Mapping[str, object]], name: str
+) -> dict[str, list[int]]:
+    """The clients, ascending, by what each says of itself (Zhang et al., 2020, Alg. 2).
+
+    Args:
+        properties: By client, of which each has a :func:`group_name`.
+        name: ``tag`` or ``hardware``.
+    """
+    groups: dict[str, list[int]] = {}
+    for client in sorted(properties):
+        groups.setdefault(group_name(properties[client], client, name), []).append(client)
+    return dict(sorted(groups.items()))
+
+
+def group_by_alphas(updates: Mapping[int, Tensor], *, num_groups: int) -> dict[str, list[int]]:
+    """Clients with similar updates of the alphas: average linkage of cosine distances.
+
+    For clients without labels; not in the text. Groups are named ``1``, ``2``, ... by their first
+    client.
+
+    Args:
+        updates: By client, [A]: see ``FDNAS.updates``.
+        num_groups: From 2 to the number of clients.
+
+    Raises:
+        ConfigError: There are fewer clients than groups.
+    """
+    from sklearn.cluster import AgglomerativeClustering
+
+    clients = sorted(updates)
+    if len(clients) < num_groups:
+        raise ConfigError(
+            f"algorithm.num_groups={num_groups} for {len(clients)} clients: expected at most as "
+            "many groups as clients."
+        )
+    unit_KA = torch.stack([updates[client] for client in clients])
+    unit_KA = unit_KA / unit_KA.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    distances_KK = (1 - unit_KA @ unit_KA.T).clamp(min=0.0)
+    labels = AgglomerativeClustering(
+        n_clusters=num_groups, metric="precomputed", linkage="average"
+    ).fit_predict(distances_KK.numpy())
+    names = {label: str(n) for n, label in enumerate(dict.fromkeys(labels.tolist()), 1)}
+    groups: dict[str, list[int]] = {name: [] for name in names.values()}
+    for client, label in zip(clients, labels.tolist(), strict=True):
+        groups[names[label]].append(client)
+    return groups
 
 
 def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None) -> Run:

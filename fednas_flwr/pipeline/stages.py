@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import flwr
+import numpy as np
 import torch
 from flwr.serverapp import Grid
 from torch import nn
@@ -26,50 +27,34 @@ from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
 from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
-from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.client.making import make_objective
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
 from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models import metrics, networks
 from fednas_flwr.models.class_scores import best_threshold, detailed, shares_at
 from fednas_flwr.models.export import export_onnx, export_safetensors
-from fednas_flwr.models.metrics import (
-    accuracies_of_parts,
-    measured,
-    pooled_baselines,
-    predicted,
-)
-from fednas_flwr.models.networks import (
-    describe_network,
-    given_genotype,
-    make_device,
-    make_network,
-)
-from fednas_flwr.models.prediction import Model
+from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.pipeline.buildable import pools_records
 from fednas_flwr.pipeline.groups import run_groups
-from fednas_flwr.pipeline.handover import hand_over
 from fednas_flwr.pipeline.latency import cost_of, with_latency
 from fednas_flwr.pipeline.learning_rates import with_learning_rate
 from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
-from fednas_flwr.protocol.requests import (
-    Amount,
-    Describe,
-    Evaluate,
-    LocalTraining,
-    Personalise,
-    Settings,
-)
+from fednas_flwr.protocol import requests as rq
+from fednas_flwr.protocol.signed_model import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
+from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.events import EventLog, read_events
-from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import check_properties
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.spaces.flops import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
@@ -92,7 +77,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     torch.set_num_threads(config.runtime.threads)
     circumstances = _circumstances()
     if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
-        circumstances["device"] = str(make_device(config.runtime.device))
+        circumstances["device"] = str(networks.make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
         _run_stages(config, grid, log, circumstances, resumed=resumed)
 
@@ -137,7 +122,7 @@ def _run_from_search(run: Run) -> None:
     if "evaluate" in config.stages:
         _evaluate(run, description, network, states)
     if "export" in config.stages:
-        hand_over(run)
+        _hand_over(run)
 
 
 def _run_and_report_spending(run: Run) -> None:
@@ -161,7 +146,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
         if run.table is not None:
             _look_up(run, run.table)
     else:
-        given = given_genotype(config)
+        given = networks.given_genotype(config)
         if given is None:
             return None, None
         genotype = given
@@ -205,8 +190,8 @@ def describe(
 ) -> dict[str, Any]:
     """Describe the network to retrain, and report its cost."""
     with run.stage("derive"):
-        description = describe_network(run.config, run.prepared, genotype)
-        network = make_network(description | {"auxiliary": False})
+        description = networks.describe_network(run.config, run.prepared, genotype)
+        network = networks.make_network(description | {"auxiliary": False})
         run.log.emit(
             "derived",
             genotype=json.loads(to_json(genotype)) if genotype else None,
@@ -240,7 +225,7 @@ def _evaluate(
 ) -> None:
     """Measure the network on the server's test set and on every client's own test records."""
     config, prepared = run.config, run.prepared
-    device = make_device(config.runtime.device)
+    device = networks.make_device(config.runtime.device)
     with run.stage("evaluate"):
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
         threshold, central = None, None
@@ -249,13 +234,13 @@ def _evaluate(
             threshold = _threshold(run, description, states)
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            logits, labels = predicted(network.to(device), test, device)
-            metrics = measured(logits, labels, objective=objective, with_scores=True)
-            central = metrics.as_json() | detailed(
+            logits, labels = metrics.predicted(network.to(device), test, device)
+            scores = metrics.measured(logits, labels, objective=objective, with_scores=True)
+            central = scores.as_json() | detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
             if isinstance(network, SkipNetwork) and network.skip is not None:
-                central |= accuracies_of_parts(network, test, device, objective=objective)
+                central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
         site = site_of(config)
@@ -263,7 +248,7 @@ def _evaluate(
         if config.dataset.fractions["test"] > 0:
             noises = [p.noise_multiplier for p in run.schedule if p.stage == "evaluate"]
             if site is None or noises not in ([], [None]):
-                request = Evaluate(
+                request = rq.Evaluate(
                     network=description, split="test", site=site, with_scores=shows_clients
                 )
                 tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
@@ -272,7 +257,7 @@ def _evaluate(
                 else:
                     results["clients"] = tested
             if config.evaluation.personalised:
-                last = Personalise(local=_last_round(config, description))
+                last = rq.Personalise(local=_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         told = {name: baselines.get(name) for name in ("linear", "trees")}
         run.log.emit("evaluated", central=central, **told, **results)
@@ -291,7 +276,7 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
             Exchange(
                 "evaluate.model",
                 stage="evaluate",
-                settings=Evaluate(network=description, split="validation", with_scores=True),
+                settings=rq.Evaluate(network=description, split="validation", with_scores=True),
                 states=states,
                 among=having,
             )
@@ -314,7 +299,7 @@ def _testers(run: Run) -> list[int]:
 def _ask_tests(
     run: Run,
     action: str,
-    settings: Settings,
+    settings: rq.Settings,
     states: dict[str, Packed],
     *,
     threshold: float | None = None,
@@ -347,17 +332,74 @@ def _ask_tests(
     return results
 
 
-def _last_round(config: Config, description: dict[str, Any]) -> LocalTraining:
+def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining:
     """Return how clients train in the last round of retraining."""
     retrain = config.retrain
-    return LocalTraining(
+    return rq.LocalTraining(
         description,
         "train+validation",
-        Amount(retrain.local_epochs, None, retrain.batch_size),
+        rq.Amount(retrain.local_epochs, None, retrain.batch_size),
         retrain.weights.at_round(retrain.rounds, retrain.rounds),
         retrain.auxiliary_weight,
         retrain.drop_path_prob,
     )
+
+
+def _hand_over(run: Run) -> None:
+    """Send the exported model to the real sites that keep models, and tell which have it.
+
+    File, card and signature go in one message to each. Simulated clients are not asked: their model
+    lies in the run folder. Whatever goes wrong is a warning: the run has its model.
+    """
+    keeping = [c for c in run.cohort.clients if run.cohort.properties[c].get("keeps_model")]
+    beside = run.folder.parent.name == BASELINES_FOLDER  # whose network nobody has looked for
+    if not has_real_sites(run.config) or not keeping or beside:
+        return
+    with run.stage("hand over"):
+        model = (run.folder / MODEL_FILE).read_bytes()
+        try:
+            request = _keep_request(run, model)
+        except ConfigError as error:
+            run.log.emit("warning", message=f"the model does not return to the sites: {error}")
+            return
+        values = torch.from_numpy(np.frombuffer(model, dtype=np.uint8).copy())
+        kept = []
+        try:
+            for client, _ in run.cohort.ask(
+                Exchange(
+                    "query.keep_model",
+                    stage="hand over",
+                    settings=request,
+                    states={"model": {"uint8": values}},
+                    among=keeping,
+                )
+            ):
+                kept.append(client)
+        except QuorumError as error:
+            run.log.emit("warning", message=f"few sites have the model: {error}")
+        run.log.emit("handed_over", clients=kept, asked=keeping)
+
+
+def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
+    """Build the request that goes to every site beside the file's bytes.
+
+    Raises:
+        ConfigError: There is no key to sign with, or the model or its card is too large.
+    """
+    key = os.environ.get(SIGNING_KEY)
+    if not key:
+        raise ConfigError(
+            f"{SIGNING_KEY} is not set where the server's app runs: start it by start.sh of "
+            "`fednas provision`, or name a key that sites know."
+        )
+    card = card_of(run.folder)
+    if len(model) > rq.LARGEST_MODEL or len(card.encode()) > rq.LONGEST_CARD:
+        raise ConfigError(
+            f"its file has {len(model):,} bytes and its card {len(card.encode()):,}, where sites "
+            f"take {rq.LARGEST_MODEL:,} and {rq.LONGEST_CARD:,}."
+        )
+    signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
+    return rq.KeepModel(card=card, signature=signature, site=site_of(run.config))
 
 
 def _report_spending(run: Run) -> None:
@@ -365,7 +407,7 @@ def _report_spending(run: Run) -> None:
     spent = []
     with suppress(QuorumError):
         for client, reply in run.cohort.ask(
-            Exchange("query.describe", stage="evaluate", settings=Describe(), also_left=True)
+            Exchange("query.describe", stage="evaluate", settings=rq.Describe(), also_left=True)
         ):
             with suppress(ReplyError):
                 check_properties(reply.properties, needed=("spent",))
@@ -389,7 +431,9 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
         for client in clients
     ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
-    return pooled_baselines(train, test, num_classes=prepared.num_classes, objective=objective)
+    return metrics.pooled_baselines(
+        train, test, num_classes=prepared.num_classes, objective=objective
+    )
 
 
 def _circumstances() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fednas_flwr.settings.parser import Checked
 
@@ -17,6 +18,13 @@ class AlgorithmSettings(Checked):
     def trains_models(self) -> bool:
         """Whether clients of the search answer with models that they have trained."""
         return True
+
+    def check(self, config: Any) -> None:
+        """Raise ConfigError for settings that exclude each other with this algorithm only.
+
+        Args:
+            config: The run's :class:`~fednas_flwr.settings.Config`, whose algorithm this is.
+        """
 
 
 @dataclass(frozen=True)

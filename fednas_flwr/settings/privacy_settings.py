@@ -69,7 +69,8 @@ class PrivateRetrain(Noise):
         rate: Probability with which a step draws each record; null is that of expected batches of
             ``retrain.batch_size``.
         noise_walk: Standard deviation that the noise of all steps gives a weight, from which the
-            learning rate follows (:mod:`fednas_flwr.privacy.recipe`); null is ``retrain.weights``'.
+            learning rate follows (:mod:`fednas_flwr.pipeline.learning_rates`); null is
+            ``retrain.weights``'.
     """
 
     local_steps: Steps

@@ -42,7 +42,7 @@ class Rule:
     """
 
     settings: str
-    when: Callable[[Config], bool]
+    when: Callable[[Any], bool]
     cause: str
     remedy: str = "remove it"
     but: str = ""
@@ -65,7 +65,6 @@ class Algorithm:
         trains: What clients train in the search: a ``supernet``, with which it then begins, or
             ``networks``; None if it asks them nothing.
         asks_rewards: Whether clients are asked for rewards of trials or candidates.
-        check: Raises ConfigError for settings that exclude each other with this algorithm only.
         unused: Settings that have no effect with this algorithm only.
     """
 
@@ -76,7 +75,6 @@ class Algorithm:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     trains: str | None = SUPERNET
     asks_rewards: bool = False
-    check: Callable[[Config], None] = lambda config: None
     unused: tuple[Rule, ...] = ()
 
 

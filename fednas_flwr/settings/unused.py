@@ -202,7 +202,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "retrain.norm",
-        lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,  # type: ignore[attr-defined]
+        lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,
         NETWORK,
     ),
     Rule(
@@ -292,13 +292,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "algorithm.batch_size algorithm.search.batch_size",
-        lambda c: by_record(c) and c.privacy.rate is not None,  # type: ignore[union-attr]
+        lambda c: by_record(c) and c.privacy.rate is not None,
         "privacy.rate={c.privacy.rate}, with which steps draw records",
         "remove it, or set privacy.rate=null",
     ),
     Rule(
         "retrain.batch_size",
-        lambda c: by_record(c) and c.privacy.retrain.rate is not None,  # type: ignore[union-attr]
+        lambda c: by_record(c) and c.privacy.retrain.rate is not None,
         "privacy.retrain.rate={c.privacy.retrain.rate}, with which steps draw records",
         "remove it, or set privacy.retrain.rate=null",
     ),
@@ -326,7 +326,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "algorithm.evaluate_every",
-        lambda c: _private(c) and c.privacy.metrics_noise_multiplier is None,  # type: ignore[union-attr]
+        lambda c: _private(c) and c.privacy.metrics_noise_multiplier is None,
         "privacy=dp, which measures nothing on clients' records without noise",
         "remove it, or set privacy.metrics_noise_multiplier",
     ),

@@ -98,9 +98,10 @@ def test_a_searchs_batch_is_a_share_of_the_records_or_a_number(compose_config, o
 
 
 def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(
-    compose_config, federate
+    compose_config, federate, tmp_path
 ):
-    config = compose_config(*DP_FNAS, GIVEN, "privacy.metrics_noise_multiplier=20")
+    sites = f"privacy.sites={tmp_path}"
+    config = compose_config(*DP_FNAS, GIVEN, "privacy.metrics_noise_multiplier=20", sites)
     schedule = make_schedule(config, RECORDS, done={})
     splits = {(i.stage, i.kind): i.splits for i in schedule}
     assert splits == {

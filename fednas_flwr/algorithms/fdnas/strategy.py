@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fdnas import FDNASSettings
+from fednas_flwr.algorithms.fdnas import CFDNASSettings, FDNASSettings, all_hardware
 from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.spaces.hardware_terms import hardware_terms
+from fednas_flwr.settings import Config
+from fednas_flwr.spaces.hardware_terms import check_hardware, hardware_terms
+from fednas_flwr.spaces.space import SearchSpace
 
 
 class FDNAS(RoundStrategy[FDNASSettings]):
@@ -79,6 +82,13 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         warm_up = private.number <= settings.warm_up_rounds
         states = ("weights",) if warm_up else ("weights", "alphas")
         return private.gradients(dict.fromkeys(states, "train.search"))
+
+    @classmethod
+    def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
+        """Refuse targets that no network reaches, and groups that cannot come about."""
+        check_hardware(all_hardware(config.algorithm), space)
+        if isinstance(config.algorithm, CFDNASSettings):
+            config.algorithm.check_groups(config)
 
 
 def _flat(alphas: Packed) -> Tensor:

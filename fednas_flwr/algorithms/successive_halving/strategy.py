@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.earlier_runs import found_alphas
 from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.stage_strategies import found_alphas
 from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
 from fednas_flwr.algorithms.zero_cost import strategy as zero_cost
 from fednas_flwr.base.randomness import make_generator

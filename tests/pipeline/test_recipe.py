@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednas_flwr.pipeline.learning_rates import learning_rate, noise_per_step
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.recipe import learning_rate, noise_per_step
 
 RELEASE = PlannedRelease(
     "retrain", "train.weights", "weights", ("train", "validation"), 0.125, 200, 0.1, 1.5
