@@ -250,7 +250,6 @@ class RoundStrategy(Strategy, Generic[S]):
         own_settings: Mapping[int, rq.Settings] = {},
         states: Mapping[str, Packed] = {},
         layouts: Mapping[str, Layout] = {},
-        whole: Mapping[str, Layout] = {},
     ) -> Iterator[tuple[int, Reply]]:
         """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`."""
         self._phase += 1
@@ -264,7 +263,7 @@ class RoundStrategy(Strategy, Generic[S]):
             own_settings=own_settings,
             states=states,
             layouts=layouts,
-            whole=whole,
+            whole=self.layouts,
             releases=self.schedule,
             participants=self._participants,
         )
@@ -302,8 +301,7 @@ class RoundStrategy(Strategy, Generic[S]):
             The clients' metrics, averaged.
         """
         part = Part(self.layouts, only)
-        sent = part.of(self.states)
-        replies = self.ask(action, settings, states=sent, layouts=part.layouts, whole=self.layouts)
+        replies = self.ask(action, settings, states=part.of(self.states), layouts=part.layouts)
         average, metrics = self.average(replies)
         self.move(part.filled(average, self.states), momentum)
         return metrics
@@ -340,7 +338,6 @@ class RoundStrategy(Strategy, Generic[S]):
             request,
             states=Part({n: self.layouts[n] for n in self.model}, only).of(self.model),
             layouts={"rewards": layout},
-            whole=self.layouts,
         ):
             own = {
                 dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()

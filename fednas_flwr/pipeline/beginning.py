@@ -24,13 +24,12 @@ from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.data.summary import found, summarised
 from fednas_flwr.pipeline import pooled_statistics, schedule
 from fednas_flwr.pipeline.feasible import given_table
-from fednas_flwr.pipeline.run_stages import Run
+from fednas_flwr.pipeline.run_stages import Run, make_checkpoints
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Commit
-from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import Event, EventLog, clients_of
 from fednas_flwr.runs.run_folder import PARTITION_FILE
 from fednas_flwr.server.cohort import Cohort, Emit, QuorumError, ignore_events
@@ -89,9 +88,7 @@ def begin(
     if private and getattr(config.privacy, "statistics_noise_multiplier", None) is None:
         statistics = statistics or pooled_statistics.inherited_statistics(folder, log)
     _tell_partition(config, cohort, prepared, log)
-    checkpoints = CheckpointFolder(
-        folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
-    )
+    checkpoints = make_checkpoints(folder, log)
     run = Run(
         *(config, folder, grid, log, cohort, checkpoints, prepared, [], circumstances, table),
         ends_at=ends_at,

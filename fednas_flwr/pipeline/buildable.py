@@ -273,10 +273,8 @@ def _check_values_per_norm(
     config: Config, stage: str, network: nn.Module, *, shape: tuple[int, ...]
 ) -> None:
     """Refuse a network in which a group norm has one value to normalise, which it forgets."""
-    try:
-        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
-            network.eval()(torch.zeros(1, *shape, device="meta"))
-    except ValueError as error:
+    error = _error_of_one_record(network.eval(), shape)
+    if error is not None:
         sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")
         raise ConfigError(
             f"{stage}: of a single record a group norm of the network has one value only, which "
@@ -288,12 +286,20 @@ def _check_single_record(
     network: nn.Module, stage: str, client: int, batch_size: int | None, *, shape: tuple[int, ...]
 ) -> None:
     """Refuse a network that cannot be trained on a batch of one record."""
-    try:
-        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
-            network.train()(torch.zeros(1, *shape, device="meta"))
-    except ValueError as error:  # of batch normalisation
+    error = _error_of_one_record(network.train(), shape)  # of batch normalisation
+    if error is not None:
         norm = "search_space.norm" if stage == "search" else "retrain.norm"
         raise ConfigError(
             f"{norm}=batch normalises no batch of one record, which client {client} trains on in "
             f"{stage} (batch_size={batch_size}): set {norm}=group, or give clients more records."
         ) from error
+
+
+def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:
+    """The error of a network without tensors whose norm has too few values of one record."""
+    try:
+        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
+            network(torch.zeros(1, *shape, device="meta"))
+    except ValueError as error:
+        return error
+    return None

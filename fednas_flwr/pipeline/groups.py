@@ -27,11 +27,10 @@ from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import dump_yaml, load_json
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
+from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run, make_checkpoints
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
-from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GROUPS_FILE
@@ -40,6 +39,11 @@ from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config
 from fednas_flwr.spaces.hardware_terms import check_hardware
 
 Groups = dict[str, list[int]]
+_FAILURE = ("action", "client", "expelled", "reason", "round", "stage")
+REPEATED = {  # of a group's events in those of the run, with these fields
+    **dict.fromkeys(("client_failed", "client_left", "client_back"), _FAILURE),
+    "out_of_time": ("stage", "round", "rounds"),
+}
 
 
 def run_groups(
@@ -212,9 +216,7 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
         folder=folder,
         log=log,
         cohort=run.cohort.part(clients, run=called, emit=log.emit),
-        checkpoints=CheckpointFolder(
-            folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
-        ),
+        checkpoints=make_checkpoints(folder, log),
         inherited=states,
     )
 
@@ -231,15 +233,12 @@ def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
 
 def _tell(log: EventLog, name: str, event: Event) -> None:
     """Repeat in the run's own record what somebody who watches it must know of a group."""
-    if event["event"] in ("client_failed", "client_left", "client_back"):
-        fields = {"stage", "round", "action", "client", "reason", "expelled"} & set(event)
-        log.emit(event["event"], group=name, **{field: event[field] for field in sorted(fields)})
-    elif event["event"] == "warning":
+    kind = event["event"]
+    if kind in REPEATED:
+        log.emit(kind, group=name, **{f: event[f] for f in REPEATED[kind] if f in event})
+    elif kind == "warning":
         log.emit("warning", message=f"group {name}: {event['message']}")
-    elif event["event"] == "out_of_time":
-        place = {field: event[field] for field in ("stage", "round", "rounds")}
-        log.emit("out_of_time", group=name, **place)
-    elif event["event"] == "stage_finished":
+    elif kind == "stage_finished":
         log.emit("group_stage", group=name, stage=event["stage"], seconds=event["seconds"])
 
 

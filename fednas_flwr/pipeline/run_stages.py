@@ -26,6 +26,13 @@ class OutOfTimeError(RuntimeError):
     """The search has reached the run's time limit; its checkpoint is there."""
 
 
+def make_checkpoints(folder: Path, log: EventLog) -> CheckpointFolder:
+    """The checkpoints of a run folder, whose warnings are events."""
+    return CheckpointFolder(
+        folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
+    )
+
+
 @dataclass
 class Run:
     """State that the stages share."""

@@ -79,20 +79,14 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
         circumstances["device"] = str(networks.make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
-        _run_stages(config, grid, log, circumstances, resumed=resumed)
-
-
-def _run_stages(
-    config: Config, grid: Grid, log: EventLog, circumstances: dict[str, Any], *, resumed: bool
-) -> None:
-    if config.run_dir is None:
-        raise ValueError("config.run_dir must name the run folder")
-    # A resumed run books under another name, since what it repeats is released again; but one that
-    # people have approved meanwhile keeps the name that they have approved.
-    earlier = read_events(Path(config.run_dir) / EVENTS_FILE) if resumed else []
-    run = begin(config, grid, log, circumstances, earlier=earlier)
-    with suppress(OutOfTimeError):
-        _run_and_report_spending(run)
+        if config.run_dir is None:
+            raise ValueError("config.run_dir must name the run folder")
+        # A resumed run books under another name, since what it repeats is released again; but one
+        # that people have approved meanwhile keeps the name that they have approved.
+        earlier = read_events(Path(config.run_dir) / EVENTS_FILE) if resumed else []
+        run = begin(config, grid, log, circumstances, earlier=earlier)
+        with suppress(OutOfTimeError):
+            _run_and_report_spending(run)
 
 
 def _run_from_search(run: Run) -> None:
@@ -271,16 +265,12 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
     cohort = run.cohort
     having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("validation")]
     histograms, weights = [], []
+    request = rq.Evaluate(network=description, split="validation", with_scores=True)
+    exchange = Exchange(
+        "evaluate.model", stage="evaluate", settings=request, states=states, among=having
+    )
     with suppress(QuorumError):
-        for _, reply in cohort.ask(
-            Exchange(
-                "evaluate.model",
-                stage="evaluate",
-                settings=rq.Evaluate(network=description, split="validation", with_scores=True),
-                states=states,
-                among=having,
-            )
-        ):
+        for _, reply in cohort.ask(exchange):
             with suppress(ReplyError):
                 check_properties(reply.properties, needed=("histogram",))
                 histograms.append(reply.properties["histogram"])
@@ -312,12 +302,11 @@ def _ask_tests(
         return results
     if len(having) < len(cohort.clients):
         cohort = cohort.part(having, run=cohort.run, emit=cohort.emit)
+    exchange = Exchange(
+        action, stage="evaluate", settings=settings, states=states, releases=run.schedule
+    )
     try:
-        for client, reply in cohort.ask(
-            Exchange(
-                action, stage="evaluate", settings=settings, states=states, releases=run.schedule
-            )
-        ):
+        for client, reply in cohort.ask(exchange):
             fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
             if client == TOTAL:
                 fields = {"sites": reply.sites, "num_examples": reply.num_examples}
@@ -363,17 +352,12 @@ def _hand_over(run: Run) -> None:
             run.log.emit("warning", message=f"the model does not return to the sites: {error}")
             return
         values = torch.from_numpy(np.frombuffer(model, dtype=np.uint8).copy())
-        kept = []
+        kept, states = [], {"model": {"uint8": values}}
+        exchange = Exchange(
+            "query.keep_model", stage="hand over", settings=request, states=states, among=keeping
+        )
         try:
-            for client, _ in run.cohort.ask(
-                Exchange(
-                    "query.keep_model",
-                    stage="hand over",
-                    settings=request,
-                    states={"model": {"uint8": values}},
-                    among=keeping,
-                )
-            ):
+            for client, _ in run.cohort.ask(exchange):
                 kept.append(client)
         except QuorumError as error:
             run.log.emit("warning", message=f"few sites have the model: {error}")
@@ -453,14 +437,8 @@ def _circumstances() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the git commit of the package's folder, None when it is not a checkout."""
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    command += ["--abbrev=12"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    return None

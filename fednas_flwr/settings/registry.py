@@ -48,6 +48,11 @@ class Rule:
     but: str = ""
 
 
+NO_ALPHAS = Rule(
+    "privacy.alphas", lambda c: True, "algorithm={c.algorithm.name}, which has no alphas"
+)
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """Entry behind a name of ``conf/algorithm``; it brings no torch.

@@ -11,7 +11,7 @@ from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains, searches
 from fednas_flwr.settings.names import PERSON, RECORD
 from fednas_flwr.settings.parser import Between, OneOf
-from fednas_flwr.settings.registry import Algorithm, Rule, register
+from fednas_flwr.settings.registry import NO_ALPHAS, Algorithm, Rule, register
 
 SAMPLERS = ("controller", "evolution", "random")
 Candidates = Annotated[int, Between(1, opt.MOST_CANDIDATES)]
@@ -87,7 +87,7 @@ _UNUSED = (
         lambda c: c.algorithm.sampler != "evolution",
         "algorithm.sampler={c.algorithm.sampler}",
     ),
-    Rule("privacy.alphas", lambda c: True, "algorithm={c.algorithm.name}, which has no alphas"),
+    NO_ALPHAS,
 )
 register(
     "algorithm",

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
 
 import torch
 
@@ -24,13 +23,6 @@ from fednas_flwr.search.tuner import Tuner
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
 
 BOUND_PER_SCALE = 4.0
-
-
-class Measured(NamedTuple):
-    """A client's mean loss, and of how many records."""
-
-    loss: float
-    num_examples: float
 
 
 class FEATHERS(RoundStrategy[FEATHERSSettings]):
@@ -162,23 +154,26 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             average, _ = self.average(
                 self.ask(action, request, states=self.states, layouts=self.layouts)
             )
-            after = self._losses(average)
-            both = [client for client in after if client in before]
-            total = sum(
-                after[c].num_examples * _clamped(before[c].loss - after[c].loss, bound)
-                for c in both
-            )
-            rewards.append(total / sum(after[c].num_examples for c in both) if both else 0.0)
+            both = [
+                (num_examples, _clamped(before[client][0] - loss, bound))
+                for client, (loss, num_examples) in self._losses(average).items()
+                if client in before
+            ]
+            weight = sum(num_examples for num_examples, _ in both)
+            rewards.append(sum(n * decrease for n, decrease in both) / weight if both else 0.0)
         return rewards, 0.0
 
-    def _losses(self, states: Mapping[str, Packed]) -> dict[int, Measured]:
-        """Return each client's validation loss of a model, by its own train records' statistics."""
+    def _losses(self, states: Mapping[str, Packed]) -> dict[int, tuple[float, float]]:
+        """Each client's validation loss of a model, and of how many records.
+
+        Batches are normalised by its own train records' statistics.
+        """
         request = rq.Evaluate(
             network=self.description, split="validation", statistics_batch_size=self.batch_size
         )
         model = {name: state for name, state in states.items() if name != MOMENTS}
         return {
-            client: Measured(reply.metrics["loss"], reply.num_examples)
+            client: (reply.metrics["loss"], reply.num_examples)
             for client, reply in self.ask("evaluate.model", request, states=model)
         }
 

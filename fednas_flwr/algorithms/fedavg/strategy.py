@@ -7,7 +7,7 @@ an optimiser of the server.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import cast
 
@@ -29,7 +29,6 @@ from fednas_flwr.search.optimizer_step import make_sgd
 from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.rounds import ServerAdagrad, ServerAdam
-from fednas_flwr.settings.rounds import ServerOptimizer as ServerOptimizerSettings
 
 SPLITS = ("train", "validation")  # what is trained on where nothing is held out
 FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
@@ -64,21 +63,6 @@ class _Averaged(FlowerFedAvg):
         return cast(ArrayRecord, average), None
 
 
-class _Adam(FedAdam, _Averaged):
-    """FedAdam of a ready average."""
-
-
-class _Yogi(FedYogi, _Averaged):
-    """FedYogi of a ready average."""
-
-
-class _Adagrad(FedAdagrad, _Averaged):
-    """FedAdagrad of a ready average."""
-
-
-_KINDS: dict[str, Callable[..., FedOpt]] = {"adam": _Adam, "yogi": _Yogi, "adagrad": _Adagrad}
-
-
 class ServerOptimizer:
     """The server's optimiser of packed weights: Flower's FedAdam, FedYogi or FedAdagrad.
 
@@ -89,24 +73,16 @@ class ServerOptimizer:
     Deviation from Flower: statistics of batch norm and its counters are averaged, and do not step.
 
     Args:
-        name: ``adam``, ``yogi`` or ``adagrad``.
-        constants: Flower's: ``eta`` (the learning rate), ``tau`` and, but of ``adagrad``,
-            ``beta_1`` and ``beta_2``.
+        settings: ``adam``, ``yogi`` or ``adagrad``, with Flower's constants.
     """
 
-    def __init__(self, name: str, **constants: float) -> None:
+    def __init__(self, settings: ServerAdagrad) -> None:
         """See the class."""
-        self._steps = _KINDS[name](**constants)
-
-    @classmethod
-    def of(cls, settings: ServerOptimizerSettings) -> ServerOptimizer | None:
-        """The optimiser of the settings, None if they have none."""
-        if not isinstance(settings, ServerAdagrad):
-            return None
+        kind = {"adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad}[settings.name]
         constants = {"eta": settings.lr, "tau": settings.tau}
         if isinstance(settings, ServerAdam):
             constants |= {"beta_1": settings.beta_1, "beta_2": settings.beta_2}
-        return cls(settings.name, **constants)
+        self._steps: FedOpt = type(kind.__name__, (kind, _Averaged), {})(**constants)
 
     def step(self, average: Packed, before: Packed, server_round: int) -> Packed:
         """Return the new weights.
@@ -148,9 +124,9 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
     def set_up(self) -> None:
         """Make the optimisers of clients and server."""
         self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
-        self.proximal, self.optimizer = 0.0, ServerOptimizer.of(self.config.server_optimizer)
-        if isinstance(self.config.algorithm, FedAvgSettings):
-            self.proximal = self.config.algorithm.proximal
+        stepping, settings = self.config.server_optimizer, self.config.algorithm
+        self.optimizer = ServerOptimizer(stepping) if isinstance(stepping, ServerAdagrad) else None
+        self.proximal = settings.proximal if isinstance(settings, FedAvgSettings) else 0.0
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train locally everywhere, average the weights, and measure them where that is due."""

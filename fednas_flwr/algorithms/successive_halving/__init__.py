@@ -14,7 +14,7 @@ from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains
 from fednas_flwr.settings.names import PERSON, RECORD
 from fednas_flwr.settings.parser import Between, Checked, OneOf, check_distinct, check_range
-from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
+from fednas_flwr.settings.registry import NETWORKS, NO_ALPHAS, Algorithm, Rule, register
 
 SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
 
@@ -140,11 +140,7 @@ register(
                 lambda c: not (c.algorithm.trains_models or retrains(c)),
                 "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
             ),
-            Rule(
-                "privacy.alphas",
-                lambda c: True,
-                "algorithm={c.algorithm.name}, which has no alphas",
-            ),
+            NO_ALPHAS,
         ),
     ),
 )

@@ -9,13 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.algorithms.stage_strategies import found_alphas
 from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
-from fednas_flwr.algorithms.zero_cost import strategy as zero_cost
+from fednas_flwr.algorithms.zero_cost.strategy import ScoredDraws
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import candidate_settings, describe_pool, seeded_network
@@ -54,27 +52,21 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     over the rounds, or over the local epochs of ``local``.
     """
 
-    def set_up(self) -> None:
-        """Make the search."""
-        self._search = self._make_search(self.config, self.prepared, self.space)
-
     @staticmethod
-    def _make_search(
-        config: Config, prepared: Prepared, space: SearchSpace
-    ) -> zero_cost.ScoredSearch:
+    def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
         settings = config.algorithm
         assert isinstance(settings, SuccessiveHalvingSettings)
         pool, scores = settings.pool, settings.pool.chosen_scores(space.name)
-        search = zero_cost.make_scored_search(config, prepared, space, scores, pool.limits)
-        if pool.alphas is None:
-            return search
-        return partial(search, draw=partial(draw_by_alphas, space, found_alphas(config, space)))
+        options = {}
+        if pool.alphas is not None:
+            options["draw"] = partial(draw_by_alphas, space, found_alphas(config, space))
+        return ScoredDraws(config, prepared, space, scores, pool.limits, pool.shortlist, options)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train what is left; at the end of a rung keep the best."""
         if "pool" not in self.values:
             self._set_pool(self._choose()[: self._size()])
-            self.layouts, self.states = self._initial(self._network())
+            self.fit_states()
         settings, described = self.settings, self._describe()
         amount = self.amount(settings.local_epochs, settings.batch_size)
         local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
@@ -107,14 +99,11 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def fit_states(self) -> None:
         """Give the states the form of the pool that the restored ``values`` hold."""
-        self.layouts, self.states = self._initial(self._network())
+        network = seeded_network(self.config, self._describe())
+        self.layouts, self.states = self._initial(network)
 
     def _set_pool(self, pool: Sequence[Genotype]) -> None:
         self.values = {"pool": [json.loads(to_json(genotype)) for genotype in pool]}
-
-    def _network(self) -> nn.Module:
-        """Return the pool's networks, newly initialised."""
-        return seeded_network(self.config, self._describe())
 
     def _describe(self) -> dict[str, Any]:
         """The description of the pool's networks, from which clients build it."""
@@ -122,11 +111,9 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def _choose(self) -> list[Genotype]:
         """The ranking that the pool is the first part of."""
-        pool = self.settings.pool
         generator = make_generator(self.config.seed, "successive_halving")
-        found = self._search(draws=pool.draws, generator=generator)
-        if pool.shortlist is not None:
-            found = zero_cost.shorten(self.config, self.space, pool.shortlist, found)
+        drawn = self._draws(self.config, self.prepared, self.space)
+        found = drawn.ranked(draws=self.settings.pool.draws, generator=generator)
         return [one.genotype for one in found]
 
     def _size(self) -> int:
@@ -139,15 +126,15 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         rewards, metrics = self.reward(request, by_median=True, genotypes=self.values["pool"])
         kept = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
         self._set_pool([pool[index] for index in kept])
-        layouts = self.layouts
-        self.layouts, _ = self._initial(self._network())
+        layouts, states = self.layouts, self.states
+        self.fit_states()
 
         def left_of(packed: Packed, state: str) -> Packed:
             tensors = unpack(packed, layouts[state])
             names = (name for name, _, _ in self.layouts[state].entries)
             return pack({name: tensors[name_before(name, kept)] for name in names})
 
-        self.states = {state: left_of(packed, state) for state, packed in self.states.items()}
+        self.states = {state: left_of(packed, state) for state, packed in states.items()}
         if self._velocity:
             self._velocity = left_of(self._velocity, "weights")
         mean, best = sum(rewards) / len(rewards), max(rewards)
@@ -174,7 +161,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
         """Refuse limits within which no pool is drawn, and alphas that are none."""
         generator = make_generator(config.seed, "successive_halving")
-        zero_cost.check_draws(cls._make_search(config, prepared, space), generator)
+        cls._draws(config, prepared, space).check(generator)
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,64 +21,79 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import describe_network, described_space
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_scores import measure
-from fednas_flwr.search.data_free_search import Limits, Scored, search, shortlisted
+from fednas_flwr.search.data_free_search import Limits, Score, Scored, search, shortlisted
 from fednas_flwr.settings import Config, NetworkLimits
 from fednas_flwr.settings.optimizers import ShortlistSettings
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.hardware_terms import latency_of
 from fednas_flwr.spaces.space import SearchSpace
 
-ScoredSearch = partial[list[Scored]]  # that still needs the number of draws and a generator
 
+@dataclass(frozen=True)
+class ScoredDraws:
+    """Networks that are drawn from a space within limits and ranked by scores with a run's seed.
 
-def make_scored_search(
-    config: Config,
-    prepared: Prepared,
-    space: SearchSpace,
-    scores: Sequence[str],
-    limits: NetworkLimits,
-) -> ScoredSearch:
-    """A :func:`~fednas_flwr.search.data_free_search.search` by scores that have the run's seed."""
-    bounds = Limits(
-        parameters=limits.parameters,
-        multiply_adds=limits.multiply_adds,
-        latency_ms=limits.latency_ms,
-    )
-    return partial(
-        search,
-        space,
-        partial(measure, space, scores=scores, seed=config.seed),
-        limits=bounds,
-        latency_ms=None if limits.table is None else latency_of(space, limits.table),
-        limited=space if bounds == Limits() else _trained_space(config, prepared, space),
-    )
-
-
-def shorten(
-    config: Config, space: SearchSpace, shortlist: ShortlistSettings, found: list[Scored]
-) -> list[Scored]:
-    """The ranking with the best of it ranked anew by the shortlist's scores."""
-    score = partial(measure, space, scores=shortlist.scores, seed=config.seed)
-    return shortlisted(found, score, keep=shortlist.keep)
-
-
-def check_draws(scored: ScoredSearch, generator: torch.Generator) -> None:
-    """Refuse limits within which a search draws no network; none is scored.
-
-    Args:
-        scored: The search.
-        generator: That of its first draws.
+    Attributes:
+        config: The run's.
+        prepared: Its data.
+        space: The space, at the supernet's sizes.
+        scores: Names of the scores.
+        limits: On the cost of a network.
+        shortlist: Ranks the best anew; None ranks all by the same scores.
+        options: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
     """
-    unscored = partial(search, scored.args[0], lambda _: {"none": 0.0}, **scored.keywords)
-    unscored(draws=1, generator=generator)
 
+    config: Config
+    prepared: Prepared
+    space: SearchSpace
+    scores: Sequence[str]
+    limits: NetworkLimits
+    shortlist: ShortlistSettings | None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-def _trained_space(config: Config, prepared: Prepared, space: SearchSpace) -> SearchSpace:
-    """The space at the sizes at which a found network is trained, if it is."""
-    if "retrain" not in config.stages:
-        return space
-    anything = space.random_genotype(torch.Generator())
-    return described_space(describe_network(config, prepared, anything))[0]
+    def ranked(self, **drawn: Any) -> list[Scored]:
+        """All that is drawn, the best first.
+
+        Args:
+            **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
+        """
+        found = self._search(self._by(self.scores), **drawn)
+        if self.shortlist is None:
+            return found
+        return shortlisted(found, self._by(self.shortlist.scores), keep=self.shortlist.keep)
+
+    def check(self, generator: torch.Generator) -> None:
+        """Refuse limits within which no network is drawn; none is scored.
+
+        Args:
+            generator: That of the first draws.
+        """
+        self._search(lambda _: {"none": 0.0}, draws=1, generator=generator)
+
+    def _by(self, scores: Sequence[str]) -> Score:
+        return partial(measure, self.space, scores=scores, seed=self.config.seed)
+
+    def _search(self, score: Score, **drawn: Any) -> list[Scored]:
+        limits, limited = self.limits, self.space
+        bounds = Limits(
+            parameters=limits.parameters,
+            multiply_adds=limits.multiply_adds,
+            latency_ms=limits.latency_ms,
+        )
+        if bounds != Limits() and "retrain" in self.config.stages:
+            # at the sizes at which a found network is trained
+            anything = self.space.random_genotype(torch.Generator())
+            description = describe_network(self.config, self.prepared, anything)
+            limited = described_space(description)[0]
+        return search(
+            self.space,
+            score,
+            limits=bounds,
+            latency_ms=None if limits.table is None else latency_of(self.space, limits.table),
+            limited=limited,
+            **self.options,
+            **drawn,
+        )
 
 
 class ZeroCost(RoundStrategy[ZeroCostSettings]):
@@ -91,27 +108,25 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
 
     def set_up(self) -> None:
         """Make the search."""
-        self._search = self._make_search(self.config, self.prepared, self.space)
+        self._drawn = self._draws(self.config, self.prepared, self.space)
         self.values = {"found": []}
 
     @staticmethod
-    def _make_search(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredSearch:
+    def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
         settings = config.algorithm
         assert isinstance(settings, ZeroCostSettings)
         scores = settings.chosen_scores(space.name)
-        return make_scored_search(config, prepared, space, scores, settings.limits)
+        return ScoredDraws(config, prepared, space, scores, settings.limits, settings.shortlist)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Score some more architectures and rank all of them."""
         settings = self.settings
-        pool = self._search(
+        pool = self._drawn.ranked(
             draws=settings.draws,
             generator=make_generator(self.config.seed, "zero_cost", server_round),
             evolution=settings.evolution,
             known=self.pool(),
         )
-        if settings.shortlist is not None:
-            pool = shorten(self.config, self.space, settings.shortlist, pool)
         self.values = {
             "found": [
                 {
@@ -146,4 +161,4 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
         """Refuse limits within which no network is drawn in the first round."""
         generator = make_generator(config.seed, "zero_cost", 1)
-        check_draws(cls._make_search(config, prepared, space), generator)
+        cls._draws(config, prepared, space).check(generator)
