@@ -564,10 +564,8 @@ class RoundStrategy(Strategy, Generic[S]):
     def _alpha_metrics(self) -> dict[str, float]:
         if "alphas" not in self.states:
             return {}
-        return {
-            "alpha_entropy": alpha_entropy(self.alphas()),
-            "skip_share": skip_share(self.space.derive(self.alphas())),
-        }
+        alphas, derived = self.alphas(), self.space.derive(self.alphas())
+        return {"alpha_entropy": alpha_entropy(alphas), "skip_share": skip_share(derived)}
 
     def _emit_alphas(self, server_round: int, num_rounds: int) -> None:
         every = max(1, num_rounds // ALPHA_EVENTS)
@@ -600,7 +598,7 @@ class RoundStrategy(Strategy, Generic[S]):
             for dtype in packed:
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
         self.load_server_tensors(server_state(checkpoint))
-        self._velocity = _named(checkpoint, f"{VELOCITY}.")
+        self._velocity = after_prefix(checkpoint.tensors, f"{VELOCITY}.")
         return checkpoint.round
 
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
@@ -612,11 +610,12 @@ class RoundStrategy(Strategy, Generic[S]):
 
 def server_state(checkpoint: Checkpoint) -> Tensors:
     """Return the :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
-    return _named(checkpoint, SERVER)
+    return after_prefix(checkpoint.tensors, SERVER)
 
 
-def _named(checkpoint: Checkpoint, prefix: str) -> Tensors:
-    named = checkpoint.tensors.items()
+def after_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
+    """The tensors whose names begin with a prefix, without it."""
+    named = tensors.items()
     return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import RoundStrategy, S
+from fednas_flwr.algorithms.base import RoundStrategy, S, after_prefix
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.states import Tensors, WeightedAverage
 from fednas_flwr.search.optimizer_step import clip_gradients
@@ -94,10 +94,5 @@ class GradientStrategy(RoundStrategy[S]):
             (vector,) = self.states[state].values()
             optimizer.param_groups[0]["params"] = [vector]
             optimizer.state.clear()
-            kept = {
-                name.removeprefix(f"{state}."): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(f"{state}.")
-            }
-            if kept:
-                optimizer.state[vector] = kept
+            if moments := after_prefix(tensors, f"{state}."):
+                optimizer.state[vector] = moments

@@ -33,7 +33,7 @@ from fednas_flwr.settings.optimizers import Configuration, PriorSettings
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of, imported
 from fednas_flwr.spaces.cell_graph import CellGraphSpace, WholeGraphSpace, lead
 from fednas_flwr.spaces.genotype import from_json
-from fednas_flwr.spaces.space import SearchSpace, Supernet
+from fednas_flwr.spaces.space import SearchSpace
 
 
 def strategy_of(config: Config, stage: str) -> type[RoundStrategy[Any]]:
@@ -75,7 +75,9 @@ def make_search(
     strategy, space = strategy_of(config, "search"), networks.supernet_space(config, prepared)
     network = nn.Module()
     if algorithm_of(config).trains == SUPERNET:
-        network = _first_supernet(config, space)
+        network = supernet = networks.seeded_supernet(config, space)
+        for kind, lead_EO in prior_alphas(config, space).items():
+            supernet.alphas()[kind].data += lead_EO
     return strategy(
         network,
         cohort,
@@ -161,14 +163,6 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
         sizes={"search": search, "retrain": retrain},
         num_clients=config.clients,
     )
-
-
-def _first_supernet(config: Config, space: SearchSpace) -> Supernet:
-    """The supernet that a search begins with."""
-    supernet = networks.seeded_supernet(config, space)
-    for kind, lead_EO in prior_alphas(config, space).items():
-        supernet.alphas()[kind].data += lead_EO
-    return supernet
 
 
 def _at_most(records: NDArray[np.int64], batch: float | None) -> NDArray[np.int64]:

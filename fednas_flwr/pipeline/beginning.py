@@ -81,7 +81,7 @@ def begin(
     statistics = pooled_statistics.known_statistics(earlier)
     if prepared.uses_own_statistics and not private:
         statistics = statistics or pooled_statistics.found_statistics(prepared, cohort, log)
-    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in _properties(cohort)]
+    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()]
     if config.samples:
         splits = _declared_at_first(cohort, earlier)
         cohort.sampling = make_sampling(config, splits)
@@ -99,11 +99,6 @@ def begin(
         cohort.statistics = statistics
         run.prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
     return run
-
-
-def _properties(cohort: Cohort) -> list[Mapping[str, Any]]:
-    """What clients say of themselves, in their order."""
-    return [known for _, known in sorted(cohort.properties.items())]
 
 
 def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepared:
@@ -136,7 +131,7 @@ def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping
 
 def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
     """Tell who has how many records of what, and what a reader has found."""
-    properties = _properties(cohort)
+    properties = list(cohort.properties.values())
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
     counts = [known.get("class_counts", []) for known in properties]
     all_count = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
@@ -178,7 +173,7 @@ def _agree(
     done = {stage: point.round for stage, point in latest.items() if point is not None}
     if statistics is not None:
         done[STATISTICS] = 1
-    least = [p.get("least_noise_multiplier", LEAST_CALIBRATED) for p in _properties(cohort)]
+    least = [p.get("least_noise_multiplier", LEAST_CALIBRATED) for p in cohort.properties.values()]
     schedules = schedule.make_schedules(
         config, declared, done=done, sampling=cohort.sampling, least_noise=least
     )

@@ -72,7 +72,7 @@ def run_groups(
     algorithm, strategy = _algorithm(run.config), None
     groups: Groups | None = None
     if algorithm.group_by != "alphas":
-        groups = group_by_fact(_with_names(run, algorithm.group_by), algorithm.group_by)
+        groups = _by_name(run)
         for name in algorithm.group_hardware:
             if name not in groups:
                 raise unknown_choice("algorithm.group_hardware", name, groups)
@@ -101,30 +101,31 @@ def _algorithm(config: Config) -> CFDNASSettings:
     return config.algorithm
 
 
-def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
-    """Return the properties of the clients that name a group; those that do not are left out.
+def _by_name(run: Run) -> Groups:
+    """Clients by what each says of itself (Zhang et al., 2020, Alg. 2); who says nothing leaves.
 
     Raises:
         ConfigError: The run's own ``algorithm.client_tags`` name none, or too few are left.
     """
-    cohort, found = run.cohort, {}
-    tags = _algorithm(run.config).client_tags or [""] * run.config.clients
+    cohort, algorithm = run.cohort, _algorithm(run.config)
+    name, groups = algorithm.group_by, Groups()
+    tags = algorithm.client_tags or [""] * run.config.clients
     for client in cohort.clients:
         try:
-            group_name(cohort.properties[client], client, name)
+            label = group_name(cohort.properties[client], client, name)
         except ConfigError as error:
             simulated = run.config.runtime.name != "deployment"
             if simulated and cohort.properties[client].get("tag", "") == tags[client]:
                 raise
             cohort.dismiss(client, str(error), CONNECT)
         else:
-            found[client] = cohort.properties[client]
-    if len(found) < cohort.quorum:
+            groups.setdefault(label, []).append(client)
+    if (found := sum(map(len, groups.values()))) < cohort.quorum:
         raise ConfigError(
-            f"algorithm.group_by={name}: {len(found)} of {cohort.num_clients} clients name a "
+            f"algorithm.group_by={name}: {found} of {cohort.num_clients} clients name a "
             f"group, {cohort.quorum} are needed: give each node a tag in its --node-config."
         )
-    return found
+    return dict(sorted(groups.items()))
 
 
 def _keep_updates(strategy: RoundStrategy[Any]) -> None:
@@ -143,21 +144,6 @@ def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
     present = set(run.cohort.clients)
     updates = {client: moved for client, moved in strategy.updates().items() if client in present}
     return group_by_alphas(updates, num_groups=algorithm.num_groups)
-
-
-def group_by_fact(
-    properties: Mapping[int, Mapping[str, object]], name: str
-) -> dict[str, list[int]]:
-    """The clients, ascending, by what each says of itself (Zhang et al., 2020, Alg. 2).
-
-    Args:
-        properties: By client, of which each has a :func:`group_name`.
-        name: ``tag`` or ``hardware``.
-    """
-    groups: dict[str, list[int]] = {}
-    for client in sorted(properties):
-        groups.setdefault(group_name(properties[client], client, name), []).append(client)
-    return dict(sorted(groups.items()))
 
 
 def group_by_alphas(updates: Mapping[int, Tensor], *, num_groups: int) -> dict[str, list[int]]:
@@ -187,11 +173,10 @@ def group_by_alphas(updates: Mapping[int, Tensor], *, num_groups: int) -> dict[s
     labels = AgglomerativeClustering(
         n_clusters=num_groups, metric="precomputed", linkage="average"
     ).fit_predict(distances_KK.numpy())
-    names = {label: str(n) for n, label in enumerate(dict.fromkeys(labels.tolist()), 1)}
-    groups: dict[str, list[int]] = {name: [] for name in names.values()}
+    groups: dict[int, list[int]] = {}
     for client, label in zip(clients, labels.tolist(), strict=True):
-        groups[names[label]].append(client)
-    return groups
+        groups.setdefault(label, []).append(client)
+    return {str(number): group for number, group in enumerate(groups.values(), 1)}
 
 
 def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None) -> Run:

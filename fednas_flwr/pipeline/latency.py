@@ -80,10 +80,9 @@ def _ask(run: Run) -> LatencyTable:
     assert isinstance(space, MBConvSpace)  # as the configuration has it
     request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, site=site_of(config))
     tables: list[LatencyTable] = []
-    sampling, wanted = run.cohort.sampling, run.cohort.num_clients
+    sampling = run.cohort.sampling
     participants = None if sampling is None else sampling.participants("latency", 1)
-    if participants is not None:
-        wanted = len(participants.clients)
+    wanted = len(participants.clients) if participants else run.cohort.num_clients
     for client, reply in run.cohort.ask(
         Exchange("query.latency", stage="latency", settings=request, participants=participants)
     ):

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.fedopt import FedOpt
 
-from fednas_flwr.algorithms.base import RoundStrategy, mean_metrics
+from fednas_flwr.algorithms.base import RoundStrategy, after_prefix, mean_metrics
 from fednas_flwr.algorithms.fedavg import FedAvgSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.algorithms.private_rounds import PrivateRound, local_steps
@@ -109,9 +109,8 @@ class ServerOptimizer:
     def load(self, tensors: Tensors) -> None:
         """Take back what :meth:`tensors` returned."""
         for moments in FLOWERS_MOMENTS:
-            own = {n: t for n, t in tensors.items() if n.startswith(f"{moments}.")}
-            arrays = {n.removeprefix(f"{moments}."): t.numpy() for n, t in own.items()}
-            setattr(self._steps, moments, arrays)
+            own = after_prefix(tensors, f"{moments}.")
+            setattr(self._steps, moments, {dtype: t.numpy() for dtype, t in own.items()})
 
 
 class FedAvg(RoundStrategy[AlgorithmSettings]):
