@@ -34,7 +34,8 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     are left, in one exchange (``train.weights``), and each network is averaged. After the last
     round of a rung one more exchange (``evaluate.candidates``) measures them on validation records,
     and the best ``1 / eta`` of them stay and train on. The one left after the last round is found.
-    Of three or more clients without privacy none decides: see ``exchange.robust.median_rewards``.
+    Of three or more clients without privacy none decides: see
+    ``server.robust_averages.median_rewards``.
 
     Deviations: rungs have equal numbers of rounds, as nearly as their number allows, so that the
     first costs most; of the text all rungs cost the same, and survivors train longer. The learning
@@ -42,7 +43,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     With ``rewarded="local"`` no network is averaged: each round is one exchange, in which all
     clients train all networks that are left from their first weights, and return how fast each
-    trains, see ``clients.actions.trained_rewards``. The averages of a few local epochs are poor
+    trains, see ``client.handlers.trained_rewards``. The averages of a few local epochs are poor
     models of deep networks, and rank them by chance. Not with privacy.
 
     With privacy each step is one release of all networks' gradients, see ``NoisedGradients``, and
