@@ -48,8 +48,11 @@ def inherited_statistics(folder: Path, log: EventLog) -> stats.Statistics | None
     if folder.parent.name != BASELINES_FOLDER or not file.exists():
         return None
     statistics = known_statistics(read_events(file))
-    if statistics is not None:
-        log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
+    return None if statistics is None else _emitted(statistics, log)
+
+
+def _emitted(statistics: stats.Statistics, log: EventLog, **more: float) -> stats.Statistics:
+    log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std), **more)
     return statistics
 
 
@@ -91,9 +94,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             "std], ...}"
         )
         log.emit("warning", message=message)
-    statistics = stats.pooled(list(held.values()), num_features=num_features)
-    log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
-    return statistics
+    return _emitted(stats.pooled(list(held.values()), num_features=num_features), log)
 
 
 def noised_statistics(
@@ -139,9 +140,7 @@ def noised_statistics(
         weights, variance = weights + weight, variance + (weight * noise) ** 2
     noise = math.sqrt(variance) / weights
     ranges = stats.Statistics(prepared.mean, prepared.std)
-    statistics = stats.refined(total / weights, ranges, noise=noise)
-    values = {"mean": list(statistics.mean), "std": list(statistics.std)}
-    log.emit("statistics", **values, noise=noise)
+    statistics = _emitted(stats.refined(total / weights, ranges, noise=noise), log, noise=noise)
     log.emit(
         "data",
         found=[
