@@ -53,6 +53,10 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     over the rounds, or over the local epochs of ``local``.
     """
 
+    def set_up(self) -> None:
+        """Make the search for the pool."""
+        self._drawn = self._draws(self.config, self.prepared, self.space)
+
     @staticmethod
     def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
         settings = config.algorithm
@@ -113,8 +117,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def _choose(self) -> list[Genotype]:
         """The ranking that the pool is the first part of."""
         generator = make_generator(self.config.seed, "successive_halving")
-        drawn = self._draws(self.config, self.prepared, self.space)
-        found = drawn.ranked(draws=self.settings.pool.draws, generator=generator)
+        found = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
         return [one.genotype for one in found]
 
     def _size(self) -> int:
