@@ -22,14 +22,15 @@ import torch
 from bench_overhead import compare, configured
 
 from fednas_flwr.algorithms.dpnas import DPNASSettings
+from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.schedule import make_schedule, private_stage
+from fednas_flwr.pipeline.schedule import make_schedule
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.requests import Site, TrainCandidates
+from fednas_flwr.protocol.requests import TrainCandidates
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.names import SPLITS
@@ -99,9 +100,7 @@ def make_steps(config: Config) -> partial[object]:
         records = {split: client.guard.num_records([split]) for split in SPLITS}
         schedule = make_schedule(config, [records], done={})
         client.guard.commit(header.run, schedule)
-        private = private_stage(config, schedule, "search")
-        assert private is not None
-        site = Site(private.data_set)
+        site = site_of(config)
     settings = TrainCandidates(
         candidates=[space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
         step=0,

@@ -42,7 +42,7 @@ from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.ray_grid import ray_grid
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.stages import make_cohort
+from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.protocol.messages import (
     Header,
     Reply,

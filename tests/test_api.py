@@ -36,7 +36,7 @@ from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.pipeline.stages import make_cohort
+from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import AlgorithmSettings, GivenNetwork, SearchSpaceSettings, dump_config

@@ -22,8 +22,8 @@ from fednas_flwr.models.networks import (
     make_space,
     supernet_space,
 )
+from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.pipeline.buildable import check_buildable
-from fednas_flwr.pipeline.stages import make_cohort
 from fednas_flwr.settings import Config, Dataset, conf_folder
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree

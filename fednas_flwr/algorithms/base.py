@@ -2,8 +2,7 @@
 
 An algorithm is a subclass that says what happens in one round, by asking clients actions through
 the :class:`~fednas_flwr.server.cohort.Cohort`. It is a Flower ``Strategy``: ``start(grid)`` runs
-it
-on any Grid.
+it on any Grid.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.private_rounds import PrivateRound, local_steps, site_of
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import Description
-from fednas_flwr.privacy.plan import PlannedRelease, PrivateStage
+from fednas_flwr.privacy.actions import SUPERNET
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import Amount, Evaluate, RewardCandidates, Settings, Site
 from fednas_flwr.protocol.states import (
     MOMENTS,
     Average,
@@ -50,7 +50,7 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings import AlgorithmSettings, Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import follows_noise
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
@@ -66,9 +66,9 @@ ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
 def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
-    """Return whether a model is evaluated after a round: every so many, and the last."""
-    due = evaluate_every > 0 and server_round % evaluate_every == 0
-    return due or server_round == num_rounds
+    """True after every so many rounds and the last, where a model is evaluated; of 0 never."""
+    last = server_round == num_rounds
+    return evaluate_every > 0 and (last or server_round % evaluate_every == 0)
 
 
 S = TypeVar("S", bound=AlgorithmSettings)
@@ -104,11 +104,13 @@ class RoundStrategy(Strategy, Generic[S]):
         configuration: Hyper-parameters that the search has found for retraining, which take the
             place of those of the settings; None if none.
         checkpoints: Where the state goes after every round; None keeps none.
-        private: The private terms of the stage; None without privacy.
+        schedule: Everything that a private run releases.
 
     Attributes:
         settings: The algorithm's settings.
         stage: Name of the stage in events and checkpoints.
+        is_private: Whether clients release noised sums.
+        description: Of what clients build the network from: the supernet in a search.
         states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments``
             where they travel.
         layouts: The tensors of each state.
@@ -129,20 +131,20 @@ class RoundStrategy(Strategy, Generic[S]):
         description: Description | None = None,
         configuration: Configuration | None = None,
         checkpoints: CheckpointFolder | None = None,
-        private: PrivateStage | None = None,
+        schedule: Sequence[PlannedRelease] = (),
     ) -> None:
         """See the class."""
         self.config, self.settings = config, cast(S, config.algorithm)
         self.stage = "search" if description is None else "retrain"
-        self.prepared, self.description = prepared, dict(description or {})
+        self.space, self.prepared = cast(SearchSpace, space), cast(Prepared, prepared)
+        self.description = dict(description or {"name": SUPERNET})
         self.found_configuration = configuration
-        self.private, self.momentum = private, self._momentum()
+        self.is_private = isinstance(config.privacy, DifferentialPrivacy)
+        self.schedule, self.momentum = schedule, self._momentum()
         self.layouts, self.states = self._initial(network)
         self._velocity: Packed = {}
         self.values: dict[str, Any] = {}
-        self.cohort = cohort
-        self.space = space
-        self.checkpoints = checkpoints
+        self.cohort, self.checkpoints = cohort, checkpoints
         self.ends_at: float | None = None
         self.rounds_done = 0
         self._round = 0
@@ -183,11 +185,9 @@ class RoundStrategy(Strategy, Generic[S]):
         """Refuse what of the search cannot be made of the run's data and search space."""
 
     @property
-    def site(self) -> Site | None:
+    def site(self) -> rq.Site | None:
         """Additional terms of requests to private clients, None without privacy."""
-        if self.private is None:
-            return None
-        return Site(self.private.data_set)
+        return site_of(self.config)
 
     @property
     def model(self) -> dict[str, Packed]:
@@ -206,12 +206,32 @@ class RoundStrategy(Strategy, Generic[S]):
         averages = self.stage == "retrain" and follows_noise(self.config)
         return self.config.training.momentum or ("averaged" if averages else "reset")
 
-    def amount(self, local_epochs: int, batch_size: int | None) -> Amount:
+    def amount(self, local_epochs: int, batch_size: int | None) -> rq.Amount:
         """Return how long clients train: epochs of batches, with privacy steps."""
-        steps = None if self.private is None else self.private.local_steps
+        steps = local_steps(self.config, self.stage)
         if steps is None:
-            return Amount(local_epochs, None, batch_size)
-        return Amount(None, steps, None)
+            return rq.Amount(local_epochs, None, batch_size)
+        return rq.Amount(None, steps, None)
+
+    def local_training(
+        self, weights: SGD, drop_path_prob: float, *, split: str = "train", proximal: float = 0.0
+    ) -> rq.LocalTraining:
+        """The training that ``retrain`` asks of clients, with these constants."""
+        retrain = self.config.retrain
+        return rq.LocalTraining(
+            self.description,
+            split,
+            self.amount(retrain.local_epochs, retrain.batch_size),
+            weights,
+            retrain.auxiliary_weight,
+            drop_path_prob,
+            proximal,
+        )
+
+    def noise_multiplier(self, kind: str) -> float | None:
+        """Sigma of a kind of release of the stage, None if it has none of it."""
+        found = [p for p in self.schedule if (p.stage, p.kind) == (self.stage, kind)]
+        return found[0].noise_multiplier if found else None
 
     def server_tensors(self) -> Tensors:
         """Return further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
@@ -226,12 +246,11 @@ class RoundStrategy(Strategy, Generic[S]):
     def ask(
         self,
         action: str,
-        settings: Settings,
+        settings: rq.Settings,
         *,
-        settings_of: Mapping[int, Settings] | None = None,
-        states: Mapping[str, Packed] | None = None,
-        layouts: Mapping[str, Layout] | None = None,
-        whole: Mapping[str, Layout] | None = None,
+        settings_of: Mapping[int, rq.Settings] = {},
+        states: Mapping[str, Packed] = {},
+        layouts: Mapping[str, Layout] = {},
     ) -> Iterator[tuple[int, Reply]]:
         """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`."""
         self._phase += 1
@@ -242,11 +261,11 @@ class RoundStrategy(Strategy, Generic[S]):
             server_round=self._round,
             phase=self._phase,
             settings=settings,
-            settings_of=settings_of or {},
-            states=states or {},
-            layouts=layouts or {},
-            whole=whole or {},
-            releases=() if self.private is None else self.private.releases,
+            settings_of=settings_of,
+            states=states,
+            layouts=layouts,
+            whole=self.layouts,
+            releases=self.schedule,
             participants=self._participants,
         )
         for client, reply in self.cohort.ask(exchange):
@@ -265,10 +284,10 @@ class RoundStrategy(Strategy, Generic[S]):
     def train(
         self,
         action: str,
-        settings: Settings,
+        settings: rq.Settings,
         momentum: float,
         *,
-        only: Mapping[str, Collection[str]] | None = None,
+        only: Mapping[str, Collection[str]] = {},
     ) -> dict[str, float]:
         """Have all clients train the global model, and make their average the new one.
 
@@ -282,26 +301,24 @@ class RoundStrategy(Strategy, Generic[S]):
         Returns:
             The clients' metrics, averaged.
         """
-        part = Part(self.layouts, only or {})
-        replies = self.ask(
-            action,
-            settings,
-            states=part.of(self.states),
-            layouts=part.layouts,
-            whole=self.layouts,
-        )
+        part = Part(self.layouts, only)
+        replies = self.ask(action, settings, states=part.of(self.states), layouts=part.layouts)
         average, metrics = self.average(replies)
         self.move(part.filled(average, self.states), momentum)
         return metrics
 
     def reward(
         self,
-        request: RewardCandidates,
+        request: rq.RewardCandidates,
         *,
-        only: Mapping[str, Collection[str]] | None = None,
+        only: Mapping[str, Collection[str]] = {},
         by_median: bool = False,
-    ) -> tuple[list[float], float | None, dict[str, float]]:
-        """Return each candidate's accuracy over all clients' validation records.
+        **names: Any,
+    ) -> tuple[list[float], dict[str, float]]:
+        """Each candidate's accuracy over all clients' validation records, also told in an event.
+
+        The event has the standard deviation of the noise on each, null where it depends on how the
+        clients' values lie.
 
         Args:
             request: Names the candidates.
@@ -309,20 +326,19 @@ class RoundStrategy(Strategy, Generic[S]):
             by_median: Whether three or more clients without privacy count by
                 :func:`~fednas_flwr.protocol.states.median_rewards` in place of the mean, so
                 that none of them decides which candidate is best.
+            **names: Further fields of the event, which say what the candidates are.
 
         Returns:
-            The accuracies; the standard deviation of the noise on each, None where it depends on
-            how the clients' values lie; and the clients' metrics, averaged.
+            The accuracies, and the clients' metrics, averaged.
         """
         layout = Layout.of({"rewards": torch.zeros(request.count)})
-        bounds = NOISY_REWARDS if self.private else EXACT_REWARDS
+        bounds = NOISY_REWARDS if self.is_private else EXACT_REWARDS
         average, replies, own_rewards = self.new_average(), [], []
         for _, reply in self.ask(
             "evaluate.candidates",
             request,
-            states=Part({n: self.layouts[n] for n in self.model}, only or {}).of(self.model),
+            states=Part({n: self.layouts[n] for n in self.model}, only).of(self.model),
             layouts={"rewards": layout},
-            whole=self.layouts,
         ):
             own = {
                 dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
@@ -332,24 +348,35 @@ class RoundStrategy(Strategy, Generic[S]):
             replies.append(replace(reply, states={}))
         weight = sum(reply.num_examples for reply in replies)
         rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
-        if by_median and self.private is None and len(own_rewards) >= FEWEST_VOTES:
+        if by_median and not self.is_private and len(own_rewards) >= FEWEST_VOTES:
             rewards = median_rewards(torch.stack(own_rewards).double()).tolist()
         noise: float | None = 0.0
-        if self.private and not isinstance(average, WeightedAverage):
+        if self.is_private and not isinstance(average, WeightedAverage):
             noise = None
-        elif self.private is not None:
-            sigma = self.private.noise_multiplier("rewards") or 0.0
+        elif self.is_private:
+            sigma = self.noise_multiplier("rewards") or 0.0
             sites = sum(reply.sites for reply in replies)
             noise = sigma * math.sqrt(request.count * sites) / weight
-        return rewards, noise, mean_metrics(replies)
+        place = {"stage": self.stage, "round": self._round}
+        self.cohort.emit("rewarded", **place, **names, rewards=rewards, noise=noise)
+        return rewards, mean_metrics(replies)
 
-    def validation_metrics(self, network: Mapping[str, Any]) -> dict[str, float]:
-        """Return the mean loss and accuracy of a network on the clients' validation records.
+    def validation_metrics(
+        self, evaluate_every: int, server_round: int, num_rounds: int
+    ) -> dict[str, float]:
+        """Mean loss and accuracy on the clients' validation records in rounds that are evaluated.
+
+        None in others, and with privacy unless noised metrics are planned.
 
         Args:
-            network: Its description, see ``clients.Client.network``.
+            evaluate_every: See :func:`evaluates`.
+            server_round: From 1.
+            num_rounds: Rounds of the stage.
         """
-        request = Evaluate(network=dict(network), split="validation", site=self.site)
+        hidden = self.is_private and self.noise_multiplier("metrics") is None
+        if hidden or not evaluates(evaluate_every, server_round, num_rounds):
+            return {}
+        request = rq.Evaluate(network=self.description, split="validation", site=self.site)
         replies = self.ask("evaluate.model", request, states=self.states)
         metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}
@@ -373,17 +400,14 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def move(self, average: dict[str, Packed], momentum: float) -> None:
         """Make the clients' average the global model, with the server's momentum if it has any."""
-        self.push(average["weights"], self.states["weights"], self._velocity, momentum)
-        self.states = average
-
-    def push(self, average: Packed, before: Packed, velocity: Packed, momentum: float) -> None:
-        """Add the server's momentum, if it has any, to averaged weights and to its velocity."""
-        for dtype, vector in average.items() if self.momentum == "server" else ():
+        before, weights = self.states["weights"], average["weights"]
+        for dtype, vector in weights.items() if self.momentum == "server" else ():
             moved = vector - before[dtype]
-            if dtype in velocity:
-                moved.add_(velocity[dtype], alpha=momentum)
-            velocity[dtype] = moved
-            average[dtype] = before[dtype] + moved
+            if dtype in self._velocity:
+                moved.add_(self._velocity[dtype], alpha=momentum)
+            self._velocity[dtype] = moved
+            weights[dtype] = before[dtype] + moved
+        self.states = average
 
     def start(
         self,
@@ -434,10 +458,15 @@ class RoundStrategy(Strategy, Generic[S]):
         result = Result()
         self.rounds_done = self._restore()
         first, longest_s = self.rounds_done + 1, 0.0
-        if evaluate_fn is not None and first == 1:
-            central = evaluate_fn(0, self.named_arrays())
+
+        def centrally(server_round: int) -> dict[str, float]:
+            central = evaluate_fn(server_round, self.named_arrays()) if evaluate_fn else None
             if central is not None:
-                result.evaluate_metrics_serverapp[0] = central
+                result.evaluate_metrics_serverapp[server_round] = central
+            return {f"central_{name}": float(v) for name, v in (central or {}).items()}  # type: ignore[arg-type]
+
+        if first == 1:
+            centrally(0)
         for server_round in range(first, num_rounds + 1):
             started = time.monotonic()
             late = self.ends_at is not None and started + longest_s > self.ends_at
@@ -450,11 +479,7 @@ class RoundStrategy(Strategy, Generic[S]):
                 self._participants = sampling.participants(self.stage, server_round)
                 self._asked = set()
             metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
-            if evaluate_fn is not None:
-                central = evaluate_fn(server_round, self.named_arrays())
-                if central is not None:
-                    result.evaluate_metrics_serverapp[server_round] = central
-                metrics |= {f"central_{name}": float(v) for name, v in (central or {}).items()}  # type: ignore[arg-type]
+            metrics |= centrally(server_round)
             result.train_metrics_clientapp[server_round] = MetricRecord(metrics)  # type: ignore[arg-type]
             self.cohort.emit(
                 "round",
@@ -538,17 +563,15 @@ class RoundStrategy(Strategy, Generic[S]):
         return layouts, {name: pack(state) for name, state in tensors.items()}
 
     def _alpha_metrics(self) -> dict[str, float]:
-        if self.space is None or "alphas" not in self.states:
+        if "alphas" not in self.states:
             return {}
-        return {
-            "alpha_entropy": alpha_entropy(self.alphas()),
-            "skip_share": skip_share(self.space.derive(self.alphas())),
-        }
+        alphas, derived = self.alphas(), self.space.derive(self.alphas())
+        return {"alpha_entropy": alpha_entropy(alphas), "skip_share": skip_share(derived)}
 
     def _emit_alphas(self, server_round: int, num_rounds: int) -> None:
         every = max(1, num_rounds // ALPHA_EVENTS)
         last = server_round == num_rounds
-        if self.space is None or "alphas" not in self.states or (server_round % every and not last):
+        if "alphas" not in self.states or (server_round % every and not last):
             return
         alphas = {kind: alpha.tolist() for kind, alpha in self.alphas().items()}
         derived = self.space.derive(self.alphas()).cells
@@ -576,24 +599,24 @@ class RoundStrategy(Strategy, Generic[S]):
             for dtype in packed:
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
         self.load_server_tensors(server_state(checkpoint))
-        self._velocity = _named(checkpoint, f"{VELOCITY}.")
+        self._velocity = after_prefix(checkpoint.tensors, f"{VELOCITY}.")
         return checkpoint.round
 
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy named tensors into the global model in place: optimisers hold its vectors."""
         for state, layout in self.layouts.items():
             named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
-            for dtype, vector in pack(named).items():
-                self.states[state][dtype].copy_(vector)
+            self.inherit({state: pack(named)})
 
 
 def server_state(checkpoint: Checkpoint) -> Tensors:
     """Return the :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
-    return _named(checkpoint, SERVER)
+    return after_prefix(checkpoint.tensors, SERVER)
 
 
-def _named(checkpoint: Checkpoint, prefix: str) -> Tensors:
-    named = checkpoint.tensors.items()
+def after_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
+    """The tensors whose names begin with a prefix, without it."""
+    named = tensors.items()
     return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
 
 

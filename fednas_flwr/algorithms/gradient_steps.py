@@ -3,65 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import RoundStrategy, S
+from fednas_flwr.algorithms.base import RoundStrategy, S, after_prefix
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.states import Packed, Tensors, WeightedAverage
+from fednas_flwr.protocol.states import Tensors, WeightedAverage
 from fednas_flwr.search.optimizer_step import clip_gradients
-
-
-@dataclass(frozen=True)
-class Update:
-    """Result of an exchange of gradients at the server.
-
-    Attributes:
-        gradients: By state, the packed gradient.
-        buffers: The clients' buffers, averaged by batch; empty where they have none.
-        replies: Without their states: for metrics.
-    """
-
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    buffers: Packed = field(default_factory=dict)
-    replies: list[Reply] = field(default_factory=list)
-
-
-def add_gradients(
-    replies: Iterable[tuple[int, Reply]], states: Sequence[str], *, reduce: str = "mean"
-) -> Update:
-    """Return the update that replies give, which are added in their order.
-
-    Args:
-        replies: Each has sums of gradients over a batch, and the batch's size B_k.
-        states: Of which there are sums G_k.
-        reduce: ``mean`` is ``sum_k G_k / sum_k B_k``, ``sum`` is ``sum_k G_k / B_k``.
-
-    Raises:
-        ValueError: There is no reply.
-    """
-    update, buffers, num_examples = Update(), WeightedAverage(), 0.0
-    totals = update.gradients
-    for _, reply in replies:
-        for state in states:
-            (gradient,) = reply.states[state].values()
-            share = gradient / reply.num_examples if reduce == "sum" else gradient
-            total = totals.get(state)
-            totals[state] = share.clone() if total is None else total.add_(share)
-        num_examples += reply.num_examples
-        update.replies.append(replace(reply, states={}))
-        if "buffers" in reply.states:
-            buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
-    if not update.replies:
-        raise ValueError("no client answered")
-    if reduce == "mean":
-        for state, total in totals.items():
-            totals[state] = total / num_examples
-    if buffers.total_weight:
-        update.buffers.update(buffers.result()["buffers"])
-    return update
 
 
 class GradientStrategy(RoundStrategy[S]):
@@ -84,33 +34,49 @@ class GradientStrategy(RoundStrategy[S]):
         *,
         clip_norm: float | None,
         reduce: str = "mean",
-        added: Mapping[str, Tensor | float] | None = None,
+        added: Mapping[str, Tensor | float] = {},
     ) -> list[Reply]:
-        """Step along what replies give, and take over the clients' average buffers.
+        """Step along what replies give, and take over the clients' buffers, averaged by batch.
 
         Args:
-            replies: See :func:`add_gradients`.
-            states: That step, in this order.
+            replies: Each has sums of gradients over a batch, and the batch's size B_k. They are
+                added in their order.
+            states: Of which there are sums G_k, and that step, in this order.
             clip_norm: Largest norm of the gradient of the weights; None does not clip.
-            reduce: See :func:`add_gradients`.
+            reduce: ``mean`` is ``sum_k G_k / sum_k B_k``, ``sum`` is ``sum_k G_k / B_k``.
             added: By state, to its gradient; with ``sum`` once for every reply, of which each
                 brings a mean.
 
         Returns:
             The replies without their states.
+
+        Raises:
+            ValueError: There is no reply.
         """
-        update = add_gradients(replies, states, reduce=reduce)
-        times = len(update.replies) if reduce == "sum" else 1
-        for state, gradient in update.gradients.items():
+        totals: dict[str, Tensor] = {}
+        buffers, stripped, by_mean = WeightedAverage(), list[Reply](), reduce == "mean"
+        for _, reply in replies:
+            for state in states:
+                (gradient,) = reply.states[state].values()
+                share = gradient if by_mean else gradient / reply.num_examples
+                totals[state] = totals[state].add_(share) if state in totals else share.clone()
+            if "buffers" in reply.states:
+                buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
+            stripped.append(replace(reply, states={}))
+        if not stripped:
+            raise ValueError("no client answered")
+        divisor = sum(reply.num_examples for reply in stripped) if by_mean else 1
+        for state, total in totals.items():
             (vector,) = self.states[state].values()
-            further = (added or {}).get(state)
-            vector.grad = gradient if further is None else gradient + times * further
+            vector.grad = total / divisor
+            if state in added:
+                vector.grad = vector.grad + added[state] * (1 if by_mean else len(stripped))
             optimizer = self.optimizers[state]
             clip_gradients(optimizer, clip_norm if state == "weights" else None)
             optimizer.step()
-        if update.buffers:
-            self.states["buffers"] = update.buffers
-        return update.replies
+        if buffers.total_weight:
+            self.states["buffers"] = buffers.result()["buffers"]
+        return stripped
 
     def server_tensors(self) -> Tensors:
         """Return the optimisers' moments, as ``<state>.<moment>``."""
@@ -128,10 +94,5 @@ class GradientStrategy(RoundStrategy[S]):
             (vector,) = self.states[state].values()
             optimizer.param_groups[0]["params"] = [vector]
             optimizer.state.clear()
-            kept = {
-                name.removeprefix(f"{state}."): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(f"{state}.")
-            }
-            if kept:
-                optimizer.state[vector] = kept
+            if moments := after_prefix(tensors, f"{state}."):
+                optimizer.state[vector] = moments

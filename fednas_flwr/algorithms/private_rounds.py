@@ -7,25 +7,37 @@ from dataclasses import dataclass
 
 from fednas_flwr.privacy.actions import SPLIT_OF
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.requests import Site
 from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings.incompatible import by_record
 
 
-def search_batch(config: Config) -> float | None:
-    """Size of a search step's batch at a client, expected with privacy.
+def site_of(config: Config) -> Site | None:
+    """Further terms of a request to private clients; None without privacy."""
+    privacy = config.privacy
+    return Site(privacy.data_set) if isinstance(privacy, DifferentialPrivacy) else None
+
+
+def local_steps(config: Config, stage: str) -> int | None:
+    """Noised steps of a local training, in place of epochs.
+
+    None without privacy, and where its unit is the client, which trains by epochs.
+    """
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy) or not by_record(config):
+        return None
+    return privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
+
+
+def expected_batch(config: Config, stage: str) -> float | None:
+    """Size of the batch of a step of ``search`` or ``retrain`` at a client, expected with privacy.
 
     Below 1 it is the rate at which each record is drawn; None takes all records.
     """
-    return _batch(config.privacy, getattr(config.algorithm, "batch_size", None))
-
-
-def retrain_batch(config: Config) -> float | None:
-    """Size of a retraining step's batch at a client, likewise."""
-    privacy = config.privacy
-    terms = privacy.retrain if isinstance(privacy, DifferentialPrivacy) else privacy
-    return _batch(terms, config.retrain.batch_size)
-
-
-def _batch(terms: object, batch_size: int | None) -> float | None:
+    terms: object = config.privacy
+    batch_size: int | None = getattr(config.algorithm, "batch_size", None)
+    if stage == "retrain":
+        terms, batch_size = getattr(terms, "retrain", None), config.retrain.batch_size
     rate: float | None = getattr(terms, "rate", None)
     if rate is None:
         return batch_size
@@ -34,50 +46,27 @@ def _batch(terms: object, batch_size: int | None) -> float | None:
 
 @dataclass(frozen=True)
 class PrivateRound:
-    """A round of a private stage: the terms that its releases follow from, beside the settings.
+    """A round of a stage of a private run, from whose configuration its releases follow.
 
     Attributes:
+        config: The run's.
+        privacy: Its privacy.
         stage: ``search`` or ``retrain``.
         number: Its number, from 1.
         num_rounds: Rounds of the stage.
-        batch_size: See :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
-        local_steps: Noised steps of a local training.
-        norms: Clipping norms by kind of release.
-        measures: Whether metrics are released.
-        secure_sum: Whether clients can share the noise of what a secure sum adds up.
-        space: Name of the search space.
     """
 
+    config: Config
+    privacy: DifferentialPrivacy
     stage: str
     number: int
     num_rounds: int
-    batch_size: float | None
-    local_steps: int
-    norms: Mapping[str, float]
-    measures: bool
-    secure_sum: bool
-    space: str
 
-    @classmethod
-    def of(cls, config: Config, stage: str, number: int, num_rounds: int) -> PrivateRound:
-        """A round of a stage of a private run."""
-        privacy = config.privacy
-        assert isinstance(privacy, DifferentialPrivacy)
-        batch_size, local_steps, norms = search_batch(config), privacy.local_steps, {}
-        if stage == "retrain":
-            batch_size, local_steps = retrain_batch(config), privacy.retrain.local_steps
-            norms = {"weights": privacy.retrain.max_grad_norm}
-        return cls(
-            stage,
-            number,
-            num_rounds,
-            batch_size,
-            local_steps,
-            {**privacy.search_norms, **norms},
-            privacy.metrics_noise_multiplier is not None,
-            config.secure_sum is not None,
-            config.search_space.name,
-        )
+    @property
+    def local_steps(self) -> int:
+        """Noised steps of a local training, also where the client then takes epochs."""
+        terms = self.privacy.retrain if self.stage == "retrain" else self.privacy
+        return terms.local_steps
 
     def gradients(
         self,
@@ -95,15 +84,18 @@ class PrivateRound:
             splits: The splits that are read; none: the one of the state in a search.
             shared: See :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
         """
+        norms = self.privacy.search_norms
+        if self.stage == "retrain":
+            norms = {"weights": self.privacy.retrain.max_grad_norm}
         return [
             PlannedRelease(
                 self.stage,
                 action,
                 state,
                 tuple(splits) or (SPLIT_OF[state],),
-                self.batch_size,
+                expected_batch(self.config, self.stage),
                 self.local_steps if steps is None else steps,
-                self.norms[state],
+                norms[state],
                 shared=shared,
             )
             for state, action in actions.items()
@@ -111,5 +103,5 @@ class PrivateRound:
 
     def rewards(self, action: str, steps: int = 1) -> PlannedRelease:
         """Releases of rewards over all validation records."""
-        norm = self.norms["rewards"]
+        norm = self.privacy.search_norms["rewards"]
         return PlannedRelease(self.stage, action, "rewards", ("validation",), None, steps, norm)

@@ -1,32 +1,39 @@
-"""The strategies of the search and of the retrain stage, as the algorithm's entry names them."""
+"""The stages of an algorithm: their strategies, what rounds release, and whom they ask."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.earlier_runs import prior_alphas
 from fednas_flwr.algorithms.fdnas import whole_search
-from fednas_flwr.algorithms.fedavg.fedsgd import FedSGD
-from fednas_flwr.algorithms.fedavg.strategy import FedAvg
-from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.fedavg.strategy import FedAvg, FedSGD, trained_on
+from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms.private_rounds import PrivateRound, expected_batch
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.models.networks import (
-    Description,
-    seeded_network,
-    seeded_supernet,
-    supernet_space,
-)
-from fednas_flwr.privacy.plan import PlannedRelease, PrivateStage, of_clients
+from fednas_flwr.models import networks
+from fednas_flwr.privacy.plan import PlannedRelease, of_clients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.numbers import EVENTS_FILE, Run, read_run
+from fednas_flwr.server.client_sampling import Sampling
 from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings import Config
+from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import by_client, retrains_by_gradients
-from fednas_flwr.settings.optimizers import Configuration
+from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.optimizers import Configuration, PriorSettings
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of, imported
-from fednas_flwr.spaces.space import SearchSpace, Supernet
+from fednas_flwr.spaces.cell_graph import CellGraphSpace, WholeGraphSpace, lead
+from fednas_flwr.spaces.genotype import from_json
+from fednas_flwr.spaces.space import SearchSpace
 
 
 def strategy_of(config: Config, stage: str) -> type[RoundStrategy[Any]]:
@@ -50,7 +57,7 @@ def make_search(
     prepared: Prepared,
     cohort: Cohort,
     checkpoints: CheckpointFolder | None,
-    private: PrivateStage | None = None,
+    schedule: Sequence[PlannedRelease] = (),
 ) -> RoundStrategy[Any]:
     """The strategy of the search stage, its supernet initialised from the run's seed.
 
@@ -59,16 +66,18 @@ def make_search(
         prepared: Gives shape and number of classes.
         cohort: Reaches the clients.
         checkpoints: Where the state goes after every round.
-        private: See :class:`~fednas_flwr.algorithms.base.RoundStrategy`.
+        schedule: Everything that a private run releases.
 
     Raises:
         ValueError: The algorithm does not search.
     """
     config = whole_search(config)
-    strategy, space = strategy_of(config, "search"), supernet_space(config, prepared)
+    strategy, space = strategy_of(config, "search"), networks.supernet_space(config, prepared)
     network = nn.Module()
     if algorithm_of(config).trains == SUPERNET:
-        network = _first_supernet(config, space)
+        network = supernet = networks.seeded_supernet(config, space)
+        for kind, lead_EO in prior_alphas(config, space).items():
+            supernet.alphas()[kind].data += lead_EO
     return strategy(
         network,
         cohort,
@@ -76,16 +85,16 @@ def make_search(
         space=space,
         prepared=prepared,
         checkpoints=checkpoints,
-        private=private,
+        schedule=schedule,
     )
 
 
 def make_retraining(
     config: Config,
-    description: Description,
+    description: networks.Description,
     cohort: Cohort,
     checkpoints: CheckpointFolder | None,
-    private: PrivateStage | None = None,
+    schedule: Sequence[PlannedRelease] = (),
     configuration: Configuration | None = None,
 ) -> tuple[RoundStrategy[Any], nn.Module]:
     """The strategy of the retrain stage and its network, initialised from the run's seed.
@@ -95,11 +104,11 @@ def make_retraining(
         description: What the network is built from.
         cohort: Reaches the clients.
         checkpoints: Where the state goes after every round.
-        private: See :class:`~fednas_flwr.algorithms.base.RoundStrategy`.
+        schedule: Everything that a private run releases.
         configuration: Takes the place of the retrain settings' learning rate, momentum, decay and
             drop-path probability.
     """
-    network = seeded_network(config, description)
+    network = networks.seeded_network(config, description)
     strategy = strategy_of(config, "retrain")(
         network,
         cohort,
@@ -107,24 +116,122 @@ def make_retraining(
         description=description,
         configuration=configuration,
         checkpoints=checkpoints,
-        private=private,
+        schedule=schedule,
     )
     return strategy, network
 
 
 def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[PlannedRelease]]:
     """What each round of a stage of a private run releases of a client that it asks."""
-    strategy = strategy_of(config, stage)
+    strategy, privacy = strategy_of(config, stage), config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
     rounds = [
-        strategy.releases(config.algorithm, PrivateRound.of(config, stage, number, num_rounds))
+        strategy.releases(
+            config.algorithm, PrivateRound(config, privacy, stage, number, num_rounds)
+        )
         for number in range(1, num_rounds + 1)
     ]
     return [of_clients(releases) for releases in rounds] if by_client(config) else rounds
 
 
-def _first_supernet(config: Config, space: SearchSpace) -> Supernet:
-    """The supernet that a search begins with."""
-    supernet = seeded_supernet(config, space)
-    for kind, lead_EO in prior_alphas(config, space).items():
-        supernet.alphas()[kind].data += lead_EO
-    return supernet
+def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampling | None:
+    """Return who is asked in the rounds of a run, None where it is always everybody.
+
+    Args:
+        config: The run's configuration.
+        splits: The number of records that each client declares, by split.
+    """
+    settings = config.sampling
+    if settings is None or not config.samples:
+        return None
+    records = {name: np.array([own.get(name, 0) for own in splits]) for name in SPLITS}
+    names = trained_on(config.retrain.evaluate_every)
+    trained = np.sum([records[name] for name in names], axis=0)
+    search, retrain = records["train"], trained
+    entry = algorithm_of(config)
+    if entry.search is not None and issubclass(imported(entry.search), GradientStrategy):
+        search = _at_most(search, expected_batch(config, "search"))
+    if retrains_by_gradients(config):
+        retrain = _at_most(trained, expected_batch(config, "retrain"))
+    elif entry.retraining is not None:
+        retrain = records["train"]  # by whose validation records it chooses
+    return Sampling(
+        seed=config.seed,
+        per_round=config.asked,
+        backups=min(math.ceil(settings.spare * config.asked - 1e-9), config.clients - config.asked),
+        by=settings.by,
+        sizes={"search": search, "retrain": retrain},
+        num_clients=config.clients,
+    )
+
+
+def _at_most(records: NDArray[np.int64], batch: float | None) -> NDArray[np.int64]:
+    """Return what the clients' batches weigh; a share of its records is one of every client's."""
+    return records if batch is None or batch < 1 else np.minimum(records, int(batch))
+
+
+def found_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
+    """The last alphas of the run that a pool's draws follow.
+
+    Raises:
+        ConfigError: It has none, or those of another space; or this run is private and it is not.
+    """
+    folder = config.algorithm.pool.alphas  # type: ignore[attr-defined]
+    key = f"algorithm.pool.alphas={folder}"
+    run = _earlier_run(config, key, folder)
+    events = [] if run is None else run.alphas()
+    if not events:
+        raise ConfigError(f"{key} holds no alphas: give the folder of a one-shot search.")
+    alphas = {kind: torch.tensor(values) for kind, values in events[-1]["alphas"].items()}
+    try:
+        if tuple(events[-1]["ops"]) != space.ops:
+            raise ValueError("they are of other ops")
+        space.derive(alphas)
+    except ValueError as error:
+        raise ConfigError(f"{key} does not fit search_space={space.name}: {error}.") from error
+    return alphas
+
+
+def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
+    """By how much alphas are larger at first, by kind of cell; nothing without a prior.
+
+    Raises:
+        ConfigError: The run has found no architecture, or one of another space, or the space has
+            no cells; or this run is private and that one is not.
+    """
+    prior: PriorSettings | None = getattr(config.algorithm, "prior", None)
+    if prior is None:
+        return {}
+    key = f"algorithm.prior.run={prior.run}"
+    if not isinstance(space, CellGraphSpace | WholeGraphSpace):
+        raise ConfigError(
+            f"{key} with search_space={space.name}: alphas begin with a lead in spaces of cells "
+            "only; set algorithm.prior=null."
+        )
+    run = _earlier_run(config, key, prior.run)
+    found = {} if run is None else run.last("derived")
+    if not found:
+        raise ConfigError(f"{key} has found no architecture: give the folder of a search.")
+    genotype = from_json(json.dumps(found["genotype"]), origin=key)
+    space.check(genotype)
+    return lead(genotype, prior.margin, ops=space.ops, nodes=space.nodes)
+
+
+def _earlier_run(config: Config, key: str, folder: str) -> Run | None:
+    """The run in a folder, None where there is none.
+
+    Raises:
+        ConfigError: This run is private, and that one's search has read records and was not.
+    """
+    path = Path(folder).expanduser()
+    if not (path / EVENTS_FILE).is_file():
+        return None
+    run = read_run(path)
+    rounds = run.rounds("search")
+    data_free = bool(rounds) and all(event.get("exchanges") == 0 for event in rounds)
+    if not (run.is_private or data_free) and isinstance(config.privacy, DifferentialPrivacy):
+        raise ConfigError(
+            f"{key} with privacy=dp: what a search without privacy has found is an exact function "
+            "of records; give the folder of a private one, or of a data-free one."
+        )
+    return run

@@ -33,9 +33,10 @@ from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.ray_clusters import places
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
+from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.pipeline.learning_rates import explained
 from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
-from fednas_flwr.pipeline.stages import begin, describe, retrain, start_search
+from fednas_flwr.pipeline.stages import describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
 from fednas_flwr.report.quantities import duration, num_bytes, rounds_text

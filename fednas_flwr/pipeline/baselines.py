@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -134,7 +133,7 @@ def _data_free(config: Config) -> Config:
     As ``experiment=search/data_free``, also by its small networks, in spaces of cells that the
     scores rank; in others by ``zero_cost`` alone.
     """
-    settings, space = _shipped_settings(DATA_FREE), config.search_space
+    settings, space = read_yaml(conf_folder() / DATA_FREE, DATA_FREE), config.search_space
     scored, changed = {"draws": settings["algorithm"]["draws"]}, {}
     if isinstance(space, CellSpace) and trusted_scores(space.name):
         scored, changed = settings["algorithm"], settings["search_space"]
@@ -166,16 +165,11 @@ def _with_found(config: Config, derived: Event) -> Retrain:
 
 def _shipped(name: str, **changed: object) -> AlgorithmSettings:
     """Return the settings that ``algorithm=<name>`` has by default, some of them changed."""
-    settings = {**_shipped_settings(f"algorithm/{name}.yaml"), **changed}
+    file = f"algorithm/{name}.yaml"
+    settings = {**read_yaml(conf_folder() / file, file), **changed}
     kind = algorithms()[name].settings
     parsed: AlgorithmSettings = parse(kind, settings, key="algorithm", defaults=True)
     return parsed
-
-
-def _shipped_settings(file: str) -> dict[str, Any]:
-    """Return the settings of one file of ``conf/``."""
-    settings: dict[str, Any] = read_yaml(conf_folder() / file, file)
-    return settings
 
 
 def _nearest_resnet(shape: tuple[int, ...], num_classes: int, wanted: int) -> str:

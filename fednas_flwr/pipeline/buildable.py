@@ -12,34 +12,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from fednas_flwr.algorithms.earlier_runs import prior_alphas
-from fednas_flwr.algorithms.fdnas import all_hardware, whole_search
-from fednas_flwr.algorithms.fdnas.client_clusters import check_groups
-from fednas_flwr.algorithms.stage_strategies import strategy_of
+from fednas_flwr.algorithms.fdnas import whole_search
+from fednas_flwr.algorithms.stage_strategies import prior_alphas, strategy_of
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.base.memory import check_fits
 from fednas_flwr.client.making import check_public, make_objective, num_units
+from fednas_flwr.data import loaders
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.loaders import (
-    ClientData,
-    largest_feature,
-    make_client_data,
-    server_split,
-)
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.records import Records
-from fednas_flwr.models.networks import (
-    describe_network,
-    given_genotype,
-    make_device,
-    make_network,
-    supernet_space,
-)
+from fednas_flwr.models import networks as nets
 from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import chooses, searches
 from fednas_flwr.settings.names import CLIENT
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of
-from fednas_flwr.spaces.space_costs import check_hardware
 
 COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
 THREADS_PER_CORE = 8
@@ -69,15 +55,16 @@ def check_buildable(config: Config) -> Made:
     Raises:
         ConfigError: Device, data or networks cannot be made, or do not fit one another.
     """
-    make_device(config.runtime.device)
+    nets.make_device(config.runtime.device)
     _check_threads(config)
-    check_groups(config)
     data = make_data(config)
-    (prepared, parts), genotype = data, given_genotype(config)
+    (prepared, parts), genotype = data, nets.given_genotype(config)
     key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
 
-    def clients() -> Iterable[ClientData]:
-        return (make_client_data(prepared, part, key=key, fractions=fractions) for part in parts)
+    def clients() -> Iterable[loaders.ClientData]:
+        return (
+            loaders.make_client_data(prepared, part, key=key, fractions=fractions) for part in parts
+        )
 
     if config.secure_sum and prepared.uses_own_statistics:
         raise ConfigError(
@@ -95,8 +82,7 @@ def check_buildable(config: Config) -> Made:
     networks: dict[str, nn.Module] = {}
     trained: dict[str, nn.Module] = {}
     if genotype is None and searches(config):
-        space = supernet_space(config, prepared)
-        check_hardware(all_hardware(config.algorithm), space)
+        space = nets.supernet_space(config, prepared)
         strategy_of(config, "search").check(config, prepared, space)
         prior_alphas(config, space)
         genotype = space.random_genotype(torch.Generator())
@@ -108,9 +94,10 @@ def check_buildable(config: Config) -> Made:
             networks["search"] = supernet
         if trains is not None and getattr(config.algorithm, "trial_rounds", None) != 0:
             trained["search"] = supernet  # or networks with the layers of its ops
-    description = describe_network(config, prepared, genotype)  # also of a search alone: its costs
+    # also of a search alone: its costs
+    description = nets.describe_network(config, prepared, genotype)
     with torch.device("meta"):
-        network = make_network(description)
+        network = nets.make_network(description)
     _check_memory(config, "retrain", network)
     if "retrain" in config.stages:
         networks["retrain"] = network
@@ -181,7 +168,7 @@ def _check_delta(privacy: DifferentialPrivacy, *, number: int) -> None:
         )
 
 
-def check_features(prepared: Prepared, clients: Iterable[ClientData]) -> None:
+def check_features(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
     """Refuse features that are too large for any network once they are normalised."""
     test = prepared.server_test
     images = prepared.train.features.dtype == torch.uint8  # whose whole range counts, for all alike
@@ -190,9 +177,9 @@ def check_features(prepared: Prepared, clients: Iterable[ClientData]) -> None:
         for i, client in enumerate(islice(clients, 1) if images else clients)
         for part in (client.train, client.validation, client.test)
     )
-    own = [] if test is None else [server_split(test, prepared.mean, prepared.std)]
+    own = [] if test is None else [loaders.server_split(test, prepared.mean, prepared.std)]
     for owner, split in chain(splits, (("the server's test set", split) for split in own)):
-        column, value = largest_feature(split)
+        column, value = loaders.largest_feature(split)
         if value <= LARGEST_FEATURE:
             continue
         names = prepared.train.feature_names
@@ -207,7 +194,7 @@ def check_features(prepared: Prepared, clients: Iterable[ClientData]) -> None:
 def check_parts(
     config: Config,
     prepared: Prepared,
-    clients: Iterable[ClientData],
+    clients: Iterable[loaders.ClientData],
     networks: Mapping[str, nn.Module],
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
@@ -247,7 +234,7 @@ def check_parts(
                 _check_single_record(network, stage, index, batch_size, shape=prepared.input_shape)
 
 
-def check_linear_baseline(prepared: Prepared, clients: Iterable[ClientData]) -> None:
+def check_linear_baseline(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
     """Refuse logistic regression on records that are all of one class."""
     if prepared.server_test is None:
         return
@@ -286,10 +273,8 @@ def _check_values_per_norm(
     config: Config, stage: str, network: nn.Module, *, shape: tuple[int, ...]
 ) -> None:
     """Refuse a network in which a group norm has one value to normalise, which it forgets."""
-    try:
-        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
-            network.eval()(torch.zeros(1, *shape, device="meta"))
-    except ValueError as error:
+    error = _error_of_one_record(network.eval(), shape)
+    if error is not None:
         sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")
         raise ConfigError(
             f"{stage}: of a single record a group norm of the network has one value only, which "
@@ -301,12 +286,20 @@ def _check_single_record(
     network: nn.Module, stage: str, client: int, batch_size: int | None, *, shape: tuple[int, ...]
 ) -> None:
     """Refuse a network that cannot be trained on a batch of one record."""
-    try:
-        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
-            network.train()(torch.zeros(1, *shape, device="meta"))
-    except ValueError as error:  # of batch normalisation
+    error = _error_of_one_record(network.train(), shape)  # of batch normalisation
+    if error is not None:
         norm = "search_space.norm" if stage == "search" else "retrain.norm"
         raise ConfigError(
             f"{norm}=batch normalises no batch of one record, which client {client} trains on in "
             f"{stage} (batch_size={batch_size}): set {norm}=group, or give clients more records."
         ) from error
+
+
+def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:
+    """The error of a network without tensors whose norm has too few values of one record."""
+    try:
+        with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
+            network(torch.zeros(1, *shape, device="meta"))
+    except ValueError as error:
+        return error
+    return None

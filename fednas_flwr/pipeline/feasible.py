@@ -7,26 +7,20 @@ the clients know, such as the budgets of real sites, is found out by their answe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from fednas_flwr.algorithms.sampled_rounds import make_sampling
+from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.client.making import (
-    check_unit,
-    simulated_ledger,
-    simulated_policy,
-    simulated_site,
-)
+from fednas_flwr.client import making
+from fednas_flwr.pipeline import schedule
 from fednas_flwr.pipeline.buildable import Made, check_buildable
-from fednas_flwr.pipeline.commitment import covered_rounds
-from fednas_flwr.pipeline.schedule import make_schedules, turns_of, whole_turns
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import Reading, RenyiFilter, covered_steps
 from fednas_flwr.privacy.mechanism.renyi import booked_unit
-from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import Policy, check_action, check_planned
 from fednas_flwr.protocol.states import network_states
 from fednas_flwr.report.lookup import CellTable, read_table
@@ -96,10 +90,11 @@ def check_sites(
         made: Its records and networks.
     """
     for index in range(config.clients) if privacy.sites is not None else ():
-        if (folder := simulated_site(config, index)) is not None:
+        if (folder := making.simulated_site(config, index)) is not None:
             check_writable("privacy.sites", folder)
     policies = [
-        simulated_policy(config, index, made.records, rows) for index, rows in enumerate(made.parts)
+        making.simulated_policy(config, index, made.records, rows)
+        for index, rows in enumerate(made.parts)
     ]
     for index, policy in enumerate(policies):
         if privacy.data_set not in policy.data_sets:
@@ -107,14 +102,14 @@ def check_sites(
                 f"privacy.data_set={privacy.data_set}: client {index}'s policy has only "
                 f"{', '.join(policy.data_sets)}."
             )
-        check_unit(policy.data_sets[privacy.data_set].unit, made.records)
+        making.check_unit(policy.data_sets[privacy.data_set].unit, made.records)
     declared = [policy.data_sets[privacy.data_set].records for policy in policies]
     sampling = make_sampling(config, declared)
     least = [p.data_sets[privacy.data_set].least_noise_multiplier for p in policies]
-    schedules = make_schedules(config, declared, done={}, sampling=sampling, least_noise=least)
-    turns = [whole_turns(config)] if sampling is None else turns_of(config, sampling)
-    if sampling is None:
-        schedules, turns = schedules * config.clients, turns * config.clients
+    schedules = schedule.make_schedules(
+        config, declared, done={}, sampling=sampling, least_noise=least
+    )
+    turns = schedule.turns_of(config, sampling)
     sizes = {
         (stage, kind): sum(tensor.numel() for tensor in state.values())
         for stage, network in made.networks.items()
@@ -130,12 +125,7 @@ def check_sites(
             covers.setdefault(cover["stage"], {})[index] = cover
     for of_stage in covers.values():
         quorum = max(1, math.ceil(config.runtime.quorum * len(of_stage) - 1e-9))
-        short = {
-            c: cover["rounds"] for c, cover in of_stage.items() if cover["rounds"] < cover["of"]
-        }
-        if len(of_stage) - len(short) < quorum:
-            longest = max(of_stage.values(), key=lambda cover: cover["of"])
-            raise _uncovered(privacy, longest, short, quorum=quorum)
+        schedule.check_covered(privacy, of_stage, quorum)
 
 
 def _check_release(
@@ -158,29 +148,19 @@ def _check_release(
 
 
 def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
-    """Return the settings that the terms of a release follow from, with their values."""
+    """The settings that the terms of a release follow from, with their values."""
     name, norm = planned.noise_name, f"max_grad_norm={planned.max_grad_norm:g}"
-    if name in ("metrics", STATISTICS):
-        return _given_noise(privacy, name)
-    noise = getattr(privacy, name)
-    if noise.noise_multiplier is not None:
-        return f"privacy.{name}.noise_multiplier={noise.noise_multiplier:g} with {norm}"
-    if noise.epsilon is not None:
-        return f"privacy.{name}.epsilon={noise.epsilon:g} with {norm}"
-    return f"privacy.epsilon={privacy.epsilon:g} with privacy.{name}.{norm}"
-
-
-def _given_noise(privacy: DifferentialPrivacy, name: str) -> str:
-    """Return the setting of noise that is never calibrated, with its value."""
-    setting = f"{name}_noise_multiplier"
-    return f"privacy.{setting}={getattr(privacy, setting):g}"
+    given = schedule.given_noise(privacy, name)
+    if given is None:
+        return f"privacy.epsilon={privacy.epsilon:g} with privacy.{name}.{norm}"
+    return given if name in schedule.GIVEN else f"{given} with {norm}"
 
 
 def _covers(
     config: Config,
     privacy: DifferentialPrivacy,
     policy: Policy,
-    schedule: Sequence[PlannedRelease],
+    releases: schedule.Schedule,
     to_do: Mapping[str, int],
     *,
     client: int,
@@ -190,8 +170,8 @@ def _covers(
     Releases may be charged to more splits than they read, which the site finds out by its records.
     """
     allowed = policy.data_sets[privacy.data_set]
-    folder = simulated_site(config, client)
-    ledger, key = simulated_ledger(folder) if folder is not None else (None, None)
+    folder = making.simulated_site(config, client)
+    ledger, key = making.simulated_ledger(folder) if folder is not None else (None, None)
     if ledger is not None and key is not None and ledger.exists():
         with Ledger(ledger, key) as books:
             unit = booked_unit(allowed.unit, config.dataset.person_column)
@@ -201,28 +181,7 @@ def _covers(
         fresh = RenyiFilter(epsilon=allowed.epsilon, delta=allowed.delta)
         left = dict.fromkeys(SPLITS, fresh)
     stages: dict[str, list[Reading]] = {}
-    for planned in schedule:
+    for planned in releases:
         reading = (planned.release(allowed.records), planned.splits)
         stages.setdefault(planned.stage, []).append(reading)
-    return covered_rounds(schedule, covered_steps(left, stages), to_do)
-
-
-def _uncovered(
-    privacy: DifferentialPrivacy,
-    cover: Mapping[str, Any],
-    short: Mapping[int, int],
-    *,
-    quorum: int,
-) -> ConfigError:
-    """Return the error for a stage that too few budgets cover."""
-    covered = ", ".join(f"client {client}: {number}" for client, number in short.items())
-    rounds = "1 round" if cover["of"] == 1 else f"{cover['of']} rounds"
-    cure = "take fewer rounds or more noise"
-    if cover["stage"] in ("evaluate", STATISTICS):
-        name = "metrics" if cover["stage"] == "evaluate" else STATISTICS
-        cure = f"raise {_given_noise(privacy, name)} or set it to null"
-    return ConfigError(
-        f"privacy.epsilon={privacy.epsilon:g}: {cover['stage']} takes {rounds}, more than what is "
-        f"left of budgets covers ({covered}), and {quorum} clients must stay: {cure}, or lower "
-        "runtime.quorum."
-    )
+    return schedule.covered_rounds(releases, covered_steps(left, stages), to_do)

@@ -17,27 +17,33 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware
-from fednas_flwr.algorithms.fdnas.client_clusters import group_by_alphas, group_by_fact, group_name
+from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware, group_name
 from fednas_flwr.algorithms.fdnas.strategy import FDNAS
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import dump_yaml, load_json
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
+from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run, make_checkpoints
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
-from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GROUPS_FILE
-from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.server.cohort import CONNECT, QuorumError
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config
 from fednas_flwr.spaces.space_costs import check_hardware
 
 Groups = dict[str, list[int]]
+_FAILURE = ("action", "client", "expelled", "reason", "round", "stage")
+REPEATED = {  # of a group's events in those of the run, with these fields
+    **dict.fromkeys(("client_failed", "client_left", "client_back"), _FAILURE),
+    "out_of_time": ("stage", "round", "rounds"),
+}
 
 
 def run_groups(
@@ -66,7 +72,7 @@ def run_groups(
     algorithm, strategy = _algorithm(run.config), None
     groups: Groups | None = None
     if algorithm.group_by != "alphas":
-        groups = group_by_fact(_with_names(run, algorithm.group_by), algorithm.group_by)
+        groups = _by_name(run)
         for name in algorithm.group_hardware:
             if name not in groups:
                 raise unknown_choice("algorithm.group_hardware", name, groups)
@@ -95,33 +101,31 @@ def _algorithm(config: Config) -> CFDNASSettings:
     return config.algorithm
 
 
-def _with_names(run: Run, name: str) -> dict[int, Mapping[str, object]]:
-    """Return the properties of the clients that name a group; those that do not are left out.
+def _by_name(run: Run) -> Groups:
+    """Clients by what each says of itself (Zhang et al., 2020, Alg. 2); who says nothing leaves.
 
     Raises:
         ConfigError: The run's own ``algorithm.client_tags`` name none, or too few are left.
     """
-    cohort = run.cohort
-    found: dict[int, Mapping[str, object]] = {}
-    tags = _algorithm(run.config).client_tags or [""] * run.config.clients
+    cohort, algorithm = run.cohort, _algorithm(run.config)
+    name, groups = algorithm.group_by, Groups()
+    tags = algorithm.client_tags or [""] * run.config.clients
     for client in cohort.clients:
         try:
-            group_name(cohort.properties[client], client, name)
+            label = group_name(cohort.properties[client], client, name)
         except ConfigError as error:
             simulated = run.config.runtime.name != "deployment"
             if simulated and cohort.properties[client].get("tag", "") == tags[client]:
                 raise
-            cohort.dismiss(client, str(error))
-            place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
-            cohort.emit("client_left", **place, reason=str(error))
+            cohort.dismiss(client, str(error), CONNECT)
         else:
-            found[client] = cohort.properties[client]
-    if len(found) < cohort.quorum:
+            groups.setdefault(label, []).append(client)
+    if (found := sum(map(len, groups.values()))) < cohort.quorum:
         raise ConfigError(
-            f"algorithm.group_by={name}: {len(found)} of {cohort.num_clients} clients name a "
+            f"algorithm.group_by={name}: {found} of {cohort.num_clients} clients name a "
             f"group, {cohort.quorum} are needed: give each node a tag in its --node-config."
         )
-    return found
+    return dict(sorted(groups.items()))
 
 
 def _keep_updates(strategy: RoundStrategy[Any]) -> None:
@@ -140,6 +144,39 @@ def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
     present = set(run.cohort.clients)
     updates = {client: moved for client, moved in strategy.updates().items() if client in present}
     return group_by_alphas(updates, num_groups=algorithm.num_groups)
+
+
+def group_by_alphas(updates: Mapping[int, Tensor], *, num_groups: int) -> dict[str, list[int]]:
+    """Clients with similar updates of the alphas: average linkage of cosine distances.
+
+    For clients without labels; not in the text. Groups are named ``1``, ``2``, ... by their first
+    client.
+
+    Args:
+        updates: By client, [A]: see ``FDNAS.updates``.
+        num_groups: From 2 to the number of clients.
+
+    Raises:
+        ConfigError: There are fewer clients than groups.
+    """
+    from sklearn.cluster import AgglomerativeClustering
+
+    clients = sorted(updates)
+    if len(clients) < num_groups:
+        raise ConfigError(
+            f"algorithm.num_groups={num_groups} for {len(clients)} clients: expected at most as "
+            "many groups as clients."
+        )
+    unit_KA = torch.stack([updates[client] for client in clients])
+    unit_KA = unit_KA / unit_KA.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    distances_KK = (1 - unit_KA @ unit_KA.T).clamp(min=0.0)
+    labels = AgglomerativeClustering(
+        n_clusters=num_groups, metric="precomputed", linkage="average"
+    ).fit_predict(distances_KK.numpy())
+    groups: dict[int, list[int]] = {}
+    for client, label in zip(clients, labels.tolist(), strict=True):
+        groups.setdefault(label, []).append(client)
+    return {str(number): group for number, group in enumerate(groups.values(), 1)}
 
 
 def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None) -> Run:
@@ -164,9 +201,7 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
         folder=folder,
         log=log,
         cohort=run.cohort.part(clients, run=called, emit=log.emit),
-        checkpoints=CheckpointFolder(
-            folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
-        ),
+        checkpoints=make_checkpoints(folder, log),
         inherited=states,
     )
 
@@ -183,15 +218,12 @@ def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
 
 def _tell(log: EventLog, name: str, event: Event) -> None:
     """Repeat in the run's own record what somebody who watches it must know of a group."""
-    if event["event"] in ("client_failed", "client_left", "client_back"):
-        fields = {"stage", "round", "action", "client", "reason", "expelled"} & set(event)
-        log.emit(event["event"], group=name, **{field: event[field] for field in sorted(fields)})
-    elif event["event"] == "warning":
+    kind = event["event"]
+    if kind in REPEATED:
+        log.emit(kind, group=name, **{f: event[f] for f in REPEATED[kind] if f in event})
+    elif kind == "warning":
         log.emit("warning", message=f"group {name}: {event['message']}")
-    elif event["event"] == "out_of_time":
-        place = {field: event[field] for field in ("stage", "round", "rounds")}
-        log.emit("out_of_time", group=name, **place)
-    elif event["event"] == "stage_finished":
+    elif kind == "stage_finished":
         log.emit("group_stage", group=name, stage=event["stage"], seconds=event["seconds"])
 
 

@@ -9,16 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 from fednas_flwr.algorithms.fdnas import FDNASSettings
+from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import make_device, supernet_space
 from fednas_flwr.pipeline.run_stages import Run
-from fednas_flwr.protocol.requests import MeasureLatency, Site
+from fednas_flwr.protocol.requests import MeasureLatency
 from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings import Config
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.latency_tables import LatencyTable, from_json, median_table, to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
@@ -75,15 +76,11 @@ def _ask(run: Run) -> LatencyTable:
     """Return the median of the tables that the run's clients measure."""
     config, space = run.config, supernet_space(run.config, run.prepared)
     assert isinstance(space, MBConvSpace)  # as the configuration has it
-    private, site = config.privacy, None
-    if isinstance(private, DifferentialPrivacy):
-        site = Site(private.data_set)
-    request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, site=site)
+    request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, site=site_of(config))
     tables: list[LatencyTable] = []
-    sampling, wanted = run.cohort.sampling, run.cohort.num_clients
+    sampling = run.cohort.sampling
     participants = None if sampling is None else sampling.participants("latency", 1)
-    if participants is not None:
-        wanted = len(participants.clients)
+    wanted = len(participants.clients) if participants else run.cohort.num_clients
     for client, reply in run.cohort.ask(
         Exchange("query.latency", stage="latency", settings=request, participants=participants)
     ):

@@ -1,6 +1,6 @@
 """Values that follow from records, budget and noise in a private run, and why.
 
-The learning rate of DP-SGD follows from its noise, so that one setting serves many data sets and
+Learning rates of DP-SGD follow from its noise, so that one setting serves many data sets and
 budgets. The noise of T steps moves every weight by a random walk. A rate at which that walk is too
 long drowns what is learnt, at one at which it is short steps are wasted; what is best in between
 hardly depends on the number of records and clients, on the budget or the number of steps.
@@ -9,17 +9,21 @@ hardly depends on the number of records and clients, on the budget or the number
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fednas_flwr.pipeline.run_stages import Run
-from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.pipeline.schedule import given_noise
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.report.templates import render
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import chooses_rates, follows_noise
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import LARGEST_STEP
+
+LAST_RATE = 0.1  # of the learning rate, in the last round
 
 
 def with_learning_rate(run: Run) -> Config:
@@ -48,39 +52,31 @@ def with_learning_rate(run: Run) -> Config:
     return replace(config, retrain=replace(config.retrain, weights=weights))
 
 
-def explained(run: Run) -> Iterator[str]:
-    """Yield what each kind of release of a private run is made of, and what that follows from."""
+def explained(run: Run) -> list[str]:
+    """What each kind of release of a private run is made of, and what that follows from."""
     config, privacy = run.config, run.config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    properties = run.cohort.properties.values()
-    for split in SPLITS:
-        numbers = [known["splits"].get(split, 0) for known in properties]
-        yield f"{split}: {sum(numbers)} records of {len(numbers)} clients, {_span(numbers)} each"
-    for release in run.schedule:
-        where = f"{release.stage}, {release.kind} on {' + '.join(release.splits)}"
-        batches = [release.expected_batch(known["splits"]) for known in properties]
-        yield (
-            f"{where}: {release.steps} steps of {_span(batches)} records expected at each client, "
-            f"{_batch_cause(config, release)}"
-        )
-        shared = ", of the sum" if release.shared else ""
-        yield (
-            f"{where}: noise multiplier {release.noise_multiplier:.4g}{shared}, "
-            f"{_noise_cause(privacy, release.noise_name)}; clipping norm "
-            f"{release.max_grad_norm:g}, so that the mean gradient of "
-            f"{min(config.asked, len(batches))} clients has noise of "
-            f"{_noise_of_mean(run, release):.3g} on each value"
-        )
-    if "retrain" in config.stages:
-        rated = with_learning_rate(run).retrain.weights
-        cause = "retrain.weights"
-        if follows_noise(config):
-            cause = (
-                f"at which all of that noise moves a weight by {privacy.retrain.noise_walk:g} "
-                "(privacy.retrain.noise_walk), as if the rate did not fall"
+    known = [properties["splits"] for properties in run.cohort.properties.values()]
+    rated = "retrain" in config.stages and not chooses_rates(config)
+    text = render(
+        "calibration.txt.j2",
+        records={split: [splits.get(split, 0) for splits in known] for split in SPLITS},
+        releases=[
+            (
+                release,
+                [release.expected_batch(splits) for splits in known],
+                _noise_of_mean(run, release),
+                given_noise(privacy, release.noise_name),
             )
-        if not chooses_rates(config):
-            yield f"retrain: learning rate from {rated.lr:.4g} to {rated.min_lr:.4g}, {cause}"
+            for release in run.schedule
+        ],
+        rated=with_learning_rate(run).retrain.weights if rated else None,
+        follows_noise=follows_noise(config),
+        asked=config.asked,
+        privacy=privacy,
+        span=_span,
+    )
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n") if paragraph.strip()]
 
 
 def _noise_of_mean(run: Run, release: PlannedRelease) -> float:
@@ -94,41 +90,8 @@ def _span(numbers: Sequence[float]) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
-def _batch_cause(config: Config, release: PlannedRelease) -> str:
-    """Name the settings that the expected batch of a release follows from."""
-    if release.batch_size is None:
-        return "all that there are"
-    stage = "retrain" if release.stage == "retrain" else "algorithm"
-    setting = "privacy.retrain.rate" if stage == "retrain" else "privacy.rate"
-    if release.batch_size < 1:
-        return f"a share of {release.batch_size:g} of its records ({setting})"
-    return f"{stage}.batch_size, since {setting} is null"
-
-
-def _noise_cause(privacy: DifferentialPrivacy, name: str) -> str:
-    """Name the settings that the noise of a kind follows from."""
-    if name in ("metrics", STATISTICS):
-        return f"privacy.{name}_noise_multiplier"
-    own = getattr(privacy, name)
-    if own.noise_multiplier is not None:
-        return f"privacy.{name}.noise_multiplier"
-    if own.epsilon is not None:
-        return f"the least for privacy.{name}.epsilon={own.epsilon:g}"
-    shares = {"rewards": "rewards_share", "weights": "search_share", "alphas": "search_share"}
-    if name == "retrain":
-        return f"the least that keeps the run within privacy.epsilon={privacy.epsilon:g}"
-    share = getattr(privacy, shares[name])
-    return (
-        f"the least for privacy.{shares[name]}={share:g} of privacy.epsilon={privacy.epsilon:g} "
-        "where retraining reads the same records, else for all of it"
-    )
-
-
-LAST_RATE = 0.1  # of the learning rate, in the last round
-
-
 def noise_per_step(release: PlannedRelease, batches: Sequence[float], *, asked: int) -> float:
-    """Return the standard deviation of the noise in a value of a step's mean gradient.
+    """The standard deviation of the noise in a value of a step's mean gradient.
 
     Args:
         release: A stage's releases of gradients, their noise calibrated.
@@ -143,7 +106,7 @@ def noise_per_step(release: PlannedRelease, batches: Sequence[float], *, asked: 
 
 
 def learning_rate(walk: float, noise: float, *, steps: int, momentum: float) -> float:
-    """Return the rate at which the noise of all steps gives each weight a deviation of ``walk``.
+    """The rate at which the noise of all steps gives each weight a deviation of ``walk``.
 
     ``walk (1 - m) / (noise sqrt(T))``: a step of momentum m moves a weight by ``lr / (1 - m)`` of
     its noise in the end.

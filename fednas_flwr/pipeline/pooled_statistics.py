@@ -14,37 +14,29 @@ from pathlib import Path
 
 import torch
 
+from fednas_flwr.data import statistics as stats
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.schema import feature_names
-from fednas_flwr.data.statistics import (
-    REACH,
-    Moments,
-    Statistics,
-    bounded,
-    largest_norm,
-    pooled,
-    refined,
-)
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.requests import Site, TellStatistics
 from fednas_flwr.protocol.states import Layout, unpack
 from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
-from fednas_flwr.server.cohort import Cohort, QuorumError
+from fednas_flwr.server.cohort import CONNECT, Cohort, QuorumError
 from fednas_flwr.server.exchange import Exchange
 
 
-def known_statistics(earlier: Sequence[Event]) -> Statistics | None:
+def known_statistics(earlier: Sequence[Event]) -> stats.Statistics | None:
     """Return the statistics of the run that goes on, None if it has none.
 
     Args:
         earlier: Its events; empty of a new run.
     """
     known = [event for event in earlier if event["event"] == "statistics"]
-    return Statistics(tuple(known[-1]["mean"]), tuple(known[-1]["std"])) if known else None
+    return stats.Statistics(tuple(known[-1]["mean"]), tuple(known[-1]["std"])) if known else None
 
 
-def inherited_statistics(folder: Path, log: EventLog) -> Statistics | None:
+def inherited_statistics(folder: Path, log: EventLog) -> stats.Statistics | None:
     """Return, of a baseline, the noised statistics of its run, which are public by then.
 
     Args:
@@ -55,13 +47,16 @@ def inherited_statistics(folder: Path, log: EventLog) -> Statistics | None:
     if folder.parent.name != BASELINES_FOLDER or not file.exists():
         return None
     statistics = known_statistics(read_events(file))
-    if statistics is not None:
-        log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
+    return None if statistics is None else _emitted(statistics, log)
+
+
+def _emitted(statistics: stats.Statistics, log: EventLog, **more: float) -> stats.Statistics:
+    log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std), **more)
     return statistics
 
 
-def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> Statistics:
-    """Return the pooled moments of the clients' train parts.
+def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats.Statistics:
+    """Pooled moments of the clients' train parts.
 
     A client whose moments cannot be right is asked no more. Of three or more, one whose moments are
     far from the others' is named in a warning, and moves the statistics only as far as
@@ -70,18 +65,16 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> Stati
     Raises:
         QuorumError: Too few clients are left.
     """
-    parties: dict[int, list[Moments]] = {}
+    parties: dict[int, list[stats.Moments]] = {}
     for client in cohort.clients:
         properties = cohort.properties[client]
-        moments: list[Moments] = properties.get("moments", [])
+        moments: list[stats.Moments] = properties.get("moments", [])
         most = properties.get("splits", {}).get("train", 0)
         if len(moments) != prepared.train.num_numeric or any(of.count > most for of in moments):
             reason = (
                 f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
             )
-            cohort.expel(client, reason)
-            place = {"stage": "connect", "round": 0, "action": "query.describe", "client": client}
-            log.emit("client_left", **place, reason=reason, expelled=True)
+            cohort.expel(client, reason, CONNECT)
         else:
             parties[client] = moments
     if len(parties) < cohort.quorum:
@@ -90,18 +83,17 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> Stati
             f"columns, {cohort.quorum} are needed."
         )
     (num_features,) = prepared.input_shape
-    held, far = bounded(parties)
+    held, far = stats.bounded(parties)
     for client, column in far.items():
         told, name = parties[client][column], feature_names(prepared.train.schema)[column]
         message = (
             f"client {client} says that {name} has mean {told.mean:.4g} and deviation "
-            f"{told.std:.4g}, far from what most say: it is held to {REACH:g} times the median "
-            "client's reach. If it is right, declare dataset.statistics={column: [mean, std], ...}"
+            f"{told.std:.4g}, far from what most say: it is held to {stats.REACH:g} times the "
+            "median client's reach. If it is right, declare dataset.statistics={column: [mean, "
+            "std], ...}"
         )
         log.emit("warning", message=message)
-    statistics = pooled(list(held.values()), num_features=num_features)
-    log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std))
-    return statistics
+    return _emitted(stats.pooled(list(held.values()), num_features=num_features), log)
 
 
 def noised_statistics(
@@ -111,7 +103,7 @@ def noised_statistics(
     log: EventLog,
     *,
     data_set: str,
-) -> Statistics:
+) -> stats.Statistics:
     """Return the statistics that the clients' noised releases tell, one of each client.
 
     Args:
@@ -142,14 +134,12 @@ def noised_statistics(
         weight = reply.num_examples
         told = unpack(reply.states[STATISTICS], layout)[STATISTICS]
         batch = planned.expected_batch(cohort.properties[client]["splits"])
-        noise = (planned.noise_multiplier or 0.0) * largest_norm(num_columns) / batch
+        noise = (planned.noise_multiplier or 0.0) * stats.largest_norm(num_columns) / batch
         total += weight * told.double()
         weights, variance = weights + weight, variance + (weight * noise) ** 2
     noise = math.sqrt(variance) / weights
-    ranges = Statistics(prepared.mean, prepared.std)
-    statistics = refined(total / weights, ranges, noise=noise)
-    values = {"mean": list(statistics.mean), "std": list(statistics.std)}
-    log.emit("statistics", **values, noise=noise)
+    ranges = stats.Statistics(prepared.mean, prepared.std)
+    statistics = _emitted(stats.refined(total / weights, ranges, noise=noise), log, noise=noise)
     log.emit(
         "data",
         found=[

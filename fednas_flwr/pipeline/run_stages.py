@@ -11,6 +11,7 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.protocol.states import Packed
@@ -23,6 +24,13 @@ from fednas_flwr.settings import Config
 
 class OutOfTimeError(RuntimeError):
     """The search has reached the run's time limit; its checkpoint is there."""
+
+
+def make_checkpoints(folder: Path, log: EventLog) -> CheckpointFolder:
+    """The checkpoints of a run folder, whose warnings are events."""
+    return CheckpointFolder(
+        folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
+    )
 
 
 @dataclass
@@ -42,15 +50,19 @@ class Run:
     ends_at: float | None = None  # of time.monotonic(), by time_limit
     inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
 
-    def tell_cut(self, stage: str, done: int, rounds: int) -> None:
-        """Tell that a stage has ended before its last round, for want of time."""
-        self.log.emit("out_of_time", stage=stage, round=done, rounds=rounds)
-        self.log.emit(
-            "warning",
-            message=f"runtime.time_limit={self.config.runtime.time_limit}: the {stage} has ended "
-            "after round "
-            f"{done} of {rounds}; resume=<run folder> goes on",
-        )
+    def start(self, strategy: RoundStrategy[Any], rounds: int) -> None:
+        """Run the rounds of a stage; those that time does not allow are told."""
+        stage = strategy.stage
+        with self.stage(stage, rounds):
+            strategy.ends_at = self.ends_at
+            strategy.start(self.grid, num_rounds=rounds)
+        if (done := strategy.rounds_done) < rounds:
+            self.log.emit("out_of_time", stage=stage, round=done, rounds=rounds)
+            self.log.emit(
+                "warning",
+                message=f"runtime.time_limit={self.config.runtime.time_limit}: the {stage} has "
+                f"ended after round {done} of {rounds}; resume=<run folder> goes on",
+            )
 
     @contextmanager
     def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:

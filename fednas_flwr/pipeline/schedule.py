@@ -1,66 +1,60 @@
 """The schedule of a private run: every kind of release, in order, and the terms of each.
 
 It follows from what the strategies state of each round, the declared numbers of records and the
-rounds still to do. :func:`make_schedule` calibrates the noise that is not given
-(``calibration.py``).
+rounds still to do. Noise that is not given is calibrated to what a run may cost: to an epsilon of
+its own, or the search's to its shares of the target epsilon, then retraining's to what all others
+leave of it. Noise that is given stands; where baselines have a share of the epsilon,
+:func:`check_own_share` refuses what costs more than the rest.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median_low
+from typing import Any
 
 from fednas_flwr.algorithms.fdnas import whole_search
 from fednas_flwr.algorithms.stage_strategies import releases_by_round
-from fednas_flwr.pipeline.calibration import (
-    CALIBRATED,
-    calibrated,
-    check_own_share,
-    metrics_noise,
-)
-from fednas_flwr.privacy.plan import (
-    STATISTICS,
-    PlannedRelease,
-    PrivateStage,
-    add_up,
-    largest_round,
-    metrics_release,
-    statistics_release,
-)
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.privacy import plan
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
+from fednas_flwr.privacy.mechanism.accounting import calibrate_noise
+from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.server.client_sampling import Sampling
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import searches
-from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED
+from fednas_flwr.settings.names import LEAST_CALIBRATED
 
+CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
+GIVEN = ("metrics", STATISTICS)  # whose noise is never calibrated
+
+Records = Sequence[Mapping[str, int]]  # each client's declared number of records, by split
 Schedule = list[PlannedRelease]
 Turns = Mapping[str, Sequence[int]]  # by stage, the rounds in which a client may be asked
 
 
 def make_schedule(
-    config: Config,
-    records: Sequence[Mapping[str, int]],
-    *,
-    done: Mapping[str, int],
-    spare: bool = False,
+    config: Config, records: Records, *, done: Mapping[str, int], spare: bool = False
 ) -> Schedule:
-    """Return every kind of release of a client that is asked in every round, in order.
-
-    See :func:`make_schedules`.
-    """
+    """Every kind of release of a client that is asked in every round: :func:`make_schedules`."""
     return make_schedules(config, records, done=done, spare=spare)[0]
 
 
 def make_schedules(
     config: Config,
-    records: Sequence[Mapping[str, int]],
+    records: Records,
     *,
     done: Mapping[str, int],
     spare: bool = False,
     sampling: Sampling | None = None,
     least_noise: Sequence[float] = (),
 ) -> list[Schedule]:
-    """Return every kind of release of each client, in order: of the rounds that may ask it.
+    """Every kind of release of each client, in order: of the rounds that may ask it.
 
     Args:
         config: With ``privacy=dp``.
@@ -82,35 +76,37 @@ def make_schedules(
     assert isinstance(privacy, DifferentialPrivacy)
     sigmas: dict[str, float | None] = {
         **{name: getattr(privacy, name).noise_multiplier for name in CALIBRATED},
-        "metrics": privacy.metrics_noise_multiplier,
-        STATISTICS: privacy.statistics_noise_multiplier,
+        **{name: getattr(privacy, f"{name}_noise_multiplier") for name in GIVEN},
     }
     least = median_low(least_noise or [LEAST_CALIBRATED])
-    rounds = _rounds(config)
-    turns = turns_of(config, sampling) if sampling is not None else [whole_turns(config)]
+    rounds, turns = _rounds(config), turns_of(config, sampling)
+    if sampling is None:
+        turns = turns[:1]  # which are all clients'
     # for the whole run, also when it is resumed
     wholes = [_of_turns(rounds, own, done={}, spare=True) for own in turns]
-    if sampling is None:
-        groups = [(wholes[0], records)]
-    else:
+    groups: list[tuple[Schedule, Records]] = [(wholes[0], records)]
+    if sampling is not None:
         groups = [(whole, [own]) for whole, own in _demanding(wholes, records)]
     for name in CALIBRATED:
         for whole, declared in groups:
             check_own_share(privacy, _with_noise(whole, sigmas), declared)
         if sigmas[name] is None:
             needed = [
-                calibrated(privacy, name, own, _with_noise(whole, sigmas), declared)
+                _calibrated(privacy, name, _with_noise(whole, sigmas), declared)
                 for whole, declared in groups
-                if (own := [release for release in whole if release.noise_name == name])
+                if any(release.noise_name == name for release in whole)
             ]
             sigmas[name] = max([*needed, least]) if needed else None
     for whole, declared in groups:
         check_own_share(privacy, _with_noise(whole, sigmas), declared)
-    return [_with_noise(_of_turns(rounds, own, done=done, spare=spare), sigmas) for own in turns]
+    schedules = [
+        _with_noise(_of_turns(rounds, own, done=done, spare=spare), sigmas) for own in turns
+    ]
+    return schedules if sampling is not None else schedules * config.clients
 
 
 def paying(config: Config, epsilon: float) -> DifferentialPrivacy:
-    """Return the privacy of a baseline that may cost so much on every split.
+    """The privacy of a baseline that may cost so much on every split.
 
     Noise that was given may cost more. That of trainings and rewards is calibrated, and that of
     metrics no less than they need. A table's statistics are not released again:
@@ -126,53 +122,281 @@ def paying(config: Config, epsilon: float) -> DifferentialPrivacy:
         retrain=replace(privacy.retrain, noise_multiplier=None, epsilon=None),
         statistics_noise_multiplier=None,
     )
-    whole = _of_turns(_rounds(config), whole_turns(config), done={}, spare=True)
-    return replace(own, metrics_noise_multiplier=metrics_noise(own, whole))
+    whole = _of_turns(_rounds(config), turns_of(config, None)[0], done={}, spare=True)
+    return replace(own, metrics_noise_multiplier=_metrics_noise(own, whole))
 
 
-def private_stage(
-    config: Config, schedule: Sequence[PlannedRelease], stage: str
-) -> PrivateStage | None:
-    """Return the private terms of a stage, None without privacy."""
-    privacy = config.privacy
-    if not isinstance(privacy, DifferentialPrivacy):
-        return None
-    steps = privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
-    return PrivateStage(
-        privacy.data_set,
-        None if privacy.unit == CLIENT else steps,
-        tuple(release for release in schedule if release.stage == stage),
-    )
-
-
-def whole_turns(config: Config) -> Turns:
-    """Return the turns of a client that every round asks."""
-    return {stage: range(1, len(rounds) + 1) for stage, rounds in _rounds(config).items()}
-
-
-def turns_of(config: Config, sampling: Sampling) -> list[Turns]:
-    """Return each client's turns, those in which it stands by among them."""
+def turns_of(config: Config, sampling: Sampling | None) -> list[Turns]:
+    """Each client's turns, those in which it stands by among them; without sampling all rounds."""
+    numbers = {stage: range(1, len(rounds) + 1) for stage, rounds in _rounds(config).items()}
+    if sampling is None:
+        return [numbers] * config.clients
     turns: list[dict[str, list[int]]] = [{} for _ in range(config.clients)]
-    for stage, rounds in _rounds(config).items():
-        for number in range(1, len(rounds) + 1):
+    for stage, of_stage in numbers.items():
+        for number in of_stage:
             for client in sampling.participants(stage, number).candidates:
                 turns[client].setdefault(stage, []).append(number)
     return list(turns)
 
 
 def largest_schedule(schedules: Iterable[Schedule]) -> Schedule:
-    """Return of each kind of release that of the client that makes most of them."""
-    return largest_round(list(schedules))
+    """Of each kind of release that of the client that makes most of them."""
+    return plan.largest_round(list({id(schedule): schedule for schedule in schedules}.values()))
+
+
+def covered_rounds(
+    schedule: Schedule, covered_steps: Mapping[str, int], to_do: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """For each stage, in order, how many ``rounds`` ``of`` those to do a budget covers."""
+    longest: dict[str, int] = {}
+    for planned in schedule:
+        longest[planned.stage] = max(planned.steps, longest.get(planned.stage, 0))
+    return [
+        {"stage": s, "rounds": covered_steps.get(s, 0) * to_do[s] // steps, "of": to_do[s]}
+        for s, steps in longest.items()
+    ]
+
+
+def check_covered(
+    privacy: DifferentialPrivacy,
+    covers: Mapping[int, Mapping[str, Any]],
+    quorum: int,
+    *,
+    remark: str = "",
+) -> None:
+    """Refuse a stage that too few clients' budgets cover.
+
+    Args:
+        privacy: The run's.
+        covers: By client, one of :func:`covered_rounds`.
+        quorum: Number of clients whose budgets must cover it.
+        remark: Ends the message.
+    """
+    short = {c: cover["rounds"] for c, cover in covers.items() if cover["rounds"] < cover["of"]}
+    if len(covers) - len(short) >= quorum or not short:
+        return
+    longest = max(covers.values(), key=lambda cover: cover["of"])
+    covered = ", ".join(f"client {client}: {number}" for client, number in short.items())
+    rounds = "1 round" if longest["of"] == 1 else f"{longest['of']} rounds"
+    cure, stage = "take fewer rounds or more noise", longest["stage"]
+    if stage in ("evaluate", STATISTICS):
+        noise = given_noise(privacy, STATISTICS if stage == STATISTICS else "metrics")
+        cure = f"raise {noise} or set it to null"
+    raise ConfigError(
+        f"privacy.epsilon={privacy.epsilon:g}: {stage} takes {rounds}, more than what is "
+        f"left of budgets covers ({covered}), and {quorum} of {len(covers)} clients must stay: "
+        f"{cure}, or lower runtime.quorum.{remark}"
+    )
+
+
+def given_noise(privacy: DifferentialPrivacy, name: str) -> str | None:
+    """The setting that gives a kind's noise, with its value; None where it is calibrated.
+
+    To an epsilon of its own it is calibrated, too, but that is given.
+    """
+    if name in GIVEN:
+        setting = f"{name}_noise_multiplier"
+        return f"privacy.{setting}={getattr(privacy, setting):g}"
+    noise = getattr(privacy, name)
+    for setting in ("noise_multiplier", "epsilon"):
+        if (value := getattr(noise, setting)) is not None:
+            return f"privacy.{name}.{setting}={value:g}"
+    return None
+
+
+def check_own_share(
+    privacy: DifferentialPrivacy, planned: Sequence[PlannedRelease], records: Records
+) -> None:
+    """Refuse given noise with which a run costs more than its baselines leave of epsilon.
+
+    Args:
+        privacy: Gives epsilon and the baselines' share; without a share nothing is refused.
+        planned: All releases; those with noise that is not known yet do not count.
+        records: Each client's declared number of records by split.
+
+    Raises:
+        ConfigError: A split of a client would pay more; names the setting and what would fit.
+    """
+    target, known = privacy.own_epsilon, [p for p in planned if p.noise_multiplier is not None]
+    if privacy.baseline_share is None:
+        return
+    for split in sorted({split for release in known for split in release.splits}):
+        reading = [release for release in known if split in release.splits]
+        for declared in _unlike(records):
+            if (cost := _cost(privacy, reading, declared)) <= target:
+                continue
+            alone = {
+                name: _cost(privacy, [p for p in reading if p.noise_name == name], declared)
+                for name in sorted({p.noise_name for p in reading})
+                if given_noise(privacy, name) is not None
+            }
+            if not alone:  # calibrated noise keeps to it but for rounding
+                continue
+            dear = max(alone, key=lambda name: alone[name])
+            raise ConfigError(
+                f"{given_noise(privacy, dear)}: the {split} records of a client that declares "
+                f"{declared[split]} of them would pay {cost:.3g} of the {target:.3g} that "
+                f"privacy.baseline_share={privacy.baseline_share:g} leaves of privacy.epsilon="
+                f"{privacy.epsilon:g} for the run itself: "
+                f"{_cure(privacy, dear, planned, records)}, lower privacy.baseline_share, or raise "
+                "privacy.epsilon."
+            )
+
+
+def _cost(privacy: DifferentialPrivacy, releases: Schedule, declared: Mapping[str, int]) -> float:
+    """The epsilon that releases cost a split of a client, as enforcement counts it."""
+    return filter_epsilon([release.release(declared) for release in releases], privacy.delta)
+
+
+def _calibrated(
+    privacy: DifferentialPrivacy, name: str, planned: Sequence[PlannedRelease], records: Records
+) -> float:
+    """The least noise multiplier with which all clients' splits keep a target.
+
+    Counted as enforcement does, so that the run reaches its last step on a fresh budget.
+
+    Args:
+        privacy: Gives the target.
+        name: Which noise.
+        planned: All releases, those with noise that is known already count as others.
+        records: Each client's declared number of records by split.
+    """
+    own = [release for release in planned if release.noise_name == name]
+    given: float | None = getattr(privacy, name).epsilon
+    needed = 0.0
+    for split in sorted({split for release in own for split in release.splits}):
+        target = given or privacy.own_epsilon * _share(privacy, name, split, planned)
+        others = [
+            release
+            for release in planned
+            if release.noise_multiplier is not None
+            and split in release.splits
+            and given is None
+            and (name == "retrain" or release.noise_name != "retrain")
+        ]
+        for declared in _unlike(records):
+            before = [other.release(declared) for other in others]
+            used = filter_epsilon(before, privacy.delta)
+            if used >= target:
+                named = " and ".join(dict.fromkeys(other.noise_name for other in others))
+                raise ConfigError(
+                    f"privacy.epsilon={privacy.epsilon:g}: {named} alone cost {used:.3g} of "
+                    f"{target:.3g} on the {split} records of a client that declares "
+                    f"{declared[split]} of them, which leaves nothing for {name}; raise it, "
+                    "privacy.fewest_records or the noise multipliers, or take fewer rounds."
+                )
+            try:
+                needed = max(needed, _least_noise(privacy, target, own, before, declared))
+            except ValueError as error:
+                key = "privacy.epsilon" if given is None else f"privacy.{name}.epsilon"
+                raise ConfigError(
+                    f"{key}={given or privacy.own_epsilon:g}: no noise keeps {name} to the "
+                    f"{target:.3g} that it has for {sum(release.steps for release in own)} steps "
+                    f"at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."
+                ) from error
+    return needed
+
+
+def _least_noise(
+    privacy: DifferentialPrivacy,
+    target: float,
+    own: Sequence[PlannedRelease],
+    others: Sequence[Release],
+    declared: Mapping[str, int],
+) -> float:
+    """The least noise multiplier of some releases with which one client keeps a target epsilon.
+
+    Raises:
+        ValueError: None is enough.
+    """
+    return calibrate_noise(
+        target_epsilon=target,
+        delta=privacy.delta,
+        sample_rate=own[0].rate(declared),
+        steps=sum(release.steps for release in own),
+        others=others,
+        accountant=filter_epsilon,
+    )
+
+
+def _cure(
+    privacy: DifferentialPrivacy, name: str, planned: Sequence[PlannedRelease], records: Records
+) -> str:
+    """A remedy for the noise of a kind that costs more than the run's epsilon.
+
+    Where other kinds read the same split and their noise is still to be calibrated, this kind may
+    fill half of their share.
+    """
+    if name not in GIVEN and getattr(privacy, name).epsilon is not None:
+        return "set it to null, with which it has what is left"
+    own = [release for release in planned if release.noise_name == name]
+    needed = 0.0
+    for split in {split for release in own for split in release.splits}:
+        mine = [release for release in own if split in release.splits]
+        others = [p for p in planned if split in p.splits and p.noise_name != name]
+        later = {p.noise_name for p in others if p.noise_multiplier is None}
+        filled = min((_share(privacy, kind, split, planned) for kind in later), default=2.0) / 2
+        target = privacy.own_epsilon * filled
+        for declared in _unlike(records):
+            known = [p.release(declared) for p in others if p.noise_name not in later]
+            with suppress(ValueError):  # of others that cost too much alone, whose turn comes next
+                needed = max(needed, _least_noise(privacy, target, mine, known, declared))
+    if not needed:
+        return "raise it"
+    unit = 10 ** (math.floor(math.log10(needed)) - 2)  # of three digits, no less
+    return f"raise it to {float(f'{math.ceil(needed / unit) * unit:.6g}'):g}"
+
+
+def _share(
+    privacy: DifferentialPrivacy, name: str, split: str, planned: Sequence[PlannedRelease]
+) -> float:
+    """The share of epsilon up to which a kind of release may fill a split."""
+    reading = [release for release in planned if split in release.splits]
+    if name == "rewards":
+        others = [release for release in reading if release.noise_name != name]
+        later = any(release.noise_multiplier is None for release in others)
+        return privacy.rewards_share if later else 1.0
+    later = any(release.noise_name == "retrain" for release in reading)
+    return privacy.search_share if later and name != "retrain" else 1.0
+
+
+def _metrics_noise(privacy: DifferentialPrivacy, planned: Schedule) -> float | None:
+    """Metrics' noise multiplier: that given, or more where that costs more than epsilon.
+
+    None, with which nothing is measured, where no noise keeps to it. Metrics are of all records of
+    a split, so that it does not depend on how many a client has.
+    """
+    given, steps = privacy.metrics_noise_multiplier, Counter[str]()
+    for release in planned:
+        if release.noise_name == "metrics":
+            steps.update(dict.fromkeys(release.splits, release.steps))
+    if given is None or not steps:
+        return given
+    with suppress(ValueError):
+        least = calibrate_noise(
+            target_epsilon=privacy.own_epsilon,
+            delta=privacy.delta,
+            sample_rate=1.0,
+            steps=max(steps.values()),
+            accountant=filter_epsilon,
+        )
+        return max(given, least)
+    return None
+
+
+def _unlike(records: Records) -> Records:
+    """The declared numbers of records, without repetitions."""
+    return list({tuple(sorted(declared.items())): declared for declared in records}.values())
 
 
 def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
-    """Return the releases of each round for a client that takes part in it, by stage."""
+    """The releases of each round for a client that takes part in it, by stage."""
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     config = whole_search(config)  # whose clients commit to their groups' rounds, too
     rounds: dict[str, list[list[PlannedRelease]]] = {}
     if privacy.statistics_noise_multiplier is not None:
-        rounds[STATISTICS] = [[statistics_release()]]
+        rounds[STATISTICS] = [[plan.statistics_release()]]
     if searches(config):
         rounds["search"] = releases_by_round(config, "search", config.rounds)
     if "retrain" not in config.stages:
@@ -180,32 +404,32 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     rounds["retrain"] = releases_by_round(config, "retrain", config.retrain.rounds)
     measures = privacy.metrics_noise_multiplier is not None
     if measures and "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
-        rounds["evaluate"] = [[metrics_release("evaluate", "test")]]
+        rounds["evaluate"] = [[plan.metrics_release("evaluate", "test")]]
     return rounds
 
 
 def _of_turns(
-    rounds: Mapping[str, Sequence[Sequence[PlannedRelease]]],
+    rounds: Mapping[str, Sequence[Schedule]],
     turns: Turns,
     *,
     done: Mapping[str, int],
     spare: bool,
 ) -> Schedule:
-    """Return a client's releases in its rounds after ``done``; see :func:`make_schedules`."""
+    """A client's releases in its rounds after ``done``; see :func:`make_schedules`."""
     planned: Schedule = []
     for stage, of_stage in rounds.items():
         own = [
             of_stage[number - 1] for number in turns.get(stage, ()) if number > done.get(stage, 0)
         ]
-        spared = largest_round(own) if spare and stage != "evaluate" else []
-        planned += add_up([release for one in own for release in one] + spared)
+        spared = plan.largest_round(own) if spare and stage != "evaluate" else []
+        planned += plan.add_up([release for one in own for release in one] + spared)
     return planned
 
 
 def _demanding(
-    wholes: Sequence[Schedule], records: Sequence[Mapping[str, int]]
+    wholes: Sequence[Schedule], records: Records
 ) -> list[tuple[Schedule, Mapping[str, int]]]:
-    """Return the clients that may need most noise: none certainly needs less than another.
+    """The clients that may need most noise: none certainly needs less than another.
 
     One that takes no more steps of any kind than another, at no higher rates, needs no more.
     """
@@ -215,16 +439,14 @@ def _demanding(
         if not own:  # not connected
             continue
         of_kind = {release.key: (release.steps, release.rate(own)) for release in whole}
-        demands.setdefault(
-            tuple(v for key in keys for v in of_kind.get(key, (0, 0.0))), (whole, own)
-        )
-    vectors = list(demands)
+        vector = tuple(value for key in keys for value in of_kind.get(key, (0, 0.0)))
+        demands.setdefault(vector, (whole, own))
     return [
-        demands[vector]
-        for vector in vectors
+        demand
+        for vector, demand in demands.items()
         if not any(
             other != vector and all(a <= b for a, b in zip(vector, other, strict=True))
-            for other in vectors
+            for other in demands
         )
     ]
 

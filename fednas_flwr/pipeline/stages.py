@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import secrets
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import flwr
+import numpy as np
 import torch
 from flwr.serverapp import Grid
 from torch import nn
@@ -26,74 +25,43 @@ from torch import nn
 import fednas_flwr
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
-from fednas_flwr.algorithms.sampled_rounds import make_sampling
+from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
-from fednas_flwr.client.making import make_objective, simulated_properties
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client.making import make_objective
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
-from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
-from fednas_flwr.data.summary import found, summarised
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models import metrics, networks
 from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.metrics import (
-    accuracies_of_parts,
     best_threshold,
     detailed,
-    measured,
-    pooled_baselines,
-    predicted,
     shares_at,
 )
-from fednas_flwr.models.networks import describe_network, given_genotype, make_device, make_network
-from fednas_flwr.models.prediction import Model
+from fednas_flwr.models.prediction import MODEL_FILE, Model
+from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.pipeline.buildable import pools_records
-from fednas_flwr.pipeline.commitment import NEEDED_PROPERTIES, awaited_run, commit
-from fednas_flwr.pipeline.feasible import given_table
 from fednas_flwr.pipeline.groups import run_groups
-from fednas_flwr.pipeline.handover import hand_over
 from fednas_flwr.pipeline.latency import cost_of, with_latency
 from fednas_flwr.pipeline.learning_rates import with_learning_rate
-from fednas_flwr.pipeline.pooled_statistics import (
-    found_statistics,
-    inherited_statistics,
-    known_statistics,
-    noised_statistics,
-)
 from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
-from fednas_flwr.pipeline.schedule import Schedule, largest_schedule, make_schedules, private_stage
-from fednas_flwr.privacy.plan import STATISTICS
-from fednas_flwr.protocol.requests import (
-    Amount,
-    Describe,
-    Evaluate,
-    LocalTraining,
-    Personalise,
-    Settings,
-    Site,
-)
+from fednas_flwr.protocol import requests as rq
+from fednas_flwr.protocol.signed_model import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
-from fednas_flwr.runs.checkpoints import CheckpointFolder
-from fednas_flwr.runs.events import Event, EventLog, clients_of, read_events
-from fednas_flwr.runs.numbers import EVENTS_FILE
-from fednas_flwr.runs.run_folder import GENOTYPE_FILE, PARTITION_FILE
+from fednas_flwr.report.model_card import card_of
+from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
+from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.server.cohort import TOTAL, Cohort, Emit, QuorumError, ignore_events
+from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, SPLITS
 from fednas_flwr.settings.optimizers import Configuration
-from fednas_flwr.settings.parser import seconds
-from fednas_flwr.settings.run_settings import Deployment
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.operations import SkipNetwork
-
-# What each real site must tell of its data, from which the server builds networks.
-CONNECT_S = 60.0  # for simulated clients, which are there from the start
-SITE_PROPERTIES = (
-    *("input_shape", "image_shape", "scattering"),
-    *("schema", "mean", "std", "class_names", "multi_label"),
-)
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -112,134 +80,16 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     torch.set_num_threads(config.runtime.threads)
     circumstances = _circumstances()
     if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
-        circumstances["device"] = str(make_device(config.runtime.device))
+        circumstances["device"] = str(networks.make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
-        _run_stages(config, grid, log, circumstances, resumed=resumed)
-
-
-def _run_stages(
-    config: Config, grid: Grid, log: EventLog, circumstances: dict[str, Any], *, resumed: bool
-) -> None:
-    if config.run_dir is None:
-        raise ValueError("config.run_dir must name the run folder")
-    # A resumed run books under another name, since what it repeats is released again; but one that
-    # people have approved meanwhile keeps the name that they have approved.
-    earlier = read_events(Path(config.run_dir) / EVENTS_FILE) if resumed else []
-    run = begin(config, grid, log, circumstances, earlier=earlier)
-    with suppress(OutOfTimeError):
-        _run_and_report_spending(run)
-
-
-def begin(
-    config: Config,
-    grid: Grid,
-    log: EventLog,
-    circumstances: dict[str, Any],
-    *,
-    earlier: Sequence[Event],
-) -> Run:
-    """Return a run whose clients are connected and, with privacy, keep its schedule.
-
-    Args:
-        config: As of :func:`run_stages`.
-        grid: Reaches the clients.
-        log: Takes the events.
-        circumstances: Versions and machine.
-        earlier: Events of the run that goes on; empty of a new one.
-    """
-    resumed = bool(earlier)
-    limit = config.runtime.time_limit
-    ends_at = None if limit is None else time.monotonic() + seconds("time_limit", limit)
-    folder = Path(str(config.run_dir))
-    table = given_table(config)
-    name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
-    cohort = make_cohort(config, run=name, emit=log.emit)
-    private = isinstance(config.privacy, DifferentialPrivacy)
-    needed = ("client", *(NEEDED_PROPERTIES if private else ()))
-    if has_real_sites(config):
-        alike = (*SITE_PROPERTIES, *(("honest_sites",) if config.secure_sum else ()))
-        cohort.connect(grid, needed=(*needed, *alike), alike=alike)
-        prepared = make_server_data(config, next(iter(cohort.properties.values())))
-    else:
-        prepared, parts = make_data(config)
-        if not (folder / PARTITION_FILE).exists():
-            save_partition(folder / PARTITION_FILE, parts)
-        cohort.connect(grid, needed=needed, known=simulated_properties(config, (prepared, parts)))
-    for event in earlier:
-        if event.get("expelled"):
-            cohort.expel(event["client"], event["reason"])
-    statistics = known_statistics(earlier)
-    if prepared.uses_own_statistics and not private:
-        statistics = statistics or found_statistics(prepared, cohort, log)
-    if private and not _releases_statistics(config):
-        statistics = statistics or inherited_statistics(folder, log)
-    properties = [known for _, known in sorted(cohort.properties.items())]
-    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
-    declared: Sequence[Mapping[str, int]] = splits
-    if config.samples:
-        declared = _declared_at_first(cohort, earlier)
-        cohort.sampling = make_sampling(config, declared)
-    counts = [known.get("class_counts", []) for known in properties]
-    told = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
-    whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
-    log.emit(
-        "partition",
-        class_names=list(prepared.train.class_names),
-        multi_label=prepared.train.multi_label,
-        counts=counts if told and whole else None,
-        **(
-            {"splits": splits, "clients": sorted(cohort.properties)}
-            if whole
-            else {"summary": summarised(splits)}
-        ),
-        server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
-    )
-    if len(prepared.train) and not private and (lines := found(prepared)):
-        log.emit("data", found=lines)
-    checkpoints = CheckpointFolder(
-        folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
-    )
-    schedule: Schedule = []
-    if isinstance(config.privacy, DifferentialPrivacy):
-        latest = {stage: checkpoints.latest(stage) for stage in ("search", "retrain")}
-        done = {stage: point.round for stage, point in latest.items() if point is not None}
-        if statistics is not None:
-            done[STATISTICS] = 1
-        least = [known.get("least_noise_multiplier", LEAST_CALIBRATED) for known in properties]
-        schedules = make_schedules(
-            config, declared, done=done, sampling=cohort.sampling, least_noise=least
-        )
-        commit(cohort, config, schedules, done=done, resumed=resumed)
-        schedule = largest_schedule(schedules)
-        if statistics is None and any(planned.kind == STATISTICS for planned in schedule):
-            data_set = config.privacy.data_set
-            statistics = noised_statistics(prepared, cohort, schedule, log, data_set=data_set)
-    if statistics is not None:
-        cohort.statistics = statistics
-        prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
-    shared = (prepared, schedule, circumstances, table)
-    return Run(config, folder, grid, log, cohort, checkpoints, *shared, ends_at=ends_at)
-
-
-def _releases_statistics(config: Config) -> bool:
-    """Return whether private clients release means and deviations of a table for this run."""
-    privacy = config.privacy
-    return isinstance(privacy, DifferentialPrivacy) and (
-        privacy.statistics_noise_multiplier is not None
-    )
-
-
-def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping[str, int]]:
-    """Return the records that each client declared when the run began, by split.
-
-    A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
-    not connected then nothing is known.
-    """
-    told = {client: known.get("splits", {}) for client, known in cohort.properties.items()}
-    begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
-    if begun:
-        told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
-    return [told.get(client, {}) for client in range(cohort.num_clients)]
+        if config.run_dir is None:
+            raise ValueError("config.run_dir must name the run folder")
+        # A resumed run books under another name, since what it repeats is released again; but one
+        # that people have approved meanwhile keeps the name that they have approved.
+        earlier = read_events(Path(config.run_dir) / EVENTS_FILE) if resumed else []
+        run = begin(config, grid, log, circumstances, earlier=earlier)
+        with suppress(OutOfTimeError):
+            _run_and_report_spending(run)
 
 
 def _run_from_search(run: Run) -> None:
@@ -269,7 +119,7 @@ def _run_from_search(run: Run) -> None:
     if "evaluate" in config.stages:
         _evaluate(run, description, network, states)
     if "export" in config.stages:
-        hand_over(run)
+        _hand_over(run)
 
 
 def _run_and_report_spending(run: Run) -> None:
@@ -293,7 +143,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
         if run.table is not None:
             _look_up(run, run.table)
     else:
-        given = given_genotype(config)
+        given = networks.given_genotype(config)
         if given is None:
             return None, None
         genotype = given
@@ -322,16 +172,12 @@ def start_search(
         OutOfTimeError: The run's time has ended before.
     """
     run.config = config = with_latency(run)
-    private = private_stage(config, run.schedule, "search")
-    strategy = make_search(config, run.prepared, run.cohort, run.checkpoints, private)
+    strategy = make_search(config, run.prepared, run.cohort, run.checkpoints, run.schedule)
     if run.inherited is not None:
         strategy.inherit(run.inherited)
     prepare(strategy)
-    with run.stage("search", config.rounds):
-        strategy.ends_at = run.ends_at
-        strategy.start(run.grid, num_rounds=config.rounds)
+    run.start(strategy, config.rounds)
     if strategy.rounds_done < config.rounds:
-        run.tell_cut("search", strategy.rounds_done, config.rounds)
         raise OutOfTimeError
     return strategy
 
@@ -341,8 +187,8 @@ def describe(
 ) -> dict[str, Any]:
     """Describe the network to retrain, and report its cost."""
     with run.stage("derive"):
-        description = describe_network(run.config, run.prepared, genotype)
-        network = make_network(description | {"auxiliary": False})
+        description = networks.describe_network(run.config, run.prepared, genotype)
+        network = networks.make_network(description | {"auxiliary": False})
         run.log.emit(
             "derived",
             genotype=json.loads(to_json(genotype)) if genotype else None,
@@ -358,17 +204,15 @@ def retrain(
     run: Run, description: dict[str, Any], configuration: Configuration | None
 ) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
-    private = private_stage(run.config, run.schedule, "retrain")
-    config = with_learning_rate(run)
     strategy, network = make_retraining(
-        config, description, run.cohort, run.checkpoints, private, configuration
+        with_learning_rate(run),
+        description,
+        run.cohort,
+        run.checkpoints,
+        run.schedule,
+        configuration,
     )
-    rounds = run.config.retrain.rounds
-    with run.stage("retrain", rounds):
-        strategy.ends_at = run.ends_at
-        strategy.start(run.grid, num_rounds=rounds)
-    if strategy.rounds_done < rounds:
-        run.tell_cut("retrain", strategy.rounds_done, rounds)
+    run.start(strategy, run.config.retrain.rounds)
     strategy.load_into(network)
     return network, strategy.model
 
@@ -378,9 +222,8 @@ def _evaluate(
 ) -> None:
     """Measure the network on the server's test set and on every client's own test records."""
     config, prepared = run.config, run.prepared
-    device = make_device(config.runtime.device)
+    device = networks.make_device(config.runtime.device)
     with run.stage("evaluate"):
-        private = private_stage(config, run.schedule, "evaluate")
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
         threshold, central = None, None
         objective = make_objective(config, prepared.train, torch.device("cpu"))
@@ -388,20 +231,21 @@ def _evaluate(
             threshold = _threshold(run, description, states)
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            logits, labels = predicted(network.to(device), test, device)
-            metrics = measured(logits, labels, objective=objective, with_scores=True)
-            central = metrics.as_json() | detailed(
+            logits, labels = metrics.predicted(network.to(device), test, device)
+            scores = metrics.measured(logits, labels, objective=objective, with_scores=True)
+            central = scores.as_json() | detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
             if isinstance(network, SkipNetwork) and network.skip is not None:
-                central |= accuracies_of_parts(network, test, device, objective=objective)
+                central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
-        site = None if private is None else Site(private.data_set)
+        site = site_of(config)
         results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
-            if private is None or private.noise_multiplier("metrics") is not None:
-                request = Evaluate(
+            noises = [p.noise_multiplier for p in run.schedule if p.stage == "evaluate"]
+            if site is None or noises not in ([], [None]):
+                request = rq.Evaluate(
                     network=description, split="test", site=site, with_scores=shows_clients
                 )
                 tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
@@ -410,7 +254,7 @@ def _evaluate(
                 else:
                     results["clients"] = tested
             if config.evaluation.personalised:
-                last = Personalise(local=_last_round(config, description))
+                last = rq.Personalise(local=_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         told = {name: baselines.get(name) for name in ("linear", "trees")}
         run.log.emit("evaluated", central=central, **told, **results)
@@ -424,16 +268,12 @@ def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed])
     cohort = run.cohort
     having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("validation")]
     histograms, weights = [], []
+    request = rq.Evaluate(network=description, split="validation", with_scores=True)
+    exchange = Exchange(
+        "evaluate.model", stage="evaluate", settings=request, states=states, among=having
+    )
     with suppress(QuorumError):
-        for _, reply in cohort.ask(
-            Exchange(
-                "evaluate.model",
-                stage="evaluate",
-                settings=Evaluate(network=description, split="validation", with_scores=True),
-                states=states,
-                among=having,
-            )
-        ):
+        for _, reply in cohort.ask(exchange):
             if "histogram" in reply.properties:
                 histograms.append(reply.properties["histogram"])
                 weights.append(reply.num_examples)  # and not what it has counted
@@ -451,7 +291,7 @@ def _testers(run: Run) -> list[int]:
 def _ask_tests(
     run: Run,
     action: str,
-    settings: Settings,
+    settings: rq.Settings,
     states: dict[str, Packed],
     *,
     threshold: float | None = None,
@@ -464,12 +304,11 @@ def _ask_tests(
         return results
     if len(having) < len(cohort.clients):
         cohort = cohort.part(having, run=cohort.run, emit=cohort.emit)
+    exchange = Exchange(
+        action, stage="evaluate", settings=settings, states=states, releases=run.schedule
+    )
     try:
-        for client, reply in cohort.ask(
-            Exchange(
-                action, stage="evaluate", settings=settings, states=states, releases=run.schedule
-            )
-        ):
+        for client, reply in cohort.ask(exchange):
             fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
             if client == TOTAL:
                 fields = {"sites": reply.sites, "num_examples": reply.num_examples}
@@ -482,17 +321,69 @@ def _ask_tests(
     return results
 
 
-def _last_round(config: Config, description: dict[str, Any]) -> LocalTraining:
+def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining:
     """Return how clients train in the last round of retraining."""
     retrain = config.retrain
-    return LocalTraining(
+    return rq.LocalTraining(
         description,
         "train+validation",
-        Amount(retrain.local_epochs, None, retrain.batch_size),
+        rq.Amount(retrain.local_epochs, None, retrain.batch_size),
         retrain.weights.at_round(retrain.rounds, retrain.rounds),
         retrain.auxiliary_weight,
         retrain.drop_path_prob,
     )
+
+
+def _hand_over(run: Run) -> None:
+    """Send the exported model to the real sites that keep models, and tell which have it.
+
+    File, card and signature go in one message to each. Simulated clients are not asked: their model
+    lies in the run folder. Whatever goes wrong is a warning: the run has its model.
+    """
+    keeping = [c for c in run.cohort.clients if run.cohort.properties[c].get("keeps_model")]
+    beside = run.folder.parent.name == BASELINES_FOLDER  # whose network nobody has looked for
+    if not has_real_sites(run.config) or not keeping or beside:
+        return
+    with run.stage("hand over"):
+        model = (run.folder / MODEL_FILE).read_bytes()
+        try:
+            request = _keep_request(run, model)
+        except ConfigError as error:
+            run.log.emit("warning", message=f"the model does not return to the sites: {error}")
+            return
+        values = torch.from_numpy(np.frombuffer(model, dtype=np.uint8).copy())
+        kept, states = [], {"model": {"uint8": values}}
+        exchange = Exchange(
+            "query.keep_model", stage="hand over", settings=request, states=states, among=keeping
+        )
+        try:
+            for client, _ in run.cohort.ask(exchange):
+                kept.append(client)
+        except QuorumError as error:
+            run.log.emit("warning", message=f"few sites have the model: {error}")
+        run.log.emit("handed_over", clients=kept, asked=keeping)
+
+
+def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
+    """Build the request that goes to every site beside the file's bytes.
+
+    Raises:
+        ConfigError: There is no key to sign with, or the model or its card is too large.
+    """
+    key = os.environ.get(SIGNING_KEY)
+    if not key:
+        raise ConfigError(
+            f"{SIGNING_KEY} is not set where the server's app runs: start it by start.sh of "
+            "`fednas provision`, or name a key that sites know."
+        )
+    card = card_of(run.folder)
+    if len(model) > rq.LARGEST_MODEL or len(card.encode()) > rq.LONGEST_CARD:
+        raise ConfigError(
+            f"its file has {len(model):,} bytes and its card {len(card.encode()):,}, where sites "
+            f"take {rq.LARGEST_MODEL:,} and {rq.LONGEST_CARD:,}."
+        )
+    signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
+    return rq.KeepModel(card=card, signature=signature, site=site_of(run.config))
 
 
 def _report_spending(run: Run) -> None:
@@ -500,7 +391,7 @@ def _report_spending(run: Run) -> None:
     spent = []
     with suppress(QuorumError):
         for client, reply in run.cohort.ask(
-            Exchange("query.describe", stage="evaluate", settings=Describe(), also_left=True)
+            Exchange("query.describe", stage="evaluate", settings=rq.Describe(), also_left=True)
         ):
             if "spent" in reply.properties:
                 spent.append({"client": client, "spent": reply.properties["spent"]})
@@ -523,7 +414,9 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
         for client in clients
     ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
-    return pooled_baselines(train, test, num_classes=prepared.num_classes, objective=objective)
+    return metrics.pooled_baselines(
+        train, test, num_classes=prepared.num_classes, objective=objective
+    )
 
 
 def _circumstances() -> dict[str, Any]:
@@ -543,32 +436,8 @@ def _circumstances() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the git commit of the package's folder, None when it is not a checkout."""
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Cohort:
-    """Return the server's way to the clients, with the runtime's quorum, deadlines and limits."""
-    privacy, runtime = config.privacy, config.runtime
-    return Cohort(
-        run=run,
-        num_clients=config.clients,
-        quorum_share=runtime.quorum,
-        deadline_s=runtime.deadline_s,
-        connect_s=runtime.connect_s if isinstance(runtime, Deployment) else CONNECT_S,
-        wire=runtime.wire,
-        fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
-        most_records=runtime.most_records,
-        largest_share=runtime.largest_share,
-        secure_sum=config.secure_sum is not None,
-        emit=emit,
-    )
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    command += ["--abbrev=12"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    return None

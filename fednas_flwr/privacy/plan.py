@@ -109,27 +109,6 @@ def release_key(stage: str, action: str, kind: str, splits: tuple[str, ...]) -> 
     return f"{stage}/{action}/{kind}/{'+'.join(splits)}"
 
 
-@dataclass(frozen=True)
-class PrivateStage:
-    """The private terms of one stage.
-
-    Attributes:
-        data_set: Id that the sites' policies give the data.
-        local_steps: Noised steps of a local training, in place of epochs; None where the unit is
-            the client, which trains by epochs.
-        releases: Everything that the stage releases.
-    """
-
-    data_set: str
-    local_steps: int | None
-    releases: tuple[PlannedRelease, ...] = ()
-
-    def noise_multiplier(self, kind: str) -> float | None:
-        """Return sigma of a kind of release, None if the stage has none of it."""
-        found = [release for release in self.releases if release.kind == kind]
-        return found[0].noise_multiplier if found else None
-
-
 def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
     """Return what a round releases where the unit of privacy is the client.
 

@@ -43,6 +43,7 @@ POLL_SHARE = 0.05  # of the time since the last reply
 STRIKES = 3  # replies of a client that are refused before it is asked no more
 TOTAL = -1  # in place of a client: the reply is the total of all
 LONGEST_REASON = 500  # characters of a client's own words that are kept
+CONNECT = Exchange("query.describe", stage="connect", settings=Describe())
 
 
 class Emit(Protocol):
@@ -146,9 +147,8 @@ class Cohort:
         self._missed.clear()
         nodes = self._wait_for_nodes(grid)
         reasons = [] if len(nodes) == self.num_clients else [f"only {len(nodes)} nodes appeared"]
-        describe = Exchange("query.describe", stage="connect", settings=Describe())
         if known is None:
-            described = self._described(nodes, describe, needed, reasons)
+            described = self._described(nodes, needed, reasons)
         else:
             described = {
                 nodes[index]: Reply(max(1, sum(of["splits"].values())), properties=of)
@@ -178,7 +178,7 @@ class Cohort:
             declared[index] |= {f"{split} ": number for split, number in splits.items()}
         leave_out(outliers(declared, fewest=self.fewest_records, most=self.most_records))
         for client in sorted(set(range(self.num_clients)) - set(nodes_of)):
-            self.report_failure(client, describe, "; ".join(reasons))
+            self.report_failure(client, CONNECT, "; ".join(reasons))
         if len(nodes_of) < self.quorum:
             raise QuorumError(
                 f"{'; '.join(reasons)} (query.describe: {len(nodes_of)} of {self.num_clients} "
@@ -210,19 +210,18 @@ class Cohort:
         return nodes
 
     def _described(
-        self, nodes: Sequence[int], describe: Exchange, needed: Sequence[str], reasons: list[str]
+        self, nodes: Sequence[int], needed: Sequence[str], reasons: list[str]
     ) -> dict[int, Reply]:
         """The reply of each node that says who it is.
 
         Args:
             nodes: Asked.
-            describe: The exchange.
             needed: What each must say of itself.
             reasons: Gets a sentence for each node that is left out.
         """
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
         found = {}
-        for place, answer in self._exchange(describe):
+        for place, answer in self._exchange(CONNECT):
             node = nodes[place]
             if isinstance(answer, str):
                 reasons.append(f"node {node}: {answer}")
@@ -268,13 +267,17 @@ class Cohort:
         part.properties = {client: self.properties[client] for client in clients}
         return part
 
-    def expel(self, client: int, reason: str) -> None:
+    def expel(self, client: int, reason: str, exchange: Exchange | None = None) -> None:
         """Ask a client nothing more in this run, as after its last refused reply."""
-        self._refused[client], self._left[client] = STRIKES, reason
+        self._refused[client] = STRIKES
+        self.dismiss(client, reason, exchange)
 
-    def dismiss(self, client: int, reason: str) -> None:
-        """Ask a client no more in this run."""
+    def dismiss(self, client: int, reason: str, exchange: Exchange | None = None) -> None:
+        """Ask a client no more in this run; emit that it has left at an exchange, if it has."""
         self._left[client] = reason
+        if exchange is not None:
+            more = {"expelled": True} if self._refused[client] >= STRIKES else {}
+            self._report("client_left", client, exchange, reason=reason, **more)
 
     def ask(self, exchange: Exchange) -> Iterator[tuple[int, Reply]]:
         """Send one request to every participant and yield ``(client, reply)`` in client order.

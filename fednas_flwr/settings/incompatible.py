@@ -101,7 +101,7 @@ def check_algorithm(config: Config) -> None:
         if is_asked and feature in entry.unsupported and chooses(config):
             reason = entry.unsupported[feature]
             raise ConfigError(f"{feature}={value} with algorithm={name}: {reason}.")
-    entry.check(config)
+    config.algorithm.check(config)
     if chooses(config) and config.dataset.fractions.get("validation") == 0:
         raise ConfigError(
             "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected "

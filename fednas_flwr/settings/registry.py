@@ -42,10 +42,15 @@ class Rule:
     """
 
     settings: str
-    when: Callable[[Config], bool]
+    when: Callable[[Any], bool]
     cause: str
     remedy: str = "remove it"
     but: str = ""
+
+
+NO_ALPHAS = Rule(
+    "privacy.alphas", lambda c: True, "algorithm={c.algorithm.name}, which has no alphas"
+)
 
 
 class _Spelling(string.Formatter):
@@ -77,7 +82,6 @@ class Algorithm:
         trains: What clients train in the search: a ``supernet``, with which it then begins, or
             ``networks``; None if it asks them nothing.
         asks_rewards: Whether clients are asked for rewards of trials or candidates.
-        check: Raises ConfigError for settings that exclude each other with this algorithm only.
         unused: Settings that have no effect with this algorithm only.
     """
 
@@ -88,7 +92,6 @@ class Algorithm:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     trains: str | None = SUPERNET
     asks_rewards: bool = False
-    check: Callable[[Config], None] = lambda config: None
     unused: tuple[Rule, ...] = ()
 
 

@@ -78,6 +78,13 @@ class AlgorithmSettings(Checked):
         """Whether clients of the search answer with models that they have trained."""
         return True
 
+    def check(self, config: Any) -> None:
+        """Raise ConfigError for settings that exclude each other with this algorithm only.
+
+        Args:
+            config: The run's :class:`~fednas_flwr.settings.Config`, whose algorithm this is.
+        """
+
 
 @dataclass(frozen=True)
 class GivenNetwork(AlgorithmSettings):

@@ -158,7 +158,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "evaluation.baselines",
-        lambda c: has_real_sites(c) and is_private(c) and c.privacy.baseline_share is None,  # type: ignore[union-attr]
+        lambda c: has_real_sites(c) and is_private(c) and c.privacy.baseline_share is None,
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
         "set privacy.baseline_share to what they may cost, or remove it",
     ),
@@ -188,7 +188,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "retrain.norm",
-        lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,  # type: ignore[attr-defined]
+        lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,
         NETWORK,
     ),
     Rule(
@@ -272,13 +272,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "algorithm.batch_size algorithm.search.batch_size",
-        lambda c: by_record(c) and c.privacy.rate is not None,  # type: ignore[union-attr]
+        lambda c: by_record(c) and c.privacy.rate is not None,
         "privacy.rate={c.privacy.rate}, with which steps draw records",
         "remove it, or set privacy.rate=null",
     ),
     Rule(
         "retrain.batch_size",
-        lambda c: by_record(c) and c.privacy.retrain.rate is not None,  # type: ignore[union-attr]
+        lambda c: by_record(c) and c.privacy.retrain.rate is not None,
         "privacy.retrain.rate={c.privacy.retrain.rate}, with which steps draw records",
         "remove it, or set privacy.retrain.rate=null",
     ),
@@ -301,7 +301,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "algorithm.evaluate_every",
-        lambda c: is_private(c) and c.privacy.metrics_noise_multiplier is None,  # type: ignore[union-attr]
+        lambda c: is_private(c) and c.privacy.metrics_noise_multiplier is None,
         "privacy=dp, which measures nothing on clients' records without noise",
         "remove it, or set privacy.metrics_noise_multiplier",
     ),

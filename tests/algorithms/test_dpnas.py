@@ -204,7 +204,7 @@ def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
             if whole:
                 settings = replace(settings, sparse=False)
                 states = strategy.states if action == "train.candidate" else strategy.model
-                given |= {"states": states, "whole": None}
+                given |= {"states": states}
                 if action == "train.candidate":
                     given["layouts"] = strategy.layouts
             return ask(action, settings, **given)

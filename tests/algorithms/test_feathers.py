@@ -341,7 +341,7 @@ def test_the_bound_of_noised_rewards_follows_their_size(scale, expected, compose
     bandit = replace(strategy.tuner.bandit, scale=scale)
     strategy.tuner = replace(strategy.tuner, bandit=bandit)
     assert strategy._bound() == 5.0
-    strategy.private = {"releases": {}}
+    strategy.is_private = True
     assert strategy._bound() == pytest.approx(expected)
 
 

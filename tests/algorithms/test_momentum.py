@@ -297,7 +297,7 @@ def test_moments_of_private_clients_follow_from_releases(compose_config, federat
         *("retrain.norm=group", "privacy.epsilon=1000", f"privacy.sites={tmp_path}"),
         "stages=[search]",
     )
-    from fednas_flwr.pipeline.schedule import make_schedule, private_stage
+    from fednas_flwr.pipeline.schedule import make_schedule
     from fednas_flwr.protocol.requests import Commit
 
     federation = federate(config)
@@ -306,8 +306,7 @@ def test_moments_of_private_clients_follow_from_releases(compose_config, federat
     schedule = make_schedule(config, records, done={})
     commit = Commit(data_set="records", releases=tuple(schedule))
     list(federation.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
-    private = private_stage(config, schedule, "search")
-    strategy = make_search(config, federation.data[0], federation.cohort, None, private)
+    strategy = make_search(config, federation.data[0], federation.cohort, None, schedule)
     strategy.start(federation.grid, num_rounds=2)
     assert not [e for e in federation.events if e["event"] == "client_failed"]
     moments = unpack(strategy.states[MOMENTS], strategy.layouts[MOMENTS])

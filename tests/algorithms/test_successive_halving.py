@@ -477,15 +477,19 @@ def test_alphas_that_cannot_be_drawn_by_are_refused(
         federate(config)
 
 
+@pytest.fixture(scope="module")
+def private(compose_config):
+    return compose_config(*SEARCH, "privacy=dp", "search_space.norm=group", "retrain.norm=group")
+
+
 @given(keep=st.integers(2, 60), eta=st.integers(2, 5), rounds=st.integers(1, 12))
-def test_one_network_is_left_and_rungs_divide_by_eta(keep, eta, rounds):
+def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds):
     left = [num_left(number, rounds, keep=keep, eta=eta) for number in range(rounds + 1)]
     assert (left[0], left[-1]) == (keep, 1)
     assert left == sorted(left, reverse=True)
     powers = {math.ceil(keep / eta**rung) for rung in range(8)}
     assert set(left) <= powers
-    norms = {"weights": 1.0, "rewards": 1.0}
-    first = PrivateRound("search", 1, rounds, 8, 3, norms, False, False, "darts")
+    first = PrivateRound(private, private.privacy, "search", 1, rounds)
     pool = SimpleNamespace(size=lambda space: keep)
     settings = SimpleNamespace(pool=pool, eta=eta)
     measured = sum(

@@ -25,7 +25,7 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.schema import Column
 from fednas_flwr.data.statistics import Moments, Statistics
 from fednas_flwr.deploy import client_app
-from fednas_flwr.pipeline.stages import SITE_PROPERTIES
+from fednas_flwr.pipeline.beginning import SITE_PROPERTIES
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.algorithms.fdnas.client_clusters import group_name
+from fednas_flwr.algorithms.fdnas import group_name
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.models.networks import load

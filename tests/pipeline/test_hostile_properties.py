@@ -21,7 +21,8 @@ from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import load
-from fednas_flwr.pipeline.stages import _report_spending, begin, describe
+from fednas_flwr.pipeline.beginning import begin
+from fednas_flwr.pipeline.stages import _report_spending, describe
 from fednas_flwr.protocol.messages import decode_request, encode_reply
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card

@@ -34,10 +34,10 @@ from fednas_flwr.deploy import client_app
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline import commitment
-from fednas_flwr.pipeline.commitment import commit
-from fednas_flwr.pipeline.schedule import make_schedule, private_stage
-from fednas_flwr.pipeline.stages import make_cohort, run_stages
+from fednas_flwr.pipeline import beginning
+from fednas_flwr.pipeline.beginning import commit, make_cohort
+from fednas_flwr.pipeline.schedule import make_schedule
+from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.books.ledger import Ledger
@@ -376,8 +376,7 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
     schedule = make_schedule(config, records, done={})
     commit = Commit(data_set="records", releases=tuple(schedule))
     list(fed.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
-    private = private_stage(config, schedule, "search")
-    strategy = make_search(config, fed.data[0], fed.cohort, None, private)
+    strategy = make_search(config, fed.data[0], fed.cohort, None, schedule)
     plain = supernet_space(config, fed.data[0]).supernet()
     strategy.load_into(plain)
     plain.double().train()
@@ -486,7 +485,7 @@ def left_at_the_schedule(compose_config, tmp_path, monkeypatch):
         cohort.connect(grid)
         records = [properties["splits"] for _, properties in sorted(cohort.properties.items())]
         schedule = make_schedule(config, records, done={})
-        commit(cohort, config, [schedule], done={}, resumed=False)
+        commit(cohort, config, [schedule] * config.clients, done={}, resumed=False)
         assert list(cohort.clients) == [0]
         (left,) = (fields for fields in events if "reason" in fields)
         place = (left["client"], left["stage"], left["round"], left["action"])
@@ -1134,7 +1133,7 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
 def test_a_run_goes_on_once_a_person_has_approved_it_and_without_a_site_where_nobody_does(
     compose_config, real_sites, start, monkeypatch
 ):
-    monkeypatch.setattr(commitment, "APPROVAL_POLL_S", 0.01)
+    monkeypatch.setattr(beginning, "APPROVAL_POLL_S", 0.01)
     overrides = [*SEARCH, *REAL_SITES, "clients=3", "runtime.approval_s=3"]
     grid = real_sites(compose_config(*overrides), approve="manual")
     nodes = {c.node_config["partition-id"]: c.node_config for c in grid._contexts.values()}

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.algorithms.sampled_rounds import make_sampling
-from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.algorithms.stage_strategies import make_retraining, make_sampling
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import release_guard
 from fednas_flwr.deploy.client_app import make_client_app

@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fednas_flwr.algorithms.private_rounds import local_steps as steps_of
+from fednas_flwr.algorithms.private_rounds import site_of
+from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.pipeline.schedule import make_schedule, paying, private_stage
+from fednas_flwr.pipeline.schedule import make_schedule, paying
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter, filter_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
 from fednas_flwr.search.bandit import Bandit
@@ -94,8 +97,11 @@ def test_a_searchs_batch_is_a_share_of_the_records_or_a_number(compose_config, o
     assert weights.rate(RECORDS[0]) == batch / 4000
 
 
-def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(compose_config):
-    config = compose_config(*DP_FNAS, GIVEN, "privacy.metrics_noise_multiplier=20")
+def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(
+    compose_config, federate, tmp_path
+):
+    sites = f"privacy.sites={tmp_path}"
+    config = compose_config(*DP_FNAS, GIVEN, "privacy.metrics_noise_multiplier=20", sites)
     schedule = make_schedule(config, RECORDS, done={})
     splits = {(i.stage, i.kind): i.splits for i in schedule}
     assert splits == {
@@ -105,19 +111,14 @@ def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(com
         ("retrain", "weights"): ("train", "validation"),
         ("evaluate", "metrics"): ("test",),
     }
-    for stage, kinds in {
-        "search": {"weights", "alphas", "metrics"},
-        "retrain": {"weights"},
-        "evaluate": {"metrics"},
-    }.items():
-        terms = private_stage(config, schedule, stage)
-        assert terms.data_set == "records"
-        assert {item.kind for item in terms.releases} == kinds
-        assert list(terms.releases) == [item for item in schedule if item.stage == stage]
-        for item in terms.releases:
-            assert terms.noise_multiplier(item.kind) == item.noise_multiplier
-        assert terms.noise_multiplier("rewards") is None
-    assert private_stage(compose_config("algorithm=fnas"), [], "search") is None
+    assert site_of(config).data_set == "records"
+    assert site_of(compose_config("algorithm=fnas")) is None
+    federation = federate(config)
+    strategy = make_search(config, federation.data[0], federation.cohort, None, schedule)
+    for item in schedule:
+        if item.stage == "search":
+            assert strategy.noise_multiplier(item.kind) == item.noise_multiplier
+    assert strategy.noise_multiplier("rewards") is None
 
 
 def test_retraining_gets_the_least_noise_with_which_every_split_keeps_the_target(compose_config):
@@ -327,7 +328,7 @@ def test_every_step_of_every_trial_of_feathers_is_committed_to(
     }
     assert found == {place: steps for place, steps in expected.items() if steps}
     for stage, local_steps in (("search", 3), ("retrain", 4)):
-        assert private_stage(config, schedule, stage).local_steps == local_steps
+        assert steps_of(config, stage) == local_steps
 
 
 def test_feathers_shares_the_target_between_rewards_and_the_rest(compose_config):

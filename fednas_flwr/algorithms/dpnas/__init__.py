@@ -11,7 +11,7 @@ from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains, searches
 from fednas_flwr.settings.names import PERSON, RECORD
 from fednas_flwr.settings.parser import Between, OneOf
-from fednas_flwr.settings.registry import Algorithm, Rule, register
+from fednas_flwr.settings.registry import NO_ALPHAS, Algorithm, Rule, register
 
 SAMPLERS = ("controller", "evolution", "random")
 Candidates = Annotated[int, Between(1, opt.MOST_CANDIDATES)]
@@ -48,33 +48,27 @@ class DPNASSettings(AlgorithmSettings):
     controller: opt.ControllerSettings
     evolution: opt.EvolutionSettings
 
-
-def _settings(config: Config) -> DPNASSettings:
-    assert isinstance(config.algorithm, DPNASSettings)
-    return config.algorithm
-
-
-def _check(config: Config) -> None:
-    """Refuse other spaces than that of DPNAS, and statistics of batches."""
-    space = config.search_space
-    if searches(config) and (not isinstance(space, DPCells) or space.norm != "group"):
-        raise ConfigError(
-            f"algorithm={config.algorithm.name} with search_space={space.name} norm={space.norm}: "
-            "candidates share weights, so that statistics of batches would be other candidates'; "
-            "set search_space=dp_cells search_space.norm=group retrain=dp_cells."
-        )
+    def check(self, config: Config) -> None:
+        """Refuse other spaces than that of DPNAS, and statistics of batches."""
+        space = config.search_space
+        if searches(config) and (not isinstance(space, DPCells) or space.norm != "group"):
+            raise ConfigError(
+                f"algorithm={self.name} with search_space={space.name} norm={space.norm}: "
+                "candidates share weights, so that statistics of batches would be other "
+                "candidates'; set search_space=dp_cells search_space.norm=group retrain=dp_cells."
+            )
 
 
 _UNUSED = (
     Rule(
         "training.precision",
-        lambda c: _settings(c).dp_aware is not None and not retrains(c),
+        lambda c: c.algorithm.dp_aware is not None and not retrains(c),
         "algorithm.dp_aware, which clips gradients of single records, in float32",
         "remove it, or set algorithm.dp_aware=null",
     ),
     Rule(
         "algorithm.rewarded_candidates",
-        lambda c: c.rounds <= _settings(c).warm_up_rounds,
+        lambda c: c.rounds <= c.algorithm.warm_up_rounds,
         "rounds={c.rounds}, all of which warm up (algorithm.warm_up_rounds)",
         "raise rounds, or remove it",
     ),
@@ -85,15 +79,15 @@ _UNUSED = (
     ),
     Rule(
         "algorithm.controller",
-        lambda c: _settings(c).sampler != "controller",
+        lambda c: c.algorithm.sampler != "controller",
         "algorithm.sampler={c.algorithm.sampler}",
     ),
     Rule(
         "algorithm.evolution",
-        lambda c: _settings(c).sampler != "evolution",
+        lambda c: c.algorithm.sampler != "evolution",
         "algorithm.sampler={c.algorithm.sampler}",
     ),
-    Rule("privacy.alphas", lambda c: True, "algorithm={c.algorithm.name}, which has no alphas"),
+    NO_ALPHAS,
 )
 register(
     "algorithm",
@@ -103,7 +97,6 @@ register(
         f"{__name__}.strategy:DPNAS",
         units=(RECORD, PERSON),
         asks_rewards=True,
-        check=_check,
         unused=_UNUSED,
     ),
 )

@@ -61,14 +61,13 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         """Train candidates, then teach the controller; after the last round choose."""
         settings, final = self.settings, self.settings.final_candidates
         generator = make_generator(self.config.seed, "dpnas", server_round)
-        is_private = self.private is not None
         request = TrainCandidates(
             candidates=self.sampler.sample(settings.trained_candidates, generator),
             step=server_round - 1,
             local_steps=settings.local_steps,
-            batch_size=None if is_private else settings.batch_size,
+            batch_size=None if self.is_private else settings.batch_size,
             weights=self.client_weights(settings.weights.at_round(server_round, num_rounds)),
-            dp_aware=None if is_private else settings.dp_aware,
+            dp_aware=None if self.is_private else settings.dp_aware,
             site=self.site,
             sparse=True,
         )
@@ -76,29 +75,23 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         metrics = self.train("train.candidate", request, settings.weights.momentum, only=own)
         if server_round > settings.warm_up_rounds:
             paths = self.sampler.sample(settings.rewarded_candidates, generator)
-            rewards, measured = self._measure(paths, server_round)
+            rewards, measured = self._measure(paths)
             metrics |= measured | self.sampler.learn(paths, rewards)
         if server_round == num_rounds:
             paths = self.sampler.sample(final, generator)
-            rewards, _ = self._measure(paths, server_round)
+            rewards, _ = self._measure(paths)
             best = max(range(final), key=rewards.__getitem__)
             self.values = {"path": paths[best], "reward": rewards[best]}
             metrics |= {"validation_best": rewards[best]}
         return metrics
 
-    def _measure(
-        self, paths: Sequence[Path], server_round: int
-    ) -> tuple[list[float], dict[str, float]]:
-        """Return each candidate's accuracy over all clients' validation records, and metrics."""
+    def _measure(self, paths: Sequence[Path]) -> tuple[list[float], dict[str, float]]:
+        """Each candidate's accuracy over all clients' validation records, and metrics."""
         request = RewardCandidates(
             candidates=[list(path) for path in paths], site=self.site, sparse=True
         )
         own = path_states(self.supernet, paths)
-        rewards, noise, metrics = self.reward(request, only=own)
-        self.cohort.emit(
-            "rewarded", stage=self.stage, round=server_round, paths=paths, rewards=rewards,
-            noise=noise,
-        )  # fmt: skip
+        rewards, metrics = self.reward(request, only=own, paths=paths)
         return rewards, {"validation_accuracy": sum(rewards) / len(rewards), **metrics}
 
     def derive(self) -> Genotype:

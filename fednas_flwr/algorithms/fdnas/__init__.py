@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -48,6 +50,20 @@ class FDNASSettings(AlgorithmSettings):
         reason = "0: ops that are not sampled must keep their probabilities"
         check_range(decay == 0, "alphas.weight_decay", decay, reason)
 
+    def check(self, config: Config) -> None:
+        """Refuse other spaces than that of blocks, and two ways of sending less at once."""
+        if searches(config) and not isinstance(config.search_space, BlockSpace):
+            raise ConfigError(
+                f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
+                "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
+            )
+        if config.runtime.wire != "float32" and self.sparse:
+            raise ConfigError(
+                f"runtime.wire={config.runtime.wire} with sparse=true of "
+                f"algorithm={config.algorithm.name}: rounding is of differences to whole states; "
+                "set one of runtime.wire=float32 and sparse=false."
+            )
+
 
 @dataclass(frozen=True)
 class CFDNASSettings(AlgorithmSettings):
@@ -55,7 +71,7 @@ class CFDNASSettings(AlgorithmSettings):
 
     Attributes:
         group_by: ``tag`` or ``hardware``, which each client tells of itself, or ``alphas``: similar
-            updates of the alphas, see ``algorithms.fdnas.client_clusters``.
+            updates of the alphas, see ``pipeline.groups``.
         num_groups: Number of groups, for ``alphas``; else null.
         inherit: If true, groups start from the supernet of all clients; false is naive-CFDNAS,
             which leaves that search out.
@@ -94,6 +110,53 @@ class CFDNASSettings(AlgorithmSettings):
                 if name not in names:
                     raise unknown_choice("group_hardware", name, names)
 
+    def check(self, config: Config) -> None:
+        """Refuse what FDNAS does, groups by alphas that rest, and averages that need a number."""
+        warm_up = self.search.warm_up_rounds
+        if len(self.client_tags) not in (0, config.clients):
+            raise ConfigError(
+                f"algorithm.client_tags={show(self.client_tags)} for clients={config.clients}: "
+                "give one for each client, or none."
+            )
+        if self.group_by == "alphas" and config.rounds <= warm_up:
+            raise ConfigError(
+                f"algorithm.group_by=alphas with rounds={config.rounds}: alphas rest in the first "
+                f"algorithm.search.warm_up_rounds={warm_up}, so that no update groups the clients; "
+                f"raise rounds to {warm_up + 1} or more."
+            )
+        if not searches(config):
+            raise ConfigError(
+                f"algorithm=cfdnas with stages={show(config.stages)}: its groups begin with a "
+                "search; add search, or set algorithm=fedavg to retrain a genotype."
+            )
+        if config.aggregate.name == "trimmed_mean":
+            raise ConfigError(
+                "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
+                "known before; set aggregate=median."
+            )
+        self.search.check(config)
+
+    def check_groups(self, config: Config) -> None:
+        """Refuse groups that cannot come about; real nodes tell their own tags."""
+        if self.num_groups is not None and self.num_groups > config.clients:
+            raise ConfigError(
+                f"algorithm.num_groups={self.num_groups} with clients={config.clients}: expected "
+                "at most one group per client; lower it."
+            )
+        tags = self.client_tags
+        if self.group_by != "tag" or config.runtime.name == "deployment":
+            return
+        if not tags or "" in tags:
+            raise ConfigError(
+                f"algorithm.group_by=tag with algorithm.client_tags={show(tags)}: every simulated "
+                f"client needs a tag; give one for each of clients={config.clients}."
+            )
+        for client, tag in enumerate(tags):
+            group_name({"tag": tag}, client, "tag")
+        for name in self.group_hardware:
+            if name not in tags:
+                raise unknown_choice("algorithm.group_hardware", name, set(tags))
+
 
 def whole_search(config: Config) -> Config:
     """The configuration with all rounds of search that a client is asked in.
@@ -116,49 +179,25 @@ def all_hardware(settings: AlgorithmSettings) -> list[Hardware]:
     return []
 
 
-def _check_fdnas(config: Config) -> None:
-    """Refuse other spaces than that of blocks, and two ways of sending less at once."""
-    if searches(config) and not isinstance(config.search_space, BlockSpace):
-        raise ConfigError(
-            f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
-            "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
-        )
-    search = whole_search(config).algorithm
-    assert isinstance(search, FDNASSettings)
-    if config.runtime.wire != "float32" and search.sparse:
-        raise ConfigError(
-            f"runtime.wire={config.runtime.wire} with sparse=true of "
-            f"algorithm={config.algorithm.name}: rounding is of differences to whole states; set "
-            "one of runtime.wire=float32 and sparse=false."
-        )
+def group_name(properties: Mapping[str, object], client: int, name: str) -> str:
+    """The group that a client says it is in, which also names a folder.
 
-
-def _check_cfdnas(config: Config) -> None:
-    """Refuse what FDNAS does, groups by alphas that rest, and averages that need a number."""
-    assert isinstance(config.algorithm, CFDNASSettings)
-    tags, warm_up = config.algorithm.client_tags, config.algorithm.search.warm_up_rounds
-    if len(tags) not in (0, config.clients):
+    Raises:
+        ConfigError: It says nothing, or what names no folder.
+    """
+    label = properties.get(name)
+    if not isinstance(label, str) or not label:
         raise ConfigError(
-            f"algorithm.client_tags={show(tags)} for clients={config.clients}: give one for each "
-            "client, or none."
+            f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
+            "tag in its --node-config, or simulated clients algorithm.client_tags=[...]."
         )
-    if config.algorithm.group_by == "alphas" and config.rounds <= warm_up:
+    # in UTF-8 up to 240 bytes, where file systems take 255
+    if not re.fullmatch(r"[\w .-]{1,60}", label) or label.startswith("."):
         raise ConfigError(
-            f"algorithm.group_by=alphas with rounds={config.rounds}: alphas rest in the first "
-            f"algorithm.search.warm_up_rounds={warm_up}, so that no update groups the clients; "
-            f"raise rounds to {warm_up + 1} or more."
+            f"group {show(label)!r} cannot name a folder: expected up to 60 letters, digits, "
+            "spaces, dots, hyphens and underscores."
         )
-    if not searches(config):
-        raise ConfigError(
-            f"algorithm=cfdnas with stages={show(config.stages)}: its groups begin with a search; "
-            "add search, or set algorithm=fedavg to retrain a genotype."
-        )
-    if config.aggregate.name == "trimmed_mean":
-        raise ConfigError(
-            "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
-            "known before; set aggregate=median."
-        )
-    _check_fdnas(config)
+    return label
 
 
 _ASKED_APART = (
@@ -169,14 +208,13 @@ _entry = partial(Algorithm, search=f"{__name__}.strategy:FDNAS", units=(RECORD, 
 register(
     "algorithm",
     "fdnas",
-    _entry(FDNASSettings, check=_check_fdnas, unsupported={"secure_sum": _ASKED_APART}),
+    _entry(FDNASSettings, unsupported={"secure_sum": _ASKED_APART}),
 )
 register(
     "algorithm",
     "cfdnas",
     _entry(
         CFDNASSettings,
-        check=_check_cfdnas,
         unsupported={
             "secure_sum": _ASKED_APART,
             "sampling": "it divides all clients into groups by what each of them answers; "
@@ -190,7 +228,7 @@ register(
             ),
             Rule(
                 "rounds algorithm.search.hardware",
-                lambda c: not c.algorithm.inherit,  # type: ignore[attr-defined]
+                lambda c: not c.algorithm.inherit,
                 "algorithm.inherit=false, which leaves the search of all clients out",
                 "remove it, and set algorithm.group_rounds and algorithm.group_hardware",
             ),

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fdnas import FDNASSettings
+from fednas_flwr.algorithms.fdnas import CFDNASSettings, FDNASSettings, all_hardware
 from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.spaces.space_costs import hardware_terms
+from fednas_flwr.settings import Config
+from fednas_flwr.spaces.space import SearchSpace
+from fednas_flwr.spaces.space_costs import check_hardware, hardware_terms
 
 
 class FDNAS(RoundStrategy[FDNASSettings]):
@@ -33,14 +35,21 @@ class FDNAS(RoundStrategy[FDNASSettings]):
 
     def set_up(self) -> None:
         """Make the terms of the hardware loss."""
-        assert self.space is not None
         self._hardware = hardware_terms(self.settings.hardware, self.space)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
-        weights = self.settings.weights.at_round(server_round, num_rounds)
-        request = self.request(weights, warm_up=server_round <= self.settings.warm_up_rounds)
-        return self.train("train.search", request, self.settings.weights.momentum)
+        settings = self.settings
+        local = LocalSearch(
+            self.amount(settings.local_epochs, settings.batch_size),
+            self.client_weights(settings.weights.at_round(server_round, num_rounds)),
+            settings.alphas,
+            paths=SampledPaths(
+                settings.gates, server_round <= settings.warm_up_rounds, self._hardware
+            ),
+        )
+        request = Search(local=local, sparse=settings.sparse, site=self.site)
+        return self.train("train.search", request, settings.weights.momentum)
 
     def average(
         self, replies: Iterable[tuple[int, Reply]]
@@ -67,23 +76,19 @@ class FDNAS(RoundStrategy[FDNASSettings]):
             kept[str(client)] = (earlier.get(client, 0.0) + moved).tolist()
             yield client, reply
 
-    def request(self, weights: SGD, *, warm_up: bool) -> Search:
-        """Return what asks for weights, alphas and buffers after a client's local epochs."""
-        settings = self.settings
-        local = LocalSearch(
-            self.amount(settings.local_epochs, settings.batch_size),
-            self.client_weights(weights),
-            settings.alphas,
-            paths=SampledPaths(settings.gates, warm_up, self._hardware),
-        )
-        return Search(local=local, sparse=settings.sparse, site=self.site)
-
     @classmethod
     def releases(cls, settings: FDNASSettings, private: PrivateRound) -> list[PlannedRelease]:
         """Every local step's gradients; the warm-up releases no alphas."""
         warm_up = private.number <= settings.warm_up_rounds
         states = ("weights",) if warm_up else ("weights", "alphas")
         return private.gradients(dict.fromkeys(states, "train.search"))
+
+    @classmethod
+    def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
+        """Refuse targets that no network reaches, and groups that cannot come about."""
+        check_hardware(all_hardware(config.algorithm), space)
+        if isinstance(config.algorithm, CFDNASSettings):
+            config.algorithm.check_groups(config)
 
 
 def _flat(alphas: Packed) -> Tensor:

@@ -48,17 +48,14 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
         uses = self.bandit.resampled_share > 0 or self.bandit.sees_state
         return uses or super().needs_ranges
 
-
-def _check(config: Config) -> None:
-    """Refuse what federated DARTS does, and private rewards of averaged models."""
-    settings = config.algorithm
-    assert isinstance(settings, FEATHERSSettings)
-    check_rule(config, settings.rule)
-    if not isinstance(config.privacy, NoPrivacy) and settings.rewarded != "local":
-        raise ConfigError(
-            f"algorithm.rewarded={settings.rewarded} with privacy=dp is not possible yet: losses "
-            "of averaged models are no planned release; set algorithm.rewarded=local."
-        )
+    def check(self, config: Config) -> None:
+        """Refuse what federated DARTS does, and private rewards of averaged models."""
+        check_rule(config, self.rule)
+        if not isinstance(config.privacy, NoPrivacy) and self.rewarded != "local":
+            raise ConfigError(
+                f"algorithm.rewarded={self.rewarded} with privacy=dp is not possible yet: losses "
+                "of averaged models are no planned release; set algorithm.rewarded=local."
+            )
 
 
 _UNUSED = (
@@ -75,7 +72,7 @@ _UNUSED = (
     ),
     registry.Rule(
         "algorithm.bandit.scale_retention",
-        lambda c: not c.algorithm.bandit.scaled,  # type: ignore[attr-defined]
+        lambda c: not c.algorithm.bandit.scaled,
         "algorithm.bandit.scaled=false",
     ),
 )
@@ -88,7 +85,6 @@ registry.register(
         retraining=f"{__name__}.strategy:FEATHERS",
         units=UNITS,
         asks_rewards=True,
-        check=_check,
         unused=_UNUSED,
     ),
 )

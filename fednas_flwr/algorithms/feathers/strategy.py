@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
 
 import torch
 
@@ -14,18 +13,8 @@ from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.feathers import FEATHERSSettings
 from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.privacy.actions import SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.requests import (
-    Evaluate,
-    LocalSearch,
-    LocalTraining,
-    Probe,
-    Search,
-    Settings,
-    Train,
-    Trial,
-)
+from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
 from fednas_flwr.search.architect import rising
 from fednas_flwr.search.bandit import Bandit, Tuner, make_configurations
@@ -33,13 +22,6 @@ from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
 
 BOUND_PER_SCALE = 4.0
-
-
-class Measured(NamedTuple):
-    """A client's mean loss, and of how many records."""
-
-    loss: float
-    num_examples: float
 
 
 class FEATHERS(RoundStrategy[FEATHERSSettings]):
@@ -69,18 +51,14 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     def set_up(self) -> None:
         """Make the bandit."""
-        settings, trained = self.settings, self.config.retrain
+        settings, retrain = self.settings, self.config.retrain
         configurations = make_configurations(settings, self.config.seed)
         self.tuner = Tuner.of(configurations, settings.ranges, settings.bandit)
         self.values = {"tuner": self.tuner.to_json(), "loss": None}
         self._beta_weight = 0.0
-        if self.stage == "search":
-            self.description = {"name": SUPERNET}
-            self.clip_norm = settings.clip_norm
-            self.local_epochs, self.batch_size = settings.local_epochs, settings.batch_size
-        else:
-            self.clip_norm = trained.weights.clip_norm
-            self.local_epochs, self.batch_size = trained.local_epochs, trained.batch_size
+        self.clip_norm, self.batch_size = settings.clip_norm, settings.batch_size
+        if self.stage == "retrain":
+            self.clip_norm, self.batch_size = retrain.weights.clip_norm, retrain.batch_size
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore where it is time to, then train with the best configuration."""
@@ -127,7 +105,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     def _bound(self) -> float:
         """Return M of the next phase."""
         scale = self.tuner.bandit.scale
-        if self.private is None or scale == 0:
+        if not self.is_private or scale == 0:
             return self.settings.loss_bound
         return min(self.settings.loss_bound, max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale))
 
@@ -141,10 +119,10 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         """
         layout = Layout.of({"rewards": torch.zeros(len(configurations))})
         local = self._local(configurations[0])
-        request = Probe(
-            search=local if isinstance(local, LocalSearch) else None,
-            training=local if isinstance(local, LocalTraining) else None,
-            trials=[Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
+        request = rq.Probe(
+            search=local if isinstance(local, rq.LocalSearch) else None,
+            training=local if isinstance(local, rq.LocalTraining) else None,
+            trials=[rq.Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
             loss_bound=bound,
             site=self.site,
         )
@@ -157,8 +135,8 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             total += reply.num_examples * decreases.clamp(-bound, bound)
             weight += reply.num_examples
             num_clients += reply.sites
-        sigma = self.private.noise_multiplier("rewards") if self.private is not None else None
-        noise = bound * (sigma or 0.0) * math.sqrt(num_clients) / weight
+        sigma = self.noise_multiplier("rewards") or 0.0
+        noise = bound * sigma * math.sqrt(num_clients) / weight
         return (total / weight).tolist(), noise
 
     def _averaged_rewards(
@@ -175,47 +153,44 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             average, _ = self.average(
                 self.ask(action, request, states=self.states, layouts=self.layouts)
             )
-            after = self._losses(average)
-            both = [client for client in after if client in before]
-            total = sum(
-                after[c].num_examples * _clamped(before[c].loss - after[c].loss, bound)
-                for c in both
-            )
-            rewards.append(total / sum(after[c].num_examples for c in both) if both else 0.0)
+            both = [
+                (num_examples, _clamped(before[client][0] - loss, bound))
+                for client, (loss, num_examples) in self._losses(average).items()
+                if client in before
+            ]
+            weight = sum(num_examples for num_examples, _ in both)
+            rewards.append(sum(n * decrease for n, decrease in both) / weight if both else 0.0)
         return rewards, 0.0
 
-    def _losses(self, states: Mapping[str, Packed]) -> dict[int, Measured]:
-        """Return each client's validation loss of a model, by its own train records' statistics."""
-        request = Evaluate(
+    def _losses(self, states: Mapping[str, Packed]) -> dict[int, tuple[float, float]]:
+        """Each client's validation loss of a model, and of how many records.
+
+        Batches are normalised by its own train records' statistics.
+        """
+        request = rq.Evaluate(
             network=self.description, split="validation", statistics_batch_size=self.batch_size
         )
         model = {name: state for name, state in states.items() if name != MOMENTS}
         return {
-            client: Measured(reply.metrics["loss"], reply.num_examples)
+            client: (reply.metrics["loss"], reply.num_examples)
             for client, reply in self.ask("evaluate.model", request, states=model)
         }
 
-    def _training(self, configuration: Configuration) -> tuple[str, Settings]:
+    def _training(self, configuration: Configuration) -> tuple[str, rq.Settings]:
         """Return action and request of a round of training with a configuration."""
         local = self._local(configuration)
-        if isinstance(local, LocalTraining):
-            return "train.weights", Train(local=local, site=self.site)
-        return "train.search", Search(local=local, site=self.site)
+        if isinstance(local, rq.LocalTraining):
+            return "train.weights", rq.Train(local=local, site=self.site)
+        return "train.search", rq.Search(local=local, site=self.site)
 
-    def _local(self, configuration: Configuration) -> LocalSearch | LocalTraining:
-        """Return what clients do with a configuration."""
-        amount, sgd = self.amount(self.local_epochs, self.batch_size), self._sgd(configuration)
-        if self.stage == "search":
-            alternating = Alternating(self.settings.rule, beta_decay=self._beta_weight)
-            return LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
-        return LocalTraining(
-            self.description,
-            "train",
-            amount,
-            sgd,
-            self.config.retrain.auxiliary_weight,
-            configuration.dropout,
-        )
+    def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
+        """What clients do with a configuration."""
+        sgd = self._sgd(configuration)
+        if self.stage == "retrain":
+            return self.local_training(sgd, configuration.dropout)
+        amount = self.amount(self.settings.local_epochs, self.settings.batch_size)
+        alternating = Alternating(self.settings.rule, beta_decay=self._beta_weight)
+        return rq.LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
 
     def _sgd(self, configuration: Configuration) -> SGD:
         return self.client_weights(configuration.sgd(self.clip_norm))

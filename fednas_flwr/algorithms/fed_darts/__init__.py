@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, registry
@@ -51,6 +52,23 @@ class FedDARTSSettings(AlgorithmSettings):
                 "rule=first_order or temperatures=null."
             )
 
+    def check(self, config: Config) -> None:
+        """Refuse what :func:`check_rule` does, and single paths where none can be drawn."""
+        check_rule(config, self.rule)
+        if self.temperatures is None or not searches(config):
+            return
+        if (space := config.search_space.name) != "nasbench201":
+            raise ConfigError(
+                f"algorithm.temperatures with search_space={space}: single paths are drawn of the "
+                "NAS-Bench-201 cell only; set algorithm.temperatures=null or "
+                "search_space=nasbench201."
+            )
+        if by_record(config):
+            raise ConfigError(
+                "algorithm.temperatures with privacy=dp: single paths have no private gradient "
+                "yet; set algorithm.temperatures=null."
+            )
+
 
 def check_rule(config: Config, rule: str) -> None:
     """Refuse private rules whose gradient is of records of two splits."""
@@ -61,41 +79,20 @@ def check_rule(config: Config, rule: str) -> None:
         )
 
 
-def _check(config: Config) -> None:
-    """Refuse what :func:`check_rule` does, and single paths where none can be drawn."""
-    settings, space = config.algorithm, config.search_space.name
-    assert isinstance(settings, FedDARTSSettings)
-    check_rule(config, settings.rule)
-    if settings.temperatures is None or not searches(config):
-        return
-    if space != "nasbench201":
-        raise ConfigError(
-            f"algorithm.temperatures with search_space={space}: single paths are drawn of the "
-            "NAS-Bench-201 cell only; set algorithm.temperatures=null or search_space=nasbench201."
-        )
-    if by_record(config):
-        raise ConfigError(
-            "algorithm.temperatures with privacy=dp: single paths have no private gradient yet; "
-            "set algorithm.temperatures=null."
-        )
-
-
 _UNUSED = registry.Rule(
     "algorithm.validation_weight",
-    lambda c: c.algorithm.rule != "mixed_level",  # type: ignore[attr-defined]
+    lambda c: c.algorithm.rule != "mixed_level",
     "algorithm.rule={c.algorithm.rule}",
     "set algorithm.rule=mixed_level or remove it",
 )
 
 
-def _register(name: str, *units: str) -> None:
-    search = f"{__name__}.strategy:FedDARTS"
-    entry = registry.Algorithm(
-        FedDARTSSettings, search, units=units, check=_check, unused=(_UNUSED,)
-    )
-    registry.register("algorithm", name, entry)
-
-
-_register("fed_darts", *UNITS)
-_register("fedprox_darts", *UNITS)
-_register("fednas")
+_entry = partial(
+    registry.Algorithm,
+    FedDARTSSettings,
+    f"{__name__}.strategy:FedDARTS",
+    unused=(_UNUSED,),
+)
+registry.register("algorithm", "fed_darts", _entry(units=UNITS))
+registry.register("algorithm", "fedprox_darts", _entry(units=UNITS))
+registry.register("algorithm", "fednas", _entry())

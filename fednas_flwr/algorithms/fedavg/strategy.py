@@ -1,25 +1,37 @@
-"""FedAvg of one network: retraining of derived networks, and fixed networks as baselines.
+"""FedAvg and FedSGD: retraining of derived networks, and fixed networks as baselines.
 
-FedProx is the same with a proximal term in the clients' steps, FedAdam, FedYogi and FedAdagrad with
+FedProx is FedAvg with a proximal term in the clients' steps, FedAdam, FedYogi and FedAdagrad with
 an optimiser of the server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import cast
 
-from fednas_flwr.algorithms.base import RoundStrategy, evaluates
+import torch
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy.fedopt import FedOpt
+
+from fednas_flwr.algorithms.base import RoundStrategy, after_prefix, mean_metrics
 from fednas_flwr.algorithms.fedavg import FedAvgSettings
-from fednas_flwr.algorithms.fedavg.flower_optimizer import ServerOptimizer
-from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms.private_rounds import PrivateRound, local_steps
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.requests import LocalTraining, Train
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import TakeNetworkGradient, Train
 from fednas_flwr.protocol.states import Packed, Tensors
+from fednas_flwr.search.optimizer_step import make_sgd
 from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.optimizers import SGD, Configuration
+from fednas_flwr.settings.run_settings import ServerAdagrad, ServerAdam
 
 SPLITS = ("train", "validation")  # what is trained on where nothing is held out
+FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
 
 def trained_on(evaluate_every: int) -> tuple[str, ...]:
@@ -40,25 +52,65 @@ def training_settings(config: Config, configuration: Configuration | None) -> tu
     return configuration.annealed(weights), configuration.dropout
 
 
-def held_out_metrics(
-    strategy: RoundStrategy[Any],
-    network: Mapping[str, Any],
-    evaluate_every: int,
-    server_round: int,
-    num_rounds: int,
-) -> dict[str, float]:
-    """Return the validation metrics of a round, every so many rounds and after the last; or none.
+class _Averaged(FlowerFedAvg):
+    """Stand-in that Flower's optimisers ask for the average of the replies: it is ready already."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the only reply, which is the average."""
+        (average,) = replies
+        return cast(ArrayRecord, average), None
+
+
+class ServerOptimizer:
+    """The server's optimiser of packed weights: Flower's FedAdam, FedYogi or FedAdagrad.
+
+    Reddi et al. (2021), arXiv 2003.00295, Alg. 2: the server takes the difference between the
+    clients' average and the model that they were sent for a gradient, and steps along it by Adam,
+    Yogi or Adagrad.
+
+    Deviation from Flower: statistics of batch norm and its counters are averaged, and do not step.
 
     Args:
-        strategy: Whose model it is.
-        network: Its description.
-        evaluate_every: 0 is never.
-        server_round: From 1.
-        num_rounds: Number of rounds.
+        settings: ``adam``, ``yogi`` or ``adagrad``, with Flower's constants.
     """
-    if not evaluate_every or not evaluates(evaluate_every, server_round, num_rounds):
-        return {}
-    return strategy.validation_metrics(network)
+
+    def __init__(self, settings: ServerAdagrad) -> None:
+        """See the class."""
+        kind = {"adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad}[settings.name]
+        constants = {"eta": settings.lr, "tau": settings.tau}
+        if isinstance(settings, ServerAdam):
+            constants |= {"beta_1": settings.beta_1, "beta_2": settings.beta_2}
+        self._steps: FedOpt = type(kind.__name__, (kind, _Averaged), {})(**constants)
+
+    def step(self, average: Packed, before: Packed, server_round: int) -> Packed:
+        """Return the new weights.
+
+        Args:
+            average: Of the clients' weights.
+            before: What the clients were sent.
+            server_round: From 1.
+        """
+        self._steps.current_arrays = {dtype: v.numpy() for dtype, v in before.items()}
+        arrays = ArrayRecord({dtype: Array(v.numpy()) for dtype, v in average.items()})
+        moved, _ = self._steps.aggregate_train(server_round, [cast(Message, arrays)])
+        assert moved is not None
+        return {d: torch.from_numpy(moved[d].numpy()).to(v.dtype) for d, v in before.items()}
+
+    def tensors(self) -> Tensors:
+        """Return the moments, none before the first step."""
+        return {
+            f"{moments}.{dtype}": torch.from_numpy(array)
+            for moments in FLOWERS_MOMENTS
+            for dtype, array in (getattr(self._steps, moments) or {}).items()
+        }
+
+    def load(self, tensors: Tensors) -> None:
+        """Take back what :meth:`tensors` returned."""
+        for moments in FLOWERS_MOMENTS:
+            own = after_prefix(tensors, f"{moments}.")
+            setattr(self._steps, moments, {dtype: t.numpy() for dtype, t in own.items()})
 
 
 class FedAvg(RoundStrategy[AlgorithmSettings]):
@@ -71,28 +123,22 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
     def set_up(self) -> None:
         """Make the optimisers of clients and server."""
         self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
-        self.proximal, self.optimizer = 0.0, ServerOptimizer.of(self.config.server_optimizer)
-        if isinstance(self.config.algorithm, FedAvgSettings):
-            self.proximal = self.config.algorithm.proximal
+        stepping, settings = self.config.server_optimizer, self.config.algorithm
+        self.optimizer = ServerOptimizer(stepping) if isinstance(stepping, ServerAdagrad) else None
+        self.proximal = settings.proximal if isinstance(settings, FedAvgSettings) else 0.0
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train locally everywhere, average the weights, and measure them where that is due."""
-        retrain = self.config.retrain
-        local = LocalTraining(
-            self.description,
-            "+".join(trained_on(retrain.evaluate_every)),
-            self.amount(retrain.local_epochs, retrain.batch_size),
-            self.client_weights(self.weights.at_round(server_round, num_rounds)),
-            retrain.auxiliary_weight,
+        weights, every = self.weights, self.config.retrain.evaluate_every
+        local = self.local_training(
+            self.client_weights(weights.at_round(server_round, num_rounds)),
             self.drop_path_prob * (server_round - 1) / num_rounds,
-            self.proximal,
+            split="+".join(trained_on(every)),
+            proximal=self.proximal,
         )
-        metrics = self.train(
-            "train.weights", Train(local=local, site=self.site), self.weights.momentum
-        )
-        return metrics | held_out_metrics(
-            self, self.description, retrain.evaluate_every, server_round, num_rounds
-        )
+        request = Train(local=local, site=self.site)
+        metrics = self.train("train.weights", request, weights.momentum)
+        return metrics | self.validation_metrics(every, server_round, num_rounds)
 
     def move(self, average: dict[str, Packed], momentum: float) -> None:
         """Step towards the clients' average by the server's optimiser, or take it as it is."""
@@ -114,3 +160,68 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
     def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
         """Every local step's gradient."""
         return private.gradients({"weights": "train.weights"}, splits=SPLITS)
+
+
+class FedSGD(GradientStrategy[AlgorithmSettings]):
+    """McMahan et al. (2017), arXiv 1602.05629, section 2, with a round's clients in every step.
+
+    Clients return sums of gradients over batches of theirs, and the server steps along ``sum_k G_k
+    / sum_k B_k`` by SGD, whose momentum never begins anew: one client's training is plain SGD.
+    With privacy it is DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1), of which secure sums
+    share the noise.
+
+    A round is of as many steps as in :class:`FedAvg` and so, without privacy, of as many as the
+    median client takes for its epochs.
+
+    Deviations: batches of ``batch_size`` in place of all records; momentum and decay.
+    """
+
+    def set_up(self) -> None:
+        """Make the server's optimiser."""
+        self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
+        self.optimizers = {"weights": make_sgd(self.states["weights"].values(), self.weights)}
+
+    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+        """Take the steps of a round, one exchange each."""
+        sgd, retrain = self.weights.at_round(server_round, num_rounds), self.config.retrain
+        steps = self._steps()
+        self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
+        told: list[Reply] = []
+        for step in range((server_round - 1) * steps, server_round * steps):
+            request = TakeNetworkGradient(
+                network=self.description,
+                split="+".join(trained_on(retrain.evaluate_every)),
+                step=step,
+                batch_size=None if self.is_private else retrain.batch_size,
+                auxiliary_weight=retrain.auxiliary_weight,
+                drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
+                site=self.site,
+            )
+            replies = self.ask(
+                "train.network_gradient", request, states=self.states, layouts=self.layouts
+            )
+            told += self.descend(replies, ("weights",), clip_norm=sgd.clip_norm)
+        every = retrain.evaluate_every
+        return mean_metrics(told) | self.validation_metrics(every, server_round, num_rounds)
+
+    def _steps(self) -> int:
+        """Number of steps of a round."""
+        steps = local_steps(self.config, self.stage)
+        if steps is not None:
+            return steps
+        retrain = self.config.retrain
+        declared = [known.get("splits", {}) for known in self.cohort.properties.values()]
+        splits = trained_on(retrain.evaluate_every)
+        records: float = median(sum(own.get(split, 0) for split in splits) for own in declared)
+        return retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
+
+    @classmethod
+    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
+        """Every step's gradient.
+
+        With secure sums clients share its noise: a reply is a clipped sum at weights that all were
+        sent.
+        """
+        shared = private.config.secure_sum is not None
+        actions = {"weights": "train.network_gradient"}
+        return private.gradients(actions, splits=SPLITS, shared=shared)

@@ -24,14 +24,13 @@ class FedExSettings(opt.ConfigurationChoice, GivenNetwork):
     loss_bound: opt.LossBound
     theta: opt.ThetaSettings
 
-
-def _check(config: Config) -> None:
-    """Refuse the server's momentum, as every client draws its own."""
-    if config.training.momentum == "server":
-        raise ConfigError(
-            "training.momentum=server with algorithm=fedex: every client steps with a momentum of "
-            "its own; set training.momentum=reset or training.momentum=averaged."
-        )
+    def check(self, config: Config) -> None:
+        """Refuse the server's momentum, as every client draws its own."""
+        if config.training.momentum == "server":
+            raise ConfigError(
+                "training.momentum=server with algorithm=fedex: every client steps with a "
+                "momentum of its own; set training.momentum=reset or training.momentum=averaged."
+            )
 
 
 register(
@@ -44,7 +43,6 @@ register(
             "secure_sum": "its clients are asked different things, which have no sum; choose "
             "another algorithm"
         },
-        check=_check,
         unused=(
             Rule(
                 "retrain.weights retrain.drop_path_prob",

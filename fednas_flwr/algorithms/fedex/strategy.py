@@ -9,7 +9,7 @@ from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fedex import FedExSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import LocalTraining, Train
+from fednas_flwr.protocol.requests import Train
 from fednas_flwr.search.bandit import make_configurations
 from fednas_flwr.search.exponentiated_gradient import Theta, Trial
 from fednas_flwr.settings.optimizers import Configuration
@@ -63,16 +63,9 @@ class FedEx(RoundStrategy[FedExSettings]):
         }
 
     def _training(self, configuration: Configuration) -> Train:
-        """Return what a client with a configuration is asked."""
-        retrain = self.config.retrain
-        local = LocalTraining(
-            self.description,
-            "train",
-            self.amount(retrain.local_epochs, retrain.batch_size),
-            configuration.sgd(self.settings.clip_norm),
-            retrain.auxiliary_weight,
-            configuration.dropout,
-        )
+        """What a client with a configuration is asked."""
+        weights = configuration.sgd(self.settings.clip_norm)
+        local = self.local_training(weights, configuration.dropout)
         return Train(local=local, validates=True)
 
     def _loss(self, reply: Reply) -> float:

@@ -64,43 +64,32 @@ class FNASSettings(AlgorithmSettings):
         """They do not: they answer with gradients."""
         return False
 
-
-def _check_reduce(config: Config) -> None:
-    """Refuse the text's sum where the server sees no client's batch, or not every client."""
-    assert isinstance(config.algorithm, FNASSettings)
-    if config.algorithm.reduce == "mean" or not searches(config):
-        return
-    if config.secure_sum:
-        raise ConfigError(
-            "secure_sum=true with algorithm.reduce=sum: the batch size of each client is needed; "
-            "set algorithm.reduce=mean."
-        )
-    if config.sampling is not None and config.samples:
-        raise ConfigError(
-            f"sampling.per_round={config.sampling.per_round:g} with algorithm.reduce=sum: a sum "
-            "over some clients is no estimate of that over all; set algorithm.reduce=mean."
-        )
-
-
-def _check_vanilla_nas(config: Config) -> None:
-    if config.clients != 1:
-        raise ConfigError(
-            f"algorithm=vanilla_nas with clients={config.clients}: vanilla NAS has one party; "
-            "set clients=1 or algorithm=fnas."
-        )
-    _check_reduce(config)
-
-
-def _check_dp_fnas(config: Config) -> None:
-    assert isinstance(config.algorithm, FNASSettings)
-    if isinstance(config.privacy, NoPrivacy):
-        raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
-    if config.algorithm.order != 1:
-        raise ConfigError(
-            f"algorithm.order={config.algorithm.order} with privacy=dp: the second order mixes "
-            "splits and is no sum over records; set algorithm.order=1."
-        )
-    _check_reduce(config)
+    def check(self, config: Config) -> None:
+        """Refuse a vanilla NAS of several, a DP-FNAS that is none, and sums of unknown batches."""
+        if self.name == "vanilla_nas" and config.clients != 1:
+            raise ConfigError(
+                f"algorithm=vanilla_nas with clients={config.clients}: vanilla NAS has one party; "
+                "set clients=1 or algorithm=fnas."
+            )
+        if self.name == "dp_fnas" and isinstance(config.privacy, NoPrivacy):
+            raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
+        if self.name == "dp_fnas" and self.order != 1:
+            raise ConfigError(
+                f"algorithm.order={self.order} with privacy=dp: the second order mixes splits and "
+                "is no sum over records; set algorithm.order=1."
+            )
+        if self.reduce == "mean" or not searches(config):
+            return
+        if config.secure_sum:
+            raise ConfigError(
+                "secure_sum=true with algorithm.reduce=sum: the batch size of each client is "
+                "needed; set algorithm.reduce=mean."
+            )
+        if config.sampling is not None and config.samples:
+            raise ConfigError(
+                f"sampling.per_round={config.sampling.per_round:g} with algorithm.reduce=sum: a "
+                "sum over some clients is no estimate of that over all; set algorithm.reduce=mean."
+            )
 
 
 _entry = partial(
@@ -120,6 +109,6 @@ _entry = partial(
         ),
     ),
 )
-register("algorithm", "vanilla_nas", _entry(check=_check_vanilla_nas))
-register("algorithm", "fnas", _entry(check=_check_reduce))
-register("algorithm", "dp_fnas", _entry(check=_check_dp_fnas, units=(RECORD, PERSON)))
+register("algorithm", "vanilla_nas", _entry())
+register("algorithm", "fnas", _entry())
+register("algorithm", "dp_fnas", _entry(units=(RECORD, PERSON)))

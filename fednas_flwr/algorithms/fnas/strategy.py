@@ -16,7 +16,6 @@ from fednas_flwr.algorithms.base import evaluates, mean_metrics
 from fednas_flwr.algorithms.fnas import FNASSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.algorithms.private_rounds import PrivateRound
-from fednas_flwr.privacy.actions import SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import Packed, pack
@@ -55,7 +54,7 @@ class FNAS(GradientStrategy[FNASSettings]):
             step=server_round - 1,
             local_steps=self.settings.local_steps,
             local_lrs={"weights": sgd.lr, "alphas": self.settings.alphas.lr},
-            batch_size=None if self.private is not None else self.settings.batch_size,
+            batch_size=None if self.is_private else self.settings.batch_size,
             order=self.settings.order,
             inner_lr=sgd.lr,
             site=self.site,
@@ -64,13 +63,14 @@ class FNAS(GradientStrategy[FNASSettings]):
         self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
         if self.settings.fused:
             metrics = self._step(("weights", "alphas"), "train.gradients", request, sgd)
-            return metrics | self._evaluate(server_round, num_rounds)
-        before = {"previous_weights": {n: v.clone() for n, v in self.states["weights"].items()}}
-        first_order = replace(request, order=1)
-        metrics = self._step(("weights",), "train.weight_gradient", first_order, sgd)
-        further = before if self.settings.order == 2 else {}
-        metrics |= self._step(("alphas",), "train.alpha_gradient", request, sgd, further=further)
-        return metrics | self._evaluate(server_round, num_rounds)
+        else:
+            before = {"previous_weights": {n: v.clone() for n, v in self.states["weights"].items()}}
+            first_order = replace(request, order=1)
+            metrics = self._step(("weights",), "train.weight_gradient", first_order, sgd)
+            further = before if self.settings.order == 2 else {}
+            metrics |= self._step(("alphas",), "train.alpha_gradient", request, sgd, further)
+        every = self.settings.evaluate_every or num_rounds
+        return metrics | self.validation_metrics(every, server_round, num_rounds)
 
     def _step(
         self,
@@ -78,8 +78,7 @@ class FNAS(GradientStrategy[FNASSettings]):
         action: str,
         request: TakeGradients,
         sgd: SGD,
-        *,
-        further: Mapping[str, Packed] | None = None,
+        further: Mapping[str, Packed] = {},
     ) -> dict[str, float]:
         """Ask for the gradients of some states and let their optimisers step.
 
@@ -88,9 +87,7 @@ class FNAS(GradientStrategy[FNASSettings]):
         """
         names = [*states, "buffers"] if "weights" in states else states
         layouts = {name: self.layouts[name] for name in names if name in self.layouts}
-        replies = self.ask(
-            action, request, states={**self.states, **(further or {})}, layouts=layouts
-        )
+        replies = self.ask(action, request, states={**self.states, **further}, layouts=layouts)
         added = {"alphas": self._beta_gradient()} if "alphas" in states else {}
         told = self.descend(
             replies, states, clip_norm=sgd.clip_norm, reduce=self.settings.reduce, added=added
@@ -105,14 +102,6 @@ class FNAS(GradientStrategy[FNASSettings]):
         (gradient,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
         return gradient
 
-    def _evaluate(self, server_round: int, num_rounds: int) -> dict[str, float]:
-        """Evaluate the supernet on the clients' validation records when it is time to."""
-        if not evaluates(self.settings.evaluate_every, server_round, num_rounds):
-            return {}
-        if self.private is not None and self.private.noise_multiplier("metrics") is None:
-            return {}
-        return self.validation_metrics({"name": SUPERNET})
-
     @classmethod
     def releases(cls, settings: FNASSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The gradients of weights and alphas, and metrics where they are measured.
@@ -125,9 +114,11 @@ class FNAS(GradientStrategy[FNASSettings]):
         actions = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
         if settings.fused:
             actions = dict.fromkeys(actions, "train.gradients")
-        shared = private.secure_sum and settings.local_steps == 1 and not settings.fused
+        summed = private.config.secure_sum is not None
+        shared = summed and settings.local_steps == 1 and not settings.fused
         planned = private.gradients(actions, steps=settings.local_steps, shared=shared)
-        measured = evaluates(settings.evaluate_every, private.number, private.num_rounds)
-        if private.measures and measured:
+        every = settings.evaluate_every or private.num_rounds
+        measured = evaluates(every, private.number, private.num_rounds)
+        if measured and private.privacy.metrics_noise_multiplier is not None:
             planned += [metrics_release("search", "validation")]
         return planned

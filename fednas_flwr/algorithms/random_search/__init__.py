@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings import AlgorithmSettings
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
@@ -42,12 +42,6 @@ class RandomSearchSettings(AlgorithmSettings):
         return self.trial_rounds > 0
 
 
-def _draws(config: Config) -> bool:
-    """Whether hyper-parameters are drawn with the candidates."""
-    assert isinstance(config.algorithm, RandomSearchSettings)
-    return config.algorithm.ranges is not None
-
-
 _DRAWN = "algorithm.ranges, from which the search draws it"
 _UNUSED = (
     Rule(
@@ -57,13 +51,13 @@ _UNUSED = (
     ),
     Rule(
         "algorithm.weights.lr algorithm.weights.momentum algorithm.weights.weight_decay",
-        _draws,
+        lambda c: c.algorithm.ranges is not None,
         _DRAWN,
     ),
     Rule(
         "retrain.weights.lr retrain.weights.momentum retrain.weights.weight_decay "
         "retrain.drop_path_prob",
-        lambda c: _draws(c) and searches(c),
+        lambda c: c.algorithm.ranges is not None and searches(c),
         _DRAWN,
     ),
 )

@@ -12,7 +12,6 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.networks import candidate_settings, describe_derived, seeded_network
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Evaluate, LocalTraining, Train
-from fednas_flwr.protocol.states import MOMENTS, Packed
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import Configuration
@@ -33,7 +32,6 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Draw, train and rank one candidate; keep it if it is the best so far."""
-        assert self.space is not None  # as of every search
         generator = make_generator(self.config.seed, "random_search", server_round)
         genotype = self.space.random_genotype(generator)
         configuration = None
@@ -71,15 +69,13 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
         Both are empty without trial rounds.
         """
         settings = self.settings
-        assert self.prepared is not None
-        shared = candidate_settings(self.config, self.prepared)
-        description = describe_derived(genotype, **shared)
-        layouts, states = self._initial(seeded_network(self.config, description))
+        description = describe_derived(genotype, **candidate_settings(self.config, self.prepared))
+        self.layouts, self.states = self._initial(seeded_network(self.config, description))
+        self._velocity = {}
         sgd = configuration.annealed(settings.weights) if configuration else settings.weights
         drop_path_prob = configuration.dropout if configuration else 0.0
         metrics: dict[str, float] = {}
         own: dict[str, float] = {}
-        velocity: Packed = {}
         for trial in range(1, settings.trial_rounds + 1):
             local = LocalTraining(
                 description,
@@ -89,19 +85,15 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
                 0.0,
                 drop_path_prob * (trial - 1) / settings.trial_rounds,
             )
-            replies = self.ask("train.weights", Train(local=local), states=states, layouts=layouts)
-            average, metrics = self.average(replies)
-            self.push(average["weights"], states["weights"], velocity, sgd.momentum)
-            states = average
+            metrics = self.train("train.weights", Train(local=local), sgd.momentum)
         if settings.trial_rounds:
-            states.pop(MOMENTS, None)
-            replies = self.ask(
-                "evaluate.model", Evaluate(network=description, split="validation"), states=states
-            )
+            request = Evaluate(network=description, split="validation")
+            replies = self.ask("evaluate.model", request, states=self.model)
             held = {str(client): _held(reply) for client, reply in replies}
             own = {client: reply.metrics["accuracy"] for client, reply in held.items()}
             validation = mean_metrics(held.values())
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
+        self.layouts, self.states, self._velocity = {}, {}, {}  # a candidate's are not kept
         return metrics, own
 
     def derive(self) -> Genotype:

@@ -14,7 +14,7 @@ from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains
 from fednas_flwr.settings.names import PERSON, RECORD
 from fednas_flwr.settings.parser import Between, Checked, Names, OneOf, check_range
-from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
+from fednas_flwr.settings.registry import NETWORKS, NO_ALPHAS, Algorithm, Rule, register
 
 SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
 
@@ -93,36 +93,35 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
         """Unless each client ranks by copies of its own."""
         return self.rewarded == "averaged"
 
+    def check(self, config: Config) -> None:
+        """Refuse scores that do not exist, and shortlists or local rankings that cannot be."""
+        pool, key = self.pool, "algorithm.pool.shortlist"
+        keep = pool.size(config.search_space.name)
+        scores = pool.chosen_scores(config.search_space.name)
+        check_scores("algorithm.pool.by", scores, key, pool.shortlist)
+        if (shortlist := pool.shortlist) is not None:
+            expected = f"{keep}, the pool's size, to draws={pool.draws}"
+            check_range(shortlist.keep >= keep, f"{key}.keep", shortlist.keep, expected)
+        if self.rewarded == "averaged":
+            return
+        if not isinstance(config.privacy, NoPrivacy):
+            raise ConfigError(
+                f"algorithm.rewarded={self.rewarded} with privacy=dp: training losses are no "
+                "planned release; set algorithm.rewarded=averaged, or take a search that reads no "
+                "record, as experiment=search/recommended_private does."
+            )
+        rungs = num_rungs(keep, self.eta)
+        if config.rounds > rungs:
+            raise ConfigError(
+                f"rounds={config.rounds} with algorithm.rewarded=local: at most {rungs} rounds "
+                f"have something to choose with algorithm.pool.keep={keep} and "
+                f"algorithm.eta={self.eta}; set rounds={rungs} or fewer."
+            )
+
 
 def num_rungs(keep: int, eta: int) -> int:
     """Number of choices of one in ``eta`` after which a single one of ``keep`` networks is left."""
     return math.ceil(math.log(keep, eta) - 1e-9)
-
-
-def _check(config: Config) -> None:
-    """Refuse scores that do not exist, and shortlists or local rankings that cannot be."""
-    settings, space = config.algorithm, config.search_space.name
-    assert isinstance(settings, SuccessiveHalvingSettings)
-    pool, keep, key = settings.pool, settings.pool.size(space), "algorithm.pool.shortlist"
-    check_scores("algorithm.pool.by", pool.chosen_scores(space), key, pool.shortlist)
-    if (shortlist := pool.shortlist) is not None:
-        expected = f"{keep}, the pool's size, to draws={pool.draws}"
-        check_range(shortlist.keep >= keep, f"{key}.keep", shortlist.keep, expected)
-    if settings.rewarded == "averaged":
-        return
-    if not isinstance(config.privacy, NoPrivacy):
-        raise ConfigError(
-            f"algorithm.rewarded={settings.rewarded} with privacy=dp: training losses are no "
-            "planned release; set algorithm.rewarded=averaged, or take a search that reads no "
-            "record, as experiment=search/recommended_private does."
-        )
-    rungs = num_rungs(keep, settings.eta)
-    if config.rounds > rungs:
-        raise ConfigError(
-            f"rounds={config.rounds} with algorithm.rewarded=local: at most {rungs} rounds have "
-            f"something to choose with algorithm.pool.keep={keep} and "
-            f"algorithm.eta={settings.eta}; set rounds={rungs} or fewer."
-        )
 
 
 register(
@@ -134,18 +133,13 @@ register(
         units=(RECORD, PERSON),
         trains=NETWORKS,
         asks_rewards=True,
-        check=_check,
         unused=(
             Rule(
                 "training.momentum runtime.wire",
                 lambda c: not (c.algorithm.trains_models or retrains(c)),
                 "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
             ),
-            Rule(
-                "privacy.alphas",
-                lambda c: True,
-                "algorithm={c.algorithm.name}, which has no alphas",
-            ),
+            NO_ALPHAS,
         ),
     ),
 )

@@ -9,19 +9,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.earlier_runs import found_alphas
 from fednas_flwr.algorithms.private_rounds import PrivateRound
-from fednas_flwr.algorithms.scored_draws import ScoredSearch, check_draws, make_search, shorten
+from fednas_flwr.algorithms.stage_strategies import found_alphas
 from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
+from fednas_flwr.algorithms.zero_cost.strategy import ScoredDraws
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import candidate_settings, describe_pool, seeded_network
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, RewardCandidates, Train
-from fednas_flwr.protocol.states import pack, unpack
+from fednas_flwr.protocol.states import Packed, pack, unpack
 from fednas_flwr.search.candidate import name_before
 from fednas_flwr.search.data_free_search import draw_by_alphas
 from fednas_flwr.settings import Config
@@ -44,7 +42,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     With ``rewarded="local"`` no network is averaged: each round is one exchange, in which all
     clients train all networks that are left from their first weights, and return how fast each
-    trains, see ``clients.actions.trained_rewards``. The averages of a few local epochs are poor
+    trains, see ``client.handlers.trained_rewards``. The averages of a few local epochs are poor
     models of deep networks, and rank them by chance. Not with privacy.
 
     With privacy each step is one release of all networks' gradients, see ``NoisedGradients``, and
@@ -55,26 +53,24 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     """
 
     def set_up(self) -> None:
-        """Make the search."""
-        assert self.space is not None
-        assert self.prepared is not None
-        self._search = self._make_search(self.config, self.prepared, self.space)
+        """Make the search for the pool."""
+        self._drawn = self._draws(self.config, self.prepared, self.space)
 
     @staticmethod
-    def _make_search(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredSearch:
+    def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
         settings = config.algorithm
         assert isinstance(settings, SuccessiveHalvingSettings)
         pool, scores = settings.pool, settings.pool.chosen_scores(space.name)
-        search = make_search(config, prepared, space, scores, pool.limits)
-        if pool.alphas is None:
-            return search
-        return partial(search, draw=partial(draw_by_alphas, space, found_alphas(config, space)))
+        options = {}
+        if pool.alphas is not None:
+            options["draw"] = partial(draw_by_alphas, space, found_alphas(config, space))
+        return ScoredDraws(config, prepared, space, scores, pool.limits, pool.shortlist, options)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train what is left; at the end of a rung keep the best."""
         if "pool" not in self.values:
             self._set_pool(self._choose()[: self._size()])
-            self.layouts, self.states = self._initial(self._network())
+            self.fit_states()
         settings, described = self.settings, self._describe()
         amount = self.amount(settings.local_epochs, settings.batch_size)
         local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
@@ -88,7 +84,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
             measured = RewardCandidates(network=described, site=self.site)
         left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
         if left < len(self.pool()):
-            metrics |= self._halve(left, server_round, measured)
+            metrics |= self._halve(left, measured)
         return metrics
 
     def pool(self) -> list[Genotype]:
@@ -107,54 +103,43 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def fit_states(self) -> None:
         """Give the states the form of the pool that the restored ``values`` hold."""
-        self.layouts, self.states = self._initial(self._network())
+        network = seeded_network(self.config, self._describe())
+        self.layouts, self.states = self._initial(network)
 
     def _set_pool(self, pool: Sequence[Genotype]) -> None:
         self.values = {"pool": [json.loads(to_json(genotype)) for genotype in pool]}
 
-    def _network(self) -> nn.Module:
-        """Return the pool's networks, newly initialised."""
-        return seeded_network(self.config, self._describe())
-
     def _describe(self) -> dict[str, Any]:
         """The description of the pool's networks, from which clients build it."""
-        assert self.prepared is not None
         return describe_pool(self.pool(), **candidate_settings(self.config, self.prepared))
 
     def _choose(self) -> list[Genotype]:
         """The ranking that the pool is the first part of."""
-        pool = self.settings.pool
         generator = make_generator(self.config.seed, "successive_halving")
-        found = self._search(draws=pool.draws, generator=generator)
-        if pool.shortlist is not None:
-            assert self.space is not None
-            found = shorten(self.config, self.space, pool.shortlist, found)
+        found = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
         return [one.genotype for one in found]
 
     def _size(self) -> int:
         """Size of the pool."""
         return self.settings.pool.size(self.config.search_space.name)
 
-    def _halve(self, left: int, server_round: int, request: RewardCandidates) -> dict[str, float]:
+    def _halve(self, left: int, request: RewardCandidates) -> dict[str, float]:
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
         pool = self.pool()
-        rewards, noise, metrics = self.reward(request, by_median=True)
-        self.cohort.emit(
-            "rewarded", stage=self.stage, round=server_round, genotypes=self.values["pool"],
-            rewards=rewards, noise=noise,
-        )  # fmt: skip
+        rewards, metrics = self.reward(request, by_median=True, genotypes=self.values["pool"])
         kept = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
         self._set_pool([pool[index] for index in kept])
-        before, states, velocity = self.layouts, self.states, self._velocity
-        self.layouts, self.states = self._initial(self._network())
-        for state, packed in states.items():
-            tensors = unpack(packed, before[state])
+        layouts, states = self.layouts, self.states
+        self.fit_states()
+
+        def left_of(packed: Packed, state: str) -> Packed:
+            tensors = unpack(packed, layouts[state])
             names = (name for name, _, _ in self.layouts[state].entries)
-            self.states[state] = pack({name: tensors[name_before(name, kept)] for name in names})
-        if velocity:
-            tensors = unpack(velocity, before["weights"])
-            names = (name for name, _, _ in self.layouts["weights"].entries)
-            self._velocity = pack({name: tensors[name_before(name, kept)] for name in names})
+            return pack({name: tensors[name_before(name, kept)] for name in names})
+
+        self.states = {state: left_of(packed, state) for state, packed in states.items()}
+        if self._velocity:
+            self._velocity = left_of(self._velocity, "weights")
         mean, best = sum(rewards) / len(rewards), max(rewards)
         if self.settings.rewarded == "local":
             return {"train_loss": -math.log(max(mean, 1e-30)), **metrics}
@@ -166,7 +151,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     ) -> list[PlannedRelease]:
         """Every step, and rewards where a rung ends."""
         planned = private.gradients({"weights": "train.weights"})
-        keep = settings.pool.size(private.space)
+        keep = settings.pool.size(private.config.search_space.name)
         before, after = (
             num_left(number, private.num_rounds, keep=keep, eta=settings.eta)
             for number in (private.number - 1, private.number)
@@ -179,7 +164,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
         """Refuse limits within which no pool is drawn, and alphas that are none."""
         generator = make_generator(config.seed, "successive_halving")
-        check_draws(cls._make_search(config, prepared, space), generator)
+        cls._draws(config, prepared, space).check(generator)
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:

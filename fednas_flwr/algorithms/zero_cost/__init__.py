@@ -61,6 +61,11 @@ class ZeroCostSettings(AlgorithmSettings):
 
         return self.scores or trusted_scores(space) or SYNFLOW
 
+    def check(self, config: Config) -> None:
+        """Refuse scores that do not exist."""
+        scores = self.chosen_scores(config.search_space.name)
+        check_scores("algorithm.scores", scores, "algorithm.shortlist", self.shortlist)
+
 
 def check_scores(
     key: str, names: Iterable[str], shortlist_key: str, shortlist: opt.ShortlistSettings | None
@@ -76,22 +81,6 @@ def check_scores(
             raise unknown_choice(setting, name, SCORES)
 
 
-def _check(config: Config) -> None:
-    settings = config.algorithm
-    assert isinstance(settings, ZeroCostSettings)
-    scores = settings.chosen_scores(config.search_space.name)
-    check_scores("algorithm.scores", scores, "algorithm.shortlist", settings.shortlist)
-
-
-def _breeds_nothing(config: Config) -> bool:
-    """Whether all that an evolution draws is its first, random population."""
-    settings = config.algorithm
-    assert isinstance(settings, ZeroCostSettings)
-    if settings.evolution is None:
-        return False
-    return settings.evolution.population >= config.rounds * settings.draws
-
-
 register(
     "algorithm",
     "zero_cost",
@@ -100,11 +89,13 @@ register(
         f"{__name__}.strategy:ZeroCost",
         units=UNITS,
         trains=None,
-        check=_check,
         unused=(
             Rule(
                 "algorithm.evolution",
-                _breeds_nothing,
+                lambda c: (
+                    c.algorithm.evolution is not None
+                    and c.algorithm.evolution.population >= c.rounds * c.algorithm.draws
+                ),
                 "rounds={c.rounds} of algorithm.draws={c.algorithm.draws}, which draw no more "
                 "networks than algorithm.evolution.population={c.algorithm.evolution.population}, "
                 "so that none is bred",

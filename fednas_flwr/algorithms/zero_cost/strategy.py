@@ -1,21 +1,99 @@
-"""The data-free search: the server ranks architectures by scores alone and asks no client."""
+"""The data-free search: the server ranks architectures by scores alone and asks no client.
+
+Also the parts of it that choose a pool: what is drawn, within which limits, and how it is ranked.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
 
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.private_rounds import PrivateRound
-from fednas_flwr.algorithms.scored_draws import ScoredSearch, check_draws, make_search, shorten
 from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.models.networks import describe_network, described_space
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.search.data_free_search import Scored
-from fednas_flwr.settings import Config
+from fednas_flwr.search.data_free_scores import measure
+from fednas_flwr.search.data_free_search import Limits, Score, Scored, search, shortlisted
+from fednas_flwr.settings import Config, NetworkLimits
+from fednas_flwr.settings.optimizers import ShortlistSettings
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
+from fednas_flwr.spaces.space_costs import latency_of
+
+
+@dataclass(frozen=True)
+class ScoredDraws:
+    """Networks that are drawn from a space within limits and ranked by scores with a run's seed.
+
+    Attributes:
+        config: The run's.
+        prepared: Its data.
+        space: The space, at the supernet's sizes.
+        scores: Names of the scores.
+        limits: On the cost of a network.
+        shortlist: Ranks the best anew; None ranks all by the same scores.
+        options: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
+    """
+
+    config: Config
+    prepared: Prepared
+    space: SearchSpace
+    scores: Sequence[str]
+    limits: NetworkLimits
+    shortlist: ShortlistSettings | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def ranked(self, **drawn: Any) -> list[Scored]:
+        """All that is drawn, the best first.
+
+        Args:
+            **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
+        """
+        found = self._search(self._by(self.scores), **drawn)
+        if self.shortlist is None:
+            return found
+        return shortlisted(found, self._by(self.shortlist.scores), keep=self.shortlist.keep)
+
+    def check(self, generator: torch.Generator) -> None:
+        """Refuse limits within which no network is drawn; none is scored.
+
+        Args:
+            generator: That of the first draws.
+        """
+        self._search(lambda _: {"none": 0.0}, draws=1, generator=generator)
+
+    def _by(self, scores: Sequence[str]) -> Score:
+        return partial(measure, self.space, scores=scores, seed=self.config.seed)
+
+    def _search(self, score: Score, **drawn: Any) -> list[Scored]:
+        limits, limited = self.limits, self.space
+        bounds = Limits(
+            parameters=limits.parameters,
+            multiply_adds=limits.multiply_adds,
+            latency_ms=limits.latency_ms,
+        )
+        if bounds != Limits() and "retrain" in self.config.stages:
+            # at the sizes at which a found network is trained
+            anything = self.space.random_genotype(torch.Generator())
+            description = describe_network(self.config, self.prepared, anything)
+            limited = described_space(description)[0]
+        return search(
+            self.space,
+            score,
+            limits=bounds,
+            latency_ms=None if limits.table is None else latency_of(self.space, limits.table),
+            limited=limited,
+            **self.options,
+            **drawn,
+        )
 
 
 class ZeroCost(RoundStrategy[ZeroCostSettings]):
@@ -30,30 +108,25 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
 
     def set_up(self) -> None:
         """Make the search."""
-        assert self.space is not None
-        assert self.prepared is not None
-        self._search = self._make_search(self.config, self.prepared, self.space)
+        self._drawn = self._draws(self.config, self.prepared, self.space)
         self.values = {"found": []}
 
     @staticmethod
-    def _make_search(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredSearch:
+    def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
         settings = config.algorithm
         assert isinstance(settings, ZeroCostSettings)
         scores = settings.chosen_scores(space.name)
-        return make_search(config, prepared, space, scores, settings.limits)
+        return ScoredDraws(config, prepared, space, scores, settings.limits, settings.shortlist)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Score some more architectures and rank all of them."""
-        assert self.space is not None
         settings = self.settings
-        pool = self._search(
+        pool = self._drawn.ranked(
             draws=settings.draws,
             generator=make_generator(self.config.seed, "zero_cost", server_round),
             evolution=settings.evolution,
             known=self.pool(),
         )
-        if settings.shortlist is not None:
-            pool = shorten(self.config, self.space, settings.shortlist, pool)
         self.values = {
             "found": [
                 {
@@ -88,4 +161,4 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
         """Refuse limits within which no network is drawn in the first round."""
         generator = make_generator(config.seed, "zero_cost", 1)
-        check_draws(cls._make_search(config, prepared, space), generator)
+        cls._draws(config, prepared, space).check(generator)

@@ -1,0 +1,383 @@
+"""The beginning of a run: its clients connect, and private ones commit to their schedules."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from fednas_flwr.algorithms.stage_strategies import make_sampling
+from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.client.making import simulated_properties
+from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
+from fednas_flwr.data.statistics import Statistics
+from fednas_flwr.data.summary import found, summarised
+from fednas_flwr.pipeline import pooled_statistics, schedule
+from fednas_flwr.pipeline.feasible import given_table
+from fednas_flwr.pipeline.run_stages import Run, make_checkpoints
+from fednas_flwr.pipeline.schedule import Schedule
+from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
+from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.requests import Commit
+from fednas_flwr.runs.events import Event, EventLog, clients_of
+from fednas_flwr.runs.run_folder import PARTITION_FILE
+from fednas_flwr.server.cohort import Cohort, Emit, QuorumError, ignore_events
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings.incompatible import has_real_sites
+from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, PRV, SPLITS
+from fednas_flwr.settings.parser import seconds
+from fednas_flwr.settings.run_settings import Deployment
+
+APPROVAL_POLL_S = 10.0
+CONNECT_S = 60.0  # for simulated clients, which are there from the start
+COMMIT = Exchange("query.commit", stage="commit", settings=Commit(data_set="", releases=()))
+PROPERTIES = ("splits", "budget", "secure_noise", "unit")  # that a private client must tell
+SITE_PROPERTIES = (  # that each real site must tell, from which the server builds networks
+    *("input_shape", "image_shape", "scattering"),
+    *("schema", "mean", "std", "class_names", "multi_label"),
+)
+
+
+def begin(
+    config: Config,
+    grid: Grid,
+    log: EventLog,
+    circumstances: dict[str, Any],
+    *,
+    earlier: Sequence[Event],
+) -> Run:
+    """A run whose clients are connected and, with privacy, keep its schedule.
+
+    Args:
+        config: As of :func:`~fednas_flwr.pipeline.stages.run_stages`.
+        grid: Reaches the clients.
+        log: Takes the events.
+        circumstances: Versions and machine.
+        earlier: Events of the run that goes on; empty of a new one.
+    """
+    limit, folder = config.runtime.time_limit, Path(str(config.run_dir))
+    ends_at = None if limit is None else time.monotonic() + seconds("time_limit", limit)
+    table = given_table(config)
+    name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
+    cohort = make_cohort(config, run=name, emit=log.emit)
+    prepared = _connect(config, grid, cohort, folder)
+    for event in earlier:
+        if event.get("expelled"):
+            cohort.expel(event["client"], event["reason"])
+    private = isinstance(config.privacy, DifferentialPrivacy)
+    statistics = pooled_statistics.known_statistics(earlier)
+    if prepared.uses_own_statistics and not private:
+        statistics = statistics or pooled_statistics.found_statistics(prepared, cohort, log)
+    splits: Sequence[Mapping[str, int]] = [
+        known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()
+    ]
+    if config.samples:
+        splits = _declared_at_first(cohort, earlier)
+        cohort.sampling = make_sampling(config, splits)
+    if private and getattr(config.privacy, "statistics_noise_multiplier", None) is None:
+        statistics = statistics or pooled_statistics.inherited_statistics(folder, log)
+    _tell_partition(config, cohort, prepared, log)
+    checkpoints = make_checkpoints(folder, log)
+    run = Run(
+        *(config, folder, grid, log, cohort, checkpoints, prepared, [], circumstances, table),
+        ends_at=ends_at,
+    )
+    if private:
+        statistics = _agree(run, splits, statistics, resumed=bool(earlier))
+    if statistics is not None:
+        cohort.statistics = statistics
+        run.prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
+    return run
+
+
+def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepared:
+    """Connect the clients; the data of a run, of real sites what the first one says of it."""
+    private = isinstance(config.privacy, DifferentialPrivacy)
+    needed = ("client", *(PROPERTIES if private else ()))
+    if has_real_sites(config):
+        alike = (*SITE_PROPERTIES, *(("honest_sites",) if config.secure_sum else ()))
+        cohort.connect(grid, needed=(*needed, *alike), alike=alike)
+        return make_server_data(config, next(iter(cohort.properties.values())))
+    prepared, parts = make_data(config)
+    if not (folder / PARTITION_FILE).exists():
+        save_partition(folder / PARTITION_FILE, parts)
+    cohort.connect(grid, needed=needed, known=simulated_properties(config, (prepared, parts)))
+    return prepared
+
+
+def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping[str, int]]:
+    """The records that each client declared when the run began, by split.
+
+    A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
+    not connected then nothing is known.
+    """
+    told = {client: known.get("splits", {}) for client, known in cohort.properties.items()}
+    begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
+    if begun:
+        told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
+    return [told.get(client, {}) for client in range(cohort.num_clients)]
+
+
+def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
+    """Tell who has how many records of what, and what a reader has found."""
+    properties = list(cohort.properties.values())
+    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
+    counts = [known.get("class_counts", []) for known in properties]
+    all_count = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
+    whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
+    records: dict[str, Any] = {"summary": summarised(splits)}
+    if whole:
+        records = {"splits": splits, "clients": sorted(cohort.properties)}
+    log.emit(
+        "partition",
+        class_names=list(prepared.train.class_names),
+        multi_label=prepared.train.multi_label,
+        counts=counts if all_count and whole else None,
+        **records,
+        server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
+    )
+    private = isinstance(config.privacy, DifferentialPrivacy)
+    if len(prepared.train) and not private and (lines := found(prepared)):
+        log.emit("data", found=lines)
+
+
+def _agree(
+    run: Run,
+    declared: Sequence[Mapping[str, int]],
+    statistics: Statistics | None,
+    *,
+    resumed: bool,
+) -> Statistics | None:
+    """Have private clients commit to the run's schedule; the statistics that they then release.
+
+    Args:
+        run: Gets its schedule.
+        declared: Each client's number of records by split.
+        statistics: Those that are known already.
+        resumed: Whether the run may have released something before.
+    """
+    config, cohort = run.config, run.cohort
+    assert isinstance(config.privacy, DifferentialPrivacy)
+    latest = {stage: run.checkpoints.latest(stage) for stage in ("search", "retrain")}
+    done = {stage: point.round for stage, point in latest.items() if point is not None}
+    if statistics is not None:
+        done[STATISTICS] = 1
+    least = [p.get("least_noise_multiplier", LEAST_CALIBRATED) for p in cohort.properties.values()]
+    schedules = schedule.make_schedules(
+        config, declared, done=done, sampling=cohort.sampling, least_noise=least
+    )
+    commit(cohort, config, schedules, done=done, resumed=resumed)
+    run.schedule = schedule.largest_schedule(schedules)
+    if statistics is None and any(planned.kind == STATISTICS for planned in run.schedule):
+        return pooled_statistics.noised_statistics(
+            run.prepared, cohort, run.schedule, run.log, data_set=config.privacy.data_set
+        )
+    return statistics
+
+
+def commit(
+    cohort: Cohort,
+    config: Config,
+    schedules: Sequence[Schedule],
+    *,
+    done: Mapping[str, int],
+    resumed: bool,
+) -> None:
+    """Have every client accept its schedule, and report its cost for each of them in an event.
+
+    The event also tells how many rounds of each stage each client's budget covers.
+
+    Args:
+        cohort: Connected to clients that have told ``PROPERTIES``.
+        config: With ``privacy=dp``.
+        schedules: From :func:`~fednas_flwr.pipeline.schedule.make_schedules`, each client's.
+        done: Rounds of each stage that a checkpoint covers: with any, a run goes on for as long as
+            its budgets last.
+        resumed: Whether the run may have released something before.
+
+    Raises:
+        QuorumError: Too few clients accept it; the message names the rule that it breaks, or the
+            person who has not approved it in time.
+        ConfigError: No round is done, and too few clients' budgets cover the first stage.
+    """
+    privacy, sampling = config.privacy, cohort.sampling
+    assert isinstance(privacy, DifferentialPrivacy)
+    of_all, turns = schedule.largest_schedule(schedules), schedule.turns_of(config, sampling)
+    clients, epsilon = [], cache(_epsilon)
+    requests = {
+        c: Commit(data_set=privacy.data_set, releases=tuple(schedules[c])) for c in cohort.clients
+    }
+    for client, reply in _agreed(cohort, requests, config.runtime.approval_s):
+        own = schedules[client]
+        to_do = {s: sum(r > done.get(s, 0) for r in rounds) for s, rounds in turns[client].items()}
+        try:
+            cost = _cost(own, reply)
+        except ReplyError as error:
+            cohort.dismiss(client, str(error), COMMIT)
+            continue
+        properties = cohort.properties[client]
+        records = tuple(sorted(properties["splits"].items()))
+        search = tuple(planned for planned in own if planned.stage == "search")
+        clients.append(
+            {
+                "client": client,
+                "search_epsilon": epsilon(search, records, privacy.delta),
+                "records": properties["splits"],
+                "rates": [planned.rate(properties["splits"]) for planned in of_all],
+                **{name: properties[name] for name in ("budget", "secure_noise", "unit")},
+                **cost,
+                **_alone(own, properties, privacy.delta),
+                **({} if sampling is None else {"turns": to_do}),
+                "covers": schedule.covered_rounds(own, reply.properties["covered_steps"], to_do),
+            }
+        )
+    for client in set(cohort.clients) - {promise["client"] for promise in clients}:
+        cohort.dismiss(client, "it did not accept the schedule in time")
+    cohort.emit(
+        "privacy",
+        data_set=privacy.data_set,
+        schedule=[asdict(planned) for planned in of_all],
+        clients=clients,
+        drawn=sampling and {"by": sampling.by, "per_round": sampling.per_round},
+    )
+    if any(rounds for stage, rounds in done.items() if stage != STATISTICS):
+        return
+    stage = next((planned.stage for planned in of_all if planned.stage != STATISTICS), "")
+    covers = {
+        p["client"]: cover for p in clients for cover in p["covers"] if cover["stage"] == stage
+    }
+    quorum = cohort.quorum if sampling is None else cohort.quorum_of(len(covers))
+    remark = f" Nothing {'more ' if resumed else ''}was released."
+    schedule.check_covered(privacy, covers, quorum, remark=remark)
+
+
+def _cost(own: Schedule, reply: Reply) -> dict[str, Any]:
+    """What a client says that its schedule costs it.
+
+    Raises:
+        ReplyError: It leaves out one of these, or a split.
+    """
+    silent = [name for name in ("epsilon", "covered_steps") if name not in reply.properties]
+    if silent:
+        raise ReplyError(f"does not say its {silent[0]}")
+    cost = {
+        name: reply.properties[name]
+        for name in ("epsilon", "uncounted")
+        if name in reply.properties
+    }
+    missing = {split for planned in own for split in planned.splits} - set(cost["epsilon"][PRV])
+    if missing:
+        raise ReplyError(f"does not say its epsilon of {', '.join(sorted(missing))}")
+    return cost
+
+
+def _agreed(
+    cohort: Cohort, requests: Mapping[int, Commit], approval_s: float
+) -> list[tuple[int, Reply]]:
+    """The clients that keep their schedules and their replies, after approvals.
+
+    A client at which a person must approve the schedule is asked again until that is done; the
+    event ``approval_awaited`` names the run, so that one that ended here can go on under its name.
+    """
+    exchange = replace(COMMIT, settings_of=requests)
+    replies = dict(cohort.ask(exchange))
+    deadline = time.monotonic() + approval_s
+    told: dict[int, str] = {}
+    while waiting := _awaited(replies):
+        if waiting != told:
+            schedules = [{"client": c, "schedule": awaited} for c, awaited in waiting.items()]
+            cohort.emit("approval_awaited", run=cohort.run, clients=schedules)
+            told = waiting
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            break
+        cohort.wait(min(APPROVAL_POLL_S, left_s))
+        agreed = {c: reply for c, reply in replies.items() if c not in waiting}
+        replies = agreed | dict(cohort.ask(replace(exchange, among=waiting)))
+    for client, awaited in waiting.items():
+        reason = (
+            f"its schedule {awaited} waits for a person's approval: have `fednas approve "
+            f"{awaited}` typed at that site, then resume this run"
+        )
+        cohort.dismiss(client, reason, COMMIT)
+        del replies[client]
+    if waiting and len(replies) < cohort.quorum:
+        reasons = "; ".join(f"client {c}: {why}" for c, why in cohort.left.items())
+        raise QuorumError(
+            f"{reasons} ({len(replies)} of {cohort.num_clients} clients have agreed to the "
+            f"schedule, {cohort.quorum} are needed). Nothing was released."
+        )
+    return sorted(replies.items())
+
+
+def _awaited(replies: Mapping[int, Reply]) -> dict[int, str]:
+    """The schedule that each client waits to have approved."""
+    said = {client: reply.properties for client, reply in replies.items()}
+    return {client: of["awaits"] for client, of in said.items() if "awaits" in of}
+
+
+def awaited_run(events: Sequence[Event]) -> str | None:
+    """The name of a run that ended as it waited for approvals, which has released nothing.
+
+    Args:
+        events: Of a run folder.
+    """
+    agreements = [e for e in events if e["event"] in ("approval_awaited", "privacy")]
+    if not agreements or agreements[-1]["event"] == "privacy":
+        return None
+    return str(agreements[-1]["run"])
+
+
+def _alone(own: Schedule, properties: Mapping[str, Any], delta: float) -> dict[str, Any]:
+    """Cost of the schedule for a client whose secure sums are broken.
+
+    Its own share is then all that hides its records: of h honest sites' noise ``1 / sqrt(h)``.
+    """
+    honest = properties.get("honest_sites")
+    if honest is None or not any(planned.shared for planned in own):
+        return {}
+    alone = [
+        replace(planned, noise_multiplier=(planned.noise_multiplier or 0.0) / math.sqrt(honest))
+        if planned.shared
+        else planned
+        for planned in own
+    ]
+    records = tuple(properties["splits"].items())
+    return {"honest_sites": honest, "alone_epsilon": _epsilon(tuple(alone), records, delta)}
+
+
+def _epsilon(
+    releases: tuple[PlannedRelease, ...], records: tuple[tuple[str, int], ...], delta: float
+) -> float | None:
+    """The epsilon of releases on a client's worst split, by PRV; None is infinite."""
+    read = [(planned.release(dict(records)), planned.splits) for planned in releases]
+    epsilon = max(epsilon_per_split(read, delta, ACCOUNTANTS[PRV]).values(), default=0.0)
+    return epsilon if math.isfinite(epsilon) else None
+
+
+def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Cohort:
+    """The server's way to the clients, with the runtime's quorum, deadlines and limits."""
+    privacy, runtime = config.privacy, config.runtime
+    return Cohort(
+        run=run,
+        num_clients=config.clients,
+        quorum_share=runtime.quorum,
+        deadline_s=runtime.deadline_s,
+        connect_s=runtime.connect_s if isinstance(runtime, Deployment) else CONNECT_S,
+        wire=runtime.wire,
+        fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
+        most_records=runtime.most_records,
+        largest_share=runtime.largest_share,
+        secure_sum=config.secure_sum is not None,
+        emit=emit,
+    )
