@@ -315,7 +315,7 @@ def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
         largest = max(LARGEST_BY_DEFAULT, least if isinstance(least, int | float) else 0)
         section = {"account": name, "largest_noise_multiplier": largest, **section}
     try:
-        read: _Section = parse(_Section, section, key="")
+        read: _Section = parse(_Section, section, key="", defaults=True)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     values = {field.name: getattr(read, field.name) for field in fields(read)}
