@@ -152,8 +152,8 @@ def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(
 ):
     """Real messages of an exchange with shared noise; noise alone does not make them uniform."""
     if not masks:
-        for module in ("sum_site", "masked_sum"):
-            where = f"fednas_flwr.protocol.secure_sum.{module}.add_mask"
+        for module in ("protocol.secure_sum.sum_site", "server.secure_sums"):
+            where = f"fednas_flwr.{module}.add_mask"
             monkeypatch.setattr(where, lambda *_, **__: None)
     records = []
     own = ("rounds=1", "stages=[search]", "search_space.channels=8", f"run_dir={tmp_path / 'run'}")

@@ -54,7 +54,7 @@ def test_the_learning_rate_falls_along_a_cosine():
         ({"lr": float("nan")}, "^lr=nan"),
         ({"lr": 1e31}, r"^lr=1e\+31"),
         ({"min_lr": 0.2}, "^min_lr=0.2"),
-        ({"momentum": 1.0}, "^training.momentum=1.0"),
+        ({"momentum": 1.0}, "^momentum=1.0"),
         ({"weight_decay": -1e-4}, "^weight_decay=-0.0001"),
         ({"weight_decay": float("inf")}, "^weight_decay=inf"),
         ({"clip_norm": 0.0}, "^clip_norm=0.0"),
