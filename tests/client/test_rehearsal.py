@@ -14,8 +14,7 @@ from fednas_flwr.client import rehearsal
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.rehearsal import FOLDER, machine, shown_size, structure
-from fednas_flwr.privacy.mechanism import clipping
-from fednas_flwr.privacy.mechanism.micro_batches import micro_batches
+from fednas_flwr.privacy.mechanism import micro_batches
 from fednas_flwr.settings import with_runtime
 
 CPU = torch.device("cpu")
@@ -88,16 +87,16 @@ def test_the_site_tests_before_it_reads_and_computes_in_the_size_that_passed(
     """Every part that is computed then has this size, whatever the number of records drawn."""
     restart()
     monkeypatch.setattr(rehearsal, "largest_size", lambda *_, **__: 2)
-    sizes = []
+    sizes, divide = [], micro_batches.micro_batches
 
     def watched(x, y, size):
-        for part in micro_batches(x, y, size):
+        for part in divide(x, y, size):
             sizes.append(len(part[0]))
             yield part
 
     site = make_site(policy={"micro_batch_size": 8})
     site = replace_cache(site)
-    monkeypatch.setattr(clipping, "micro_batches", watched)
+    monkeypatch.setattr(micro_batches, "micro_batches", watched)
     site.ask("train.weight_gradient")
     rehearsed, *computed = sizes
     assert rehearsed == 8

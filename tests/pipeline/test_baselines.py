@@ -38,16 +38,16 @@ RANGES = {
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take fewer networks for the data-free choice, for time alone."""
-    shipped = baselines._shipped_settings
+    shipped = baselines.read_yaml
 
-    def fewer(file: str) -> dict[str, Any]:
-        settings = shipped(file)
+    def fewer(path: Path, file: str) -> Any:
+        settings = shipped(path, file)
         if file == baselines.DATA_FREE:
             settings["algorithm"]["draws"] = 4
             settings["algorithm"]["shortlist"]["keep"] = 2
         return settings
 
-    monkeypatch.setattr(baselines, "_shipped_settings", fewer)
+    monkeypatch.setattr(baselines, "read_yaml", fewer)
 
 
 def told(folder: Path) -> dict[str, dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_real_sites_pay_for_baselines_by_a_share_of_their_epsilon_or_not_at_all(
         NoEffectError, match=r"evaluation.baselines=2 .* set privacy.baseline_share to what"
     ):
         compose(*private, "evaluation.baselines=2")
-    with pytest.raises(NoEffectError, match="baseline_share=0.25 has no effect .* a ledger of its"):
+    with pytest.raises(NoEffectError, match="baseline_share=0.25 has no effect .* its own ledger"):
         compose("algorithm=dp_fnas", "privacy=dp", "evaluation.baselines=2", share)
     with pytest.raises(
         NoEffectError, match="baseline_share=0.25 has no effect with evaluation.baselines=null"
