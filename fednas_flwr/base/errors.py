@@ -71,7 +71,8 @@ def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigEr
     meant = [MEANT[given]] if MEANT.get(given) in names else []
     nearest = meant or difflib.get_close_matches(given, names, n=1, cutoff=0.5)
     hint = f" (nearest: {nearest[0]})" if nearest else ""
-    return ConfigError(f"{what}={given} is unknown: choose one of {', '.join(names)}{hint}.")
+    choice = f"choose one of {', '.join(names)}" if names else "there is none"
+    return ConfigError(f"{what}={given} is unknown: {choice}{hint}.")
 
 
 def show(value: object) -> str:

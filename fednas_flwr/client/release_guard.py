@@ -57,7 +57,7 @@ class Commitment:
     by_split: bool
     data_set: str
     sizes: dict[str, int]
-    unit: str = RECORD
+    unit: str
 
     @property
     def plan(self) -> dict[str, PlannedRelease]:
@@ -67,8 +67,8 @@ class Commitment:
 
 def read_commitment(text: str) -> Commitment:
     """Return what a ledger has kept."""
-    values = json.loads(text)
-    older = {"shared": False, "of_client": False}  # of commitments that were made without
+    values = {"unit": RECORD} | json.loads(text)  # older ones lack it, as they lack these two
+    older = {"shared": False, "of_client": False}
     releases = [older | release for release in values["releases"]]
     commitment: Commitment = parse(Commitment, values | {"releases": releases}, key="commitment")
     return commitment

@@ -172,7 +172,7 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
             f"{both} form of labels: one has a class per record, the other several labels; write "
             "them in one form."
         )
-    if others.schema != records.schema and records.schema and others.schema:
+    if others.schema != records.schema:
         only = set(others.feature_names) ^ set(records.feature_names)
         raise ConfigError(
             f"{both} feature columns (they differ in {_listed(sorted(only)) or 'order'}): set "

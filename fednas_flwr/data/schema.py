@@ -99,7 +99,7 @@ class Inputs(Checked):
         Raises:
             ConfigError: The text says none.
         """
-        inputs: Inputs = parse(Inputs, json.loads(text), key="inputs")
+        inputs: Inputs = parse(Inputs, json.loads(text), key="inputs", defaults=True)
         return inputs
 
 

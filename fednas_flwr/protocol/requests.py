@@ -52,9 +52,13 @@ LARGEST_RECORD = 2**28  # values of its features
 LONGEST_TEXT = 200  # characters of a tag or of a name
 SCORES = ("f1", "auroc", "average_precision")
 
-Line = Annotated[
-    str, Where(lambda text: len(text) <= LONGEST_TEXT and text.isprintable(), "a line of text")
-]
+
+def is_line(text: str) -> bool:
+    """Whether it is a line of text that a person can be shown."""
+    return len(text) <= LONGEST_TEXT and text.isprintable()
+
+
+Line = Annotated[str, Where(is_line, "a line of text")]
 Number = Annotated[int, Between(0, MAX_EXAMPLES)]
 Shape = Annotated[
     list[Number],
@@ -306,9 +310,7 @@ class ClientProperties(Identity, total=False):
 
     tag: Line
     hardware: Line
-    versions: Annotated[
-        dict[str, Line], Where(lambda of: all(map(str.isprintable, of)), "lines by name")
-    ]
+    versions: Annotated[dict[str, Line], Where(lambda of: all(map(is_line, of)), "lines by name")]
     keeps_model: Annotated[bool, Where(bool, "true")]
     input_shape: Shape
     image_shape: Shape

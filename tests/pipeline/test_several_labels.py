@@ -242,7 +242,7 @@ def test_real_sites_say_that_records_can_have_several_labels(
         ),
         (("evaluation.positive=odd",), "evaluation.positive=odd is unknown"),
         (("dataset.class_names=[even,odd]",), "has 3 labels, but dataset.class_names names 2"),
-        (("dataset.labels=[a,b]",), "dataset.labels is a setting of dataset=csv, dataset=labelled"),
+        (("dataset.labels=[a,b]",), "setting=dataset.labels is unknown"),
     ],
 )
 def test_what_is_for_one_class_is_refused(

@@ -27,7 +27,8 @@ class FNASSettings(AlgorithmSettings):
             weights.
         local_steps: Steps per exchange ("periodic updates").
         batch_size: Records per step of a client; null takes all of them.
-        evaluate_every: Rounds between evaluations of the supernet on validation data; 0 is never.
+        evaluate_every: Rounds between evaluations of the supernet on validation data; 0 is
+            after the last one only.
         weights: The weights' optimiser.
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
