@@ -189,7 +189,7 @@ def test_a_setting_is_read_or_refused(
 ) -> None:
     overrides = [genotype if text == "genotype" else text for text in RUNS[run]]
     overrides += data_of(overrides, made_data, tmp_path)
-    overrides += [f"dataset.cache={made_data.parent / 'cache'}", f"run_dir={tmp_path / 'run'}"]
+    overrides += [f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
     algorithm = f"algorithm={run.split()[0].rstrip(',')}"
     given = {text.partition("=")[0] for text in overrides}
     searching = algorithms()[algorithm.partition("=")[2]].search is not None
