@@ -100,7 +100,7 @@ class RoundStrategy(Strategy, Generic[S]):
         space: Search space of the supernet; None for plain networks.
         prepared: The run's data; None where no network is made of its shapes.
         description: Description of the network to retrain, from which clients build it, see
-            ``clients.Client.network``; None in a search.
+            ``client.client.Client.network``; None in a search.
         configuration: Hyper-parameters that the search has found for retraining, which take the
             place of those of the settings; None if none.
         checkpoints: Where the state goes after every round; None keeps none.

@@ -57,7 +57,7 @@ TakeSum = Callable[..., ClippedSum]
 
 
 class NoisedGradients:
-    """A ``search.descent.Gradients`` of which every gradient is a release.
+    """A source of gradients (``search.optimizer_step.Gradients``), each of which is a release.
 
     Each is first tried on made-up records, by the ``rehearse`` methods; they, and the constructor,
     read no record.

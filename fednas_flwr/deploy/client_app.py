@@ -134,7 +134,7 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
         site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
             ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
             file that says how the data is read, which needs a ``cache``. The other keys are for
-            ``builders.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
+            ``client.making.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
             sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; ``roster``, ``sum-key``
             and ``sums`` for secure sums; ``models``, where the site keeps models that return to it,
             and ``signer``, whose. ``audit`` and ``superlink`` are for the audit trail.

@@ -61,7 +61,7 @@ def run_groups(
 
     Args:
         run: Of CFDNAS.
-        search: Runs a search stage, see ``pipeline.start_search``.
+        search: Runs a search stage, see ``stages.start_search``.
         run_group: Runs what follows, of a run whose algorithm is FDNAS.
 
     Raises:

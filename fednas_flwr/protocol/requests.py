@@ -68,7 +68,7 @@ Declared = Annotated[
 ]
 Epsilon = Annotated[float, Between(0)]
 Candidates = Annotated[list[list[int]], Length(Between(1, opt.MOST_CANDIDATES))]
-Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
+Description = dict[str, Any]  # what a network is built from, see ``models.networks.make_network``
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
 REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
 
-# Types of fields, with the values that they may have; see ``typed.Checked``.
+# Types of fields, with the values that they may have; see ``parser.Checked``.
 Count = Annotated[int, Between(1)]
 CountOrZero = Annotated[int, Between(0)]
 Steps = Annotated[int, Between(1, 10**6)]  # or epochs, before a client answers
