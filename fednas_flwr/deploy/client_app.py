@@ -134,10 +134,11 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
         site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
             ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
             file that says how the data is read, which needs a ``cache``. The other keys are for
-            ``client.making.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
-            sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; ``roster``, ``sum-key``
-            and ``sums`` for secure sums; ``models``, where the site keeps models that return to it,
-            and ``signer``, whose. ``audit`` and ``superlink`` are for the audit trail.
+            ``client.making.make_client``: ``tag``; ``split-key`` instead of the server's; of
+            private sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; ``roster``,
+            ``sum-key`` and ``sums`` for secure sums; ``models``, where the site keeps models that
+            return to it, and ``signer``, the public key that must have signed them. ``audit`` and
+            ``superlink`` are for the audit trail.
 
     Raises:
         ConfigError: The site has data of its own and the run pools data, or the other way round;
