@@ -202,12 +202,12 @@ class RoundStrategy(Strategy, Generic[S]):
         return TrimmedMean(None) if aggregate.name == "median" else WeightedAverage()
 
     def _momentum(self) -> str:
-        """Where the momentum of local training goes between requests."""
+        """The place of local training's momentum between requests, as ``training.momentum``."""
         averages = self.stage == "retrain" and follows_noise(self.config)
         return self.config.training.momentum or ("averaged" if averages else "reset")
 
     def amount(self, local_epochs: int, batch_size: int | None) -> rq.Amount:
-        """Return how long clients train: epochs of batches, with privacy steps."""
+        """Return the amount of local training: epochs of batches, or with privacy steps."""
         steps = local_steps(self.config, self.stage)
         if steps is None:
             return rq.Amount(local_epochs, None, batch_size)

@@ -122,7 +122,7 @@ def make_retraining(
 
 
 def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[PlannedRelease]]:
-    """What each round of a stage of a private run releases of a client that it asks."""
+    """Releases of each round of a stage of a private run, of a client that the round asks."""
     strategy, privacy = strategy_of(config, stage), config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     rounds = [
@@ -135,7 +135,7 @@ def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[
 
 
 def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampling | None:
-    """Return who is asked in the rounds of a run, None where it is always everybody.
+    """Return the sampling of clients of a run, None if every round asks all.
 
     Args:
         config: The run's configuration.
@@ -166,7 +166,7 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
 
 
 def _at_most(records: NDArray[np.int64], batch: float | None) -> NDArray[np.int64]:
-    """Return what the clients' batches weigh; a share of its records is one of every client's."""
+    """Return the sizes of the clients' batches; a batch below 1 is a share of the records."""
     return records if batch is None or batch < 1 else np.minimum(records, int(batch))
 
 

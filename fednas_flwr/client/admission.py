@@ -142,13 +142,13 @@ def check_fields(action: str, reply: Reply) -> None:
 
 
 def description_of(request: Request) -> Mapping[str, Any]:
-    """Return what the network of a request is built from: the supernet if it says nothing else."""
+    """Return the description of a request's network, by default that of the supernet."""
     described = request.settings.described
     return {"name": SUPERNET} if described is None else described
 
 
 def _norm(request: Request, supernet_norm: str | None) -> str | None:
-    """Return how the network that a request describes normalises; None without a network."""
+    """Return the kind of normalisation of a request's network; None without a network."""
     if STATISTICS in ACTIONS[request.action].releases:
         return None
     described = description_of(request)

@@ -310,7 +310,7 @@ def _mark_path(path: Path, key_path: Path) -> Path:
 
 
 def _read_mark(mark: Path, key: bytes) -> _End:
-    """Return what a mark says, the place before the first line if there is none."""
+    """Return the end that a mark names; without a mark, the place before the first line."""
     if not mark.exists():
         return _genesis(key)
     try:

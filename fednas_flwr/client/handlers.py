@@ -116,7 +116,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
 
 
 def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:
-    """Return how many weights and alphas the search has, where a person is to approve it."""
+    """Return the numbers of weights and alphas of a search that a person is to approve."""
     searches = any(planned.stage == "search" for planned in asked.releases)
     if not (searches and admission.guard_of(client).allowed.needs_approval):
         return {}
@@ -392,7 +392,7 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
 
 
 def trained_rewards(client: Client, request: Request, training: rq.LocalTraining) -> Reply:
-    """Return how fast the members of a pool train, each from the weights that were sent.
+    """Return the training speed of each member of a pool, from the weights that were sent.
 
     A member's reward, from 0 to 1, is ``exp(-loss)`` with the mean training loss of the last local
     epoch, before each step on its batch: a training speed estimate (Ru et al. 2021,
@@ -574,7 +574,7 @@ def _released_weight(client: Client, request: Request) -> float:
 
 
 def _num_records(client: Client, split: str) -> int:
-    """Return how many records a split has, of a private client those that its policy declares."""
+    """Return the number of records of a split, of a private client the declared one."""
     if client.guard is not None:
         return admission.guard_of(client).num_records(split.split("+"))
     return len(client.split(split))

@@ -47,9 +47,9 @@ def prepare(
 def prepare_search(
     client: Client, request: Request, local: LocalSearch, supernet: Supernet
 ) -> Training:
-    """Return what searches locally: FEATHERS, Alg. 4, of which it is also the private form.
+    """Return a function that searches locally: FEATHERS, Alg. 4, or its private form.
 
-    There the look-ahead of the text's line 2 is left out, whose weights would carry no noise.
+    The private form leaves out the look-ahead of line 2, whose weights would carry no noise.
 
     Args:
         client: Whose records are read.
@@ -111,7 +111,7 @@ def prepare_training(
     *,
     generator: torch.Generator | None = None,
 ) -> Training:
-    """Return what trains the weights of a network.
+    """Return a function that trains the weights of a network.
 
     In private mode DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) with momentum on the noised
     gradients: every step is a release of its own, from which the weights follow. ``clip_norm``

@@ -139,10 +139,10 @@ def make_client(
 def simulated_properties(
     config: Config, data: tuple[Prepared, list[np.ndarray]]
 ) -> dict[int, dict[str, Any]] | None:
-    """Return what the clients of a run say of their records, None if they must be asked.
+    """Return the properties of all simulated clients by index, None if clients must be asked.
 
-    The server divides the records itself where it simulates clients without privacy; that it need
-    not ask them all is worth something only where rounds do not ask them all, either.
+    A server that simulates clients without privacy divides the records itself, and so knows the
+    properties. This saves time where rounds ask some of the clients only.
 
     Args:
         config: The run's configuration.
@@ -174,7 +174,7 @@ def simulated_properties(
 
 
 def make_objective(config: Config, records: Records, device: torch.device) -> Objective:
-    """Return what networks are trained for and judged by; a class without a factor has 1.
+    """Return the objective of training and evaluation; a class without a factor has 1.
 
     Args:
         config: The run's.
@@ -299,7 +299,7 @@ def make_sum_site(config: Config, index: int) -> SumSite | None:
 
 
 def _simulated_terms(config: Config, fingerprint: str) -> SumTerms:
-    """Return what the policy of a simulated site says of secure sums."""
+    """Return the terms of secure sums in the policy of a simulated site."""
     terms = config.secure_sum
     assert terms is not None
     return SumTerms(fingerprint, terms.least(config.clients), terms.colluding)

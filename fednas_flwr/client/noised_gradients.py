@@ -186,7 +186,7 @@ class NoisedGradients:
         return {name: value.to(self._client.device) for name, value in sums.items()}
 
     def _contributions(self, state: str, take: TakeSum) -> tuple[Split, Contributions]:
-        """Return what a release reads, and the clipped sum over some of its units.
+        """Return the split that a release reads, and a function: the clipped sum over some units.
 
         One micro-batch is in memory at a time.
         """

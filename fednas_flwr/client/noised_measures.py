@@ -112,7 +112,7 @@ class Measurement:
 def prepare_metrics(
     client: Client, request: Request, network: nn.Module, description: object
 ) -> Callable[[], dict[str, float]]:
-    """Return what releases a network's loss and accuracy; reads no record.
+    """Return a function that releases a network's loss and accuracy; reads no record itself.
 
     A record's loss counts for at most twice that of guessing, and so does one that is not finite.
     """
@@ -141,9 +141,9 @@ def prepare_metrics(
 
 
 def prepare_losses(client: Client, network: nn.Module, description: object) -> Callable[[], Tensor]:
-    """Return what computes the loss of every validation record, times its class's factor, [N].
+    """Return a function: the loss of every validation record, times its class's factor.
 
-    float64 on the CPU, in evaluation mode. Reads no record itself.
+    Its result is float64 [N] on the CPU, in evaluation mode. Reads no record itself.
     """
     objective = client.objective
 
@@ -169,10 +169,10 @@ def prepare_rewards(
     largest: Sequence[nn.Module],
     description: object,
 ) -> Callable[[], Tensor]:
-    """Return what releases each candidate's accuracy over the declared validation records, [M].
+    """Return a function that releases every candidate's accuracy on validation records, [M].
 
-    Reads no record. One release for all: whether each of M candidates is right about a record is a
-    vector of norm sqrt(M) at most.
+    Accuracies are shares of the declared number of records. Reads no record itself. All are one
+    release: the hits of M candidates on one record are a vector of norm sqrt(M) at most.
 
     Args:
         client: With a guard.

@@ -66,7 +66,7 @@ class Commitment:
 
 
 def read_commitment(text: str) -> Commitment:
-    """Return what a ledger has kept."""
+    """Return the commitment that a ledger has kept as text."""
     values = json.loads(text)
     older = {"shared": False, "of_client": False}  # of commitments that were made without
     releases = [older | release for release in values["releases"]]
@@ -120,7 +120,7 @@ class ReleaseGuard:
 
     @property
     def properties(self) -> dict[str, Any]:
-        """What the client says of its policy and budget, which do not depend on records."""
+        """Properties of policy and budget, which do not depend on records."""
         allowed = self.allowed
         terms = allowed.secure_sum
         return {
@@ -408,7 +408,7 @@ class ReleaseGuard:
         return sums, torch.cat(parts)
 
     def _sharing(self, planned: PlannedRelease) -> str:
-        """Return what the ledger notes beside a release whose noise is shared.
+        """Return the ledger's note beside a release whose noise is shared.
 
         The row's noise is that of the sum. Whoever breaks the sum gets a release with this site's
         share alone: ``1 / sqrt(h)`` of it.
@@ -427,15 +427,15 @@ class ReleaseGuard:
         }
 
     def _pays_by_split(self) -> bool:
-        """Return whether releases are charged to the splits that they read alone."""
+        """Return whether a release is charged only to the splits that it reads."""
         return self._ledger.is_first(self.allowed.account, self._assignment)
 
     def _reading(self, planned: PlannedRelease, by_split: bool) -> tuple[Release, tuple[str, ...]]:
-        """Return what all steps of a plan release, and which splits they are charged to."""
+        """Return the release of all steps of a plan, and the splits that it is charged to."""
         return planned.release(self.allowed.records), planned.splits if by_split else SPLITS
 
     def _commitment(self, run: str) -> Commitment | None:
-        """Return what a run has committed to.
+        """Return the commitment of a run, None if there is none.
 
         Raises:
             ConfigError: The client then held other records, or had them in other splits.

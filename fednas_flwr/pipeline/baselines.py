@@ -80,11 +80,11 @@ def num_random(config: Config) -> int:
 
 
 def affordable(folder: Path) -> int:
-    """Return how many random networks a finished run is compared with unless it says so itself.
+    """Return the number of random networks to compare a finished run with by default.
 
-    Two where all baselines add less than half to its time, which must be over a minute; each takes
-    about as long as all of the run but its search, to which the data-free choice adds its scores. A
-    run that has begun with baselines goes on with them.
+    It is 2 if the run took over a minute and all baselines add less than half to that, else 0. Each
+    baseline takes about as long as the run without its search; the data-free choice adds the time
+    of its scores. A run that has begun with baselines goes on with them.
     """
     if (folder / BASELINES_FOLDER).is_dir():
         return AFFORDED

@@ -262,7 +262,7 @@ def commit(
 
 
 def _cost(own: Schedule, reply: Reply) -> dict[str, Any]:
-    """What a client says that its schedule costs it.
+    """Return the cost of its schedule that a client declares.
 
     Raises:
         ReplyError: It leaves out one of these, or a split.

@@ -53,7 +53,7 @@ def with_learning_rate(run: Run) -> Config:
 
 
 def explained(run: Run) -> list[str]:
-    """What each kind of release of a private run is made of, and what that follows from."""
+    """Explain each kind of release of a private run, and what its terms follow from."""
     config, privacy = run.config, run.config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     known = [properties["splits"] for properties in run.cohort.properties.values()]

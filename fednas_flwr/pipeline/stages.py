@@ -322,7 +322,7 @@ def _ask_tests(
 
 
 def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining:
-    """Return how clients train in the last round of retraining."""
+    """Return the local training of the last round of retraining."""
     retrain = config.retrain
     return rq.LocalTraining(
         description,

@@ -178,7 +178,7 @@ class LocalSearch:
 
     @property
     def releases(self) -> Kinds:
-        """What it releases of a private client.
+        """Releases of a private client, by kind.
 
         Raises:
             ConfigError: It mixes splits, or its steps cannot be booked.
@@ -217,7 +217,7 @@ class LocalTraining(Checked):
 
     @property
     def releases(self) -> Kinds:
-        """What it releases of a private client."""
+        """Releases of a private client, by kind."""
         return {"weights": (splits_of(self.split), self.amount.private_steps)}
 
     def num_steps(self, records: Mapping[str, int]) -> int:
@@ -296,7 +296,7 @@ class Budget(TypedDict):
 
 
 class Identity(TypedDict):
-    """Which client it is, in properties of any client."""
+    """The index of a client, in properties of any client."""
 
     client: int
 
@@ -706,7 +706,7 @@ class Probe(AtSite):
         return None if self.training is None else self.training.network
 
     def trainings(self) -> list[LocalSearch] | list[LocalTraining]:
-        """Return what each trial does."""
+        """Return the local search or training of each trial."""
         if self.search is not None:
             return [replace(self.search, weights=t.weights, alphas=t.alphas) for t in self.trials]
         assert self.training is not None

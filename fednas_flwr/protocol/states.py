@@ -210,7 +210,7 @@ class Average(Protocol):
         """Add one client's states, of so many examples."""
 
     def result(self) -> dict[str, Packed]:
-        """Return what was made of them, and give them up."""
+        """Return the aggregate, and give up the states."""
 
 
 class WeightedAverage:

@@ -1,8 +1,8 @@
-"""Which clients a round asks: drawn from the seed and public sizes, all known before the run.
+"""Sampling of the clients of each round, from the seed and public sizes, before the run.
 
-Main class: :class:`Sampling`. The draws are of three kinds, and of the first two the average that a
-round makes is unbiased: its expectation over the draws is the average over all clients. ``uniform``
-averages by size, ``by_size`` gives every draw the same weight.
+Main class: :class:`Sampling`. There are three kinds of draws. With the first two a round's average
+is unbiased: its expectation over the draws is the average over all clients. ``uniform`` averages by
+size, ``by_size`` gives every draw the same weight.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class Cohort:
         return self.quorum_of(self.num_clients)
 
     def quorum_of(self, asked: int) -> int:
-        """Return how many of so many clients must answer."""
+        """Return the number of clients that must answer, of so many that are asked."""
         return max(1, math.ceil(self.quorum_share * asked - 1e-9))
 
     @property

@@ -75,11 +75,11 @@ def honest_limits(
     planned: Mapping[str, PlannedRelease],
     records: Mapping[str, int],
 ) -> Limits:
-    """Return what one client's honest reply stays within.
+    """Return the limits of one client's honest reply.
 
     Args:
-        action: What it is asked.
-        settings: With which arguments.
+        action: The action that it answers.
+        settings: Arguments of the action.
         sizes: Number of values of each state that it returns.
         sent: Norm of each state that it is sent.
         examples: How many records it has declared.
@@ -155,7 +155,7 @@ def largest_move(
     velocity: float,
     proximal: float = 0.0,
 ) -> float:
-    """Return how far steps of SGD can move the weights.
+    """Return the largest distance that steps of SGD can move the weights.
 
     ``g = mean + decay (|w| + moved) + mu moved; v = m v + g; moved += lr max(v, g + m v)``: the
     triangle inequality at every step, whose second term is Nesterov's.
@@ -224,7 +224,7 @@ def _of_gradients(
 
 
 def _noise_of_means(planned: Mapping[str, PlannedRelease], records: Mapping[str, int]) -> float:
-    """Return what noise adds at most to a mean of numbers from 0 to 1, of two that are released."""
+    """Return the most that noise adds to one of two released means of numbers from 0 to 1."""
     if "metrics" not in planned:
         return 0.0
     release = planned["metrics"]

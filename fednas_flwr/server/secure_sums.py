@@ -129,7 +129,7 @@ class PendingSum:
         return SignSurvivors(context=self.context, survivors=tuple(self.survivors))
 
     def open_requests(self, signatures: Mapping[int, str]) -> dict[int, OpenMasks]:
-        """What each survivor needs to open masks, with the signatures of all."""
+        """The request to each survivor to open masks, with the signatures of all."""
         survivors = tuple(self.survivors)
         signed = {str(client): signature for client, signature in signatures.items()}
         return {

@@ -105,11 +105,11 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         return self.cells.genotype(self.values["path"])
 
     def server_tensors(self) -> Tensors:
-        """Return what the controller has learnt."""
+        """Return the controller's learnt tensors."""
         return self.sampler.tensors()
 
     def load_server_tensors(self, tensors: Tensors) -> None:
-        """Take back what the controller has learnt."""
+        """Take back the controller's learnt tensors."""
         self.sampler.load(tensors)
 
     @classmethod

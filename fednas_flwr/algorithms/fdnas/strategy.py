@@ -54,7 +54,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
     def average(
         self, replies: Iterable[tuple[int, Reply]]
     ) -> tuple[dict[str, Packed], dict[str, float]]:
-        """Return what :meth:`RoundStrategy.average` does, and keep each client's update."""
+        """Average as :meth:`RoundStrategy.average`, and keep each client's update."""
         return super().average(self._keep(replies) if self.keeps_updates else replies)
 
     def updates(self) -> dict[int, Tensor]:

@@ -184,7 +184,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         return "train.search", rq.Search(local=local, site=self.site)
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
-        """What clients do with a configuration."""
+        """Local search or training with a configuration."""
         sgd = self._sgd(configuration)
         if self.stage == "retrain":
             return self.local_training(sgd, configuration.dropout)

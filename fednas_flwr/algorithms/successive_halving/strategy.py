@@ -168,7 +168,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
-    """Return how many networks of a pool of ``keep`` are left after a round.
+    """Return the number of networks of a pool of ``keep`` that are left after a round.
 
     Example:
         >>> [num_left(r, 8, keep=12, eta=2) for r in range(9)]

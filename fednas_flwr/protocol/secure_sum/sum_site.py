@@ -165,7 +165,7 @@ class SumSite:
         signatures: Mapping[int, bytes],
         boxes: Mapping[int, bytes],
     ) -> Opening:
-        """Return what the server needs to take the masks off the sum over the survivors.
+        """Return the masks' parts with which the server unmasks the sum over the survivors.
 
         Args:
             context: Digest of the exchange.
