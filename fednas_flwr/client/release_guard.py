@@ -218,7 +218,7 @@ class ReleaseGuard:
         }
 
     def covered_steps(self, plan: Sequence[PlannedRelease]) -> dict[str, int]:
-        """Return how many steps of each stage of a plan what is left of the budget covers.
+        """Return the number of steps of each stage of a plan that the remaining budget covers.
 
         By the filter that enforces it, from ledger, policy and plan alone.
         """
@@ -230,7 +230,7 @@ class ReleaseGuard:
         return covered_steps(self._ledger.filters(allowed.account, self.unit, **terms), stages)
 
     def spent(self) -> float | None:
-        """Return how much of the budget's epsilon is used, as enforcement counts it.
+        """Return the used part of the budget's epsilon, as enforcement counts it.
 
         None is infinite: the budget has paid for another unit of privacy.
         """

@@ -120,7 +120,7 @@ def _neutral(name: str) -> dict[str, Any]:
 
 
 def site_dataset(path: Path, *, cache: str) -> Dataset:
-    """How a private site reads its own data: whatever the run says, the site's file counts.
+    """Return a private site's settings of its own data, from its file, whatever the run says.
 
     A setting that the server could choose would be a question to the records: whether they can be
     read, augmented or cached with it. One that is found in the records would let each of them

@@ -203,7 +203,7 @@ def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) 
 
 
 def count_labels(labels: Tensor, num_classes: int) -> list[int]:
-    """Return how many records are of each class, or have each label.
+    """Return the number of records of each class, or with each label.
 
     Args:
         labels: See :class:`Records`.

@@ -88,7 +88,7 @@ def summary(
 
 
 def missing_counts(records: Records) -> dict[str, int]:
-    """Return how many cells of each column are missing; a category also where it is unknown."""
+    """Return the number of missing cells by column; unknown categories count as missing."""
     names = {name: i for i, name in enumerate(records.feature_names)}
     counts = {}
     for column in records.schema:

@@ -145,7 +145,7 @@ def _composed(overrides: list[str], num_nodes: int) -> Config:
 
 
 def count_nodes(grid: Grid) -> int:
-    """Return how many nodes a federation has, once their number stays the same for 3 s.
+    """Return the number of nodes of a federation, once it stays the same for 3 s.
 
     Raises:
         ConfigError: None has appeared within a minute.

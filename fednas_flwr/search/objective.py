@@ -102,7 +102,7 @@ class Objective:
         return (logits >= 0).long() if self.multi_label else logits.argmax(1)
 
     def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return how right each prediction is [B]: bool, or the share of labels, float64."""
+        """Return the hits of predictions [B]: bool, or the share of correct labels, float64."""
         right = self.predictions(logits) == labels
         return right.double().mean(1) if self.multi_label else right
 

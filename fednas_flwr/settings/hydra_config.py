@@ -217,7 +217,7 @@ def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
 
 
 def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
-    """Return what the user has set: by overrides, or by the experiment file that they choose."""
+    """Return the settings that the user has given: by overrides or a chosen experiment file."""
     typed: list[str] = []
     groups = _groups(source).keys() - _files(CONF).keys()  # of the user's own
     for override in map(_parse, overrides):
@@ -333,7 +333,7 @@ def _hydras_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(arguments: Sequence[str]) -> Arguments:
-    """Return what Hydra's options and overrides on a command line ask for.
+    """Parse Hydra's options and overrides of a command line.
 
     Raises:
         ConfigError: An option does not exist, lacks its value, or excludes another.

@@ -266,7 +266,7 @@ class ConfigurationChoice(Checked):
 
     @property
     def needs_ranges(self) -> bool:
-        """Whether configurations are drawn."""
+        """True if configurations are drawn."""
         return not self.configurations
 
 

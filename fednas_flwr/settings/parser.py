@@ -56,7 +56,7 @@ class Between:
         return self.low <= number <= self.high and number != math.inf and not outside
 
     def __str__(self) -> str:
-        """Return what an error says."""
+        """Return the range as an error names it."""
         low, high = f"{self.low:.12g}", f"{self.high:.12g}"
         if self.high == math.inf:
             return f"above {low}" if self.above else f"{low} or more"

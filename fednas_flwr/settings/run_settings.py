@@ -27,7 +27,7 @@ LEAST_PART = Between(1e-4, reason="Ray counts no smaller part of a processor")
 
 @dataclass(frozen=True)
 class TrainingSettings(Checked):
-    """What all local training shares, of supernets and of networks.
+    """Settings of all local training, of supernets and of networks.
 
     Attributes:
         precision: Number format of gradients without privacy: ``bfloat16`` is faster on GPUs that
@@ -49,7 +49,7 @@ class TrainingSettings(Checked):
 
 @dataclass(frozen=True)
 class EvaluationSettings(Checked):
-    """What is measured, and what a found network is compared with.
+    """Settings of measures, and of the networks that a found one is compared with.
 
     Attributes:
         positive: The positive class of F1, AUROC, average precision, sensitivity and specificity;
@@ -75,7 +75,7 @@ class AlgorithmSettings(Checked):
 
     @property
     def trains_models(self) -> bool:
-        """Whether clients of the search answer with models that they have trained."""
+        """True if clients of the search reply with models that they have trained."""
         return True
 
     def check(self, config: Any) -> None:

@@ -110,7 +110,7 @@ def _versions(folder: Path, settings: Settings) -> str:
 
 
 def _disk(folder: Path, settings: Settings) -> str:
-    """Return how much room there is for the state; all else may be read-only."""
+    """Return the free disk space for the state; all else may be read-only."""
     state = (folder / "state").resolve()
     free_gb = shutil.disk_usage(state).free / 1e9
     if free_gb < LEAST_FREE_GB:
@@ -254,7 +254,7 @@ def _space(data_set: str) -> str:
 
 
 def _site_ledger(folder: Path, settings: Settings) -> str:
-    """Return how many rows the ledger has; looking at it never creates one."""
+    """Return the number of rows of the ledger; looking at it never creates one."""
     from fednas_flwr.privacy.books.ledger import Ledger
 
     path, key = folder / "state" / "ledger" / "ledger.sqlite", folder / "state" / "ledger.key"

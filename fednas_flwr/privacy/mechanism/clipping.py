@@ -211,7 +211,7 @@ def clipped_alpha_gradient_sum(
 
 @dataclass(frozen=True)
 class _Clipping:
-    """How records are taken, clipped and added up; see :func:`clipped_gradient_sum`."""
+    """Terms of a clipped sum over records; see :func:`clipped_gradient_sum`."""
 
     max_norm: float
     micro_batch_size: int | None
