@@ -103,13 +103,13 @@ class RoundStrategy(Strategy, Generic[S]):
             ``client.client.Client.network``; None in a search.
         configuration: Hyper-parameters that the search has found for retraining, which take the
             place of those of the settings; None if none.
-        checkpoints: Where the state goes after every round; None keeps none.
+        checkpoints: Folder of the state after every round; None keeps none.
         schedule: Everything that a private run releases.
 
     Attributes:
         settings: The algorithm's settings.
         stage: Name of the stage in events and checkpoints.
-        is_private: Whether clients release noised sums.
+        is_private: True if clients release noised sums.
         description: Of what clients build the network from: the supernet in a search.
         states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments``
             where they travel.
@@ -323,7 +323,7 @@ class RoundStrategy(Strategy, Generic[S]):
         Args:
             request: Names the candidates.
             only: Of some states the names of the tensors that are sent.
-            by_median: Whether three or more clients without privacy count by
+            by_median: True if three or more clients without privacy count by
                 :func:`~fednas_flwr.protocol.states.median_rewards` in place of the mean, so
                 that none of them decides which candidate is best.
             **names: Further fields of the event, which say what the candidates are.

@@ -65,7 +65,7 @@ def make_search(
         config: The run's configuration; of CFDNAS the strategy is that of all clients.
         prepared: Gives shape and number of classes.
         cohort: Reaches the clients.
-        checkpoints: Where the state goes after every round.
+        checkpoints: Folder of the state after every round.
         schedule: Everything that a private run releases.
 
     Raises:
@@ -101,9 +101,9 @@ def make_retraining(
 
     Args:
         config: The run's configuration.
-        description: What the network is built from.
+        description: Description of the network.
         cohort: Reaches the clients.
-        checkpoints: Where the state goes after every round.
+        checkpoints: Folder of the state after every round.
         schedule: Everything that a private run releases.
         configuration: Takes the place of the retrain settings' learning rate, momentum, decay and
             drop-path probability.

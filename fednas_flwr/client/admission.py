@@ -34,7 +34,7 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
     Args:
         guard: The site's.
         request: The request.
-        supernet_norm: How the run's supernet normalises, if that is known.
+        supernet_norm: Normalisation of the run's supernet, if it is known.
 
     Raises:
         ConfigError: There is no such private action, or the policy refuses the request.
@@ -69,7 +69,7 @@ def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
 
     Args:
         request: Of a private action.
-        of_client: Whether the client is protected as a whole.
+        of_client: True if the client is protected as a whole.
 
     Raises:
         ConfigError: It asks for what a private client does not do.

@@ -94,7 +94,7 @@ def agreed(client: Client, request: Request) -> dict[str, Any]:
 
     Args:
         client: With secure sums.
-        request: What is asked; its plans are those by which the site answers.
+        request: The request; its plans are those by which the site answers.
     """
     guard = client.guard
     return {
@@ -113,7 +113,7 @@ def begin_sum(client: Client, request: Request) -> Answer | None:
 
     Args:
         client: Asked.
-        request: What is asked, with a guard as it was admitted.
+        request: The request, with a guard as it was admitted.
 
     Returns:
         What masks the reply; None of requests whose replies are public.

@@ -110,7 +110,7 @@ class AuditTrail:
         """Note a reply before it leaves.
 
         Args:
-            request: What it answers; with a guard, its terms are those of the releases.
+            request: The request; with a guard, its terms are those of the releases.
             reply: Named are its states, metrics and properties.
             guard: Of a private client; what its budget has paid by now, for all runs, is noted.
         """
@@ -141,7 +141,7 @@ class AuditTrail:
         """Note an error, unless the site's daily allowance is spent.
 
         Args:
-            action: What was asked.
+            action: The action asked for.
             request: The request; None if it could not be read.
             reason: Only what the server may read.
             error: What the site's own log says besides. It takes a fixed amount: it may quote

@@ -266,9 +266,9 @@ def _of_sums(
     """Return the reply of gradient sums over batches; with those of weights, buffers.
 
     Args:
-        client: Whose records are read.
-        request: What is answered; with grids by one step's sum with a share of its noise.
-        gradients: Where the sums come from.
+        client: The client whose records are read.
+        request: The request; with grids by one step's sum with a share of its noise.
+        gradients: Source of the sums.
         network: At whose states they are taken.
         split: That the batches of the first state are of.
         steps: Number of local steps.

@@ -52,10 +52,10 @@ def prepare_search(
     The private form leaves out the look-ahead of line 2, whose weights would carry no noise.
 
     Args:
-        client: Whose records are read.
-        request: What is answered; of a private client with the plans of ``weights`` and, but in a
+        client: The client whose records are read.
+        request: The request; of a private client with the plans of ``weights`` and, but in a
             warm-up, of ``alphas``.
-        local: What to do.
+        local: The search to make.
         supernet: Searched in place.
     """
     generator = client.generator(request.header, "search")
@@ -148,8 +148,8 @@ def _gradients(
     """Return the source of a local loop's gradients; reads no record.
 
     Args:
-        client: Whose records are read.
-        request: What is answered.
+        client: The client whose records are read.
+        request: The request to answer.
         local: The loop.
         generator: Of exact batches and their augmentation.
     """
@@ -176,7 +176,7 @@ def sent_moments(
 
     Args:
         request: Of which ``moments`` is read.
-        network: Whose moments they are.
+        network: The network that the moments are of.
         only: The names of those that the request carries; None is all.
 
     Raises:

@@ -60,9 +60,9 @@ def make_client(
     Args:
         config: The run's configuration.
         index: From 0 to ``config.clients - 1``.
-        data: What :func:`make_data` returns; shared by the clients of a process.
+        data: Result of :func:`make_data`, shared by the clients of a process.
         networks: Built networks, shared likewise: clients of a process take turns.
-        site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
+        site: Settings of the node's own configuration, see ``client_app.SITE_KEYS``.
         guard: What :func:`make_site_guard` has made of a ``site`` that names a policy; those of
             simulated clients are made here.
         settings: The run's, as the server has sent them; None is all of ``config``.
@@ -146,7 +146,7 @@ def simulated_properties(
 
     Args:
         config: The run's configuration.
-        data: What :func:`make_data` returns.
+        data: Result of :func:`make_data`.
     """
     if not config.samples or config.runtime.name == "deployment":
         return None

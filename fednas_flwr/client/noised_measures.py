@@ -50,9 +50,9 @@ def noised_mean(
         client: With a guard.
         request: As the guard has admitted it.
         kind: Of the release.
-        split: What is measured. Of a person counts the mean of all records.
+        split: Records to measure. A person counts as the mean of all their records.
         values: Given indices, returns a vector of each record, float64 [N, V].
-        norm: What a unit's vector is clipped to, and what noise is scaled by.
+        norm: Bound to which a unit's vector is clipped; it also scales the noise.
     """
     guard, planned = guard_of(client), request.releases[kind]
 
@@ -76,7 +76,7 @@ class Measurement:
     Args:
         client: With a guard.
         split: Of the records.
-        networks: What is computed with.
+        networks: The networks to compute with.
         measure: The computation.
         tried: One of the same kind that takes as much memory as any; None is ``measure``.
         chosen: Its name, and all that the server has chosen of it besides.

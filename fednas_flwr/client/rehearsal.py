@@ -47,9 +47,9 @@ def rehearse(
     Args:
         client: With a guard.
         computation: Of a micro-batch of any size.
-        network: What it computes with.
+        network: The network that it computes with.
         kind: Of the computation; with the network it says by which kernels it is made.
-        chosen: What the server has chosen besides.
+        chosen: All else that the server has chosen.
     """
     key = json.dumps([kind, *chosen])
     if key in client.rehearsed:

@@ -45,8 +45,8 @@ class Commitment:
 
     Attributes:
         releases: Everything that may be released, at most.
-        assignment: Which records were in which split, see :meth:`ReleaseGuard.hold`.
-        by_split: Whether a release is charged to the splits that it reads, and not to every one.
+        assignment: Assignment of records to splits, see :meth:`ReleaseGuard.hold`.
+        by_split: True if a release is charged only to the splits that it reads.
         data_set: The policy's id of the data.
         sizes: Most values of a release of the search, by kind; of others nothing is said.
         unit: Unit of privacy, as the ledger books it.
@@ -83,8 +83,8 @@ class ReleaseGuard:
     """A site's policy, ledger and secret randomness, for one data set.
 
     Args:
-        policy: What the site allows.
-        ledger: Where releases are booked.
+        policy: The site's policy.
+        ledger: The ledger that books releases.
         generator: Of masks and noise.
         data_set: The policy's id of the data that this client holds.
 
@@ -261,9 +261,9 @@ class ReleaseGuard:
 
         Args:
             header: Of the request; names run and stage.
-            action: What is asked.
+            action: The action asked for.
             kind: ``weights``, ``alphas``, ``rewards`` or ``metrics``.
-            splits: What the release reads.
+            splits: Splits that the release reads.
             steps: Number of releases that the request asks for.
             num_values: Number of values of each release.
 
@@ -311,7 +311,7 @@ class ReleaseGuard:
         Args:
             planned: From :meth:`admit`; its noise is not shared.
             header: Of the request.
-            num_units: How many records, or persons, there are; the draw alone depends on it.
+            num_units: Number of records, or persons; the draw alone depends on it.
             clipped_sum: Given int64 rows of the drawn units (maybe none), returns their sum.
 
         Returns:

@@ -49,7 +49,7 @@ class DataSet:
         sites: Patterns of the sites in a folder, one of which ``read`` then gets; empty if the set
             cannot be divided by sites.
         folder: Folder of its files below the root.
-        by_content: Whether the records decide if a cached copy is the same, and not the files.
+        by_content: True if the records decide if a cached copy is the same, and not the files.
     """
 
     settings: type[Dataset]

@@ -212,8 +212,8 @@ class _Exchange:
     Attributes:
         planned: Of each kind of release that the replies tell.
         hidden: Of those that they do not tell.
-        by_client: Whether a client is one unit.
-        is_probe: Whether it is asked for rewards of trainings.
+        by_client: True if a client is one unit.
+        is_probe: True if it is asked for rewards of trainings.
         two_steps: Weights of the releases of two steps in one reply; None where the run asks for
             one step at once, or the reply does not tell.
     """
@@ -279,7 +279,7 @@ class _Exchange:
         Args:
             units: Canaries of each honest client.
             steps: How many releases are added up.
-            sampled: Whether units are drawn at the run's own rate, and not all of them.
+            sampled: True if units are drawn at the run's own rate, and not all of them.
         """
         self._count += 1
         run = self._committed(sampled)

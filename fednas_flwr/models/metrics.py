@@ -125,7 +125,7 @@ def measured(
         logits: ``[N, classes]``, N at least 1.
         labels: See ``Objective``.
         objective: Gives losses, hits and scores.
-        with_scores: Whether to compute its scores, which loads scikit-learn.
+        with_scores: True if its scores are computed, too, which loads scikit-learn.
     """
     loss_sum, correct, number = 0.0, 0.0, len(labels)
     batches = (torch.split(tensor, BATCH_SIZE) for tensor in (logits, labels))

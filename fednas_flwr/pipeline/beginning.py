@@ -164,7 +164,7 @@ def _agree(
         run: Gets its schedule.
         declared: Each client's number of records by split.
         statistics: Those that are known already.
-        resumed: Whether the run may have released something before.
+        resumed: True if the run may have released something before.
     """
     config, cohort = run.config, run.cohort
     assert isinstance(config.privacy, DifferentialPrivacy)
@@ -203,7 +203,7 @@ def commit(
         schedules: From :func:`~fednas_flwr.pipeline.schedule.make_schedules`, each client's.
         done: Rounds of each stage that a checkpoint covers: with any, a run goes on for as long as
             its budgets last.
-        resumed: Whether the run may have released something before.
+        resumed: True if the run may have released something before.
 
     Raises:
         QuorumError: Too few clients accept it; the message names the rule that it breaks, or the

@@ -96,7 +96,7 @@ def noise_per_step(release: PlannedRelease, batches: Sequence[float], *, asked: 
     Args:
         release: A stage's releases of gradients, their noise calibrated.
         batches: Every client's expected batch.
-        asked: How many of the clients answer in a step.
+        asked: Number of clients that answer in a step.
     """
     if release.noise_multiplier is None:
         raise ValueError(f"the noise of {release.key} is not calibrated yet")

@@ -60,7 +60,7 @@ def make_schedules(
         config: With ``privacy=dp``.
         records: Each client's declared number of records by split.
         done: Rounds of each stage that a checkpoint covers.
-        spare: Whether the largest round of each stage counts once more. The noise is calibrated for
+        spare: True if the largest round of each stage counts once more. The noise is calibrated for
             that: a round that was interrupted is released, and booked, twice. It is the same for
             all clients, and enough for the one that needs most.
         sampling: Draws whom a round asks; None asks all.
@@ -257,7 +257,7 @@ def _calibrated(
 
     Args:
         privacy: Gives the target.
-        name: Which noise.
+        name: Name of the noise.
         planned: All releases, those with noise that is known already count as others.
         records: Each client's declared number of records by split.
     """

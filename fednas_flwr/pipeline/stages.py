@@ -71,7 +71,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
         config: With ``run_dir`` set to an existing folder.
         grid: Flower's way to the clients.
         log: Receives every event.
-        resumed: Whether the folder held a run that is continued.
+        resumed: True if the folder held a run that is continued.
 
     Raises:
         QuorumError: Too few clients answered.

@@ -22,9 +22,9 @@ class Action:
             computed from what was.
         metrics: The only metrics that a reply may carry.
         gradients_of: States whose gradients are returned.
-        of_supernet: Whether it is about the supernet whatever its request says.
-        trains: Whether it returns the model that it was sent, trained.
-        never_private: Whether no noise is defined for what it returns.
+        of_supernet: True if it is about the supernet, whatever its request says.
+        trains: True if it returns the model that it was sent, trained.
+        never_private: True if no noise is defined for what it returns.
     """
 
     releases: frozenset[str] = frozenset()

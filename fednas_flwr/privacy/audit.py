@@ -171,10 +171,10 @@ class ReleaseTest:
         honest: Number of clients whose canaries are in a reply.
         parts: Where each tensor lies in a reply's values [d].
         exact: Contribution of one canary before it is clipped [d]; None where nobody tells it.
-        is_gradient: Whether it is a sum of clipped gradients.
-        is_probe: Whether each value is a release, and noise is told by replies without canaries.
-        by_client: Whether a client is one unit.
-        on_path: Whether only the values that a path computes with are released.
+        is_gradient: True if it is a sum of clipped gradients.
+        is_probe: True if each value is a release, and noise is told by replies without canaries.
+        by_client: True if a client is one unit.
+        on_path: True if only the values that a path computes with are released.
         two_steps: Weights of the releases of two steps in the reply to one request; None where it
             has one step, or does not tell.
         miss: Largest chance of each test that it finds a fault in an honest client.

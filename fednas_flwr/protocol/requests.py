@@ -195,9 +195,9 @@ class LocalTraining(Checked):
     """Training of a network.
 
     Attributes:
-        network: What it is built from.
-        split: What is trained on, ``train`` or ``train+validation``.
-        amount: How long.
+        network: Description of the network.
+        split: Records to train on, ``train`` or ``train+validation``.
+        amount: Amount of training.
         weights: SGD.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
         drop_path_prob: From 0 to below 1.
@@ -487,8 +487,8 @@ class TakeNetworkGradient(AtSite):
     """``train.network_gradient``: one step's gradient of the weights of a network.
 
     Attributes:
-        network: What it is built from.
-        split: What the batch is of, ``train`` or ``train+validation``.
+        network: Description of the network.
+        split: Records of the batch, ``train`` or ``train+validation``.
         step: Number of the step, from 0: which batch is taken.
         batch_size: See :class:`Amount`.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
@@ -526,7 +526,7 @@ class Search(Locally):
 
     Attributes:
         local: What is done.
-        sparse: Whether the reply leaves out tensors that are as they were sent.
+        sparse: True if the reply leaves out tensors that are as they were sent.
     """
 
     local: LocalSearch
@@ -567,7 +567,7 @@ class TrainCandidates(InSteps):
         batch_size: See :class:`Amount`.
         weights: SGD.
         dp_aware: Clipping and noise as a regulariser; None without, and in private mode.
-        sparse: Whether request and reply carry the weights of these paths only, and their moments.
+        sparse: True if request and reply carry the weights of these paths only, and their moments.
     """
 
     candidates: Candidates
@@ -598,9 +598,9 @@ class RewardCandidates(AtSite):
 
     Attributes:
         candidates: Paths, see :class:`TrainCandidates`; None for a pool.
-        network: What a pool is built from, which is measured as it was sent.
+        network: Description of a pool, which is measured as it was sent.
         training: Of a pool, which is measured by how it trains; nothing of the result is returned.
-        sparse: Whether the request carries the weights of the paths only.
+        sparse: True if the request carries the weights of the paths only.
     """
 
     candidates: Candidates | None = None
@@ -659,7 +659,7 @@ class Probe(AtSite):
     Attributes:
         search: Of a supernet; None is ``training``.
         training: Of another network; None is ``search``.
-        trials: What each changes in it; 1 to 1000.
+        trials: Changes of it by each trial; 1 to 1000.
         loss_bound: M, what a record's decrease of loss counts for at most, in nats.
     """
 
@@ -723,7 +723,7 @@ class Train(Locally):
 
     Attributes:
         local: What is done.
-        validates: Whether the mean loss on validation records after it is told.
+        validates: True if the reply tells the mean loss on validation records after training.
     """
 
     local: LocalTraining
@@ -781,11 +781,11 @@ class Evaluate(AtSite):
     """``evaluate.model``: of a network on one of the splits.
 
     Attributes:
-        network: What it is built from.
+        network: Description of the network.
         split: The split's name.
         statistics_batch_size: In batches of how many train records batch norm's statistics are
             estimated anew before; None takes those that were sent, and so do private clients.
-        with_scores: Whether clients also tell scores, and a histogram of the probabilities of the
+        with_scores: True if clients also tell scores, and a histogram of the probabilities of the
             positive class; private ones never do.
     """
 
@@ -835,7 +835,7 @@ def decode_properties(action: str, values: object, *, masked: bool = False) -> A
     Args:
         action: That it answers.
         values: JSON values, whatever they are.
-        masked: Whether it is part of a secure sum.
+        masked: True if it is part of a secure sum.
 
     Raises:
         ReplyError: One is missing or unknown, or malformed.

@@ -38,7 +38,7 @@ class Summands:
     Attributes:
         action: That is asked.
         sizes: Of the reply's states.
-        summed: What the request says.
+        summed: Terms of the sum, as the request has them.
         base: The states of the request, to which trained ones are differences.
     """
 

@@ -107,7 +107,7 @@ class Settings(Checked):
     """Arguments of an action, and what they ask for; an action overrides what it does.
 
     Attributes:
-        of_any_site: Whether it reads no data set, so that it need not name one.
+        of_any_site: True if it reads no data set, so that it need not name one.
     """
 
     of_any_site = False

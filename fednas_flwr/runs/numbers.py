@@ -65,8 +65,8 @@ class Metric:
         label: Its name for readers, the same everywhere.
         unit: What it is measured in; larger shares and scores are better, and less of all else.
         read: What measures it.
-        tile: Whether the page shows it as a tile.
-        compared: Whether several runs are compared by it.
+        tile: True if the page shows it as a tile.
+        compared: True if several runs are compared by it.
     """
 
     name: str

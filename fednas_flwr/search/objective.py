@@ -30,7 +30,7 @@ class Objective:
             labels.
         positive: Class that scores are of; None is the last of two classes, and else the mean of
             all.
-        multi_label: Whether a record can have several labels, or none.
+        multi_label: True if a record can have several labels, or none.
     """
 
     class_factors: Tensor | None = None

@@ -188,7 +188,7 @@ def make_sgd(
     Args:
         parameters: To step; or torch's groups of them, each clipped by itself.
         settings: The constants.
-        nesterov: Whether momentum, where there is any, is Nesterov's.
+        nesterov: True if momentum, where there is any, is Nesterov's.
     """
     return torch.optim.SGD(
         parameters,

@@ -55,7 +55,7 @@ class Sampling:
     Args:
         seed: The run's seed; a draw comes from (seed, stage, round).
         per_round: m, the clients that a round asks: at least 1, at most all.
-        backups: How many more stand by, to be asked in the place of those that fail.
+        backups: Number of further clients that stand by to replace those that fail.
         by: ``uniform``: one client in proportion to its size, the others uniformly from the rest,
             so that a set of clients is drawn in proportion to the sum of its sizes, and its average
             by size is unbiased (Midzuno 1952; Lahiri 1951); of clients of equal size it is the

@@ -45,7 +45,7 @@ class Limits:
     Attributes:
         examples: Largest number of examples.
         norms: By state, the largest norm of a gradient, or of the difference to what was sent.
-        noise: What noise adds to a mean of numbers from 0 to 1, at most; 0 without.
+        noise: The most that noise adds to a mean of numbers from 0 to 1; 0 without noise.
     """
 
     examples: float
@@ -82,8 +82,8 @@ def honest_limits(
         settings: Arguments of the action.
         sizes: Number of values of each state that it returns.
         sent: Norm of each state that it is sent.
-        examples: How many records it has declared.
-        classes: How many classes there are: oversampling repeats a record as often at most.
+        examples: Number of records that it has declared.
+        classes: Number of classes: oversampling repeats a record at most as often.
         planned: With privacy the plan of each kind that the action releases; empty without.
         records: With privacy the declared records by split.
     """

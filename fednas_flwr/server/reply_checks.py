@@ -47,14 +47,14 @@ def accept_reply(
 
     Args:
         message: A client's reply or error.
-        exchange: What was asked. Its layouts are the states the reply must have, no more and no
+        exchange: The exchange. Its layouts are the states the reply must have, no more and no
             fewer. Where its settings leave out tensors that have not changed, a reply names the
             others (``properties["changed"]``), and they are filled in.
         header: The header of the request; the reply must repeat it, nonce included, so that a
             reply from another run, round, phase or client is refused.
-        limits: What an honest reply stays within. A tiny or a huge weight would overflow the
+        limits: Limits of an honest reply. A tiny or a huge weight would overflow the
             aggregate although every tensor is finite.
-        wire: What float32 vectors travel as, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
         summands: Of a secure sum: the reply is masked, and nothing else can be checked.
 
     Raises:
@@ -165,8 +165,9 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
     """Return the clients whose properties are not those of most, and how they differ.
 
     Args:
-        properties: What each client said of itself.
-        keys: What must be the same; where no variant has most, that of the first client counts.
+        properties: Properties of each client.
+        keys: Names of properties that must be the same; where no variant has most, that of the
+            first client counts.
     """
     variants = {
         client: json.dumps([known[key] for key in keys], default=asdict)

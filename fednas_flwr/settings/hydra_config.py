@@ -297,12 +297,12 @@ class Arguments:
     """A command line of Hydra's.
 
     Attributes:
-        overrides: What sets something.
+        overrides: Overrides of settings.
         flags: The options, each followed by its value.
-        source: What ``--config-name`` and ``--config-dir`` say.
-        multirun: Whether it is a sweep.
-        informs: Whether it asks for information, and begins no run.
-        completes: Whether that is for a shell's completion.
+        source: Files that ``--config-name`` and ``--config-dir`` name.
+        multirun: True if it is a sweep.
+        informs: True if it asks for information, and begins no run.
+        completes: True if it asks for a shell's completion.
     """
 
     overrides: list[str]
@@ -417,7 +417,7 @@ class Sweep:
     Attributes:
         folder: Holds the folders of the jobs.
         sweeper: The class of Hydra's sweeper.
-        metrics: What a sweeper that optimises is told of a job.
+        metrics: Metrics by which a sweeper optimises.
         known: The tree of the chosen groups alone.
     """
 

@@ -194,7 +194,7 @@ class Range(Checked):
     Attributes:
         low: Least value.
         high: Least value that is above all.
-        log: Whether the logarithm is uniform, and not the value.
+        log: True if the logarithm is drawn uniformly, and not the value.
     """
 
     low: NonNegative

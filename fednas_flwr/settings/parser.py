@@ -39,8 +39,8 @@ class Between:
     Attributes:
         low: The smallest.
         high: The largest; infinity is no bound.
-        above: Whether ``low`` itself is left out.
-        below: Whether ``high`` itself is left out.
+        above: True if ``low`` itself is left out.
+        below: True if ``high`` itself is left out.
         reason: Why there is a bound, or what else to do; ends the error's sentence.
     """
 
@@ -100,7 +100,7 @@ class Where:
 
     Attributes:
         holds: The condition.
-        expected: What an error's sentence expects.
+        expected: Description of such values in an error's sentence.
     """
 
     holds: Callable[[Any], object]
@@ -220,7 +220,7 @@ def parse(
         values: The mapping; of a message it may be anything.
         key: Dotted name of the mapping in error sentences; empty at the top.
         hints: Types of fields that overrule those of the dataclass.
-        defaults: Whether fields with a default may be left out, as in files that people write;
+        defaults: True if fields with a default may be left out, as in files that people write;
             messages are complete. Then ``true`` stands for the defaults of a dataclass that may be
             None and has one for every field, and ``false`` for None.
 

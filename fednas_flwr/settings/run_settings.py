@@ -320,8 +320,8 @@ class Config(Checked):
             ``sampling.per_round=50``; null asks all.
         secure_sum: Replies of which the server sees totals only
             (:mod:`fednas_flwr.protocol.secure_sum`): ``true``, or any of these settings.
-        training: What all local training shares.
-        evaluation: What is measured, and what a found network is compared with.
+        training: Settings of all local training.
+        evaluation: Measures, and networks that a found one is compared with.
         trackers: Experiment trackers that get the numbers of the rounds, beside TensorBoard each an
             extra of its name; what is sent leaves the server.
     """

@@ -27,7 +27,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
     Weights and alphas are averaged alike.
 
     Attributes:
-        keeps_updates: Whether ``values`` hold by how much each client has moved the alphas, by
+        keeps_updates: True if ``values`` hold by how much each client has moved the alphas, by
             which CFDNAS can group clients; set before the first round.
     """
 

@@ -89,7 +89,7 @@ class ServerOptimizer:
 
         Args:
             average: Of the clients' weights.
-            before: What the clients were sent.
+            before: States that the clients were sent.
             server_round: From 1.
         """
         self._steps.current_arrays = {dtype: v.numpy() for dtype, v in before.items()}

@@ -34,7 +34,7 @@ class Finding:
     Args:
         name: Of the check.
         text: What was found; if something is broken, with what to do.
-        broken: Whether the machine cannot do its work so.
+        broken: True if the machine cannot do its work like this.
     """
 
     name: str

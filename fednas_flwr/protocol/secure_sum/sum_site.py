@@ -51,7 +51,7 @@ class SumSite:
         index: Its place in the roster.
         keys: Its own.
         roster: That it holds.
-        terms: What its policy says.
+        terms: Terms of its policy.
         journal: The file of what was answered, signed and opened, created if missing.
 
     Raises:
