@@ -66,7 +66,7 @@ ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
 def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
-    """True after every so many rounds and the last, where a model is evaluated; of 0 never."""
+    """Return whether a model is evaluated after a round: every so many and the last; 0 is never."""
     last = server_round == num_rounds
     return evaluate_every > 0 and (last or server_round % evaluate_every == 0)
 
@@ -155,7 +155,7 @@ class RoundStrategy(Strategy, Generic[S]):
         self.set_up()
 
     def set_up(self) -> None:
-        """Make what the strategy holds besides; the constructor calls it last."""
+        """Make the further attributes of the strategy; the constructor calls it last."""
 
     @abstractmethod
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -182,7 +182,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     @classmethod
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
-        """Refuse what of the search cannot be made of the run's data and search space."""
+        """Refuse a search that is impossible with the run's data and search space."""
 
     @property
     def site(self) -> rq.Site | None:
@@ -241,7 +241,7 @@ class RoundStrategy(Strategy, Generic[S]):
         """Take back what :meth:`server_tensors` returned."""
 
     def fit_states(self) -> None:
-        """Give the states the form that the restored ``values`` say; most models keep theirs."""
+        """Give the states the form that the restored ``values`` name; most models keep theirs."""
 
     def ask(
         self,

@@ -1,4 +1,4 @@
-"""The stages of an algorithm: their strategies, what rounds release, and whom they ask."""
+"""The stages of an algorithm: their strategies, the releases and the clients of their rounds."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def found_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
 
 
 def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
-    """By how much alphas are larger at first, by kind of cell; nothing without a prior.
+    """The lead of alphas at first, by kind of cell; empty without a prior.
 
     Raises:
         ConfigError: The run has found no architecture, or one of another space, or the space has

@@ -79,7 +79,7 @@ def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
 
 
 def check_network(client: Client, request: Request, network: nn.Module) -> None:
-    """Refuse a network of whose records no noised release can be made, at a private client.
+    """Refuse, at a private client, a network for which no noised release can be made.
 
     Raises:
         ConfigError: It has batch norm, or is larger than the run has committed to.

@@ -1,4 +1,4 @@
-"""A site's own record of who asked for what, what left and what was refused, for its auditors.
+"""A site's own record of requests, releases and refusals, for its auditors.
 
 JSON lines; each ends with the HMAC of itself and of the line before it, under the key of the site's
 ledger, and a mark beside that key, outside the trail's folder, holds number and HMAC of the last

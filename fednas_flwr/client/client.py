@@ -38,7 +38,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class KeptModels:
-    """Place where a site keeps models, and whose it keeps.
+    """Folder of the models that a site keeps, and the key that must have signed them.
 
     Attributes:
         folder: Made when the first one comes.

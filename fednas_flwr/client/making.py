@@ -250,7 +250,7 @@ def _simulated_guard(
 
 
 def _kept_models(site: Mapping[str, str]) -> KeptModels | None:
-    """Return where a node keeps models, None if it names no folder.
+    """Return the folder of a node's kept models, None if it names none.
 
     Raises:
         ConfigError: It does not say whose.
@@ -315,12 +315,12 @@ def simulated_site(config: Config, index: int) -> Path | None:
 
 
 def simulated_ledger(folder: Path) -> tuple[Path, Path]:
-    """Return where a simulated site keeps its ledger and its key."""
+    """Return the paths of a simulated site's ledger and its key."""
     return folder / "ledger" / "ledger.sqlite", folder / "key"
 
 
 def simulated_policy(config: Config, index: int, records: Records, rows: np.ndarray) -> Policy:
-    """Return the policy in a simulated site's file; without one, what lets the run pass.
+    """Return the policy in a simulated site's file; without one, a policy that lets the run pass.
 
     Its terms of secure sums are the run's.
     """
@@ -368,7 +368,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
 
 
 def check_public(config: Config, prepared: Prepared) -> None:
-    """Raise ConfigError for what a private client would tell or use of its own records."""
+    """Raise ConfigError for settings by which a private client would reveal its records."""
     if prepared.uses_own_statistics:
         raise ConfigError(
             "privacy=dp with a table that each client standardises by its own statistics, which no "
@@ -398,7 +398,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
 
 
 def check_unit(unit: Unit, records: Records) -> None:
-    """Raise ConfigError unless records say whose they are where, and only where, policies ask."""
+    """Raise ConfigError unless records name their persons exactly if the policies ask for it."""
     if unit == PERSON and not records.by_person:
         raise ConfigError(
             "the policy has unit: person, but the data does not say whose each record is: set "

@@ -170,7 +170,7 @@ class NoisedGradients:
         return noised_EO.where(moved_EO, 0.0) + self._cost_gradient(supernet, paths_EK, hardware)
 
     def metrics(self) -> dict[str, float]:
-        """Return nothing: what was seen is not told."""
+        """Return no metrics: they would reveal records."""
         return {}
 
     def _mean(self, state: str, take: TakeSum) -> Tensors:
@@ -289,7 +289,7 @@ class NoisedGradients:
 def _micro_batches(
     split: Split, units: Tensor, size: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the rows of up to ``size`` records of some units, and whose they are; at least once."""
+    """Yield the rows of up to ``size`` records of some units, with their persons; at least once."""
     if split.persons is not None:
         yield from by_person(split.records_of(units), size)
     else:

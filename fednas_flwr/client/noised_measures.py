@@ -1,4 +1,4 @@
-"""Noised means over all declared records: what private clients tell of losses and accuracies.
+"""Noised means over all declared records: the losses and accuracies of private clients.
 
 Each is one release of a sum of one vector per record, clipped to the largest norm that it can
 have, by which noise is scaled. What is measured of a record does not depend, in any bit, on what

@@ -75,7 +75,7 @@ def read_commitment(text: str) -> Commitment:
 
 
 def schedule_hash(run: str, text: str) -> str:
-    """Return the 32 hex digits by which a person approves what a run has committed to."""
+    """Return the 32 hex digits by which a person approves a run's commitment."""
     return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
 
 
@@ -104,7 +104,7 @@ class ReleaseGuard:
         self._commitments: dict[str, Commitment] = {}
 
     def hold(self, assignment: str, id_column: str = "") -> None:
-        """Take note of which records are in which split, before anything is committed to.
+        """Take note of the assignment of records to splits, before anything is committed to.
 
         Args:
             assignment: Of :func:`~fednas_flwr.data.records.assignment_digest`.
@@ -240,7 +240,7 @@ class ReleaseGuard:
         return spent if math.isfinite(spent) else None
 
     def uncounted(self) -> dict[str, list[str]]:
-        """Return as a fact the units of releases under this site's other budgets, if any.
+        """Return, as a property, the units of releases under this site's other budgets, if any.
 
         They may be of the same records, and this budget does not count them.
         """

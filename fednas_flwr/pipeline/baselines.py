@@ -1,4 +1,4 @@
-"""``evaluation.baselines=2``: what a search was worth, by other networks that are trained alike.
+"""Baselines (``evaluation.baselines``): other networks, trained like the found one.
 
 Each is a run in ``baselines/<name>/`` of the run's folder, with the same clients, records,
 retraining and privacy. Simulated sites have a ledger of their own in each: all of the epsilon goes
@@ -73,7 +73,7 @@ def prepare_baselines(config: Config) -> list[Path]:
 
 
 def num_random(config: Config) -> int:
-    """Return with how many random networks a finished run is compared; 0 without baselines."""
+    """Return the number of random networks to compare a finished run with; 0 for no baselines."""
     if config.evaluation.baselines is not None:
         return config.evaluation.baselines
     return 0 if has_real_sites(config) else affordable(Path(str(config.run_dir)))

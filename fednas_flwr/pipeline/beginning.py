@@ -101,7 +101,7 @@ def begin(
 
 
 def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepared:
-    """Connect the clients; the data of a run, of real sites what the first one says of it."""
+    """Connect the clients and return the data; of real sites, as the first one describes it."""
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(PROPERTIES if private else ()))
     if has_real_sites(config):
@@ -129,7 +129,7 @@ def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping
 
 
 def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
-    """Tell who has how many records of what, and what a reader has found."""
+    """Emit the numbers of records by client and class, and the notes of the reader."""
     properties = list(cohort.properties.values())
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
     counts = [known.get("class_counts", []) for known in properties]

@@ -132,7 +132,7 @@ def _run_and_report_spending(run: Run) -> None:
 
 
 def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
-    """Return the searched or given genotype, None for a network by name; and what to retrain with.
+    """Return the genotype, None for a network by name, and the hyper-parameters of retraining.
 
     The latter is None where the retrain settings stand.
     """
@@ -152,7 +152,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
 
 
 def _look_up(run: Run, table: CellTable) -> None:
-    """Tell the percentiles of the cells that stood best in the rounds."""
+    """Emit the percentiles of the cells that were best in the rounds."""
     events = read_events(run.folder / EVENTS_FILE)
     snapshots = [event for event in events if event["event"] in ("alphas", "rewarded", "best")]
     percentiles = percentiles_by_round(table, snapshots)
@@ -387,7 +387,7 @@ def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
 
 
 def _report_spending(run: Run) -> None:
-    """Ask the clients what their budgets have paid; a run that has failed may not learn it."""
+    """Ask clients for the spent part of their budgets; after a failure they may not answer."""
     spent = []
     with suppress(QuorumError):
         for client, reply in run.cohort.ask(

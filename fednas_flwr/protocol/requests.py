@@ -73,7 +73,7 @@ Description = dict[str, Any]  # what a network is built from, see ``models.netwo
 
 @dataclass(frozen=True)
 class Site(Checked):
-    """Further terms of a request to a private site; all other terms are those committed to.
+    """Further terms of a request to a private site; it has committed to all others.
 
     Attributes:
         data_set: Id that the site's policy gives the data.
@@ -126,7 +126,7 @@ class Amount(Checked):
         return (self.epochs or 1) * max(1, batches)
 
     def with_steps(self, steps: int) -> Amount:
-        """So many steps of the same batches."""
+        """The same batches for so many steps."""
         return Amount(None, steps, self.batch_size)
 
     @property
@@ -413,7 +413,7 @@ class MeasureLatency(AtSite):
 @asks("query.statistics")
 @dataclass(frozen=True, kw_only=True)
 class TellStatistics(AtSite):
-    """``query.statistics``: of a table, within the ranges that the site declares."""
+    """``query.statistics``: statistics of a table, within the ranges that the site declares."""
 
     def released(self, action: str) -> Kinds:
         """One release for all columns."""
@@ -594,7 +594,7 @@ class TrainCandidates(InSteps):
 @asks("evaluate.candidates")
 @dataclass(frozen=True, kw_only=True)
 class RewardCandidates(AtSite):
-    """``evaluate.candidates``: of paths through the supernet, or of the members of a pool.
+    """``evaluate.candidates``: accuracies of paths through the supernet, or of a pool's members.
 
     Attributes:
         candidates: Paths, see :class:`TrainCandidates`; None for a pool.
@@ -778,7 +778,7 @@ class Scored(TypedDict, total=False):
 @asks("evaluate.model", reply=Scored, private=NoProperties)
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(AtSite):
-    """``evaluate.model``: of a network on one of the splits.
+    """``evaluate.model``: metrics of a network on one of the splits.
 
     Attributes:
         network: Description of the network.

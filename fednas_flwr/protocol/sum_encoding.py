@@ -49,7 +49,7 @@ class Summands:
 
     @cached_property
     def wide(self) -> Grid:
-        """The grid of all that has no known range."""
+        """The grid of values without a known range."""
         return Grid.wide(sites=len(self.summed.participants))
 
     def grid(self, state: str) -> Grid:

@@ -104,7 +104,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Settings(Checked):
-    """Arguments of an action, and what they ask for; an action overrides what it does.
+    """Arguments of an action, and what follows from them; each action overrides some of it.
 
     Attributes:
         of_any_site: True if it reads no data set, so that it need not name one.
@@ -169,7 +169,7 @@ class Settings(Checked):
         return self
 
     def trained_by(self, rows: float) -> Training | None:
-        """The local training whose result is returned, over so many rows; None without."""
+        """The local training whose result is returned, over so many rows; None if there is none."""
         return None
 
 
@@ -282,7 +282,7 @@ class Opened(TypedDict):
 @asks("query.open_masks", reply=Opened)
 @dataclass(frozen=True, kw_only=True)
 class OpenMasks(Settings):
-    """``query.open_masks``: what the server needs to take the masks off a sum.
+    """``query.open_masks``: the parts by which the server takes the masks off a sum.
 
     Attributes:
         context: Digest of the exchange.

@@ -251,7 +251,7 @@ class Cohort:
 
     @property
     def left(self) -> dict[int, str]:
-        """Why each client that has left was not asked any more, by client, ascending."""
+        """The reason for each client that has left, by client, ascending."""
         return dict(sorted(self._left.items()))
 
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
@@ -361,7 +361,7 @@ class Cohort:
             ) from error
 
     def _gather(self, exchange: Exchange) -> dict[int, Mapping[str, Any]]:
-        """The properties of all clients that answer a secure sum's message well."""
+        """The properties of all clients that answer a secure sum's message correctly."""
         found = {}
         for client, answer in self._exchange(exchange, exchange.among):
             if isinstance(answer, Reply):
@@ -376,7 +376,7 @@ class Cohort:
         among: Collection[int] | None = None,
         pending: PendingSum | None = None,
     ) -> Iterator[tuple[int, Reply | str]]:
-        """Ask; yield each client with its accepted reply or why it has none.
+        """Ask; yield each client with its accepted reply or the reason that it has none.
 
         Args:
             exchange: The exchange.
@@ -403,7 +403,7 @@ class Cohort:
             yield client, answer
 
     def pause(self, waited_s: float) -> float:
-        """Wait before replies are looked for again; return for how long, in seconds.
+        """Wait before looking for replies again; return the seconds waited.
 
         Args:
             waited_s: Time since the last reply.
@@ -429,7 +429,7 @@ class Cohort:
     def _requests(
         self, exchange: Exchange, among: Collection[int] | None, summands: Summands | None
     ) -> dict[int, Sent]:
-        """The messages of an exchange by client, and what reads their replies."""
+        """The messages of an exchange by client, with the functions that read the replies."""
         requests: dict[int, Sent] = {}
         carried = exchange.carried(self.wire)
         records = encode_states(carried)

@@ -1,4 +1,4 @@
-"""One exchange: what is asked of the participants, and what reads their replies."""
+"""One exchange: a question to the participants, and the functions that read their replies."""
 
 from __future__ import annotations
 

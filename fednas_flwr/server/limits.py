@@ -1,4 +1,4 @@
-"""Bounds on honest replies: norms of updates and of gradients, and what noise does to means.
+"""Bounds on honest replies: norms of updates and of gradients, and ranges of noised means.
 
 Reply checks refuse what is beyond. Each bound follows from what was asked for and from what is
 public: an honest client keeps to it with certainty, or, where noise has a part in it, but for a
@@ -182,7 +182,7 @@ def norm(packed: Packed) -> float:
 
 
 def distance(packed: Packed, sent: Packed) -> float:
-    """Return the norm of what a state's floats differ by from those sent; that of itself if none.
+    """Return the norm of a state's difference to the one sent, of the state itself without one.
 
     The result is not finite where a value, or its square, is not.
     """

@@ -162,7 +162,7 @@ def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> di
 
 
 def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:
-    """Return the clients whose properties are not those of most, and how they differ.
+    """Return the clients whose properties are not those of most, with the difference.
 
     Args:
         properties: Properties of each client.
@@ -191,7 +191,7 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
 def outliers(
     declared: Mapping[int, Mapping[str, float]], *, fewest: float, most: float
 ) -> dict[int, str]:
-    """Return the clients that declare far fewer or far more records than most, and of what.
+    """Return the clients that declare far fewer or far more records than most, with a sentence.
 
     Fewer raise the noise that all must add, since noise is calibrated to the client that needs
     most; more are a weight in every average. Of one or two clients nobody can tell who is right.

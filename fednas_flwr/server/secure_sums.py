@@ -45,7 +45,7 @@ class MaskedSum:
         self.survivors.append(site)
 
     def unmask(self, openings: Mapping[int, Opening]) -> list[np.ndarray]:
-        """Return the sum of what the survivors have masked.
+        """Return the sum of the vectors that the survivors have masked.
 
         Args:
             openings: Parts that survivors have opened.

@@ -114,7 +114,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
 
     @classmethod
     def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """Every trained candidate's steps, and rewards; the last round measures twice."""
+        """The releases of candidates' steps, and of rewards; the last round measures twice."""
         steps = settings.trained_candidates * settings.local_steps
         planned = private.gradients({"weights": "train.candidate"}, steps=steps)
         learns = private.number > settings.warm_up_rounds

@@ -78,7 +78,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
 
     @classmethod
     def releases(cls, settings: FDNASSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """Every local step's gradients; the warm-up releases no alphas."""
+        """The releases of every local step's gradients; the warm-up releases no alphas."""
         warm_up = private.number <= settings.warm_up_rounds
         states = ("weights",) if warm_up else ("weights", "alphas")
         return private.gradients(dict.fromkeys(states, "train.search"))

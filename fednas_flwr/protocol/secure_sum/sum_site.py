@@ -256,7 +256,7 @@ class SumSite:
 
 @dataclass(frozen=True)
 class Answer:
-    """The one answer to a context, on its way.
+    """The one answer to a context, while it is made.
 
     Attributes:
         site: That answers.
