@@ -1,4 +1,4 @@
-"""Records: what every reader returns, the few operations on them, and the part each belongs to.
+"""Records, as every reader returns them: operations on them, and their division into splits.
 
 A record's id is stable: it depends on that record alone. The part, train, validation or test, is a
 function of that id and the site's key, never of other records, their order or a run's seed: a

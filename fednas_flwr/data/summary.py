@@ -1,4 +1,4 @@
-"""Contents of a data set, in sentences: its columns or classes, what is missing, who gets what.
+"""Summary of a data set in sentences: columns or classes, missing cells, division over clients.
 
 :func:`found` is what a run tells before it begins, :func:`summary` what ``fednas data`` prints.
 """

@@ -121,7 +121,7 @@ class _AllAskedError(Exception):
 
 
 class _Recorder(InProcessGrid):
-    """Clients that take one step where they are asked for many; keeps what they are asked.
+    """Clients that take one step where they are asked for many; keeps the requests.
 
     Attributes:
         asked: Of each kind of release the request that asks for most kinds at once, by key.
@@ -354,9 +354,9 @@ class _Exchange:
         return {name: pack(tensors) for name, tensors in states.items() if name in sent}
 
     def _without_noise(self) -> dict[str, Tensor]:
-        """Return of each kind what one canary contributes, before it is clipped; empty if untold.
+        """Return one canary's contribution by kind, before it is clipped; empty if replies hide it.
 
-        By the real client, without privacy.
+        It is computed by the real client, without privacy.
         """
         if isinstance(self._request.settings, rq.TellStatistics):
             self._sizes: Sizes = {STATISTICS: {"float32": 3 * self._clients[0].num_columns}}

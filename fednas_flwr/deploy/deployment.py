@@ -182,7 +182,7 @@ def _follow(run_id: str, superlink: str) -> Generator[str]:
 
 
 def _status(run_id: str, superlink: str) -> tuple[str, str]:
-    """Return status and details of a run; a SuperLink that is away is waited for, and that said."""
+    """Return status and details of a run; wait for a SuperLink that is away, and say so."""
     began, told = time.monotonic(), False
     while True:
         try:

@@ -251,7 +251,7 @@ def _stage(
 
 
 class MeasuringGrid(InProcessGrid):
-    """Clients that take one step where they are asked for many, and how long all would take.
+    """Clients that take one step where they are asked for many; estimates the time of all steps.
 
     Args:
         config: Of the run.

@@ -1,4 +1,4 @@
-"""All actions: what a client can be asked, and what of its records a reply may carry.
+"""All actions that a client can be asked for, and the parts of a reply that depend on records.
 
 This table is the whole surface on which data can leave a client. In private mode a reply carries
 nothing beside its header, layout digests and number of examples, which are public, but ``releases``

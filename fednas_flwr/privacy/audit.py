@@ -1,4 +1,4 @@
-"""Tests of replies to chosen records: their noise, how far a unit moves them, who is drawn.
+"""Tests of replies to chosen records: their noise, the influence of a unit, the units drawn.
 
 A release is committed to as a sum of contributions, of norm 1 at most, of the units that are drawn,
 plus N(0, sigma^2 I). Replies to records that the auditor has chosen, canaries, can refute it:
@@ -299,7 +299,7 @@ class ReleaseTest:
     def _contribution(
         self, change: Tensor, planted: Tensor, moved: Tensor, amounts: Amounts
     ) -> str:
-        """Test by how much units move a release [d], over the noise's deviation."""
+        """Test the influence of units on a release [d], over the noise's deviation."""
         most = self._most(amounts)
         scaled = (
             planted.flatten() / self.sigma if self.is_probe else change[moved] * amounts.precision

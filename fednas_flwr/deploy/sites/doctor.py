@@ -122,7 +122,7 @@ def _disk(folder: Path, settings: Settings) -> str:
 
 
 def _secrets(folder: Path, settings: Settings) -> str:
-    """Return that no secret can be read by other users."""
+    """Check that no secret can be read by other users."""
     secrets = [folder / "server.key", folder / "signing.key", *(folder / "state").glob("*.key")]
     secrets += [folder / NODE_KEY, *(folder / "state").glob("*.secret")]
     found = [path for path in secrets if path.is_file()]
@@ -133,12 +133,12 @@ def _secrets(folder: Path, settings: Settings) -> str:
 
 
 def _server_certificate(folder: Path, settings: Settings) -> str:
-    """Return for how long the certificate is good."""
+    """Return the remaining validity of the certificate."""
     return links.describe_certificate(folder)
 
 
 def _server_port(folder: Path, settings: Settings) -> str:
-    """Return whether a SuperLink answers, or the port is free for one."""
+    """Check that a SuperLink answers, or that the port is free for one."""
     port = _port(settings)
     if not links.is_open("127.0.0.1", port):
         return f"{port} is free; the server is not running"
@@ -147,14 +147,14 @@ def _server_port(folder: Path, settings: Settings) -> str:
 
 
 def _site_server(folder: Path, settings: Settings) -> str:
-    """Return that the server is reached and is the one that the authority names."""
+    """Check that the server is reached and is the one that the authority names."""
     host, port = _superlink(settings)
     links.shake_hands(host, port, folder / "ca.crt")
     return f"{host}:{port} is reached, and its certificate is good"
 
 
 def _site_clock(folder: Path, settings: Settings) -> str:
-    """Return that Flower will accept this machine's signatures: it refuses clocks that are off."""
+    """Check that Flower will accept this machine's signatures: it refuses clocks that are off."""
     skew_s = links.clock_skew_s(*_superlink(settings), folder / "ca.crt")
     if not -links.LARGEST_LAG_S < skew_s < links.LARGEST_LEAD_S:
         side = "ahead of" if skew_s > 0 else "behind"
@@ -166,7 +166,7 @@ def _site_clock(folder: Path, settings: Settings) -> str:
 
 
 def _site_key(folder: Path, settings: Settings) -> str:
-    """Return that the server knows the node's key."""
+    """Check that the server knows the node's key."""
     key = folder / NODE_KEY
     if not key.is_file():
         raise Trouble(f"there is no {key}: make it by `fednas key {key}`.")
@@ -180,7 +180,7 @@ def _site_key(folder: Path, settings: Settings) -> str:
 
 
 def _site_data(folder: Path, settings: Settings) -> str:
-    """Return that policy and data settings are right and the data can be read."""
+    """Check that policy and data settings are right and the data can be read."""
     from fednas_flwr.data.readers import site_dataset
     from fednas_flwr.privacy.policy import load_policy
 
