@@ -39,7 +39,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 from coverage import CoverageData
 
-PACKAGES = ("privacy", "clients", "builders", "stages", "exchange")
+PACKAGES = ("privacy", "client", "server", "protocol", "pipeline", "algorithms")
 OPERATORS = re.compile(
     r"core/(AddNot|ExceptionReplacer|NumberReplacer|ReplaceAndWithOr|ReplaceOrWithAnd|"
     r"Replace(Break|Continue)With\w+|Replace(True|False)With\w+|ZeroIterationForLoop|"

@@ -66,7 +66,7 @@ ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
 def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
-    """True after every so many rounds and the last, where a model is evaluated; of 0 never."""
+    """Return whether a model is evaluated after a round: every so many and the last; 0 is never."""
     last = server_round == num_rounds
     return evaluate_every > 0 and (last or server_round % evaluate_every == 0)
 
@@ -100,16 +100,16 @@ class RoundStrategy(Strategy, Generic[S]):
         space: Search space of the supernet; None for plain networks.
         prepared: The run's data; None where no network is made of its shapes.
         description: Description of the network to retrain, from which clients build it, see
-            ``clients.Client.network``; None in a search.
+            ``client.client.Client.network``; None in a search.
         configuration: Hyper-parameters that the search has found for retraining, which take the
             place of those of the settings; None if none.
-        checkpoints: Where the state goes after every round; None keeps none.
+        checkpoints: Folder of the state after every round; None keeps none.
         schedule: Everything that a private run releases.
 
     Attributes:
         settings: The algorithm's settings.
         stage: Name of the stage in events and checkpoints.
-        is_private: Whether clients release noised sums.
+        is_private: True if clients release noised sums.
         description: Of what clients build the network from: the supernet in a search.
         states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments``
             where they travel.
@@ -155,7 +155,7 @@ class RoundStrategy(Strategy, Generic[S]):
         self.set_up()
 
     def set_up(self) -> None:
-        """Make what the strategy holds besides; the constructor calls it last."""
+        """Make the further attributes of the strategy; the constructor calls it last."""
 
     @abstractmethod
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -182,7 +182,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     @classmethod
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
-        """Refuse what of the search cannot be made of the run's data and search space."""
+        """Refuse a search that is impossible with the run's data and search space."""
 
     @property
     def site(self) -> rq.Site | None:
@@ -202,12 +202,12 @@ class RoundStrategy(Strategy, Generic[S]):
         return TrimmedMean(None) if aggregate.name == "median" else WeightedAverage()
 
     def _momentum(self) -> str:
-        """Where the momentum of local training goes between requests."""
+        """The place of local training's momentum between requests, as ``training.momentum``."""
         averages = self.stage == "retrain" and follows_noise(self.config)
         return self.config.training.momentum or ("averaged" if averages else "reset")
 
     def amount(self, local_epochs: int, batch_size: int | None) -> rq.Amount:
-        """Return how long clients train: epochs of batches, with privacy steps."""
+        """Return the amount of local training: epochs of batches, or with privacy steps."""
         steps = local_steps(self.config, self.stage)
         if steps is None:
             return rq.Amount(local_epochs, None, batch_size)
@@ -241,7 +241,7 @@ class RoundStrategy(Strategy, Generic[S]):
         """Take back what :meth:`server_tensors` returned."""
 
     def fit_states(self) -> None:
-        """Give the states the form that the restored ``values`` say; most models keep theirs."""
+        """Give the states the form that the restored ``values`` name; most models keep theirs."""
 
     def ask(
         self,
@@ -323,7 +323,7 @@ class RoundStrategy(Strategy, Generic[S]):
         Args:
             request: Names the candidates.
             only: Of some states the names of the tensors that are sent.
-            by_median: Whether three or more clients without privacy count by
+            by_median: True if three or more clients without privacy count by
                 :func:`~fednas_flwr.protocol.states.median_rewards` in place of the mean, so
                 that none of them decides which candidate is best.
             **names: Further fields of the event, which say what the candidates are.

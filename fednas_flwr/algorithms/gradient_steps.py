@@ -36,7 +36,7 @@ class GradientStrategy(RoundStrategy[S]):
         reduce: str = "mean",
         added: Mapping[str, Tensor | float] = {},
     ) -> list[Reply]:
-        """Step along what replies give, and take over the clients' buffers, averaged by batch.
+        """Step along the replies' gradients, and take over the clients' buffers, averaged by batch.
 
         Args:
             replies: Each has sums of gradients over a batch, and the batch's size B_k. They are

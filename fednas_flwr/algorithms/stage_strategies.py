@@ -1,4 +1,4 @@
-"""The stages of an algorithm: their strategies, what rounds release, and whom they ask."""
+"""The stages of an algorithm: their strategies, the releases and the clients of their rounds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_search(
         config: The run's configuration; of CFDNAS the strategy is that of all clients.
         prepared: Gives shape and number of classes.
         cohort: Reaches the clients.
-        checkpoints: Where the state goes after every round.
+        checkpoints: Folder of the state after every round.
         schedule: Everything that a private run releases.
 
     Raises:
@@ -101,9 +101,9 @@ def make_retraining(
 
     Args:
         config: The run's configuration.
-        description: What the network is built from.
+        description: Description of the network.
         cohort: Reaches the clients.
-        checkpoints: Where the state goes after every round.
+        checkpoints: Folder of the state after every round.
         schedule: Everything that a private run releases.
         configuration: Takes the place of the retrain settings' learning rate, momentum, decay and
             drop-path probability.
@@ -122,7 +122,7 @@ def make_retraining(
 
 
 def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[PlannedRelease]]:
-    """What each round of a stage of a private run releases of a client that it asks."""
+    """Releases of each round of a stage of a private run, of a client that the round asks."""
     strategy, privacy = strategy_of(config, stage), config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     rounds = [
@@ -135,7 +135,7 @@ def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[
 
 
 def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampling | None:
-    """Return who is asked in the rounds of a run, None where it is always everybody.
+    """Return the sampling of clients of a run, None if every round asks all.
 
     Args:
         config: The run's configuration.
@@ -166,7 +166,7 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
 
 
 def _at_most(records: NDArray[np.int64], batch: float | None) -> NDArray[np.int64]:
-    """Return what the clients' batches weigh; a share of its records is one of every client's."""
+    """Return the sizes of the clients' batches; a batch below 1 is a share of the records."""
     return records if batch is None or batch < 1 else np.minimum(records, int(batch))
 
 
@@ -193,7 +193,7 @@ def found_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
 
 
 def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
-    """By how much alphas are larger at first, by kind of cell; nothing without a prior.
+    """The lead of alphas at first, by kind of cell; empty without a prior.
 
     Raises:
         ConfigError: The run has found no architecture, or one of another space, or the space has

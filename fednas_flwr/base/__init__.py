@@ -1,1 +1,1 @@
-"""What every room stands on: errors, files, memory, random numbers, layers."""
+"""Common ground of all rooms: errors, files, memory, random numbers, layers."""

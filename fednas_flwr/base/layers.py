@@ -1,10 +1,10 @@
 """Layers whose weights may be one per record, so that one backward gives one gradient per record.
 
 A weight is either shared, in torch's shape, or a copy for each of B records, [B, ...] with stride 0
-(``privacy.record_gradients``): then its gradient is [B, ...], as the gradient of op weights
-[B, edges, ops] is one per record. On CPU this costs no more than the gradient of a shared weight by
-torch's own kernels, which are slow for small depthwise and 1x1 convolutions; therefore supernets of
-images compute with these layers in any case.
+(``privacy.mechanism.record_gradients``): then its gradient is [B, ...], as the gradient of op
+weights [B, edges, ops] is one per record. On CPU this costs no more than the gradient of a shared
+weight by torch's own kernels, which are slow for small depthwise and 1x1 convolutions; therefore
+supernets of images compute with these layers in any case.
 
 Measured: ``scripts/bench_step.py``. Differentiable once; not under ``torch.vmap``. Autocast casts
 what a layer reads, forward and backward, as it does with torch's own.

@@ -44,7 +44,7 @@ def add_command(
         handler: Does it, given the options and the overrides; returns the exit code.
         help: One line for the list of commands; None leaves it out of that.
         epilog: What follows the list of arguments, as it is laid out.
-        takes_overrides: Whether further arguments are overrides of the configuration.
+        takes_overrides: True if further arguments are overrides of the configuration.
     """
     listed: dict[str, Any] = {} if help is None else {"help": help}
     parser = commands.add_parser(

@@ -117,7 +117,7 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what the exported network of a run takes by each latency table."""
+    """Print the latency of a run's exported network by each table."""
     from fednas_flwr.models.networks import described_space, load_description
     from fednas_flwr.spaces.space_costs import read_table, space_costs
 

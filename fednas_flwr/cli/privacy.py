@@ -112,7 +112,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Audit a run's releases; say what each is like, and what could not be seen."""
+    """Audit a run's releases; print a finding for each, and what was not audited."""
     config = compose(*overrides)
     from fednas_flwr.deploy.audit_run import audit_run
 
@@ -201,7 +201,7 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
 
 
 def approve(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what the schedules that wait for approval would release; approve the one of a hash."""
+    """Print the schedules that wait for approval; approve the one of a hash."""
     from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment, schedule_hash
     from fednas_flwr.privacy.mechanism.noise import SecureGenerator
     from fednas_flwr.privacy.policy import load_policy

@@ -1,4 +1,4 @@
-"""Commands that use what runs have left: predict, export, report, compare, lookup."""
+"""Commands on the files of runs: predict, export, report, compare, lookup."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def lookup(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what a table says of the cells that runs have found."""
+    """Print the published accuracies of the cells that runs have found."""
     from fednas_flwr.report.comparison import run_folders
     from fednas_flwr.report.lookup import print_lookup, read_table
     from fednas_flwr.runs.numbers import EVENTS_FILE, read_run

@@ -34,7 +34,7 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
     Args:
         guard: The site's.
         request: The request.
-        supernet_norm: How the run's supernet normalises, if that is known.
+        supernet_norm: Normalisation of the run's supernet, if it is known.
 
     Raises:
         ConfigError: There is no such private action, or the policy refuses the request.
@@ -69,7 +69,7 @@ def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
 
     Args:
         request: Of a private action.
-        of_client: Whether the client is protected as a whole.
+        of_client: True if the client is protected as a whole.
 
     Raises:
         ConfigError: It asks for what a private client does not do.
@@ -79,7 +79,7 @@ def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
 
 
 def check_network(client: Client, request: Request, network: nn.Module) -> None:
-    """Refuse a network of whose records no noised release can be made, at a private client.
+    """Refuse, at a private client, a network for which no noised release can be made.
 
     Raises:
         ConfigError: It has batch norm, or is larger than the run has committed to.
@@ -142,13 +142,13 @@ def check_fields(action: str, reply: Reply) -> None:
 
 
 def description_of(request: Request) -> Mapping[str, Any]:
-    """Return what the network of a request is built from: the supernet if it says nothing else."""
+    """Return the description of a request's network, by default that of the supernet."""
     described = request.settings.described
     return {"name": SUPERNET} if described is None else described
 
 
 def _norm(request: Request, supernet_norm: str | None) -> str | None:
-    """Return how the network that a request describes normalises; None without a network."""
+    """Return the kind of normalisation of a request's network; None without a network."""
     if STATISTICS in ACTIONS[request.action].releases:
         return None
     described = description_of(request)

@@ -83,7 +83,7 @@ def _answered(client: Client, request: Request) -> Reply:
 
 
 def agreed(client: Client, request: Request) -> dict[str, Any]:
-    """Return all by which a reply is computed and on which the sites of a sum must agree.
+    """Return everything that decides a reply and on which the sites of a sum must agree.
 
     **Rule.** An input of a reply that comes from the server, or that stands in the site's policy or
     data settings and decides how much content or noise the reply has, is in the context of its
@@ -94,7 +94,7 @@ def agreed(client: Client, request: Request) -> dict[str, Any]:
 
     Args:
         client: With secure sums.
-        request: What is asked; its plans are those by which the site answers.
+        request: The request; its plans are those by which the site answers.
     """
     guard = client.guard
     return {
@@ -113,7 +113,7 @@ def begin_sum(client: Client, request: Request) -> Answer | None:
 
     Args:
         client: Asked.
-        request: What is asked, with a guard as it was admitted.
+        request: The request, with a guard as it was admitted.
 
     Returns:
         What masks the reply; None of requests whose replies are public.
@@ -148,7 +148,7 @@ def begin_sum(client: Client, request: Request) -> Answer | None:
 
 
 def masked(request: Request, reply: Reply, answer: Answer) -> Reply:
-    """Return a reply of which nothing can be read but the layout of its tensors.
+    """Return a masked reply, which reveals nothing but the layout of its tensors.
 
     Raises:
         ValueError: A value is not finite, or beyond the range of the sum.

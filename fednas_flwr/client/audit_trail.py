@@ -1,4 +1,4 @@
-"""A site's own record of who asked for what, what left and what was refused, for its auditors.
+"""A site's own record of requests, releases and refusals, for its auditors.
 
 JSON lines; each ends with the HMAC of itself and of the line before it, under the key of the site's
 ledger, and a mark beside that key, outside the trail's folder, holds number and HMAC of the last
@@ -110,7 +110,7 @@ class AuditTrail:
         """Note a reply before it leaves.
 
         Args:
-            request: What it answers; with a guard, its terms are those of the releases.
+            request: The request; with a guard, its terms are those of the releases.
             reply: Named are its states, metrics and properties.
             guard: Of a private client; what its budget has paid by now, for all runs, is noted.
         """
@@ -141,7 +141,7 @@ class AuditTrail:
         """Note an error, unless the site's daily allowance is spent.
 
         Args:
-            action: What was asked.
+            action: The action asked for.
             request: The request; None if it could not be read.
             reason: Only what the server may read.
             error: What the site's own log says besides. It takes a fixed amount: it may quote
@@ -310,7 +310,7 @@ def _mark_path(path: Path, key_path: Path) -> Path:
 
 
 def _read_mark(mark: Path, key: bytes) -> _End:
-    """Return what a mark says, the place before the first line if there is none."""
+    """Return the end that a mark names; without a mark, the place before the first line."""
     if not mark.exists():
         return _genesis(key)
     try:

@@ -38,7 +38,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class KeptModels:
-    """Place where a site keeps models, and whose it keeps.
+    """Folder of the models that a site keeps, and the key that must have signed them.
 
     Attributes:
         folder: Made when the first one comes.
@@ -58,26 +58,26 @@ class Client:
         seed: The run's seed; every draw comes from (seed, round, client, purpose).
         data: The client's own records, split into train, validation and test.
         class_names: Names of the classes, the same for all clients.
-        device: Where tensors live during an action.
+        device: Device of tensors during an action.
         threads: torch's threads during an action; equal in every runtime, so that sums are equal.
         make_network: Builds a network from its description on the CPU.
         make_space: Returns the run's search space.
         augmentation: Applied to training batches.
         networks: The networks built so far, shared by the clients of one process.
-        tag: What the site calls itself; empty when it does not.
+        tag: Name that the site gives itself; empty if none.
         schema: Columns of a table, the same for all clients; empty for images.
         image_shape: Of the images that a transform made features of; else empty.
         scattering: Scales and angles of that transform; else empty.
         moments: Of a table's numeric columns over the train part, where no statistics are declared;
             else None.
-        from_ranges: Whether its table is standardised by declared ranges, within which it may tell
+        from_ranges: True if its table is standardised by declared ranges, within which it may tell
             noised statistics.
         objective: Gives losses and hits; its tensors are on the device.
-        oversample: Whether training repeats records of rarer classes.
+        oversample: True if training repeats records of rarer classes.
         precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
-        guard: What releases must pass; with one the client answers private actions only.
-        wire: What float32 vectors of replies travel as, see :mod:`fednas_flwr.protocol.wire`.
-        kept_models: Where the site keeps models that return to it; None keeps none.
+        guard: Guard that releases must pass; with one the client answers private actions only.
+        wire: Format of float32 vectors in replies, see :mod:`fednas_flwr.protocol.wire`.
+        kept_models: Folder of models that return to the site; None keeps none.
         sums: The client's part of secure sums; with one it answers no other way.
         cache: Folder of what may be computed anew, results of self-tests among it; None for none.
         settings_digest: Hash of the run's settings as the server has sent them, on which the sites

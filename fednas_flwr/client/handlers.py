@@ -65,7 +65,7 @@ def answers(*actions: str) -> Callable[[Handler], Handler]:
 
 @answers("query.describe")
 def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
-    """``query.describe``: who the client is and how much data it has.
+    """``query.describe``: identity of the client and size of its data.
 
     Of a private client's data, what its policy declares.
     """
@@ -97,7 +97,7 @@ def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
 
 @answers("query.commit")
 def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
-    """``query.commit``: keep the run's plan of releases; tell its cost and what is covered.
+    """``query.commit``: keep the run's plan of releases; tell its cost and the steps covered.
 
     Where a person must approve the plan first, tell by which hash; the same request again is
     answered in full once that is done.
@@ -116,7 +116,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
 
 
 def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:
-    """Return how many weights and alphas the search has, where a person is to approve it."""
+    """Return the numbers of weights and alphas of a search that a person is to approve."""
     searches = any(planned.stage == "search" for planned in asked.releases)
     if not (searches and admission.guard_of(client).allowed.needs_approval):
         return {}
@@ -129,7 +129,7 @@ def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:
 
 @answers("query.latency")
 def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) -> Reply:
-    """``query.latency``: how long every layer of the run's search space takes on this machine.
+    """``query.latency``: time of every layer of the run's search space on this machine.
 
     The table is ``properties["latency"]``, as ``latency_tables`` writes it. No record is read.
     """
@@ -177,7 +177,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
 
 @answers("query.keep_model")
 def keep_model(client: Client, request: Request, asked: rq.KeepModel) -> Reply:
-    """``query.keep_model``: the site takes the model and tests it; what it measures stays there."""
+    """``query.keep_model``: the site takes the model and tests it; the results stay there."""
     with admission.before_reading(request):
         new = kept_models.check(client, request, asked)
     folder = kept_models.keep(client, new)
@@ -266,9 +266,9 @@ def _of_sums(
     """Return the reply of gradient sums over batches; with those of weights, buffers.
 
     Args:
-        client: Whose records are read.
-        request: What is answered; with grids by one step's sum with a share of its noise.
-        gradients: Where the sums come from.
+        client: The client whose records are read.
+        request: The request; with grids by one step's sum with a share of its noise.
+        gradients: Source of the sums.
         network: At whose states they are taken.
         split: That the batches of the first state are of.
         steps: Number of local steps.
@@ -392,7 +392,7 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
 
 
 def trained_rewards(client: Client, request: Request, training: rq.LocalTraining) -> Reply:
-    """Return how fast the members of a pool train, each from the weights that were sent.
+    """Return the training speed of each member of a pool, from the weights that were sent.
 
     A member's reward, from 0 to 1, is ``exp(-loss)`` with the mean training loss of the last local
     epoch, before each step on its batch: a training speed estimate (Ru et al. 2021,
@@ -427,7 +427,7 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
 
 @answers("train.probe")
 def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
-    """``train.probe``: by how much local training would reduce the loss on validation records.
+    """``train.probe``: the decrease of the validation loss by local training.
 
     FEATHERS, Alg. 2 and 3 without their last line. Each trial trains the same network, a supernet
     or a derived one, from the same states and with the same draws; the result is discarded. Nothing
@@ -574,7 +574,7 @@ def _released_weight(client: Client, request: Request) -> float:
 
 
 def _num_records(client: Client, split: str) -> int:
-    """Return how many records a split has, of a private client those that its policy declares."""
+    """Return the number of records of a split, of a private client the declared one."""
     if client.guard is not None:
         return admission.guard_of(client).num_records(split.split("+"))
     return len(client.split(split))

@@ -115,7 +115,7 @@ def _check_inputs(client: Client, model: Model) -> None:
 
 
 def _test(client: Client, folder: Path) -> dict[str, Any]:
-    """Return what the model does on the site's test records, JSON values.
+    """Return the model's results on the site's test records, as JSON values.
 
     Nothing that goes wrong on records may reach the server, by an error as little as by a number.
     """

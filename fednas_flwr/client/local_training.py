@@ -47,15 +47,15 @@ def prepare(
 def prepare_search(
     client: Client, request: Request, local: LocalSearch, supernet: Supernet
 ) -> Training:
-    """Return what searches locally: FEATHERS, Alg. 4, of which it is also the private form.
+    """Return a function that searches locally: FEATHERS, Alg. 4, or its private form.
 
-    There the look-ahead of the text's line 2 is left out, whose weights would carry no noise.
+    The private form leaves out the look-ahead of line 2, whose weights would carry no noise.
 
     Args:
-        client: Whose records are read.
-        request: What is answered; of a private client with the plans of ``weights`` and, but in a
+        client: The client whose records are read.
+        request: The request; of a private client with the plans of ``weights`` and, but in a
             warm-up, of ``alphas``.
-        local: What to do.
+        local: The search to make.
         supernet: Searched in place.
     """
     generator = client.generator(request.header, "search")
@@ -111,7 +111,7 @@ def prepare_training(
     *,
     generator: torch.Generator | None = None,
 ) -> Training:
-    """Return what trains the weights of a network.
+    """Return a function that trains the weights of a network.
 
     In private mode DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) with momentum on the noised
     gradients: every step is a release of its own, from which the weights follow. ``clip_norm``
@@ -148,8 +148,8 @@ def _gradients(
     """Return the source of a local loop's gradients; reads no record.
 
     Args:
-        client: Whose records are read.
-        request: What is answered.
+        client: The client whose records are read.
+        request: The request to answer.
         local: The loop.
         generator: Of exact batches and their augmentation.
     """
@@ -176,7 +176,7 @@ def sent_moments(
 
     Args:
         request: Of which ``moments`` is read.
-        network: Whose moments they are.
+        network: The network that the moments are of.
         only: The names of those that the request carries; None is all.
 
     Raises:

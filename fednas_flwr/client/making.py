@@ -60,9 +60,9 @@ def make_client(
     Args:
         config: The run's configuration.
         index: From 0 to ``config.clients - 1``.
-        data: What :func:`make_data` returns; shared by the clients of a process.
+        data: Result of :func:`make_data`, shared by the clients of a process.
         networks: Built networks, shared likewise: clients of a process take turns.
-        site: What the node's own configuration says, see ``client_app.SITE_KEYS``.
+        site: Settings of the node's own configuration, see ``client_app.SITE_KEYS``.
         guard: What :func:`make_site_guard` has made of a ``site`` that names a policy; those of
             simulated clients are made here.
         settings: The run's, as the server has sent them; None is all of ``config``.
@@ -139,14 +139,14 @@ def make_client(
 def simulated_properties(
     config: Config, data: tuple[Prepared, list[np.ndarray]]
 ) -> dict[int, dict[str, Any]] | None:
-    """Return what the clients of a run say of their records, None if they must be asked.
+    """Return the properties of all simulated clients by index, None if clients must be asked.
 
-    The server divides the records itself where it simulates clients without privacy; that it need
-    not ask them all is worth something only where rounds do not ask them all, either.
+    A server that simulates clients without privacy divides the records itself, and so knows the
+    properties. This saves time where rounds ask some of the clients only.
 
     Args:
         config: The run's configuration.
-        data: What :func:`make_data` returns.
+        data: Result of :func:`make_data`.
     """
     if not config.samples or config.runtime.name == "deployment":
         return None
@@ -174,7 +174,7 @@ def simulated_properties(
 
 
 def make_objective(config: Config, records: Records, device: torch.device) -> Objective:
-    """Return what networks are trained for and judged by; a class without a factor has 1.
+    """Return the objective of training and evaluation; a class without a factor has 1.
 
     Args:
         config: The run's.
@@ -250,7 +250,7 @@ def _simulated_guard(
 
 
 def _kept_models(site: Mapping[str, str]) -> KeptModels | None:
-    """Return where a node keeps models, None if it names no folder.
+    """Return the folder of a node's kept models, None if it names none.
 
     Raises:
         ConfigError: It does not say whose.
@@ -299,7 +299,7 @@ def make_sum_site(config: Config, index: int) -> SumSite | None:
 
 
 def _simulated_terms(config: Config, fingerprint: str) -> SumTerms:
-    """Return what the policy of a simulated site says of secure sums."""
+    """Return the terms of secure sums in the policy of a simulated site."""
     terms = config.secure_sum
     assert terms is not None
     return SumTerms(fingerprint, terms.least(config.clients), terms.colluding)
@@ -315,12 +315,12 @@ def simulated_site(config: Config, index: int) -> Path | None:
 
 
 def simulated_ledger(folder: Path) -> tuple[Path, Path]:
-    """Return where a simulated site keeps its ledger and its key."""
+    """Return the paths of a simulated site's ledger and its key."""
     return folder / "ledger" / "ledger.sqlite", folder / "key"
 
 
 def simulated_policy(config: Config, index: int, records: Records, rows: np.ndarray) -> Policy:
-    """Return the policy in a simulated site's file; without one, what lets the run pass.
+    """Return the policy in a simulated site's file; without one, a policy that lets the run pass.
 
     Its terms of secure sums are the run's.
     """
@@ -368,7 +368,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
 
 
 def check_public(config: Config, prepared: Prepared) -> None:
-    """Raise ConfigError for what a private client would tell or use of its own records."""
+    """Raise ConfigError for settings by which a private client would reveal its records."""
     if prepared.uses_own_statistics:
         raise ConfigError(
             "privacy=dp with a table that each client standardises by its own statistics, which no "
@@ -398,7 +398,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
 
 
 def check_unit(unit: Unit, records: Records) -> None:
-    """Raise ConfigError unless records say whose they are where, and only where, policies ask."""
+    """Raise ConfigError unless records name their persons exactly if the policies ask for it."""
     if unit == PERSON and not records.by_person:
         raise ConfigError(
             "the policy has unit: person, but the data does not say whose each record is: set "

@@ -57,7 +57,7 @@ TakeSum = Callable[..., ClippedSum]
 
 
 class NoisedGradients:
-    """A ``search.descent.Gradients`` of which every gradient is a release.
+    """A source of gradients (``search.optimizer_step.Gradients``), each of which is a release.
 
     Each is first tried on made-up records, by the ``rehearse`` methods; they, and the constructor,
     read no record.
@@ -170,7 +170,7 @@ class NoisedGradients:
         return noised_EO.where(moved_EO, 0.0) + self._cost_gradient(supernet, paths_EK, hardware)
 
     def metrics(self) -> dict[str, float]:
-        """Return nothing: what was seen is not told."""
+        """Return no metrics: they would reveal records."""
         return {}
 
     def _mean(self, state: str, take: TakeSum) -> Tensors:
@@ -186,7 +186,7 @@ class NoisedGradients:
         return {name: value.to(self._client.device) for name, value in sums.items()}
 
     def _contributions(self, state: str, take: TakeSum) -> tuple[Split, Contributions]:
-        """Return what a release reads, and the clipped sum over some of its units.
+        """Return the split that a release reads, and a function: the clipped sum over some units.
 
         One micro-batch is in memory at a time.
         """
@@ -289,7 +289,7 @@ class NoisedGradients:
 def _micro_batches(
     split: Split, units: Tensor, size: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the rows of up to ``size`` records of some units, and whose they are; at least once."""
+    """Yield the rows of up to ``size`` records of some units, with their persons; at least once."""
     if split.persons is not None:
         yield from by_person(split.records_of(units), size)
     else:

@@ -1,4 +1,4 @@
-"""Noised means over all declared records: what private clients tell of losses and accuracies.
+"""Noised means over all declared records: the losses and accuracies of private clients.
 
 Each is one release of a sum of one vector per record, clipped to the largest norm that it can
 have, by which noise is scaled. What is measured of a record does not depend, in any bit, on what
@@ -50,9 +50,9 @@ def noised_mean(
         client: With a guard.
         request: As the guard has admitted it.
         kind: Of the release.
-        split: What is measured. Of a person counts the mean of all records.
+        split: Records to measure. A person counts as the mean of all their records.
         values: Given indices, returns a vector of each record, float64 [N, V].
-        norm: What a unit's vector is clipped to, and what noise is scaled by.
+        norm: Bound to which a unit's vector is clipped; it also scales the noise.
     """
     guard, planned = guard_of(client), request.releases[kind]
 
@@ -76,7 +76,7 @@ class Measurement:
     Args:
         client: With a guard.
         split: Of the records.
-        networks: What is computed with.
+        networks: The networks to compute with.
         measure: The computation.
         tried: One of the same kind that takes as much memory as any; None is ``measure``.
         chosen: Its name, and all that the server has chosen of it besides.
@@ -112,7 +112,7 @@ class Measurement:
 def prepare_metrics(
     client: Client, request: Request, network: nn.Module, description: object
 ) -> Callable[[], dict[str, float]]:
-    """Return what releases a network's loss and accuracy; reads no record.
+    """Return a function that releases a network's loss and accuracy; reads no record itself.
 
     A record's loss counts for at most twice that of guessing, and so does one that is not finite.
     """
@@ -141,9 +141,9 @@ def prepare_metrics(
 
 
 def prepare_losses(client: Client, network: nn.Module, description: object) -> Callable[[], Tensor]:
-    """Return what computes the loss of every validation record, times its class's factor, [N].
+    """Return a function: the loss of every validation record, times its class's factor.
 
-    float64 on the CPU, in evaluation mode. Reads no record itself.
+    Its result is float64 [N] on the CPU, in evaluation mode. Reads no record itself.
     """
     objective = client.objective
 
@@ -169,10 +169,10 @@ def prepare_rewards(
     largest: Sequence[nn.Module],
     description: object,
 ) -> Callable[[], Tensor]:
-    """Return what releases each candidate's accuracy over the declared validation records, [M].
+    """Return a function that releases every candidate's accuracy on validation records, [M].
 
-    Reads no record. One release for all: whether each of M candidates is right about a record is a
-    vector of norm sqrt(M) at most.
+    Accuracies are shares of the declared number of records. Reads no record itself. All are one
+    release: the hits of M candidates on one record are a vector of norm sqrt(M) at most.
 
     Args:
         client: With a guard.

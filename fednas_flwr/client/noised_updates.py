@@ -38,7 +38,7 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
 
     Args:
         client: With a guard, whose policy has the unit ``client``.
-        request: What is answered.
+        request: The request to answer.
         exact: Given the client without its guard, returns the answer without noise.
 
     Raises:

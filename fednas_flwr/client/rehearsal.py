@@ -47,9 +47,9 @@ def rehearse(
     Args:
         client: With a guard.
         computation: Of a micro-batch of any size.
-        network: What it computes with.
+        network: The network that it computes with.
         kind: Of the computation; with the network it says by which kernels it is made.
-        chosen: What the server has chosen besides.
+        chosen: All else that the server has chosen.
     """
     key = json.dumps([kind, *chosen])
     if key in client.rehearsed:
@@ -83,7 +83,7 @@ def rehearse(
 
 
 def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> int:
-    """Return what ``test`` has returned for this key, here or in an earlier process; else test.
+    """Return the result of a test for this key, from memory or a cache if it has run before.
 
     Args:
         key: JSON values: all that the result depends on.
@@ -109,7 +109,7 @@ def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> i
 
 
 def machine(device: torch.device, threads: int) -> list[Any]:
-    """Return what decides, beside a network, by which kernels torch computes."""
+    """Return all that decides, beside a network, which kernels torch computes with."""
     chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(KERNEL_SETTINGS)}
     return [
         *(machine_name(device), threads, chosen),

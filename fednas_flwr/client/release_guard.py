@@ -45,8 +45,8 @@ class Commitment:
 
     Attributes:
         releases: Everything that may be released, at most.
-        assignment: Which records were in which split, see :meth:`ReleaseGuard.hold`.
-        by_split: Whether a release is charged to the splits that it reads, and not to every one.
+        assignment: Assignment of records to splits, see :meth:`ReleaseGuard.hold`.
+        by_split: True if a release is charged only to the splits that it reads.
         data_set: The policy's id of the data.
         sizes: Most values of a release of the search, by kind; of others nothing is said.
         unit: Unit of privacy, as the ledger books it.
@@ -66,7 +66,7 @@ class Commitment:
 
 
 def read_commitment(text: str) -> Commitment:
-    """Return what a ledger has kept."""
+    """Return the commitment that a ledger has kept as text."""
     values = {"unit": RECORD} | json.loads(text)  # older ones lack it, as they lack these two
     older = {"shared": False, "of_client": False}
     releases = [older | release for release in values["releases"]]
@@ -75,7 +75,7 @@ def read_commitment(text: str) -> Commitment:
 
 
 def schedule_hash(run: str, text: str) -> str:
-    """Return the 32 hex digits by which a person approves what a run has committed to."""
+    """Return the 32 hex digits by which a person approves a run's commitment."""
     return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
 
 
@@ -83,8 +83,8 @@ class ReleaseGuard:
     """A site's policy, ledger and secret randomness, for one data set.
 
     Args:
-        policy: What the site allows.
-        ledger: Where releases are booked.
+        policy: The site's policy.
+        ledger: The ledger that books releases.
         generator: Of masks and noise.
         data_set: The policy's id of the data that this client holds.
 
@@ -104,7 +104,7 @@ class ReleaseGuard:
         self._commitments: dict[str, Commitment] = {}
 
     def hold(self, assignment: str, id_column: str = "") -> None:
-        """Take note of which records are in which split, before anything is committed to.
+        """Take note of the assignment of records to splits, before anything is committed to.
 
         Args:
             assignment: Of :func:`~fednas_flwr.data.records.assignment_digest`.
@@ -120,7 +120,7 @@ class ReleaseGuard:
 
     @property
     def properties(self) -> dict[str, Any]:
-        """What the client says of its policy and budget, which do not depend on records."""
+        """Properties of policy and budget, which do not depend on records."""
         allowed = self.allowed
         terms = allowed.secure_sum
         return {
@@ -218,7 +218,7 @@ class ReleaseGuard:
         }
 
     def covered_steps(self, plan: Sequence[PlannedRelease]) -> dict[str, int]:
-        """Return how many steps of each stage of a plan what is left of the budget covers.
+        """Return the number of steps of each stage of a plan that the remaining budget covers.
 
         By the filter that enforces it, from ledger, policy and plan alone.
         """
@@ -230,7 +230,7 @@ class ReleaseGuard:
         return covered_steps(self._ledger.filters(allowed.account, self.unit, **terms), stages)
 
     def spent(self) -> float | None:
-        """Return how much of the budget's epsilon is used, as enforcement counts it.
+        """Return the used part of the budget's epsilon, as enforcement counts it.
 
         None is infinite: the budget has paid for another unit of privacy.
         """
@@ -240,7 +240,7 @@ class ReleaseGuard:
         return spent if math.isfinite(spent) else None
 
     def uncounted(self) -> dict[str, list[str]]:
-        """Return as a fact the units of releases under this site's other budgets, if any.
+        """Return, as a property, the units of releases under this site's other budgets, if any.
 
         They may be of the same records, and this budget does not count them.
         """
@@ -261,9 +261,9 @@ class ReleaseGuard:
 
         Args:
             header: Of the request; names run and stage.
-            action: What is asked.
+            action: The action asked for.
             kind: ``weights``, ``alphas``, ``rewards`` or ``metrics``.
-            splits: What the release reads.
+            splits: Splits that the release reads.
             steps: Number of releases that the request asks for.
             num_values: Number of values of each release.
 
@@ -311,7 +311,7 @@ class ReleaseGuard:
         Args:
             planned: From :meth:`admit`; its noise is not shared.
             header: Of the request.
-            num_units: How many records, or persons, there are; the draw alone depends on it.
+            num_units: Number of records, or persons; the draw alone depends on it.
             clipped_sum: Given int64 rows of the drawn units (maybe none), returns their sum.
 
         Returns:
@@ -408,7 +408,7 @@ class ReleaseGuard:
         return sums, torch.cat(parts)
 
     def _sharing(self, planned: PlannedRelease) -> str:
-        """Return what the ledger notes beside a release whose noise is shared.
+        """Return the ledger's note beside a release whose noise is shared.
 
         The row's noise is that of the sum. Whoever breaks the sum gets a release with this site's
         share alone: ``1 / sqrt(h)`` of it.
@@ -427,15 +427,15 @@ class ReleaseGuard:
         }
 
     def _pays_by_split(self) -> bool:
-        """Return whether releases are charged to the splits that they read alone."""
+        """Return whether a release is charged only to the splits that it reads."""
         return self._ledger.is_first(self.allowed.account, self._assignment)
 
     def _reading(self, planned: PlannedRelease, by_split: bool) -> tuple[Release, tuple[str, ...]]:
-        """Return what all steps of a plan release, and which splits they are charged to."""
+        """Return the release of all steps of a plan, and the splits that it is charged to."""
         return planned.release(self.allowed.records), planned.splits if by_split else SPLITS
 
     def _commitment(self, run: str) -> Commitment | None:
-        """Return what a run has committed to.
+        """Return the commitment of a run, None if there is none.
 
         Raises:
             ConfigError: The client then held other records, or had them in other splits.

@@ -59,7 +59,7 @@ class Prepared:
         std: As ``mean``; all above 0.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         scattering: Scales and angles of the transform that made features of images; else empty.
-        from_ranges: Whether mean and std of all numbers of a table follow from declared ranges.
+        from_ranges: True if mean and std of all numbers of a table follow from declared ranges.
     """
 
     train: Records

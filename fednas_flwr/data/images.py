@@ -51,7 +51,7 @@ def read_torchvision(settings: Torchvision, root: Path, *, download: bool = Fals
     Args:
         settings: Its name, a key of ``TORCHVISION_SETS``.
         root: The folder that torchvision calls root.
-        download: Whether missing files may be fetched.
+        download: True if missing files may be fetched.
 
     Raises:
         ConfigError: The files are not there and may not be fetched, or fetching fails.
@@ -214,7 +214,7 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     Args:
         texts: Its columns.
         path: Of the file; images are looked for in its folder.
-        skip: Whether rows may have none.
+        skip: True if rows may have none.
 
     Raises:
         ConfigError: Images are missing, or not to be told apart by their names.

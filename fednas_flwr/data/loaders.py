@@ -154,7 +154,7 @@ def make_client_data(
         indices: int64 ``[n]``, the client's records in ``prepared.train``.
         key: The site's split key, see :func:`~fednas_flwr.data.records.assign_splits`.
         fractions: Shares of train, validation and test.
-        may_be_empty: Whether there may be no train record, as at a private site, which would
+        may_be_empty: True if there may be no train record, as at a private site, which would
             otherwise tell by a refusal that there is none.
 
     Raises:
@@ -325,7 +325,7 @@ def augment(
         generator: Its device need not be that of ``x``; what is skipped draws nothing.
         crop_padding: Pixels of zeros around an image, out of which one of its size is cropped; 0
             for no crop.
-        flip: Whether to flip left and right.
+        flip: True if images are flipped left and right at random.
         cutout: Side in pixels of a square of zeros, centred anywhere in the image and clipped at
             its border; 0 for none.
 

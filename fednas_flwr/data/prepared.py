@@ -67,10 +67,10 @@ def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
 
 
 def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
-    """Return what the server of real sites knows of their data: shapes and names, no records.
+    """Return the data as the server of real sites knows it: shapes and names, no records.
 
-    Where ``dataset.root`` names data on the server and ``dataset.server_test`` is true, all of
-    that is the public test set.
+    If ``dataset.root`` names data on the server and ``dataset.server_test`` is true, all of that
+    data is the public test set.
 
     Args:
         config: Of a run with real sites.

@@ -49,7 +49,7 @@ class DataSet:
         sites: Patterns of the sites in a folder, one of which ``read`` then gets; empty if the set
             cannot be divided by sites.
         folder: Folder of its files below the root.
-        by_content: Whether the records decide if a cached copy is the same, and not the files.
+        by_content: True if the records decide if a cached copy is the same, and not the files.
     """
 
     settings: type[Dataset]
@@ -120,7 +120,7 @@ def _neutral(name: str) -> dict[str, Any]:
 
 
 def site_dataset(path: Path, *, cache: str) -> Dataset:
-    """How a private site reads its own data: whatever the run says, the site's file counts.
+    """Return a private site's settings of its own data, from its file, whatever the run says.
 
     A setting that the server could choose would be a question to the records: whether they can be
     read, augmented or cached with it. One that is found in the records would let each of them

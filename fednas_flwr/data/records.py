@@ -1,4 +1,4 @@
-"""Records: what every reader returns, the few operations on them, and the part each belongs to.
+"""Records, as every reader returns them: operations on them, and their division into splits.
 
 A record's id is stable: it depends on that record alone. The part, train, validation or test, is a
 function of that id and the site's key, never of other records, their order or a run's seed: a
@@ -203,7 +203,7 @@ def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) 
 
 
 def count_labels(labels: Tensor, num_classes: int) -> list[int]:
-    """Return how many records are of each class, or have each label.
+    """Return the number of records of each class, or with each label.
 
     Args:
         labels: See :class:`Records`.

@@ -32,7 +32,7 @@ class Column(Checked):
         name: As in the table's header.
         kind: ``number``; ``date``, in days since 1970; or ``category``.
         categories: Of a category the values, one feature each.
-        indicator: Whether a further feature, 0 or 1, says that a number or date is missing.
+        indicator: True if a further feature, 0 or 1, says that a number or date is missing.
         missing_values: Texts that mean that a cell is missing, beside empty ones.
     """
 
@@ -64,7 +64,7 @@ class Inputs(Checked):
         std: As ``mean``; all above 0.
         class_names: One name per output.
         label: Name of a table's label column; empty if it has none, or one per label.
-        multi_label: Whether a record can have several labels: outputs are probabilities of each.
+        multi_label: True if a record can have several labels: outputs are probabilities of each.
         label_separator: Of the labels in the label column, see
             :func:`~fednas_flwr.data.records.label_sets`.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.

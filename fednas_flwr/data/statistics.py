@@ -35,7 +35,7 @@ REACH = 3.0  # times the median client's, by which one client moves what standar
 
 @dataclass(frozen=True)
 class Statistics(Checked):
-    """By what all clients standardise a table.
+    """Statistics by which all clients standardise a table.
 
     Attributes:
         mean: Per feature; 0 of one that is 0 or 1.

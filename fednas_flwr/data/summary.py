@@ -1,4 +1,4 @@
-"""Contents of a data set, in sentences: its columns or classes, what is missing, who gets what.
+"""Summary of a data set in sentences: columns or classes, missing cells, division over clients.
 
 :func:`found` is what a run tells before it begins, :func:`summary` what ``fednas data`` prints.
 """
@@ -88,7 +88,7 @@ def summary(
 
 
 def missing_counts(records: Records) -> dict[str, int]:
-    """Return how many cells of each column are missing; a category also where it is unknown."""
+    """Return the number of missing cells by column; unknown categories count as missing."""
     names = {name: i for i, name in enumerate(records.feature_names)}
     counts = {}
     for column in records.schema:

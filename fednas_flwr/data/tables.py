@@ -214,7 +214,7 @@ def labelled_records(settings: LabelTable, **of_records: Any) -> records.Records
 def unreadable_cells(
     settings: LabelTable, texts: table_files.Texts, schema: Sequence[Column]
 ) -> dict[str, np.ndarray]:
-    """Which rows cannot be read, each by itself, bool ``[N]``, by the column that says so.
+    """Return the unreadable rows by column, bool ``[N]`` each; every row is read by itself.
 
     A cell is unreadable where it is no number of float32, no date, not among the declared
     categories or classes, no list of them, neither 0 nor 1; or no label or id is there.

@@ -121,7 +121,7 @@ class _AllAskedError(Exception):
 
 
 class _Recorder(InProcessGrid):
-    """Clients that take one step where they are asked for many; keeps what they are asked.
+    """Clients that take one step where they are asked for many; keeps the requests.
 
     Attributes:
         asked: Of each kind of release the request that asks for most kinds at once, by key.
@@ -212,8 +212,8 @@ class _Exchange:
     Attributes:
         planned: Of each kind of release that the replies tell.
         hidden: Of those that they do not tell.
-        by_client: Whether a client is one unit.
-        is_probe: Whether it is asked for rewards of trainings.
+        by_client: True if a client is one unit.
+        is_probe: True if it is asked for rewards of trainings.
         two_steps: Weights of the releases of two steps in one reply; None where the run asks for
             one step at once, or the reply does not tell.
     """
@@ -279,7 +279,7 @@ class _Exchange:
         Args:
             units: Canaries of each honest client.
             steps: How many releases are added up.
-            sampled: Whether units are drawn at the run's own rate, and not all of them.
+            sampled: True if units are drawn at the run's own rate, and not all of them.
         """
         self._count += 1
         run = self._committed(sampled)
@@ -354,9 +354,9 @@ class _Exchange:
         return {name: pack(tensors) for name, tensors in states.items() if name in sent}
 
     def _without_noise(self) -> dict[str, Tensor]:
-        """Return of each kind what one canary contributes, before it is clipped; empty if untold.
+        """Return one canary's contribution by kind, before it is clipped; empty if replies hide it.
 
-        By the real client, without privacy.
+        It is computed by the real client, without privacy.
         """
         if isinstance(self._request.settings, rq.TellStatistics):
             self._sizes: Sizes = {STATISTICS: {"float32": 3 * self._clients[0].num_columns}}

@@ -122,7 +122,7 @@ def _handler(
 
 @lru_cache(maxsize=16)
 def _supernet_norm(config_json: str) -> str:
-    """Return how a run's supernets normalise."""
+    """Return the kind of normalisation of a run's supernets."""
     return load_config(config_json).search_space.norm
 
 
@@ -134,10 +134,11 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
         site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
             ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
             file that says how the data is read, which needs a ``cache``. The other keys are for
-            ``builders.make_client``: ``tag``, ``split-key`` instead of the server's, and of private
-            sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; ``roster``, ``sum-key``
-            and ``sums`` for secure sums; ``models``, where the site keeps models that return to it,
-            and ``signer``, whose. ``audit`` and ``superlink`` are for the audit trail.
+            ``client.making.make_client``: ``tag``; ``split-key`` instead of the server's; of
+            private sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; ``roster``,
+            ``sum-key`` and ``sums`` for secure sums; ``models``, where the site keeps models that
+            return to it, and ``signer``, the public key that must have signed them. ``audit`` and
+            ``superlink`` are for the audit trail.
 
     Raises:
         ConfigError: The site has data of its own and the run pools data, or the other way round;
@@ -161,7 +162,7 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
 
 @lru_cache(maxsize=1)
 def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str, nn.Module]]:
-    """Return what the clients of one process share: records, partition, built networks."""
+    """Return the data that clients of one process share: records, partition, built networks."""
     config = load_config(config_json)
     at_site = has_real_sites(config)
     data = make_site_data(config) if at_site else make_data(config)
@@ -174,7 +175,7 @@ Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their val
 
 
 def _policy_text(site: Site) -> str | None:
-    """Return what a real site's policy file says now; a running node keeps to what it says now."""
+    """Return the text of a real site's policy file, read anew so that changes take effect."""
     try:
         return Path(dict(site)["policy"]).read_text(encoding="utf-8")
     except (KeyError, OSError, UnicodeDecodeError):  # of which making the guard tells

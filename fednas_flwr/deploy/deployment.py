@@ -51,7 +51,7 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
         config: With ``run_dir`` set to an existing folder; on the SuperLink's machine the run
             folder has the same path.
         listeners: Called with the events that the server app prints.
-        resumed: Whether the folder held a run that is continued.
+        resumed: True if the folder held a run that is continued.
 
     Raises:
         ConfigError: The server app found that a setting does not fit.
@@ -182,7 +182,7 @@ def _follow(run_id: str, superlink: str) -> Generator[str]:
 
 
 def _status(run_id: str, superlink: str) -> tuple[str, str]:
-    """Return status and details of a run; a SuperLink that is away is waited for, and that said."""
+    """Return status and details of a run; wait for a SuperLink that is away, and say so."""
     began, told = time.monotonic(), False
     while True:
         try:

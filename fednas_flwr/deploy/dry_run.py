@@ -106,7 +106,7 @@ class Estimate:
     at_once: int
 
     def lines(self) -> list[str]:
-        """Return what ``fednas run --dry-run`` prints."""
+        """Return the lines that ``fednas run --dry-run`` prints."""
         text = (files("fednas_flwr.deploy") / "dry_run.txt.j2").read_text(encoding="utf-8")
         template = Template(text, trim_blocks=True, undefined=StrictUndefined)
         words = {"rounds": rounds_text, "duration": duration, "num_bytes": num_bytes}
@@ -115,7 +115,7 @@ class Estimate:
 
 
 def estimate(config: Config) -> Estimate:
-    """Return what a checked configuration would take; leaves nothing but the cache of data.
+    """Estimate what a checked configuration would take; leaves nothing but the cache of data.
 
     Raises:
         ConfigError: The clients' data lies on other machines.
@@ -151,7 +151,7 @@ def estimate(config: Config) -> Estimate:
 
 
 def private_terms(config: Config) -> list[str]:
-    """Return what a private run's noise, batches and learning rate would be, and why.
+    """Return lines on the noise, batches and learning rate of a private run, with the reasons.
 
     Raises:
         ConfigError: The run is not private, or its clients' data lies on other machines.
@@ -213,7 +213,7 @@ def _grid(config: Config) -> InProcessGrid:
 
 
 def _promised(run: Run) -> str:
-    """Return what a run promises of privacy; empty if it does not."""
+    """Return the sentence on a run's guarantee of privacy; empty if it has none."""
     events = read_events(run.folder / EVENTS_FILE)
     promised = [event for event in events if event["event"] == "privacy"]
     return sentence("overall_text", promised[-1]) if promised else ""
@@ -229,7 +229,7 @@ def _draw_few(strategy: RoundStrategy[Any]) -> None:
 def _stage(
     run: Run, grid: MeasuringGrid, name: str, rounds: int, factor: float = 1.0
 ) -> StageEstimate:
-    """Return what a stage takes by its first round, which has just been measured.
+    """Estimate a stage by its first round, which has just been measured.
 
     Args:
         run: The run.
@@ -251,7 +251,7 @@ def _stage(
 
 
 class MeasuringGrid(InProcessGrid):
-    """Clients that take one step where they are asked for many, and how long all would take.
+    """Clients that take one step where they are asked for many; estimates the time of all steps.
 
     Args:
         config: Of the run.

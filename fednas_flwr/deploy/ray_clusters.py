@@ -23,7 +23,7 @@ Nodes = tuple[tuple[float, float], ...]  # CPUs and GPUs of each machine
 
 
 def places(runtime: RayRuntime, nodes: Nodes) -> int:
-    """Return how many clients of ``runtime`` the machines of a cluster hold at a time."""
+    """Return the number of clients that a cluster's machines hold at a time by ``runtime``."""
 
     def fits(cpus: float, gpus: float) -> int:
         by_gpus = gpus / runtime.client_gpus if runtime.client_gpus else math.inf

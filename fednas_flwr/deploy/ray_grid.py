@@ -37,7 +37,7 @@ KEPT = 0.7  # of the longest time that an action has taken, one answer later
 
 
 class Dispatcher:
-    """A queue of messages, and the workers that answer them, whatever hashable stands for them.
+    """A queue of messages, and the workers that answer them; any hashable names a worker.
 
     A message goes to the worker that answered its client before if that one is free, since the
     client's records and networks are in its memory, else to any free one: no message waits for one
@@ -65,7 +65,7 @@ class Dispatcher:
         self._held[worker] = []
 
     def deal(self) -> list[tuple[Any, list[Message]]]:
-        """Return who is to be handed which messages now: whoever was idle, at least one each."""
+        """Return the messages to hand to each idle worker now, at least one each."""
         idle = {worker: held for worker, held in self._held.items() if not held}
         most = math.ceil(len(self._queue) / (SHARE * max(len(self._held), 1)))
         for room in (1, most):  # nobody stays idle while another is handed a second one

@@ -145,7 +145,7 @@ def _composed(overrides: list[str], num_nodes: int) -> Config:
 
 
 def count_nodes(grid: Grid) -> int:
-    """Return how many nodes a federation has, once their number stays the same for 3 s.
+    """Return the number of nodes of a federation, once it stays the same for 3 s.
 
     Raises:
         ConfigError: None has appeared within a minute.
@@ -169,7 +169,7 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
         config: With ``run_dir`` set to an existing folder.
         grid: Flower's way to the clients.
         listeners: Called with every event, e.g. a progress display.
-        resumed: Whether the folder held a run that is continued.
+        resumed: True if the folder held a run that is continued.
 
     Raises:
         ConfigError: Another process runs in the folder.
@@ -210,7 +210,7 @@ def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
     Args:
         config: With ``run_dir`` set to an existing folder.
         listeners: Called with every event.
-        resumed: Whether the folder held a run that is continued.
+        resumed: True if the folder held a run that is continued.
 
     Raises:
         QuorumError: Too few clients answered.

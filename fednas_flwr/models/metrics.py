@@ -1,4 +1,4 @@
-"""Measures of a classifier on a split, all that a report says of them, and simpler models.
+"""Measures of a classifier on a split, for reports, and simpler models to compare with.
 
 :func:`evaluate` gives loss, accuracy and F1; :func:`pooled_baselines` the models that a network has
 to beat; :func:`detailed` clinical measures per class and at a threshold, with intervals and
@@ -125,7 +125,7 @@ def measured(
         logits: ``[N, classes]``, N at least 1.
         labels: See ``Objective``.
         objective: Gives losses, hits and scores.
-        with_scores: Whether to compute its scores, which loads scikit-learn.
+        with_scores: True if its scores are computed, too, which loads scikit-learn.
     """
     loss_sum, correct, number = 0.0, 0.0, len(labels)
     batches = (torch.split(tensor, BATCH_SIZE) for tensor in (logits, labels))
@@ -217,7 +217,7 @@ def pooled_baselines(
         return logits
 
     def of_label(model: Any, y: Tensor) -> Tensor:
-        """Return test logits [N] of one label; one that all or none have is always told so."""
+        """Return test logits [N] of one label; a label that all or none have is predicted so."""
         if bool((y == y[0]).all()):
             return torch.full((len(y_test),), UNSEEN if not y.any() else -UNSEEN).double()
         return fitted(model, y, 2)[:, 1]

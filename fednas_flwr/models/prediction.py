@@ -42,7 +42,7 @@ class Predictions:
         names: One per record: a file's path, or the row's number from 0.
         probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels.
         truth: The class that the data names for each record, or its labels; None where it does not.
-        multi_label: Whether a record can have several labels; then a class is a label.
+        multi_label: True if a record can have several labels; then a class is a label.
     """
 
     class_names: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""The stages of one run on the server, its schedule of releases, and what stands in its folder."""
+"""The stages of one run on the server, and its schedule of releases."""

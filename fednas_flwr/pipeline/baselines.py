@@ -1,4 +1,4 @@
-"""``evaluation.baselines=2``: what a search was worth, by other networks that are trained alike.
+"""Baselines (``evaluation.baselines``): other networks, trained like the found one.
 
 Each is a run in ``baselines/<name>/`` of the run's folder, with the same clients, records,
 retraining and privacy. Simulated sites have a ledger of their own in each: all of the epsilon goes
@@ -73,18 +73,18 @@ def prepare_baselines(config: Config) -> list[Path]:
 
 
 def num_random(config: Config) -> int:
-    """Return with how many random networks a finished run is compared; 0 without baselines."""
+    """Return the number of random networks to compare a finished run with; 0 for no baselines."""
     if config.evaluation.baselines is not None:
         return config.evaluation.baselines
     return 0 if has_real_sites(config) else affordable(Path(str(config.run_dir)))
 
 
 def affordable(folder: Path) -> int:
-    """Return how many random networks a finished run is compared with unless it says so itself.
+    """Return the number of random networks to compare a finished run with by default.
 
-    Two where all baselines add less than half to its time, which must be over a minute; each takes
-    about as long as all of the run but its search, to which the data-free choice adds its scores. A
-    run that has begun with baselines goes on with them.
+    It is 2 if the run took over a minute and all baselines add less than half to that, else 0. Each
+    baseline takes about as long as the run without its search; the data-free choice adds the time
+    of its scores. A run that has begun with baselines goes on with them.
     """
     if (folder / BASELINES_FOLDER).is_dir():
         return AFFORDED

@@ -101,7 +101,7 @@ def begin(
 
 
 def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepared:
-    """Connect the clients; the data of a run, of real sites what the first one says of it."""
+    """Connect the clients and return the data; of real sites, as the first one describes it."""
     private = isinstance(config.privacy, DifferentialPrivacy)
     needed = ("client", *(PROPERTIES if private else ()))
     if has_real_sites(config):
@@ -129,7 +129,7 @@ def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping
 
 
 def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
-    """Tell who has how many records of what, and what a reader has found."""
+    """Emit the numbers of records by client and class, and the notes of the reader."""
     properties = list(cohort.properties.values())
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
     counts = [known.get("class_counts", []) for known in properties]
@@ -164,7 +164,7 @@ def _agree(
         run: Gets its schedule.
         declared: Each client's number of records by split.
         statistics: Those that are known already.
-        resumed: Whether the run may have released something before.
+        resumed: True if the run may have released something before.
     """
     config, cohort = run.config, run.cohort
     assert isinstance(config.privacy, DifferentialPrivacy)
@@ -203,7 +203,7 @@ def commit(
         schedules: From :func:`~fednas_flwr.pipeline.schedule.make_schedules`, each client's.
         done: Rounds of each stage that a checkpoint covers: with any, a run goes on for as long as
             its budgets last.
-        resumed: Whether the run may have released something before.
+        resumed: True if the run may have released something before.
 
     Raises:
         QuorumError: Too few clients accept it; the message names the rule that it breaks, or the
@@ -262,7 +262,7 @@ def commit(
 
 
 def _cost(own: Schedule, reply: Reply) -> dict[str, Any]:
-    """What a client says that its schedule costs it.
+    """Return the cost of its schedule that a client declares.
 
     Raises:
         ReplyError: It leaves out one of these, or a split.

@@ -165,7 +165,7 @@ def _covers(
     *,
     client: int,
 ) -> list[dict[str, Any]]:
-    """Return how many rounds of each stage a simulated site's budget covers, at most.
+    """Return the most rounds of each stage that a simulated site's budget covers.
 
     Releases may be charged to more splits than they read, which the site finds out by its records.
     """

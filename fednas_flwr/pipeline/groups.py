@@ -61,7 +61,7 @@ def run_groups(
 
     Args:
         run: Of CFDNAS.
-        search: Runs a search stage, see ``pipeline.start_search``.
+        search: Runs a search stage, see ``stages.start_search``.
         run_group: Runs what follows, of a run whose algorithm is FDNAS.
 
     Raises:
@@ -102,7 +102,7 @@ def _algorithm(config: Config) -> CFDNASSettings:
 
 
 def _by_name(run: Run) -> Groups:
-    """Clients by what each says of itself (Zhang et al., 2020, Alg. 2); who says nothing leaves.
+    """Clients by their own tags or hardware (Zhang et al., 2020, Alg. 2); those without one leave.
 
     Raises:
         ConfigError: The run's own ``algorithm.client_tags`` name none, or too few are left.
@@ -134,7 +134,7 @@ def _keep_updates(strategy: RoundStrategy[Any]) -> None:
 
 
 def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
-    """Return the groups by similar updates, those of before where the run is resumed."""
+    """Return the groups by similar updates, the same again if the run is resumed."""
     algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
     if path.exists():
         found: Groups = load_json(path.read_text())
@@ -207,7 +207,7 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
 
 
 def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
-    """Tell in a group's own record what its clients were promised, of the whole run."""
+    """Record in a group's own events the guarantee of privacy, which is of the whole run."""
     events = read_events(run.folder / EVENTS_FILE)
     promised = [event for event in events if event["event"] == "privacy"]
     if promised:
@@ -217,7 +217,7 @@ def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
 
 
 def _tell(log: EventLog, name: str, event: Event) -> None:
-    """Repeat in the run's own record what somebody who watches it must know of a group."""
+    """Repeat in the run's own events those of a group that whoever watches the run must know."""
     kind = event["event"]
     if kind in REPEATED:
         log.emit(kind, group=name, **{f: event[f] for f in REPEATED[kind] if f in event})
@@ -236,7 +236,7 @@ def _run_one(
     run_group: Callable[[Run], None],
     turn: Lock,
 ) -> str | None:
-    """Run a group in its turns and return why it failed, None if it did not."""
+    """Run a group in its turns; return the reason if it fails, else None."""
     part, started, reason = _group_run(run, name, clients, states), time.monotonic(), None
 
     def wait(seconds: float) -> None:

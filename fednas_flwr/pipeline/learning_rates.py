@@ -53,7 +53,7 @@ def with_learning_rate(run: Run) -> Config:
 
 
 def explained(run: Run) -> list[str]:
-    """What each kind of release of a private run is made of, and what that follows from."""
+    """Explain each kind of release of a private run, and what its terms follow from."""
     config, privacy = run.config, run.config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     known = [properties["splits"] for properties in run.cohort.properties.values()]
@@ -96,7 +96,7 @@ def noise_per_step(release: PlannedRelease, batches: Sequence[float], *, asked: 
     Args:
         release: A stage's releases of gradients, their noise calibrated.
         batches: Every client's expected batch.
-        asked: How many of the clients answer in a step.
+        asked: Number of clients that answer in a step.
     """
     if release.noise_multiplier is None:
         raise ValueError(f"the noise of {release.key} is not calibrated yet")

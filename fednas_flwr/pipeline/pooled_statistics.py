@@ -1,4 +1,4 @@
-"""By what all clients standardise a table that no one has declared statistics of.
+"""Statistics by which all clients standardise a table for which none are declared.
 
 Without privacy they tell the moments of their columns with what else they say of themselves
 (:func:`found_statistics`). Private clients release noised means within the ranges that are declared

@@ -51,7 +51,7 @@ class Run:
     inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
 
     def start(self, strategy: RoundStrategy[Any], rounds: int) -> None:
-        """Run the rounds of a stage; those that time does not allow are told."""
+        """Run the rounds of a stage; rounds that time does not allow are named in an event."""
         stage = strategy.stage
         with self.stage(stage, rounds):
             strategy.ends_at = self.ends_at
@@ -66,7 +66,7 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
-        """Tell that a stage begins, and that it has finished unless it fails."""
+        """Emit that a stage begins, and that it has finished unless it fails."""
         started = time.monotonic()
         self.log.emit("stage_started", stage=name, rounds=rounds)
         yield

@@ -60,7 +60,7 @@ def make_schedules(
         config: With ``privacy=dp``.
         records: Each client's declared number of records by split.
         done: Rounds of each stage that a checkpoint covers.
-        spare: Whether the largest round of each stage counts once more. The noise is calibrated for
+        spare: True if the largest round of each stage counts once more. The noise is calibrated for
             that: a round that was interrupted is released, and booked, twice. It is the same for
             all clients, and enough for the one that needs most.
         sampling: Draws whom a round asks; None asks all.
@@ -127,7 +127,7 @@ def paying(config: Config, epsilon: float) -> DifferentialPrivacy:
 
 
 def turns_of(config: Config, sampling: Sampling | None) -> list[Turns]:
-    """Each client's turns, those in which it stands by among them; without sampling all rounds."""
+    """Each client's rounds, those in which it stands by included; without sampling all rounds."""
     numbers = {stage: range(1, len(rounds) + 1) for stage, rounds in _rounds(config).items()}
     if sampling is None:
         return [numbers] * config.clients
@@ -140,14 +140,14 @@ def turns_of(config: Config, sampling: Sampling | None) -> list[Turns]:
 
 
 def largest_schedule(schedules: Iterable[Schedule]) -> Schedule:
-    """Of each kind of release that of the client that makes most of them."""
+    """The releases of each kind by the client that makes most of them."""
     return plan.largest_round(list({id(schedule): schedule for schedule in schedules}.values()))
 
 
 def covered_rounds(
     schedule: Schedule, covered_steps: Mapping[str, int], to_do: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """For each stage, in order, how many ``rounds`` ``of`` those to do a budget covers."""
+    """For each stage, in order, the ``rounds`` that a budget covers, ``of`` those to do."""
     longest: dict[str, int] = {}
     for planned in schedule:
         longest[planned.stage] = max(planned.steps, longest.get(planned.stage, 0))
@@ -257,7 +257,7 @@ def _calibrated(
 
     Args:
         privacy: Gives the target.
-        name: Which noise.
+        name: Name of the noise.
         planned: All releases, those with noise that is known already count as others.
         records: Each client's declared number of records by split.
     """

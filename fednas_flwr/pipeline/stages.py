@@ -71,7 +71,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
         config: With ``run_dir`` set to an existing folder.
         grid: Flower's way to the clients.
         log: Receives every event.
-        resumed: Whether the folder held a run that is continued.
+        resumed: True if the folder held a run that is continued.
 
     Raises:
         QuorumError: Too few clients answered.
@@ -132,7 +132,7 @@ def _run_and_report_spending(run: Run) -> None:
 
 
 def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
-    """Return the searched or given genotype, None for a network by name; and what to retrain with.
+    """Return the genotype, None for a network by name, and the hyper-parameters of retraining.
 
     The latter is None where the retrain settings stand.
     """
@@ -152,7 +152,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
 
 
 def _look_up(run: Run, table: CellTable) -> None:
-    """Tell the percentiles of the cells that stood best in the rounds."""
+    """Emit the percentiles of the cells that were best in the rounds."""
     events = read_events(run.folder / EVENTS_FILE)
     snapshots = [event for event in events if event["event"] in ("alphas", "rewarded", "best")]
     percentiles = percentiles_by_round(table, snapshots)
@@ -322,7 +322,7 @@ def _ask_tests(
 
 
 def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining:
-    """Return how clients train in the last round of retraining."""
+    """Return the local training of the last round of retraining."""
     retrain = config.retrain
     return rq.LocalTraining(
         description,
@@ -387,7 +387,7 @@ def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
 
 
 def _report_spending(run: Run) -> None:
-    """Ask the clients what their budgets have paid; a run that has failed may not learn it."""
+    """Ask clients for the spent part of their budgets; after a failure they may not answer."""
     spent = []
     with suppress(QuorumError):
         for client, reply in run.cohort.ask(

@@ -1,4 +1,4 @@
-"""All actions: what a client can be asked, and what of its records a reply may carry.
+"""All actions that a client can be asked for, and the parts of a reply that depend on records.
 
 This table is the whole surface on which data can leave a client. In private mode a reply carries
 nothing beside its header, layout digests and number of examples, which are public, but ``releases``
@@ -22,9 +22,9 @@ class Action:
             computed from what was.
         metrics: The only metrics that a reply may carry.
         gradients_of: States whose gradients are returned.
-        of_supernet: Whether it is about the supernet whatever its request says.
-        trains: Whether it returns the model that it was sent, trained.
-        never_private: Whether no noise is defined for what it returns.
+        of_supernet: True if it is about the supernet, whatever its request says.
+        trains: True if it returns the model that it was sent, trained.
+        never_private: True if no noise is defined for what it returns.
     """
 
     releases: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Tests of replies to chosen records: their noise, how far a unit moves them, who is drawn.
+"""Tests of replies to chosen records: their noise, the influence of a unit, the units drawn.
 
 A release is committed to as a sum of contributions, of norm 1 at most, of the units that are drawn,
 plus N(0, sigma^2 I). Replies to records that the auditor has chosen, canaries, can refute it:
@@ -171,10 +171,10 @@ class ReleaseTest:
         honest: Number of clients whose canaries are in a reply.
         parts: Where each tensor lies in a reply's values [d].
         exact: Contribution of one canary before it is clipped [d]; None where nobody tells it.
-        is_gradient: Whether it is a sum of clipped gradients.
-        is_probe: Whether each value is a release, and noise is told by replies without canaries.
-        by_client: Whether a client is one unit.
-        on_path: Whether only the values that a path computes with are released.
+        is_gradient: True if it is a sum of clipped gradients.
+        is_probe: True if each value is a release, and noise is told by replies without canaries.
+        by_client: True if a client is one unit.
+        on_path: True if only the values that a path computes with are released.
         two_steps: Weights of the releases of two steps in the reply to one request; None where it
             has one step, or does not tell.
         miss: Largest chance of each test that it finds a fault in an honest client.
@@ -299,7 +299,7 @@ class ReleaseTest:
     def _contribution(
         self, change: Tensor, planted: Tensor, moved: Tensor, amounts: Amounts
     ) -> str:
-        """Test by how much units move a release [d], over the noise's deviation."""
+        """Test the influence of units on a release [d], over the noise's deviation."""
         most = self._most(amounts)
         scaled = (
             planted.flatten() / self.sigma if self.is_probe else change[moved] * amounts.precision

@@ -35,9 +35,9 @@ class PlannedRelease(Checked):
         steps: Number of releases.
         max_grad_norm: R, the norm that each record's contribution is clipped to.
         noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.
-        shared: Whether that is the noise of a secure sum's total, of which each client adds a share
+        shared: True if that is the noise of a secure sum's total, of which each client adds a share
             (:mod:`fednas_flwr.privacy.mechanism.shared_noise`); else every client adds all of it.
-        of_client: Whether it is not a sum over records but one contribution of the client as a
+        of_client: True if it is not a sum over records but one contribution of the client as a
             whole, all of whose records it reads: the unit of privacy is the client.
     """
 
@@ -90,7 +90,7 @@ class PlannedRelease(Checked):
         return self.max_grad_norm * (batch + 6 * math.sqrt(batch * (1 - rate)))
 
     def release(self, records: Mapping[str, int]) -> Release:
-        """Return what all the steps cost a client with these declared records.
+        """Return the cost of all the steps for a client with these declared records.
 
         Raises:
             ValueError: The noise is not calibrated yet, or a number is out of range.
@@ -110,10 +110,10 @@ def release_key(stage: str, action: str, kind: str, splits: tuple[str, ...]) -> 
 
 
 def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
-    """Return what a round releases where the unit of privacy is the client.
+    """Return the releases of a round whose unit of privacy is the client.
 
-    Of a local training, whose steps are the client's own affair, one update of each state, whose
-    noise the clients share; of a probe's trials nothing but their rewards.
+    A local training, whose steps are the client's own affair, releases one update of each state,
+    whose noise the clients share; the trials of a probe release only their rewards.
 
     Args:
         releases: Of the same round where the unit is the record.

@@ -98,8 +98,8 @@ def check_action(
         policy: The site's.
         data_set: Id that the request names.
         action: What it asks.
-        secure_noise: Whether noise and masks come from the client's cryptographic keystream.
-        test_seed: Whether that keystream starts from a seed that others know.
+        secure_noise: True if noise and masks come from the client's cryptographic keystream.
+        test_seed: True if that keystream starts from a seed that others know.
 
     Raises:
         ConfigError: A rule is broken; the sentence names the rule, the value and the limit.

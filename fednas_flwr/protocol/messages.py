@@ -58,7 +58,7 @@ class Request(Asked):
     Attributes:
         states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``, ``moments``.
         statistics: By which all clients standardise a table whose own are not declared.
-        summed: How the reply is masked; None asks for a reply that the server reads.
+        summed: Terms of masking the reply; None asks for one that the server reads.
         planned: At a private site that has admitted the request the plan of each kind of release,
             None before. It does not travel.
     """

@@ -72,12 +72,12 @@ Declared = Annotated[
 ]
 Epsilon = Annotated[float, Between(0)]
 Candidates = Annotated[list[list[int]], Length(Between(1, opt.MOST_CANDIDATES))]
-Description = dict[str, Any]  # what a network is built from, see ``builders.make_network``
+Description = dict[str, Any]  # what a network is built from, see ``models.networks.make_network``
 
 
 @dataclass(frozen=True)
 class Site(Checked):
-    """Further terms of a request to a private site; all other terms are those committed to.
+    """Further terms of a request to a private site; it has committed to all others.
 
     Attributes:
         data_set: Id that the site's policy gives the data.
@@ -130,7 +130,7 @@ class Amount(Checked):
         return (self.epochs or 1) * max(1, batches)
 
     def with_steps(self, steps: int) -> Amount:
-        """So many steps of the same batches."""
+        """The same batches for so many steps."""
         return Amount(None, steps, self.batch_size)
 
     @property
@@ -182,7 +182,7 @@ class LocalSearch:
 
     @property
     def releases(self) -> Kinds:
-        """What it releases of a private client.
+        """Releases of a private client, by kind.
 
         Raises:
             ConfigError: It mixes splits, or its steps cannot be booked.
@@ -199,9 +199,9 @@ class LocalTraining(Checked):
     """Training of a network.
 
     Attributes:
-        network: What it is built from.
-        split: What is trained on, ``train`` or ``train+validation``.
-        amount: How long.
+        network: Description of the network.
+        split: Records to train on, ``train`` or ``train+validation``.
+        amount: Amount of training.
         weights: SGD.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
         drop_path_prob: From 0 to below 1.
@@ -221,7 +221,7 @@ class LocalTraining(Checked):
 
     @property
     def releases(self) -> Kinds:
-        """What it releases of a private client."""
+        """Releases of a private client, by kind."""
         return {"weights": (splits_of(self.split), self.amount.private_steps)}
 
     def num_steps(self, records: Mapping[str, int]) -> int:
@@ -300,7 +300,7 @@ class Budget(TypedDict):
 
 
 class Identity(TypedDict):
-    """Which client it is, in properties of any client."""
+    """The index of a client, in properties of any client."""
 
     client: int
 
@@ -415,7 +415,7 @@ class MeasureLatency(AtSite):
 @asks("query.statistics")
 @dataclass(frozen=True, kw_only=True)
 class TellStatistics(AtSite):
-    """``query.statistics``: of a table, within the ranges that the site declares."""
+    """``query.statistics``: statistics of a table, within the ranges that the site declares."""
 
     def released(self, action: str) -> Kinds:
         """One release for all columns."""
@@ -489,8 +489,8 @@ class TakeNetworkGradient(AtSite):
     """``train.network_gradient``: one step's gradient of the weights of a network.
 
     Attributes:
-        network: What it is built from.
-        split: What the batch is of, ``train`` or ``train+validation``.
+        network: Description of the network.
+        split: Records of the batch, ``train`` or ``train+validation``.
         step: Number of the step, from 0: which batch is taken.
         batch_size: See :class:`Amount`.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
@@ -528,7 +528,7 @@ class Search(Locally):
 
     Attributes:
         local: What is done.
-        sparse: Whether the reply leaves out tensors that are as they were sent.
+        sparse: True if the reply leaves out tensors that are as they were sent.
     """
 
     local: LocalSearch
@@ -569,7 +569,7 @@ class TrainCandidates(InSteps):
         batch_size: See :class:`Amount`.
         weights: SGD.
         dp_aware: Clipping and noise as a regulariser; None without, and in private mode.
-        sparse: Whether request and reply carry the weights of these paths only, and their moments.
+        sparse: True if request and reply carry the weights of these paths only, and their moments.
     """
 
     candidates: Candidates
@@ -596,13 +596,13 @@ class TrainCandidates(InSteps):
 @asks("evaluate.candidates")
 @dataclass(frozen=True, kw_only=True)
 class RewardCandidates(AtSite):
-    """``evaluate.candidates``: of paths through the supernet, or of the members of a pool.
+    """``evaluate.candidates``: accuracies of paths through the supernet, or of a pool's members.
 
     Attributes:
         candidates: Paths, see :class:`TrainCandidates`; None for a pool.
-        network: What a pool is built from, which is measured as it was sent.
+        network: Description of a pool, which is measured as it was sent.
         training: Of a pool, which is measured by how it trains; nothing of the result is returned.
-        sparse: Whether the request carries the weights of the paths only.
+        sparse: True if the request carries the weights of the paths only.
     """
 
     candidates: Candidates | None = None
@@ -661,7 +661,7 @@ class Probe(AtSite):
     Attributes:
         search: Of a supernet; None is ``training``.
         training: Of another network; None is ``search``.
-        trials: What each changes in it; 1 to 1000.
+        trials: Changes of it by each trial; 1 to 1000.
         loss_bound: M, what a record's decrease of loss counts for at most, in nats.
     """
 
@@ -708,7 +708,7 @@ class Probe(AtSite):
         return None if self.training is None else self.training.network
 
     def trainings(self) -> list[LocalSearch] | list[LocalTraining]:
-        """Return what each trial does."""
+        """Return the local search or training of each trial."""
         if self.search is not None:
             return [replace(self.search, weights=t.weights, alphas=t.alphas) for t in self.trials]
         assert self.training is not None
@@ -725,7 +725,7 @@ class Train(Locally):
 
     Attributes:
         local: What is done.
-        validates: Whether the mean loss on validation records after it is told.
+        validates: True if the reply tells the mean loss on validation records after training.
     """
 
     local: LocalTraining
@@ -780,14 +780,14 @@ class Scored(TypedDict, total=False):
 @asks("evaluate.model", reply=Scored, private=NoProperties)
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(AtSite):
-    """``evaluate.model``: of a network on one of the splits.
+    """``evaluate.model``: metrics of a network on one of the splits.
 
     Attributes:
-        network: What it is built from.
+        network: Description of the network.
         split: The split's name.
         statistics_batch_size: In batches of how many train records batch norm's statistics are
             estimated anew before; None takes those that were sent, and so do private clients.
-        with_scores: Whether clients also tell scores, and a histogram of the probabilities of the
+        with_scores: True if clients also tell scores, and a histogram of the probabilities of the
             positive class; private ones never do.
     """
 
@@ -837,7 +837,7 @@ def decode_properties(action: str, values: object, *, masked: bool = False) -> A
     Args:
         action: That it answers.
         values: JSON values, whatever they are.
-        masked: Whether it is part of a secure sum.
+        masked: True if it is part of a secure sum.
 
     Raises:
         ReplyError: One is missing or unknown, or malformed.

@@ -70,6 +70,6 @@ def is_signed(public_path: Path, signature: str, *, run: str, model: bytes, card
 
 
 def _message(run: str, model: bytes, card: str) -> bytes:
-    """Return what is signed: SHA-256 of the model's file and of the card, under the run's name."""
+    """Return the bytes to sign: hashes of the model's file and of the card, and the run's name."""
     digests = [hashlib.sha256(part).hexdigest() for part in (model, card.encode())]
     return json.dumps(["fednas model", run, *digests]).encode()

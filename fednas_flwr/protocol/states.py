@@ -68,7 +68,7 @@ class Layout:
 
 
 def changed_part(new: Packed, sent: Packed, layout: Layout) -> tuple[Packed, str]:
-    """Return the tensors of a state that differ from those sent, and which they are.
+    """Return the tensors of a state that differ from those sent, and the marks of these.
 
     Returns:
         Their vectors, in the layout ``layout.part(text)``; and the text, one digit per tensor, 1
@@ -109,7 +109,7 @@ class Part:
 
     @cached_property
     def marks(self) -> dict[str, str]:
-        """By state of which tensors are left out, see :meth:`Layout.marks`."""
+        """The marks of each state with tensors left out, see :meth:`Layout.marks`."""
         named = {
             n: layout.marks(self.only[n]) for n, layout in self.whole.items() if n in self.only
         }
@@ -126,7 +126,7 @@ class Part:
         return {**states} | parts
 
     def filled(self, part: Mapping[str, Packed], states: Mapping[str, Packed]) -> dict[str, Packed]:
-        """Return whole states: the part's, and what it leaves out as in ``states``."""
+        """Return whole states: the part's tensors, and the others as in ``states``."""
         return {**part} | {
             name: fill_unchanged(part[name], states[name], self.whole[name], marks)
             for name, marks in self.marks.items()
@@ -210,7 +210,7 @@ class Average(Protocol):
         """Add one client's states, of so many examples."""
 
     def result(self) -> dict[str, Packed]:
-        """Return what was made of them, and give them up."""
+        """Return the aggregate, and give up the states."""
 
 
 class WeightedAverage:
@@ -243,7 +243,7 @@ class WeightedAverage:
         self.total_weight += weight
 
     def result(self) -> dict[str, Packed]:
-        """Return the mean of what was added and give up the sums.
+        """Return the mean of the added states and give up the sums.
 
         Raises:
             ValueError: Nothing was added.
@@ -287,7 +287,7 @@ class TrimmedMean:
         self._states.append(states)
 
     def result(self) -> dict[str, Packed]:
-        """Return the mean of what is left of every coordinate and give up the states.
+        """Return the mean of every coordinate's remaining values and give up the states.
 
         Integer vectors are averaged in float64, rounded, and keep their dtype.
 

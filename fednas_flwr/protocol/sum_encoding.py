@@ -38,7 +38,7 @@ class Summands:
     Attributes:
         action: That is asked.
         sizes: Of the reply's states.
-        summed: What the request says.
+        summed: Terms of the sum, as the request has them.
         base: The states of the request, to which trained ones are differences.
     """
 
@@ -49,7 +49,7 @@ class Summands:
 
     @cached_property
     def wide(self) -> Grid:
-        """The grid of all that has no known range."""
+        """The grid of values without a known range."""
         return Grid.wide(sites=len(self.summed.participants))
 
     def grid(self, state: str) -> Grid:
@@ -133,11 +133,11 @@ class Summands:
             yield from ((state, dtype, n) for dtype, n in sorted(self.sizes[state].items()))
 
     def _weight(self, state: str, n: float) -> float:
-        """Return what a state is multiplied by: gradients are sums already."""
+        """Return the factor of a state; gradients, which are sums already, have 1."""
         return 1.0 if state in ACTIONS[self.action].gradients_of else n
 
     def _sent(self, state: str, dtype: str) -> Tensor | None:
-        """Return the vector that a trained one is a difference to."""
+        """Return the vector from which a trained one is sent as a difference."""
         return self.base.get(state, {}).get(dtype) if ACTIONS[self.action].trains else None
 
 

@@ -1,4 +1,4 @@
-"""What requests and replies are without tensors; imports no torch.
+"""Requests and replies without their tensors; imports no torch.
 
 The header and the JSON values of a message, the arguments of an action, and all that a site needs
 to answer the two messages of a secure sum besides the action that it sums.
@@ -63,7 +63,7 @@ Kinds = dict[str, tuple[tuple[str, ...], int]]  # kind -> splits that are read, 
 
 @dataclass(frozen=True)
 class Header(Checked):
-    """Which exchange a message belongs to; a reply repeats its request's header.
+    """The exchange that a message belongs to; a reply repeats its request's header.
 
     Attributes:
         run: Name of the run, the same for all its messages; like the other texts, of at most 300
@@ -85,7 +85,7 @@ class Header(Checked):
 
 @dataclass(frozen=True)
 class Training:
-    """What a local training can change at most.
+    """Facts about a local training that bound the change it makes.
 
     Attributes:
         weights: SGD of the weights.
@@ -104,10 +104,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Settings(Checked):
-    """Arguments of an action, and what they ask for; an action overrides what it does.
+    """Arguments of an action, and what follows from them; each action overrides some of it.
 
     Attributes:
-        of_any_site: Whether it reads no data set, so that it need not name one.
+        of_any_site: True if it reads no data set, so that it need not name one.
     """
 
     of_any_site = False
@@ -144,7 +144,7 @@ class Settings(Checked):
         return None
 
     def released(self, action: str) -> Kinds:
-        """What it releases of a private client whose records, or persons, are protected.
+        """Releases of a private client whose records, or persons, are protected, by kind.
 
         Raises:
             ConfigError: It asks for what such a client does not do.
@@ -152,7 +152,7 @@ class Settings(Checked):
         raise NotImplementedError(f"{action} releases nothing")
 
     def client_releases(self, action: str) -> Kinds:
-        """What it releases of a client that is protected as a whole.
+        """Releases of a client that is protected as a whole, by kind.
 
         Raises:
             ConfigError: It asks for what such a client does not answer.
@@ -169,7 +169,7 @@ class Settings(Checked):
         return self
 
     def trained_by(self, rows: float) -> Training | None:
-        """The local training whose result is returned, over so many rows; None without."""
+        """The local training whose result is returned, over so many rows; None if there is none."""
         return None
 
 
@@ -282,7 +282,7 @@ class Opened(TypedDict):
 @asks("query.open_masks", reply=Opened)
 @dataclass(frozen=True, kw_only=True)
 class OpenMasks(Settings):
-    """``query.open_masks``: what the server needs to take the masks off a sum.
+    """``query.open_masks``: the parts by which the server takes the masks off a sum.
 
     Attributes:
         context: Digest of the exchange.
@@ -323,10 +323,10 @@ def by_text(values: Mapping[int, bytes]) -> dict[str, str]:
 
 
 def by_index(values: Mapping[str, str]) -> dict[int, bytes]:
-    """Return what :func:`by_text` has written.
+    """Return the bytes by index that :func:`by_text` has written.
 
     Raises:
-        ConfigError: It has not.
+        ConfigError: The values are not of that form.
     """
     try:
         return {int(index): bytes.fromhex(text) for index, text in values.items()}

@@ -52,7 +52,7 @@ def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -
     Args:
         packed: As it arrived; nothing of it has been checked.
         layout: Of the state that was asked for.
-        wire: What was agreed on.
+        wire: Format of the run.
         base: The same state as the server has it, if its action trains a model that it was sent.
 
     Raises:

@@ -73,7 +73,7 @@ class Group:
         settings: The settings that tell this group from the others.
         seeds: The seeds, ascending.
         folders: The run folders, in the order of the seeds.
-        test_seed: Whether a client's noise came from a known seed: epsilon then protects nobody.
+        test_seed: True if a client's noise came from a known seed: epsilon then protects nobody.
         metrics: What the runs have reached.
     """
 

@@ -76,7 +76,7 @@ def edges(snapshots: Sequence[Event]) -> list[Edge]:
 
 
 def share(found: Sequence[Edge]) -> str:
-    """Return how many edges are decided, a dash without edges."""
+    """Return the number of decided edges as text, a dash without edges."""
     return f"{sum(edge.is_decided for edge in found)} of {len(found)}" if found else DASH
 
 

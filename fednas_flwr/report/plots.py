@@ -37,8 +37,8 @@ def curves(
         rounds: ``round`` events by ascending round.
         series: Legend entry of each metric to draw; metrics that never occur are left out.
         title: Title of the vertical axis.
-        percent: Whether the metrics are shares of 1.
-        log: Whether the vertical axis is logarithmic.
+        percent: True if the metrics are shares of 1.
+        log: True if the vertical axis is logarithmic.
     """
     numbers = [event["round"] for event in rounds]
     traces = []

@@ -71,7 +71,7 @@ def class_table(run: Run) -> Table | None:
 
 
 def confusion_table(run: Run) -> Table | None:
-    """Return how often each class was taken for each, on the server's test set."""
+    """Return the confusion matrix on the server's test set as a table."""
     central, names = run.scores("central"), run.class_names
     counts = central.get("confusion") or []
     if len(counts) != len(names) or not 0 < len(names) <= MOST_CLASSES:

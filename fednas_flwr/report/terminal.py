@@ -66,7 +66,7 @@ def print_table(
         title: Above it.
         head: The titles of the columns.
         rows: The cells.
-        numbers: Whether all columns but the first are numbers.
+        numbers: True if all columns but the first are numbers.
         sum_rows: How many of the last rows a line divides from the others.
         console: Where to print; standard output by default.
     """

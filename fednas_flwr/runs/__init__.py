@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and how it is read again."""
+"""Files that a run leaves on disk, and the functions that read them."""

@@ -71,7 +71,7 @@ class EventLog(AbstractContextManager["EventLog"]):
         """Write that a run starts and how it ends, with the reason where the block raises.
 
         Args:
-            resumed: Whether it goes on with an earlier attempt.
+            resumed: True if it goes on with an earlier attempt.
             circumstances: Versions and machine.
         """
         started = time.monotonic()

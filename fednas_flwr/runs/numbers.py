@@ -65,8 +65,8 @@ class Metric:
         label: Its name for readers, the same everywhere.
         unit: What it is measured in; larger shares and scores are better, and less of all else.
         read: What measures it.
-        tile: Whether the page shows it as a tile.
-        compared: Whether several runs are compared by it.
+        tile: True if the page shows it as a tile.
+        compared: True if several runs are compared by it.
     """
 
     name: str
@@ -203,7 +203,7 @@ class Run:
         return done if done == planned else f"{done} of {planned}"
 
     def _clients_text(self, planned: int) -> int | str:
-        """Return how many clients took part, and how many of them left."""
+        """Return the numbers of clients that took part, and of those that left."""
         seen = {client for event in self._all_rounds() for client in event.get("clients") or {}}
         number = len(seen) or records_of(self.last("partition"))[0]
         left = len(self.departures())

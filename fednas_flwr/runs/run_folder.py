@@ -52,7 +52,7 @@ def check_writable(setting: str, folder: Path) -> None:
 
 
 def free_bytes(config: Config, *, runs: Path = RUNS) -> int:
-    """Return how much room the disk of a run's folder has, which need not exist yet."""
+    """Return the free bytes on the disk of a run's folder, which need not exist yet."""
     folder = _folder("run_dir", config.run_dir or str(runs))
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return shutil.disk_usage(there).free

@@ -113,7 +113,7 @@ class Pool(nn.Module):
         self.members = nn.ModuleList(members)
 
     def __len__(self) -> int:
-        """Return how many members there are."""
+        """Return the number of members."""
         return len(self.members)
 
 

@@ -41,7 +41,7 @@ class GumbelPath(nn.Module):
         """Draw the path.
 
         Args:
-            supernet: Of the space ``nasbench201``; by either engine.
+            supernet: Of the space ``nasbench201``.
             temperature: T, above 0.
             generator: On the CPU.
 

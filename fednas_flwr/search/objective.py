@@ -30,7 +30,7 @@ class Objective:
             labels.
         positive: Class that scores are of; None is the last of two classes, and else the mean of
             all.
-        multi_label: Whether a record can have several labels, or none.
+        multi_label: True if a record can have several labels, or none.
     """
 
     class_factors: Tensor | None = None
@@ -102,7 +102,7 @@ class Objective:
         return (logits >= 0).long() if self.multi_label else logits.argmax(1)
 
     def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return how right each prediction is [B]: bool, or the share of labels, float64."""
+        """Return the hits of predictions [B]: bool, or the share of correct labels, float64."""
         right = self.predictions(logits) == labels
         return right.double().mean(1) if self.multi_label else right
 

@@ -44,7 +44,7 @@ class Gradients(Protocol):
         Args:
             supernet: Its weights are at the point before the weights' step.
             weights: The weights' own step, which the second order looks ahead by.
-            rule: Which gradient, one of ``settings.RULES``.
+            rule: Which gradient, one of ``settings.optimizers.RULES``.
             validation_weight: Weight of the validation loss under ``mixed_level``.
         """
 
@@ -188,7 +188,7 @@ def make_sgd(
     Args:
         parameters: To step; or torch's groups of them, each clipped by itself.
         settings: The constants.
-        nesterov: Whether momentum, where there is any, is Nesterov's.
+        nesterov: True if momentum, where there is any, is Nesterov's.
     """
     return torch.optim.SGD(
         parameters,

@@ -206,7 +206,7 @@ class SampledPaths(Checked):
 
     Attributes:
         gates: ``two`` or ``full`` (:func:`~fednas_flwr.search.proxyless.draw_paths`).
-        warm_up: Whether the weights are trained alone, on paths that are drawn uniformly.
+        warm_up: True if the weights are trained alone, on paths that are drawn uniformly.
         hardware: What cost does to the loss of the alphas; None leaves it out.
     """
 

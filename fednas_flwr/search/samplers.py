@@ -153,7 +153,7 @@ class RejectionSampler:
         Args:
             sampler: What proposes and learns.
             choices: Number of ops of each edge.
-            rejects: Whether a path must not be proposed; at least one path must be left. It must
+            rejects: True if a path must not be proposed; at least one path must be left. It must
                 not depend on records.
         """
         self.sampler, self.rejects = sampler, rejects

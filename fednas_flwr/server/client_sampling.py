@@ -1,8 +1,8 @@
-"""Which clients a round asks: drawn from the seed and public sizes, all known before the run.
+"""Sampling of the clients of each round, from the seed and public sizes, before the run.
 
-Main class: :class:`Sampling`. The draws are of three kinds, and of the first two the average that a
-round makes is unbiased: its expectation over the draws is the average over all clients. ``uniform``
-averages by size, ``by_size`` gives every draw the same weight.
+Main class: :class:`Sampling`. There are three kinds of draws. With the first two a round's average
+is unbiased: its expectation over the draws is the average over all clients. ``uniform`` averages by
+size, ``by_size`` gives every draw the same weight.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sampling:
     Args:
         seed: The run's seed; a draw comes from (seed, stage, round).
         per_round: m, the clients that a round asks: at least 1, at most all.
-        backups: How many more stand by, to be asked in the place of those that fail.
+        backups: Number of further clients that stand by to replace those that fail.
         by: ``uniform``: one client in proportion to its size, the others uniformly from the rest,
             so that a set of clients is drawn in proportion to the sum of its sizes, and its average
             by size is unbiased (Midzuno 1952; Lahiri 1951); of clients of equal size it is the

@@ -71,11 +71,11 @@ class Cohort:
         quorum_share: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
-        wire: What float32 vectors travel as, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
         fewest_records: Share of the median client's records that a client must declare.
         most_records: Multiple of them that it may declare.
         largest_share: Of an average, that one client of three or more may have: from above 0 to 1.
-        secure_sum: Whether clients send what depends on records as part of secure sums only.
+        secure_sum: True if clients send what depends on records as part of secure sums only.
         emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
             has left because its replies were refused is ``expelled``.
         wait: Called with seconds where there is nothing to do but wait for replies.
@@ -84,7 +84,7 @@ class Cohort:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
         bytes_received: Bytes of all arrays in replies so far.
         bytes_dense: Bytes that whole states, unrounded, would have taken in both directions.
-        properties: What each connected client said of itself, by client.
+        properties: Properties of each connected client, by client.
         statistics: By which all clients standardise a table; None where they are declared.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
     """
@@ -132,9 +132,9 @@ class Cohort:
 
         Args:
             grid: Flower's way to the clients.
-            needed: What each must say of itself.
-            alike: Which of that must be the same for all.
-            known: What each client would say, ``splits`` among it, where the server has made them:
+            needed: Names of properties that each must declare.
+            alike: Those that must be the same for all.
+            known: Properties of each client, ``splits`` among them, where the server has made them:
                 then none is asked, and clients stand in the order of their nodes.
 
         Raises:
@@ -216,7 +216,7 @@ class Cohort:
 
         Args:
             nodes: Asked.
-            needed: What each must say of itself.
+            needed: Names of properties that each must declare.
             reasons: Gets a sentence for each node that is left out.
         """
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
@@ -241,7 +241,7 @@ class Cohort:
         return self.quorum_of(self.num_clients)
 
     def quorum_of(self, asked: int) -> int:
-        """Return how many of so many clients must answer."""
+        """Return the number of clients that must answer, of so many that are asked."""
         return max(1, math.ceil(self.quorum_share * asked - 1e-9))
 
     @property
@@ -251,7 +251,7 @@ class Cohort:
 
     @property
     def left(self) -> dict[int, str]:
-        """Why each client that has left was not asked any more, by client, ascending."""
+        """The reason for each client that has left, by client, ascending."""
         return dict(sorted(self._left.items()))
 
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
@@ -361,7 +361,7 @@ class Cohort:
             ) from error
 
     def _gather(self, exchange: Exchange) -> dict[int, Mapping[str, Any]]:
-        """The properties of all clients that answer a secure sum's message well."""
+        """The properties of all clients that answer a secure sum's message correctly."""
         found = {}
         for client, answer in self._exchange(exchange, exchange.among):
             if isinstance(answer, Reply):
@@ -376,11 +376,11 @@ class Cohort:
         among: Collection[int] | None = None,
         pending: PendingSum | None = None,
     ) -> Iterator[tuple[int, Reply | str]]:
-        """Ask; yield each client with its accepted reply or why it has none.
+        """Ask; yield each client with its accepted reply or the reason that it has none.
 
         Args:
-            exchange: What is asked.
-            among: Which clients; None asks all.
+            exchange: The exchange.
+            among: Clients to ask; None asks all.
             pending: The secure sum to which replies are added.
         """
         if self._grid is None:
@@ -403,10 +403,10 @@ class Cohort:
             yield client, answer
 
     def pause(self, waited_s: float) -> float:
-        """Wait before replies are looked for again; return for how long, in seconds.
+        """Wait before looking for replies again; return the seconds waited.
 
         Args:
-            waited_s: How long no reply has come.
+            waited_s: Time since the last reply.
         """
         seconds = min(max(POLL_S, POLL_SHARE * waited_s), LONGEST_POLL_S)
         self.wait(seconds)
@@ -429,7 +429,7 @@ class Cohort:
     def _requests(
         self, exchange: Exchange, among: Collection[int] | None, summands: Summands | None
     ) -> dict[int, Sent]:
-        """The messages of an exchange by client, and what reads their replies."""
+        """The messages of an exchange by client, with the functions that read the replies."""
         requests: dict[int, Sent] = {}
         carried = exchange.carried(self.wire)
         records = encode_states(carried)

@@ -1,4 +1,4 @@
-"""One exchange: what is asked of the participants, and what reads their replies."""
+"""One exchange: a question to the participants, and the functions that read their replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Exchange:
     """One question to the participants.
 
     Attributes:
-        action: What is asked, e.g. ``train.search``.
+        action: The action asked for, e.g. ``train.search``.
         stage: Stage of the run, part of the header.
         settings: Arguments of the action. Where they ask for ``sparse`` replies, those yielded are
             whole.
@@ -36,9 +36,9 @@ class Exchange:
         layouts: The states that every reply must carry.
         whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
         releases: With privacy what the stage releases: bounds what replies may be.
-        also_left: Whether clients that have left are asked, too, except for those whose replies
+        also_left: True if clients that have left are asked, too, except for those whose replies
             were refused.
-        among: Which clients are asked, None for all; the others count as if they had answered.
+        among: Clients to ask, None for all; the others count as if they had answered.
         participants: Who is asked instead: the quorum is one of them, and those that fail are
             replaced, once all others have answered.
     """
@@ -82,7 +82,7 @@ class Exchange:
         """Give an accepted reply the weight that counts.
 
         Args:
-            client: Whose it is.
+            client: The client whose reply it is.
             reply: The reply.
             scale: Factor that keeps it to the largest share of an average.
         """

@@ -1,4 +1,4 @@
-"""Bounds on honest replies: norms of updates and of gradients, and what noise does to means.
+"""Bounds on honest replies: norms of updates and of gradients, and ranges of noised means.
 
 Reply checks refuse what is beyond. Each bound follows from what was asked for and from what is
 public: an honest client keeps to it with certainty, or, where noise has a part in it, but for a
@@ -45,7 +45,7 @@ class Limits:
     Attributes:
         examples: Largest number of examples.
         norms: By state, the largest norm of a gradient, or of the difference to what was sent.
-        noise: What noise adds to a mean of numbers from 0 to 1, at most; 0 without.
+        noise: The most that noise adds to a mean of numbers from 0 to 1; 0 without noise.
     """
 
     examples: float
@@ -75,15 +75,15 @@ def honest_limits(
     planned: Mapping[str, PlannedRelease],
     records: Mapping[str, int],
 ) -> Limits:
-    """Return what one client's honest reply stays within.
+    """Return the limits of one client's honest reply.
 
     Args:
-        action: What it is asked.
-        settings: With which arguments.
+        action: The action that it answers.
+        settings: Arguments of the action.
         sizes: Number of values of each state that it returns.
         sent: Norm of each state that it is sent.
-        examples: How many records it has declared.
-        classes: How many classes there are: oversampling repeats a record as often at most.
+        examples: Number of records that it has declared.
+        classes: Number of classes: oversampling repeats a record at most as often.
         planned: With privacy the plan of each kind that the action releases; empty without.
         records: With privacy the declared records by split.
     """
@@ -155,7 +155,7 @@ def largest_move(
     velocity: float,
     proximal: float = 0.0,
 ) -> float:
-    """Return how far steps of SGD can move the weights.
+    """Return the largest distance that steps of SGD can move the weights.
 
     ``g = mean + decay (|w| + moved) + mu moved; v = m v + g; moved += lr max(v, g + m v)``: the
     triangle inequality at every step, whose second term is Nesterov's.
@@ -182,7 +182,7 @@ def norm(packed: Packed) -> float:
 
 
 def distance(packed: Packed, sent: Packed) -> float:
-    """Return the norm of what a state's floats differ by from those sent; that of itself if none.
+    """Return the norm of a state's difference to the one sent, of the state itself without one.
 
     The result is not finite where a value, or its square, is not.
     """
@@ -224,7 +224,7 @@ def _of_gradients(
 
 
 def _noise_of_means(planned: Mapping[str, PlannedRelease], records: Mapping[str, int]) -> float:
-    """Return what noise adds at most to a mean of numbers from 0 to 1, of two that are released."""
+    """Return the most that noise adds to one of two released means of numbers from 0 to 1."""
     if "metrics" not in planned:
         return 0.0
     release = planned["metrics"]

@@ -47,14 +47,14 @@ def accept_reply(
 
     Args:
         message: A client's reply or error.
-        exchange: What was asked. Its layouts are the states the reply must have, no more and no
+        exchange: The exchange. Its layouts are the states the reply must have, no more and no
             fewer. Where its settings leave out tensors that have not changed, a reply names the
             others (``properties["changed"]``), and they are filled in.
         header: The header of the request; the reply must repeat it, nonce included, so that a
             reply from another run, round, phase or client is refused.
-        limits: What an honest reply stays within. A tiny or a huge weight would overflow the
+        limits: Limits of an honest reply. A tiny or a huge weight would overflow the
             aggregate although every tensor is finite.
-        wire: What float32 vectors travel as, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
         summands: Of a secure sum: the reply is masked, and nothing else can be checked.
 
     Raises:
@@ -162,11 +162,12 @@ def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> di
 
 
 def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:
-    """Return the clients whose properties are not those of most, and how they differ.
+    """Return the clients whose properties are not those of most, with the difference.
 
     Args:
-        properties: What each client said of itself.
-        keys: What must be the same; where no variant has most, that of the first client counts.
+        properties: Properties of each client.
+        keys: Names of properties that must be the same; where no variant has most, that of the
+            first client counts.
     """
     variants = {
         client: json.dumps([known[key] for key in keys], default=asdict)
@@ -190,7 +191,7 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
 def outliers(
     declared: Mapping[int, Mapping[str, float]], *, fewest: float, most: float
 ) -> dict[int, str]:
-    """Return the clients that declare far fewer or far more records than most, and of what.
+    """Return the clients that declare far fewer or far more records than most, with a sentence.
 
     Fewer raise the noise that all must add, since noise is calibrated to the client that needs
     most; more are a weight in every average. Of one or two clients nobody can tell who is right.

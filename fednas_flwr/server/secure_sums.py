@@ -45,10 +45,10 @@ class MaskedSum:
         self.survivors.append(site)
 
     def unmask(self, openings: Mapping[int, Opening]) -> list[np.ndarray]:
-        """Return the sum of what the survivors have masked.
+        """Return the sum of the vectors that the survivors have masked.
 
         Args:
-            openings: What survivors have opened.
+            openings: Parts that survivors have opened.
 
         Raises:
             ValueError: They do not suffice.
@@ -72,7 +72,7 @@ class PendingSum:
     """A secure sum that is under way.
 
     Attributes:
-        summands: What is summed.
+        summands: Encoding of the replies to sum.
         total: Of the masked vectors.
         context: As its first client has named it.
         boxes: By client, the sealed parts that it has made for the others.
@@ -90,9 +90,9 @@ class PendingSum:
         """Begin a sum over clients; sums of shared noise have a known range and take 32 bits.
 
         Args:
-            exchange: What all are asked.
+            exchange: The exchange.
             clients: All that can be asked, ascending.
-            properties: What each has said of itself.
+            properties: Properties of each client.
         """
         if exchange.settings_of:
             raise ValueError("a secure sum is of replies to one request: no settings_of")
@@ -129,7 +129,7 @@ class PendingSum:
         return SignSurvivors(context=self.context, survivors=tuple(self.survivors))
 
     def open_requests(self, signatures: Mapping[int, str]) -> dict[int, OpenMasks]:
-        """What each survivor needs to open masks, with the signatures of all."""
+        """The request to each survivor to open masks, with the signatures of all."""
         survivors = tuple(self.survivors)
         signed = {str(client): signature for client, signature in signatures.items()}
         return {

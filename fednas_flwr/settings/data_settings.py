@@ -114,7 +114,7 @@ class Dataset(Checked):
 
     @property
     def declared(self) -> dict[str, bool]:
-        """Whether each setting is given that would otherwise be found in the records."""
+        """Settings that the records would otherwise decide, with whether each is given."""
         return {}
 
 
@@ -198,7 +198,7 @@ class EncodedImages(Images):
 
     @property
     def declared(self) -> dict[str, bool]:
-        """Whether each setting is given that would otherwise be found in the records."""
+        """Settings that the records would otherwise decide, with whether each is given."""
         sizes = {name: getattr(self, name) is not None for name in ("image_size", "channels")}
         return {"class_names": bool(self.class_names), **sizes}
 
@@ -305,7 +305,7 @@ class LabelTable(Dataset):
 
     @property
     def declared(self) -> dict[str, bool]:
-        """Whether each setting is given that would otherwise be found in the records."""
+        """Settings that the records would otherwise decide, with whether each is given."""
         return {
             **super().declared,
             "class_names": bool(self.class_names or self.labels),
@@ -436,7 +436,7 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
 
     @property
     def declared(self) -> dict[str, bool]:
-        """Whether each setting is given that would otherwise be found in the records."""
+        """Settings that the records would otherwise decide, with whether each is given."""
         return {
             **super().declared,
             "numeric or categorical": bool(self.numeric or self.dates or self.categorical),

@@ -217,7 +217,7 @@ def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
 
 
 def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
-    """Return what the user has set: by overrides, or by the experiment file that they choose."""
+    """Return the settings that the user has given: by overrides or a chosen experiment file."""
     typed: list[str] = []
     groups = _groups(source).keys() - _files(CONF).keys()  # of the user's own
     for override in map(_parse, overrides):
@@ -297,12 +297,12 @@ class Arguments:
     """A command line of Hydra's.
 
     Attributes:
-        overrides: What sets something.
+        overrides: Overrides of settings.
         flags: The options, each followed by its value.
-        source: What ``--config-name`` and ``--config-dir`` say.
-        multirun: Whether it is a sweep.
-        informs: Whether it asks for information, and begins no run.
-        completes: Whether that is for a shell's completion.
+        source: Files that ``--config-name`` and ``--config-dir`` name.
+        multirun: True if it is a sweep.
+        informs: True if it asks for information, and begins no run.
+        completes: True if it asks for a shell's completion.
     """
 
     overrides: list[str]
@@ -333,7 +333,7 @@ def _hydras_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(arguments: Sequence[str]) -> Arguments:
-    """Return what Hydra's options and overrides on a command line ask for.
+    """Parse Hydra's options and overrides of a command line.
 
     Raises:
         ConfigError: An option does not exist, lacks its value, or excludes another.
@@ -417,7 +417,7 @@ class Sweep:
     Attributes:
         folder: Holds the folders of the jobs.
         sweeper: The class of Hydra's sweeper.
-        metrics: What a sweeper that optimises is told of a job.
+        metrics: Metrics by which a sweeper optimises.
         known: The tree of the chosen groups alone.
     """
 

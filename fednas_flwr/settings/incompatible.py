@@ -1,4 +1,4 @@
-"""What the settings of a run amount to, and settings that exclude each other with an algorithm."""
+"""Conclusions from the settings of a run, and settings that exclude each other."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged", "server")
 REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
 
-# Types of fields, with the values that they may have; see ``typed.Checked``.
+# Types of fields, with the values that they may have; see ``parser.Checked``.
 Count = Annotated[int, Between(1)]
 CountOrZero = Annotated[int, Between(0)]
 Steps = Annotated[int, Between(1, 10**6)]  # or epochs, before a client answers
@@ -194,7 +194,7 @@ class Range(Checked):
     Attributes:
         low: Least value.
         high: Least value that is above all.
-        log: Whether the logarithm is uniform, and not the value.
+        log: True if the logarithm is drawn uniformly, and not the value.
     """
 
     low: NonNegative
@@ -266,7 +266,7 @@ class ConfigurationChoice(Checked):
 
     @property
     def needs_ranges(self) -> bool:
-        """Whether configurations are drawn."""
+        """True if configurations are drawn."""
         return not self.configurations
 
 

@@ -39,8 +39,8 @@ class Between:
     Attributes:
         low: The smallest.
         high: The largest; infinity is no bound.
-        above: Whether ``low`` itself is left out.
-        below: Whether ``high`` itself is left out.
+        above: True if ``low`` itself is left out.
+        below: True if ``high`` itself is left out.
         reason: Why there is a bound, or what else to do; ends the error's sentence.
     """
 
@@ -56,7 +56,7 @@ class Between:
         return self.low <= number <= self.high and number != math.inf and not outside
 
     def __str__(self) -> str:
-        """Return what an error says."""
+        """Return the range as an error names it."""
         low, high = f"{self.low:.12g}", f"{self.high:.12g}"
         if self.high == math.inf:
             return f"above {low}" if self.above else f"{low} or more"
@@ -100,7 +100,7 @@ class Where:
 
     Attributes:
         holds: The condition.
-        expected: What an error's sentence expects.
+        expected: Description of such values in an error's sentence.
     """
 
     holds: Callable[[Any], object]
@@ -220,7 +220,7 @@ def parse(
         values: The mapping; of a message it may be anything.
         key: Dotted name of the mapping in error sentences; empty at the top.
         hints: Types of fields that overrule those of the dataclass.
-        defaults: Whether fields with a default may be left out, as in files that people write;
+        defaults: True if fields with a default may be left out, as in files that people write;
             messages are complete. Then ``true`` stands for the defaults of a dataclass that may be
             None and has one for every field, and ``false`` for None.
 

@@ -35,9 +35,9 @@ class Rule:
     Attributes:
         settings: Dotted names, apart by spaces; a group or mapping stands for all that it holds,
             and ``algorithm.*`` for all settings of the algorithm.
-        when: Whether they do nothing in a run.
-        cause: What overrules them: a format of the configuration ``c``.
-        remedy: What to do.
+        when: True if they do nothing in a run.
+        cause: Setting that overrules them: a format of the configuration ``c``.
+        remedy: Advice to the user.
         but: Of what a group holds, the setting that does something all the same.
     """
 
@@ -79,9 +79,9 @@ class Algorithm:
         units: Units of privacy that it can protect; none if it does not run with ``privacy=dp``.
         unsupported: Features of a run that its rounds cannot have, ``aggregate``, ``secure_sum`` or
             ``sampling``, each with the reason and the cure.
-        trains: What clients train in the search: a ``supernet``, with which it then begins, or
-            ``networks``; None if it asks them nothing.
-        asks_rewards: Whether clients are asked for rewards of trials or candidates.
+        trains: Kind of model that clients train in the search: a ``supernet``, with which it then
+            begins, or ``networks``; None if it asks them nothing.
+        asks_rewards: True if clients are asked for rewards of trials or candidates.
         unused: Settings that have no effect with this algorithm only.
     """
 

@@ -27,7 +27,7 @@ LEAST_PART = Between(1e-4, reason="Ray counts no smaller part of a processor")
 
 @dataclass(frozen=True)
 class TrainingSettings(Checked):
-    """What all local training shares, of supernets and of networks.
+    """Settings of all local training, of supernets and of networks.
 
     Attributes:
         precision: Number format of gradients without privacy: ``bfloat16`` is faster on GPUs that
@@ -49,7 +49,7 @@ class TrainingSettings(Checked):
 
 @dataclass(frozen=True)
 class EvaluationSettings(Checked):
-    """What is measured, and what a found network is compared with.
+    """Settings of measures, and of the networks that a found one is compared with.
 
     Attributes:
         positive: The positive class of F1, AUROC, average precision, sensitivity and specificity;
@@ -75,7 +75,7 @@ class AlgorithmSettings(Checked):
 
     @property
     def trains_models(self) -> bool:
-        """Whether clients of the search answer with models that they have trained."""
+        """True if clients of the search reply with models that they have trained."""
         return True
 
     def check(self, config: Any) -> None:
@@ -91,7 +91,7 @@ class GivenNetwork(AlgorithmSettings):
     """Base of those that do not search: they train a network that is given by name.
 
     Attributes:
-        network: A name of ``evaluation.fixed_networks.FIXED_NETWORKS``, where no genotype is given.
+        network: A name of ``models.fixed_networks.FIXED_NETWORKS``, where no genotype is given.
     """
 
     network: str
@@ -320,8 +320,8 @@ class Config(Checked):
             ``sampling.per_round=50``; null asks all.
         secure_sum: Replies of which the server sees totals only
             (:mod:`fednas_flwr.protocol.secure_sum`): ``true``, or any of these settings.
-        training: What all local training shares.
-        evaluation: What is measured, and what a found network is compared with.
+        training: Settings of all local training.
+        evaluation: Measures, and networks that a found one is compared with.
         trackers: Experiment trackers that get the numbers of the rounds, beside TensorBoard each an
             extra of its name; what is sent leaves the server.
     """

@@ -420,7 +420,7 @@ def check_effect(config: Config, given: Given, alone: Config | None) -> None:
 
     Args:
         config: Of the run.
-        given: What the user has set.
+        given: Settings that the user has given.
         alone: Of the experiment without other overrides; None if it does not run by itself.
 
     Raises:

@@ -107,7 +107,7 @@ class DARTSSpace(CellGraphSpace):
 
         Args:
             genotype: The cells.
-            auxiliary: Whether to add a second classifier at cell 2L//3.
+            auxiliary: True if a second classifier is added at cell 2L//3.
 
         Raises:
             ConfigError: If the genotype is not of this space.

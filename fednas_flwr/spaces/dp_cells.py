@@ -182,7 +182,7 @@ class DPCellNetwork(SkipNetwork):
             space: Its sizes.
             ops_of_edges: For each of ``EDGES`` the names of the ops to choose from.
             groups: Most groups of a group norm.
-            near_identity: Whether the ops' convolutions begin as identities with noise.
+            near_identity: True if the ops' convolutions begin as identities with noise.
         """
         super().__init__()
         self.drop_path_prob = 0.0

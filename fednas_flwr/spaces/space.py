@@ -104,7 +104,7 @@ class Supernet(nn.Module):
                 set per example, [B, E, O], through which per-example gradients of the alphas
                 can be taken; None means ``softmax(alphas)``.
             stack: How the weights of parallel layers are joined; through it per-example gradients
-                of the weights can be taken (``privacy.record_gradients``).
+                of the weights can be taken (``privacy.mechanism.record_gradients``).
         """
         if op_weights is None:
             op_weights = {kind: alphas.softmax(dim=-1) for kind, alphas in self.alphas().items()}

@@ -1,4 +1,4 @@
-"""DPNAS: sampled candidates with shared weights, and a controller that learns of them."""
+"""DPNAS: sampled candidates with shared weights, and a controller that learns from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Candidates = Annotated[int, Between(1, opt.MOST_CANDIDATES)]
 
 @dataclass(frozen=True)
 class DPNASSettings(AlgorithmSettings):
-    """DPNAS: sampled candidates trained with shared weights, and a controller that learns of them.
+    """DPNAS: sampled candidates with shared weights, and a controller that learns from them.
 
     Attributes:
         sampler: The sampler of candidates: ``controller``, ``evolution`` or ``random``.

@@ -105,16 +105,16 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         return self.cells.genotype(self.values["path"])
 
     def server_tensors(self) -> Tensors:
-        """Return what the controller has learnt."""
+        """Return the controller's learnt tensors."""
         return self.sampler.tensors()
 
     def load_server_tensors(self, tensors: Tensors) -> None:
-        """Take back what the controller has learnt."""
+        """Take back the controller's learnt tensors."""
         self.sampler.load(tensors)
 
     @classmethod
     def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """Every trained candidate's steps, and rewards; the last round measures twice."""
+        """The releases of candidates' steps, and of rewards; the last round measures twice."""
         steps = settings.trained_candidates * settings.local_steps
         planned = private.gradients({"weights": "train.candidate"}, steps=steps)
         learns = private.number > settings.warm_up_rounds

@@ -161,7 +161,7 @@ class CFDNASSettings(AlgorithmSettings):
 def whole_search(config: Config) -> Config:
     """The configuration with all rounds of search that a client is asked in.
 
-    That is the same, but for CFDNAS, whose groups search on: then it is one of FDNAS.
+    It is the run's own except for CFDNAS, whose groups search on: then it is one of FDNAS.
     """
     settings = config.algorithm
     if not isinstance(settings, CFDNASSettings):

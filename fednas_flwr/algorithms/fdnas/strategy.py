@@ -27,7 +27,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
     Weights and alphas are averaged alike.
 
     Attributes:
-        keeps_updates: Whether ``values`` hold by how much each client has moved the alphas, by
+        keeps_updates: True if ``values`` hold by how much each client has moved the alphas, by
             which CFDNAS can group clients; set before the first round.
     """
 
@@ -54,7 +54,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
     def average(
         self, replies: Iterable[tuple[int, Reply]]
     ) -> tuple[dict[str, Packed], dict[str, float]]:
-        """Return what :meth:`RoundStrategy.average` does, and keep each client's update."""
+        """Average as :meth:`RoundStrategy.average`, and keep each client's update."""
         return super().average(self._keep(replies) if self.keeps_updates else replies)
 
     def updates(self) -> dict[int, Tensor]:
@@ -78,7 +78,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
 
     @classmethod
     def releases(cls, settings: FDNASSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """Every local step's gradients; the warm-up releases no alphas."""
+        """The releases of every local step's gradients; the warm-up releases no alphas."""
         warm_up = private.number <= settings.warm_up_rounds
         states = ("weights",) if warm_up else ("weights", "alphas")
         return private.gradients(dict.fromkeys(states, "train.search"))

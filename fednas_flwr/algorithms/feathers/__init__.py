@@ -44,7 +44,7 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
 
     @property
     def needs_ranges(self) -> bool:
-        """Whether configurations are drawn, or seen as shares of their ranges."""
+        """True if configurations are drawn, or seen as shares of their ranges."""
         uses = self.bandit.resampled_share > 0 or self.bandit.sees_state
         return uses or super().needs_ranges
 

@@ -61,7 +61,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             self.clip_norm, self.batch_size = retrain.weights.clip_norm, retrain.batch_size
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
-        """Explore where it is time to, then train with the best configuration."""
+        """Explore if it is time, then train with the best configuration."""
         self.tuner = self.tuner.with_json(self.values["tuner"])
         self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
@@ -163,7 +163,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         return rewards, 0.0
 
     def _losses(self, states: Mapping[str, Packed]) -> dict[int, tuple[float, float]]:
-        """Each client's validation loss of a model, and of how many records.
+        """Each client's validation loss of a model, and the number of its records.
 
         Batches are normalised by its own train records' statistics.
         """
@@ -184,7 +184,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         return "train.search", rq.Search(local=local, site=self.site)
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
-        """What clients do with a configuration."""
+        """Local search or training with a configuration."""
         sgd = self._sgd(configuration)
         if self.stage == "retrain":
             return self.local_training(sgd, configuration.dropout)
@@ -197,7 +197,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     @classmethod
     def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """The steps of training and of trials, and rewards; kappa is largest at first."""
+        """The releases of training, trials and rewards; kappa is largest at first."""
         arms = len(settings.configurations) or settings.num_configurations
         trials = 0
         if explores(private.number, settings.nas_rounds):

@@ -47,5 +47,5 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
 
     @classmethod
     def releases(cls, settings: FedDARTSSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """Every local step's two gradients."""
+        """The releases of every local step's two gradients."""
         return private.gradients(dict.fromkeys(("weights", "alphas"), "train.search"))

@@ -35,7 +35,7 @@ FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
 
 def trained_on(evaluate_every: int) -> tuple[str, ...]:
-    """Return the splits to train on: those of validation are held out where they are measured."""
+    """Return the splits to train on; validation records are held out if they are measured."""
     return SPLITS[:1] if evaluate_every else SPLITS
 
 
@@ -89,7 +89,7 @@ class ServerOptimizer:
 
         Args:
             average: Of the clients' weights.
-            before: What the clients were sent.
+            before: States that the clients were sent.
             server_round: From 1.
         """
         self._steps.current_arrays = {dtype: v.numpy() for dtype, v in before.items()}
@@ -128,7 +128,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         self.proximal = settings.proximal if isinstance(settings, FedAvgSettings) else 0.0
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
-        """Train locally everywhere, average the weights, and measure them where that is due."""
+        """Train locally everywhere, average the weights, and measure them if it is time."""
         weights, every = self.weights, self.config.retrain.evaluate_every
         local = self.local_training(
             self.client_weights(weights.at_round(server_round, num_rounds)),
@@ -158,7 +158,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
 
     @classmethod
     def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """Every local step's gradient."""
+        """The releases of every local step's gradient."""
         return private.gradients({"weights": "train.weights"}, splits=SPLITS)
 
 
@@ -217,7 +217,7 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
 
     @classmethod
     def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """Every step's gradient.
+        """The releases of every step's gradient.
 
         With secure sums clients share its noise: a reply is a clipped sum at weights that all were
         sent.

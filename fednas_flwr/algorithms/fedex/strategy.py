@@ -63,7 +63,7 @@ class FedEx(RoundStrategy[FedExSettings]):
         }
 
     def _training(self, configuration: Configuration) -> Train:
-        """What a client with a configuration is asked."""
+        """Request to a client that has drawn a configuration."""
         weights = configuration.sgd(self.settings.clip_norm)
         local = self.local_training(weights, configuration.dropout)
         return Train(local=local, validates=True)

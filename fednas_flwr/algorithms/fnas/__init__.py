@@ -62,11 +62,11 @@ class FNASSettings(AlgorithmSettings):
 
     @property
     def trains_models(self) -> bool:
-        """They do not: they answer with gradients."""
+        """False: clients reply with gradients."""
         return False
 
     def check(self, config: Config) -> None:
-        """Refuse a vanilla NAS of several, a DP-FNAS that is none, and sums of unknown batches."""
+        """Refuse vanilla NAS of several clients, DP-FNAS without privacy, unsound sums."""
         if self.name == "vanilla_nas" and config.clients != 1:
             raise ConfigError(
                 f"algorithm=vanilla_nas with clients={config.clients}: vanilla NAS has one party; "

@@ -104,7 +104,7 @@ class FNAS(GradientStrategy[FNASSettings]):
 
     @classmethod
     def releases(cls, settings: FNASSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """The gradients of weights and alphas, and metrics where they are measured.
+        """The releases of gradients of weights and alphas, and of metrics if they are measured.
 
         With secure sums clients share the noise of a single step: their replies are clipped sums at
         weights that all were sent. After several steps they are not: a record steers its client's

@@ -38,7 +38,7 @@ class RandomSearchSettings(AlgorithmSettings):
 
     @property
     def trains_models(self) -> bool:
-        """Unless candidates are not tried."""
+        """True if candidates are tried."""
         return self.trial_rounds > 0
 
 

@@ -50,7 +50,7 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
         return metrics | ({"lr": configuration.lr} if configuration else {})
 
     def _is_better(self, accuracy: float, own: Mapping[str, float]) -> bool:
-        """Return whether a candidate is better than the best so far; of a tie, by the mean.
+        """Return whether a candidate beats the best so far; the mean breaks ties.
 
         Args:
             accuracy: Its mean accuracy.

@@ -90,7 +90,7 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
 
     @property
     def trains_models(self) -> bool:
-        """Unless each client ranks by copies of its own."""
+        """True unless each client ranks by copies of its own."""
         return self.rewarded == "averaged"
 
     def check(self, config: Config) -> None:

@@ -67,7 +67,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         return ScoredDraws(config, prepared, space, scores, pool.limits, pool.shortlist, options)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
-        """Train what is left; at the end of a rung keep the best."""
+        """Train the networks that are left; at the end of a rung keep the best."""
         if "pool" not in self.values:
             self._set_pool(self._choose()[: self._size()])
             self.fit_states()
@@ -88,7 +88,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         return metrics
 
     def pool(self) -> list[Genotype]:
-        """Return the networks that are left, after a measurement the best first."""
+        """Return the networks that are left, best first once they are measured."""
         return [from_json(json.dumps(genotype)) for genotype in self.values["pool"]]
 
     def derive(self) -> Genotype:
@@ -114,7 +114,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         return describe_pool(self.pool(), **candidate_settings(self.config, self.prepared))
 
     def _choose(self) -> list[Genotype]:
-        """The ranking that the pool is the first part of."""
+        """The ranking whose best networks are the pool."""
         generator = make_generator(self.config.seed, "successive_halving")
         found = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
         return [one.genotype for one in found]
@@ -149,7 +149,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def releases(
         cls, settings: SuccessiveHalvingSettings, private: PrivateRound
     ) -> list[PlannedRelease]:
-        """Every step, and rewards where a rung ends."""
+        """The releases of every step, and of rewards where a rung ends."""
         planned = private.gradients({"weights": "train.weights"})
         keep = settings.pool.size(private.config.search_space.name)
         before, after = (
@@ -162,13 +162,13 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     @classmethod
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
-        """Refuse limits within which no pool is drawn, and alphas that are none."""
+        """Refuse limits within which no pool is drawn, and alphas that do not fit."""
         generator = make_generator(config.seed, "successive_halving")
         cls._draws(config, prepared, space).check(generator)
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
-    """Return how many networks of a pool of ``keep`` are left after a round.
+    """Return the number of networks of a pool of ``keep`` that are left after a round.
 
     Example:
         >>> [num_left(r, 8, keep=12, eta=2) for r in range(9)]

@@ -49,7 +49,7 @@ class ZeroCostSettings(AlgorithmSettings):
 
     @property
     def trains_models(self) -> bool:
-        """They do not: clients are asked nothing."""
+        """False: clients are asked nothing."""
         return False
 
     def chosen_scores(self, space: str) -> Sequence[str]:

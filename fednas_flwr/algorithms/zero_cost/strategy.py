@@ -52,7 +52,7 @@ class ScoredDraws:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def ranked(self, **drawn: Any) -> list[Scored]:
-        """All that is drawn, the best first.
+        """All drawn networks, best first.
 
         Args:
             **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
@@ -154,7 +154,7 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
 
     @classmethod
     def releases(cls, settings: ZeroCostSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """Nothing."""
+        """No releases."""
         return []
 
     @classmethod

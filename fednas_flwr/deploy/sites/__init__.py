@@ -1,1 +1,1 @@
-"""Real machines: what a server and its sites are given, check, and run in place of Flower's own."""
+"""Real machines: folders of a server and its sites, checks, replacements of Flower's processes."""

@@ -125,7 +125,7 @@ def _load_own_app(fab_id: str, fab_version: str, fab_hash: str) -> Callable[...,
 
 
 def _answer(message: Message, context: Context) -> Message:
-    """Return the reply; the site's log says what the process took to come so far, and then.
+    """Return the reply; log the seconds of start-up and of the answer.
 
     Without the ClientApp, which imports torch, where nothing is computed.
     """

@@ -34,7 +34,7 @@ class Finding:
     Args:
         name: Of the check.
         text: What was found; if something is broken, with what to do.
-        broken: Whether the machine cannot do its work so.
+        broken: True if the machine cannot do its work like this.
     """
 
     name: str
@@ -110,7 +110,7 @@ def _versions(folder: Path, settings: Settings) -> str:
 
 
 def _disk(folder: Path, settings: Settings) -> str:
-    """Return how much room there is for the state; all else may be read-only."""
+    """Return the free disk space for the state; all else may be read-only."""
     state = (folder / "state").resolve()
     free_gb = shutil.disk_usage(state).free / 1e9
     if free_gb < LEAST_FREE_GB:
@@ -122,7 +122,7 @@ def _disk(folder: Path, settings: Settings) -> str:
 
 
 def _secrets(folder: Path, settings: Settings) -> str:
-    """Return that no secret can be read by other users."""
+    """Check that no secret can be read by other users."""
     secrets = [folder / "server.key", folder / "signing.key", *(folder / "state").glob("*.key")]
     secrets += [folder / NODE_KEY, *(folder / "state").glob("*.secret")]
     found = [path for path in secrets if path.is_file()]
@@ -133,12 +133,12 @@ def _secrets(folder: Path, settings: Settings) -> str:
 
 
 def _server_certificate(folder: Path, settings: Settings) -> str:
-    """Return for how long the certificate is good."""
+    """Return the remaining validity of the certificate."""
     return links.describe_certificate(folder)
 
 
 def _server_port(folder: Path, settings: Settings) -> str:
-    """Return whether a SuperLink answers, or the port is free for one."""
+    """Check that a SuperLink answers, or that the port is free for one."""
     port = _port(settings)
     if not links.is_open("127.0.0.1", port):
         return f"{port} is free; the server is not running"
@@ -147,14 +147,14 @@ def _server_port(folder: Path, settings: Settings) -> str:
 
 
 def _site_server(folder: Path, settings: Settings) -> str:
-    """Return that the server is reached and is the one that the authority names."""
+    """Check that the server is reached and is the one that the authority names."""
     host, port = _superlink(settings)
     links.shake_hands(host, port, folder / "ca.crt")
     return f"{host}:{port} is reached, and its certificate is good"
 
 
 def _site_clock(folder: Path, settings: Settings) -> str:
-    """Return that Flower will accept this machine's signatures: it refuses clocks that are off."""
+    """Check that Flower will accept this machine's signatures: it refuses clocks that are off."""
     skew_s = links.clock_skew_s(*_superlink(settings), folder / "ca.crt")
     if not -links.LARGEST_LAG_S < skew_s < links.LARGEST_LEAD_S:
         side = "ahead of" if skew_s > 0 else "behind"
@@ -166,7 +166,7 @@ def _site_clock(folder: Path, settings: Settings) -> str:
 
 
 def _site_key(folder: Path, settings: Settings) -> str:
-    """Return that the server knows the node's key."""
+    """Check that the server knows the node's key."""
     key = folder / NODE_KEY
     if not key.is_file():
         raise Trouble(f"there is no {key}: make it by `fednas key {key}`.")
@@ -180,7 +180,7 @@ def _site_key(folder: Path, settings: Settings) -> str:
 
 
 def _site_data(folder: Path, settings: Settings) -> str:
-    """Return that policy and data settings are right and the data can be read."""
+    """Check that policy and data settings are right and the data can be read."""
     from fednas_flwr.data.readers import site_dataset
     from fednas_flwr.privacy.policy import load_policy
 
@@ -254,7 +254,7 @@ def _space(data_set: str) -> str:
 
 
 def _site_ledger(folder: Path, settings: Settings) -> str:
-    """Return how many rows the ledger has; looking at it never creates one."""
+    """Return the number of rows of the ledger; looking at it never creates one."""
     from fednas_flwr.privacy.books.ledger import Ledger
 
     path, key = folder / "state" / "ledger" / "ledger.sqlite", folder / "state" / "ledger.key"

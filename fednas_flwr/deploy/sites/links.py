@@ -57,7 +57,7 @@ def shake_hands(host: str, port: int, authority: Path) -> None:
 
 
 def clock_skew_s(host: str, port: int, authority: Path) -> float:
-    """Return by how many seconds this clock is ahead of the server's, which tells whole seconds.
+    """Return the seconds by which this clock is ahead of the server's, which has whole seconds.
 
     Raises:
         Trouble: The server does not answer.

@@ -1,4 +1,4 @@
-"""Flower's SuperNode, except that it asks sooner, and waits for no reply's rest for ever.
+"""Flower's SuperNode, except that it asks sooner, and gives up replies that stay incomplete.
 
 ``python -m fednas_flwr.deploy.sites.supernode`` takes the arguments of ``flower-supernode``. A
 client process hands its reply over in pieces. Flower 1.41 waits for the next piece without end, and

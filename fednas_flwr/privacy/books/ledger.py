@@ -313,7 +313,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         return not known or known[0][1] == assignment
 
     def spent(self, account: str, unit: str, *, epsilon: float, delta: float) -> float:
-        """Return how much of a budget is used: ``RenyiFilter.spent``, the maximum over splits."""
+        """Return the used part of a budget: ``RenyiFilter.spent``, the maximum over splits."""
         filters = self.filters(account, unit, epsilon=epsilon, delta=delta)
         return max(budget.spent() for budget in filters.values())
 

@@ -118,7 +118,7 @@ class RenyiFilter:
         return tuple(self._totals)
 
     def affords(self, *releases: Release) -> bool:
-        """Whether all of ``releases`` fit into the remaining budget; spends nothing."""
+        """True if all of ``releases`` fit into the remaining budget; spends nothing."""
         return self._fits(self._after(*releases))
 
     def spend(self, release: Release) -> None:

@@ -92,13 +92,12 @@ def clipped_gradient_sum(
 ) -> ClippedSum:
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
 
-    g_i is the gradient of one record's loss with respect to all of ``parameters``, with one
-    joint norm is taken. Every record gets a copy of the weights, in a leaf [B, ...] of stride 0, so
-    that one ordinary backward returns all g_i (``fednas_flwr.base.layers``). This needs
-    convolutions, linear layers and group norms, or a module that ``takes_stack`` (a supernet with
-    the fast
-    engine); of any other module Opacus' hooks return the g_i. The module, the parameters'
-    ``requires_grad`` and their ``.grad`` are left as they were.
+    g_i is the gradient of one record's loss with respect to all of ``parameters``, and ||g_i|| its
+    norm over all of them. Every record gets a copy of the weights, in a leaf [B, ...] of stride 0,
+    so that one ordinary backward returns all g_i (``fednas_flwr.base.layers``). This needs
+    convolutions, linear layers and group norms, or a module that ``takes_stack`` (a supernet); of
+    any other module Opacus' hooks return the g_i. The module, the parameters' ``requires_grad`` and
+    their ``.grad`` are left as they were.
 
     Args:
         module: Network in training mode; called with x alone.
@@ -212,7 +211,7 @@ def clipped_alpha_gradient_sum(
 
 @dataclass(frozen=True)
 class _Clipping:
-    """How records are taken, clipped and added up; see :func:`clipped_gradient_sum`."""
+    """Terms of a clipped sum over records; see :func:`clipped_gradient_sum`."""
 
     max_norm: float
     micro_batch_size: int | None

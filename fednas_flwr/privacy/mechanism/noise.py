@@ -138,7 +138,7 @@ def _discrete_laplace(words: Words, size: int, sigma: int) -> np.ndarray:
 
 
 def _geometric(words: Words, count: int) -> np.ndarray:
-    """Return how many Bernoulli(exp(-1)) come true before the first one that does not, uint64."""
+    """Return the number of successes of Bernoulli(exp(-1)) before the first failure, uint64."""
     numbers, going = np.zeros(count, dtype=np.uint64), np.arange(count)
     while len(going):
         going = going[_bernoulli_exp_one(words, len(going))]

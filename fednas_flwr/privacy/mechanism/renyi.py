@@ -168,7 +168,7 @@ def kind_of(booked: str) -> str:
 
 
 def protects(booked: str, unit: str) -> bool:
-    """Whether a release that protects a booked unit also bounds leakage about another one."""
+    """True if a release that protects a booked unit also bounds leakage about another one."""
     return booked == unit or names.UNITS.index(kind_of(booked)) > names.UNITS.index(kind_of(unit))
 
 

@@ -88,7 +88,7 @@ def share_sigma(sigma: float, honest: int) -> int:
 
 
 def sum_divergence(num_values: int, *, sigma: int, sites: int) -> float:
-    """Return how far a sum of discrete Gaussians is from one: an epsilon, as in its logarithms.
+    """Return the distance of a sum of discrete Gaussians from one: an epsilon, as a logarithm.
 
     Every outcome of ``num_values`` sums of ``sites`` independent discrete Gaussians of ``sigma`` is
     as likely, up to a factor of ``exp(+-divergence)``, as of one discrete Gaussian of

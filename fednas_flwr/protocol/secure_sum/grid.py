@@ -30,7 +30,7 @@ class Cells:
     values: np.ndarray
 
     def __len__(self) -> int:
-        """Return how many values there are."""
+        """Return the number of values."""
         return len(self.values)
 
 

@@ -32,9 +32,9 @@ def derive(secret: bytes, context: bytes, purpose: str) -> bytes:
     """Return 32 bytes that nobody can tell from random ones without the secret.
 
     Args:
-        secret: What two sites share, or a site's own.
+        secret: Secret of two sites, or of one.
         context: Digest of the exchange.
-        purpose: What the bytes are for; another one gives independent bytes.
+        purpose: Purpose of the bytes; another one gives independent bytes.
     """
     hkdf = HKDF(algorithm=SHA256(), length=SECRET_BYTES, salt=context, info=purpose.encode())
     return hkdf.derive(secret)

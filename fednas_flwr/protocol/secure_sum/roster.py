@@ -142,7 +142,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class Context:
-    """Which exchange a mask belongs to; see the package.
+    """The exchange that a mask belongs to; see the package.
 
     Attributes:
         roster: Its fingerprint.
@@ -171,7 +171,7 @@ class Context:
 
 
 def survivors_message(context: bytes, survivors: tuple[int, ...]) -> bytes:
-    """Return what a site signs: the list of survivors of one context."""
+    """Return the bytes that a site signs: the list of survivors of one context."""
     return _canonical(["survivors", context.hex(), list(survivors)])
 
 

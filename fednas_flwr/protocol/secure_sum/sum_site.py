@@ -51,7 +51,7 @@ class SumSite:
         index: Its place in the roster.
         keys: Its own.
         roster: That it holds.
-        terms: What its policy says.
+        terms: Terms of its policy.
         journal: The file of what was answered, signed and opened, created if missing.
 
     Raises:
@@ -165,7 +165,7 @@ class SumSite:
         signatures: Mapping[int, bytes],
         boxes: Mapping[int, bytes],
     ) -> Opening:
-        """Return what the server needs to take the masks off the sum over the survivors.
+        """Return the masks' parts with which the server unmasks the sum over the survivors.
 
         Args:
             context: Digest of the exchange.
@@ -256,7 +256,7 @@ class SumSite:
 
 @dataclass(frozen=True)
 class Answer:
-    """The one answer to a context, on its way.
+    """The one answer to a context, while it is made.
 
     Attributes:
         site: That answers.
