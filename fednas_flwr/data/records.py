@@ -172,13 +172,14 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
             f"{both} form of labels: one has a class per record, the other several labels; write "
             "them in one form."
         )
-    if others.schema != records.schema:
+    kinds = [f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others)]
+    tables = records.schema and others.schema
+    if others.schema != records.schema and (tables or kinds[0] == kinds[1]):
         only = set(others.feature_names) ^ set(records.feature_names)
         raise ConfigError(
             f"{both} feature columns (they differ in {_listed(sorted(only)) or 'order'}): set "
             "dataset.numeric, dataset.categorical and dataset.categories to those of all."
         )
-    kinds = [f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others)]
     if kinds[0] != kinds[1]:
         raise ConfigError(
             f"{both} form of records, {kinds[0]} and {kinds[1]}: bring them to one form (images: "

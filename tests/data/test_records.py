@@ -1,9 +1,18 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.records import Records, encode_labels, join_sites, record_ids, select_records
+from fednas_flwr.data.records import (
+    Records,
+    check_alike,
+    encode_labels,
+    join_sites,
+    record_ids,
+    select_records,
+)
 from fednas_flwr.data.schema import Column
 
 
@@ -74,3 +83,12 @@ def test_encode_labels_names_the_unknown():
     assert encode_labels(np.array(["b", "a"]), ("a", "b"), where="it").tolist() == [1, 0]
     with pytest.raises(ConfigError, match="x.csv has the label c, which is not in"):
         encode_labels(np.array(["b", "c"]), ("a", "b"), where="x.csv")
+
+
+@pytest.mark.parametrize("named_first", [True, False])
+def test_as_many_features_without_names_are_not_the_same_columns(named_first):
+    """Their order is anybody's guess."""
+    pair = [rows(), replace(rows(), schema=())]
+    one, other = pair if named_first else reversed(pair)
+    with pytest.raises(ConfigError, match="do not have the same feature columns"):
+        check_alike("the clients' records", one, "the server's test set", other)

@@ -152,7 +152,7 @@ def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(
 ):
     """Real messages of an exchange with shared noise; noise alone does not make them uniform."""
     if not masks:
-        for module in ("protocol.secure_sum.sum_site", "server.secure_sums"):
+        for module in ("protocol.secure_sum.masks", "server.secure_sums"):
             where = f"fednas_flwr.{module}.add_mask"
             monkeypatch.setattr(where, lambda *_, **__: None)
     records = []
