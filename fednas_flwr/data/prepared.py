@@ -27,16 +27,7 @@ from fednas_flwr.data.datasets import Prepared, intensity_of, prepare, scatterin
 from fednas_flwr.data.readers import check_sites
 from fednas_flwr.data.records import Records, check_alike, select_records
 from fednas_flwr.settings import Config, expanded
-from fednas_flwr.settings.data_settings import (
-    ColumnPartition,
-    DirichletPartition,
-    LabelGroups,
-    LabelTable,
-    Partition,
-    QuantityPartition,
-    RandomPartition,
-    SavedPartition,
-)
+from fednas_flwr.settings import data_settings as ds
 
 # Zhang et al., FDNAS (arXiv 2011.03372): three groups of classes over ten clients.
 FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))
@@ -47,7 +38,7 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     """Return the prepared records and the rows of every client."""
     split = config.partition
     prepared = prepare(config.dataset, sites=split.name == "sites")
-    if isinstance(split, SavedPartition):
+    if isinstance(split, ds.SavedPartition):
         parts = load_partition(expanded("partition.file", split.file))
         _check_partition(
             parts, file=split.file, clients=config.clients, records=len(prepared.train)
@@ -93,7 +84,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
             "dataset.scattering=null."
         )
     label = ""
-    if schema and isinstance(settings, LabelTable) and settings.names_label:
+    if schema and isinstance(settings, ds.LabelTable) and settings.names_label:
         label = settings.label
     labels = torch.empty(0, *([len(names)] if properties["multi_label"] else [])).long()
     nobody = (features, labels, np.empty(0, "S32"), names)
@@ -131,7 +122,7 @@ def _check_partition(parts: list[np.ndarray], *, file: str, clients: int, record
         )
 
 
-def partition(records: Records, settings: Partition, *, clients: int) -> list[np.ndarray]:
+def partition(records: Records, settings: ds.Partition, *, clients: int) -> list[np.ndarray]:
     """Return ascending int64 record indices per client: disjoint, and none left over.
 
     Where records say whose they are, a random division is one of persons, each with all records
@@ -158,7 +149,7 @@ def partition(records: Records, settings: Partition, *, clients: int) -> list[np
             "labels: use partition=iid, quantity or column."
         )
     owners = None
-    if records.by_person and isinstance(settings, RandomPartition):
+    if records.by_person and isinstance(settings, ds.RandomPartition):
         _, first, owners = np.unique(records.ids, return_index=True, return_inverse=True)
         records = select_records(records, first)
     parts = _divided(records, settings, clients)
@@ -174,20 +165,20 @@ def partition(records: Records, settings: Partition, *, clients: int) -> list[np
     return parts
 
 
-def _divided(records: Records, settings: Partition, clients: int) -> list[np.ndarray]:
+def _divided(records: Records, settings: ds.Partition, clients: int) -> list[np.ndarray]:
     """Return the parts of one way of dividing, in any order of their records."""
     name = settings.name
-    if not isinstance(settings, RandomPartition):
-        column = settings.column if isinstance(settings, ColumnPartition) else "site"
+    if not isinstance(settings, ds.RandomPartition):
+        column = settings.column if isinstance(settings, ds.ColumnPartition) else "site"
         return _by_column(records, clients=clients, name=name, column=column)
     rng = np.random.default_rng(derive_seed(settings.seed, "partition", name))
-    if isinstance(settings, LabelGroups):
+    if isinstance(settings, ds.LabelGroups):
         groups = settings.groups or FDNAS_GROUPS
         return _label_groups(records, clients, groups, settings.clients_per_group, rng=rng)
-    if isinstance(settings, QuantityPartition):
+    if isinstance(settings, ds.QuantityPartition):
         shares = settings.fractions or _drawn_shares(len(records), settings, clients, rng)
         return _quantity(len(records), clients=clients, shares=np.asarray(shares), rng=rng)
-    if isinstance(settings, DirichletPartition):
+    if isinstance(settings, ds.DirichletPartition):
         return _dirichlet(records, settings, clients, rng)
     return np.array_split(rng.permutation(len(records)), clients)
 
@@ -222,7 +213,7 @@ def load_partition(path: Path) -> list[np.ndarray]:
 
 
 def _dirichlet(
-    records: Records, settings: DirichletPartition, clients: int, rng: np.random.Generator
+    records: Records, settings: ds.DirichletPartition, clients: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Return parts by flwr-datasets, over shuffled records: it cuts each class in file order."""
     from datasets import Dataset
@@ -280,7 +271,7 @@ def _label_groups(
 
 
 def _drawn_shares(
-    size: int, settings: DirichletPartition, clients: int, rng: np.random.Generator
+    size: int, settings: ds.DirichletPartition, clients: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Return shares from Dirichlet(alpha), drawn again until each gives ``min_size`` records."""
     for _ in range(_ATTEMPTS):
@@ -326,7 +317,7 @@ def _by_column(
     return [np.flatnonzero(owners == client) for client in range(clients)]
 
 
-def _too_skewed(settings: DirichletPartition, clients: int) -> ConfigError:
+def _too_skewed(settings: ds.DirichletPartition, clients: int) -> ConfigError:
     """Return the error for repeated draws that all leave a client with too few records."""
     return ConfigError(
         f"partition={settings.name} with alpha={settings.alpha} over {clients} clients always "

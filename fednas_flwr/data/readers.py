@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.foreign import check_resolved, read_yaml
-from fednas_flwr.settings.data_settings import (
-    CSV,
-    Arrays,
-    Dataset,
-    ImageFolder,
-    Images,
-    LabelledImages,
-    Npz,
-    Numbers,
-    Stored,
-    Torchvision,
-)
+from fednas_flwr.settings import data_settings as ds
 from fednas_flwr.settings.names import TABLE_SUFFIXES, TORCHVISION_SETS
 from fednas_flwr.settings.parser import choose_kind, conf_folder, parse
 from fednas_flwr.settings.registry import TABLES, imported, register
@@ -52,14 +41,14 @@ class DataSet:
         by_content: True if the records decide if a cached copy is the same, and not the files.
     """
 
-    settings: type[Dataset]
+    settings: type[ds.Dataset]
     reader: str | Callable[[Any, Path], RecordsPair]
     roots: tuple[str, ...] = ()
     sites: tuple[str, ...] = ()
     folder: str = ""
     by_content: bool = False
 
-    def read(self, settings: Dataset, path: Path) -> RecordsPair:
+    def read(self, settings: ds.Dataset, path: Path) -> RecordsPair:
         """Train part and official test part in a file or folder."""
         place = f"fednas_flwr.data.{self.reader}" if isinstance(self.reader, str) else self.reader
         pair: RecordsPair = imported(place)(settings, path)
@@ -67,20 +56,20 @@ class DataSet:
 
 
 _BUILT_IN = {
-    "digits": DataSet(Images, "images:read_digits"),
+    "digits": DataSet(ds.Images, "images:read_digits"),
     **{
-        name: DataSet(Torchvision, "images:read_torchvision", roots=("folder",), folder=folder)
+        name: DataSet(ds.Torchvision, "images:read_torchvision", roots=("folder",), folder=folder)
         for name, (_, folder) in TORCHVISION_SETS.items()
     },
     "image_folder": DataSet(
-        ImageFolder, "images:read_image_folder", roots=("folder",), sites=("*/",)
+        ds.ImageFolder, "images:read_image_folder", roots=("folder",), sites=("*/",)
     ),
     "labelled_images": DataSet(
-        LabelledImages, "images:read_labelled_images", roots=("folder",), sites=("*/",)
+        ds.LabelledImages, "images:read_labelled_images", roots=("folder",), sites=("*/",)
     ),
-    "npz": DataSet(Npz, "npz:read_npz", roots=("file",), sites=("*.npz",)),
+    "npz": DataSet(ds.Npz, "npz:read_npz", roots=("file",), sites=("*.npz",)),
     "csv": DataSet(
-        CSV,
+        ds.CSV,
         "tables:read_table",
         roots=("file", "folder"),
         sites=tuple(f"*{suffix}" for suffix in TABLE_SUFFIXES),
@@ -102,11 +91,11 @@ def check_sites(name: str) -> None:
         )
 
 
-def data_settings(name: str, given: Mapping[str, Any]) -> Dataset:
+def data_settings(name: str, given: Mapping[str, Any]) -> ds.Dataset:
     """Settings of a data set, checked; what is not given is neutral (:func:`_neutral`)."""
     values = {**_neutral(name), "name": name, **given}
     kind = DATA_SETS[name].settings
-    settings: Dataset = parse(kind, values, key="dataset", defaults=True)
+    settings: ds.Dataset = parse(kind, values, key="dataset", defaults=True)
     return settings
 
 
@@ -119,7 +108,7 @@ def _neutral(name: str) -> dict[str, Any]:
     return tree
 
 
-def site_dataset(path: Path, *, cache: str) -> Dataset:
+def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
     """Return a private site's settings of its own data, from its file, whatever the run says.
 
     A setting that the server could choose would be a question to the records: whether they can be
@@ -168,20 +157,20 @@ def site_dataset(path: Path, *, cache: str) -> Dataset:
 
 
 @dataclass(frozen=True)
-class OwnSettings(Images, Numbers, Stored):
+class OwnSettings(ds.Images, ds.Numbers, ds.Stored):
     """Settings of a data set that is read by a function from outside the package."""
 
 
 def own_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[DataSet, dict[str, Any]]:
     """Entry and defaults of a data set of arrays as an npz file has them."""
 
-    def read(settings: Arrays, path: Path) -> RecordsPair:
+    def read(settings: ds.Arrays, path: Path) -> RecordsPair:
         from fednas_flwr.data.npz import records_from_npz
 
         return records_from_npz(settings, arrays, origin=f"dataset={name}")
 
     defaults = {"defaults": ["_encoded"], "statistics": {}, "ranges": {}}
-    return DataSet(Arrays, read, by_content=True), defaults
+    return DataSet(ds.Arrays, read, by_content=True), defaults
 
 
 def own_reader(
@@ -206,7 +195,7 @@ def own_reader(
         if setting not in hints:
             raise unknown_choice("setting", setting, list(hints))
 
-    def read(settings: Dataset, path: Path) -> RecordsPair:
+    def read(settings: ds.Dataset, path: Path) -> RecordsPair:
         return reader(path, **{setting: getattr(settings, setting) for setting in taken})
 
     shared = get_type_hints(OwnSettings)
