@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.base.errors import ConfigError, MissingSettingError, show
+from fednas_flwr.base.errors import ConfigError, MissingSettingError, show, unknown_choice
 from fednas_flwr.settings.parser import MISSING, parse
 
 
@@ -242,3 +242,7 @@ def test_any_tree_is_parsed_or_refused_with_a_config_error(data):
     else:
         assert parse(Network, asdict(parsed), key="net") == parsed
         assert all(math.isfinite(rate) for rate in parsed.rates.values())
+
+
+def test_an_unknown_name_where_there_is_none_is_a_whole_sentence():
+    assert str(unknown_choice("setting", "x", [])) == "setting=x is unknown: there is none."

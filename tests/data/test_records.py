@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from fednas_flwr.data.records import (
     record_ids,
     select_records,
 )
-from fednas_flwr.data.schema import Column
+from fednas_flwr.data.schema import Column, Inputs
 
 
 def rows(*, classes=("a", "b"), width=2, names=None, count=3) -> Records:
@@ -92,3 +93,14 @@ def test_as_many_features_without_names_are_not_the_same_columns(named_first):
     one, other = pair if named_first else reversed(pair)
     with pytest.raises(ConfigError, match="do not have the same feature columns"):
         check_alike("the clients' records", one, "the server's test set", other)
+
+
+def test_the_inputs_of_a_model_that_was_written_before_a_key_existed_are_read():
+    inputs = Inputs((2,), (Column("age"), Column("size")), (0.0, 0.0), (1.0, 1.0), ("a", "b"))
+    values = json.loads(inputs.to_json())
+    for name in ("label", "multi_label", "label_separator", "intensity", "scattering"):
+        del values[name]
+    assert Inputs.from_json(json.dumps(values)) == inputs
+    del values["mean"]
+    with pytest.raises(ConfigError, match=r"inputs\.mean is missing"):
+        Inputs.from_json(json.dumps(values))

@@ -347,7 +347,10 @@ PROPERTIES = {  # by name: right ones and wrong ones
         [None, [1e30], [10**400], [None], [math.inf], [math.nan], ["1"], [True], {}],
     ),
     "std": ([[], [0.5, 3]], [None, [1e30], [0.0], [-1.0], [math.inf], ["1"], 1.0]),
-    "versions": ([{}, {"torch": "2"}], [[], {"torch": 2}, {"a\n": "2"}, {"a": "2\n"}]),
+    "versions": (
+        [{}, {"torch": "2"}],
+        [[], {"torch": 2}, {"a\n": "2"}, {"a": "2\n"}, {"a" * 201: "2"}],
+    ),
     "epsilon": (
         [EPSILON],
         [
