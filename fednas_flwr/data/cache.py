@@ -22,6 +22,7 @@ import torch
 from fednas_flwr.base.files import make_folder, sync
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.schema import Column
+from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.parser import parse
 
 _ATTEMPTS = 3
@@ -62,6 +63,7 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
                 np.save(unfinished / f"{part}-column{i}.npy", values.astype(np.str_))
             described[part] = {
                 "columns": list(records.columns),
+                "form": asdict(records.form),
                 "schema": [asdict(column) for column in records.schema],
                 **{name: getattr(records, name) for name in (*_TEXTS, *_TUPLES)},
             }
@@ -97,6 +99,7 @@ def _read(folder: Path) -> dict[str, Records] | None:
                     for i, name in enumerate(about["columns"])
                 },
                 schema=tuple(parse(Column, column, key="column") for column in about["schema"]),
+                form=parse(TableForm, about["form"], key="form"),
                 **_described(about),
             )
             for part, about in parts.items()

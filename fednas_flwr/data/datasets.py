@@ -34,7 +34,7 @@ from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings.data_settings import EncodedImages, Images, Torchvision
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 7
+_CACHE_VERSION = 8
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -93,6 +93,7 @@ class Prepared:
             label=train.label,
             multi_label=train.multi_label,
             label_separator=train.label_separator,
+            form=train.form,
             intensity=self.intensity,
             scattering=self.scattering,
         )

@@ -28,12 +28,24 @@ from fednas_flwr.data.records import (
     record_ids,
 )
 from fednas_flwr.data.schema import Column
-from fednas_flwr.data.table_files import ANY_FORM, Texts, check_columns, names_in, read_texts
-from fednas_flwr.settings.data_settings import ImageFolder, Images, LabelledImages, Torchvision
+from fednas_flwr.data.table_files import (
+    Texts,
+    check_columns,
+    names_in,
+    read_texts,
+    without_missing,
+)
+from fednas_flwr.settings.data_settings import (
+    ANY_FORM,
+    ImageFolder,
+    Images,
+    LabelledImages,
+    Torchvision,
+)
 from fednas_flwr.settings.names import TORCHVISION_SETS
 
 # UTF-8, with or without its mark: an encoding that is found in the rows would be one of all of them
-LABELS_FORM = replace(ANY_FORM, encoding="utf-8-sig", decimal="point")
+LABELS_FORM = replace(ANY_FORM, encoding="utf-8-sig", header=True)
 
 
 def read_digits(settings: Images, path: Path) -> RecordsPair:
@@ -245,7 +257,9 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     if not path.is_file():
         raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
     skip = settings.corrupt == "skip"
-    texts, notes = read_texts(path, replace(LABELS_FORM, corrupt=settings.corrupt))
+    form = replace(LABELS_FORM, corrupt=settings.corrupt)
+    texts, _, notes = read_texts(path, form)
+    texts = without_missing(texts, form)
     settings = replace(settings, label=tables.label_column(settings, texts))
     columns = tables.label_columns(settings)
     named = columns if settings.id_column is None else [*columns, settings.id_column]

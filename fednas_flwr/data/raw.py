@@ -7,7 +7,7 @@ What training does to records is done here by the same functions, with what the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,16 @@ from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
 from fednas_flwr.data.npz import channels_first, cut, named
 from fednas_flwr.data.records import label_sets
-from fednas_flwr.data.schema import Inputs, feature_names
-from fednas_flwr.data.table_files import ANY_FORM, read_texts, suffix_of, texts_of
-from fednas_flwr.data.tables import encode_rows, label_marks
+from fednas_flwr.data.schema import NUMBER, Inputs, feature_names
+from fednas_flwr.data.table_files import (
+    check_columns,
+    in_common_form,
+    read_texts,
+    suffix_of,
+    texts_of,
+    without_missing,
+)
+from fednas_flwr.data.tables import encode_rows, label_marks, places_among
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 Label = str | tuple[str, ...]  # a record's class, or its labels, by name
@@ -87,9 +94,10 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
                 f"{path} is no table: expected a file of {', '.join(TABLE_SUFFIXES)} with the "
                 f"columns {', '.join(column.name for column in inputs.schema)}."
             )
-        return _rows(read_texts(path, ANY_FORM)[0], inputs, where=str(path))
+        form = replace(inputs.form, separator=None, encoding=None)
+        return _rows(read_texts(path, form)[0], inputs, where=str(path))
     if suffix_of(path):
-        texts = read_texts(path, LABELS_FORM)[0]
+        texts = without_missing(read_texts(path, LABELS_FORM)[0], LABELS_FORM)
         files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),
@@ -160,7 +168,17 @@ def _decoded(
 
 def _rows(texts: dict[str, np.ndarray], inputs: Inputs, *, where: str) -> RawData:
     num_rows = len(next(iter(texts.values()), []))
-    features = encode_rows(texts, inputs.schema, where=where)
+    texts = without_missing(texts, inputs.form)
+    label = {inputs.label} - texts.keys()  # which may lack here
+    form = replace(
+        inputs.form,
+        map={name: to for name, to in inputs.form.map.items() if name not in label},
+        missing_in={name: to for name, to in inputs.form.missing_in.items() if name not in label},
+    )
+    check_columns(texts, [column.name for column in inputs.schema], where=where)
+    numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
+    texts = in_common_form(texts, form, numbers, where=where)
+    features = encode_rows(texts, inputs.schema, form, where=where)
     rows = torch.from_numpy(np.stack(list(features.values()), axis=1))
     labels = _row_labels(texts, inputs, where=where)
     return RawData([str(i) for i in range(num_rows)], labels, lambda chosen: rows[chosen])
@@ -188,8 +206,8 @@ def _row_labels(
             if known
             else None
         )
-    classes: list[str] = cells.tolist()
-    return classes if set(classes) <= set(names) else None
+    places = places_among(cells, names)
+    return [names[place] for place in places] if (places >= 0).all() else None
 
 
 def names_of(marks: np.ndarray, names: Sequence[str]) -> list[tuple[str, ...]]:

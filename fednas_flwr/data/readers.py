@@ -141,7 +141,7 @@ def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
         )
     fixed = {"cache": cache, "corrupt": "skip"}
     if name == "csv":
-        fixed |= {"encoding": "utf-8", "decimal": "point"}
+        fixed |= {"separator": ",", "encoding": "utf-8", "decimal": "point", "thousands": "none"}
     dataset = data_settings(name, {**fixed, **given})
     if dataset.limit_train is not None:
         raise ConfigError(

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.notation import code_key
 from fednas_flwr.data.schema import CATEGORY, Column, feature_names
+from fednas_flwr.settings.data_settings import ANY_FORM, TableForm
 from fednas_flwr.settings.names import SPLITS
 
 
@@ -38,6 +40,7 @@ class Records:
         label: Name of a table's label column; empty if it has none, or one per label.
         label_separator: Of the labels in that column, see :func:`label_sets`; empty where it holds
             a class.
+        form: How a table's cells are written, as was set and found.
         id_column: Column that says whose each record is, and gave the ids, which then are the same
             in every export of the data. A person stays in one part and with one client, and is the
             unit of privacy. Empty where ids were hashed from what the records hold.
@@ -53,6 +56,7 @@ class Records:
     schema: tuple[Column, ...] = ()
     label: str = ""
     label_separator: str = ""
+    form: TableForm = ANY_FORM
     id_column: str = ""
     image_shape: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -193,14 +197,15 @@ def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) 
     Raises:
         ConfigError: A name is not among them.
     """
-    positions = {name: i for i, name in enumerate(class_names)}
-    unknown = sorted(set(names.tolist()) - positions.keys())
+    key = code_key(class_names)
+    positions = {key(name): i for i, name in enumerate(class_names)}
+    unknown = sorted(name for name in set(names.tolist()) if key(name) not in positions)
     if unknown:
         raise ConfigError(
             f"{where} has the label {unknown[0]}, which is not in dataset.class_names="
             f"{_listed(class_names)}: add it there or remove these records."
         )
-    return torch.tensor([positions[name] for name in names.tolist()], dtype=torch.int64)
+    return torch.tensor([positions[key(name)] for name in names.tolist()], dtype=torch.int64)
 
 
 def count_labels(labels: Tensor, num_classes: int) -> list[int]:

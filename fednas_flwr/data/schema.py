@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from fednas_flwr.settings.data_settings import ANY_FORM, TableForm
 from fednas_flwr.settings.parser import Checked, OneOf, parse
 
 NUMBER, DATE, CATEGORY = "number", "date", "category"
@@ -33,14 +34,12 @@ class Column(Checked):
         kind: ``number``; ``date``, in days since 1970; or ``category``.
         categories: Of a category the values, one feature each.
         indicator: True if a further feature, 0 or 1, says that a number or date is missing.
-        missing_values: Texts that mean that a cell is missing, beside empty ones.
     """
 
     name: str
     kind: Annotated[str, OneOf(KINDS)] = NUMBER
     categories: tuple[str, ...] = ()
     indicator: bool = False
-    missing_values: tuple[str, ...] = ()
 
 
 def feature_names(schema: Iterable[Column]) -> tuple[str, ...]:
@@ -67,6 +66,7 @@ class Inputs(Checked):
         multi_label: True if a record can have several labels: outputs are probabilities of each.
         label_separator: Of the labels in the label column, see
             :func:`~fednas_flwr.data.records.label_sets`.
+        form: How a table's cells are written: what was set, and what training found.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         scattering: Scales and angles of the transform that makes the network's features of images;
             empty where it takes the images.
@@ -80,6 +80,7 @@ class Inputs(Checked):
     label: str = ""
     multi_label: bool = False
     label_separator: str = ""
+    form: TableForm = ANY_FORM
     intensity: tuple[float, ...] = ()
     scattering: tuple[int, ...] = ()
 

@@ -7,8 +7,10 @@ read by :mod:`fednas_flwr.data.table_files`; :func:`encode_rows` is for training
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,24 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import records, table_files
-from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
-from fednas_flwr.settings.data_settings import CSV, LabelTable
+from fednas_flwr.data.notation import (
+    NEARLY,
+    are_numbers,
+    code_key,
+    days_of,
+    distinct,
+    find_notation,
+    find_order,
+    numbers_of,
+)
+from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column, feature_names
+from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 _MOST_CATEGORIES = 256
+_MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
+_NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
-_NEARLY = 0.9  # share of numbers from which a column's other texts are taken for mistakes
 
 
 def read_table(settings: CSV, path: Path) -> records.RecordsPair:
@@ -44,15 +57,82 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
         ConfigError: A column or value that does not fit the settings.
     """
     train_path, test_path = _parts(path)
-    texts, notes = table_files.read_texts(train_path, settings)
-    settings = replace(settings, label=label_column(settings, texts))
+    texts, settings, notes = _read(settings, train_path)
     train = _train_part(settings, texts, train_path)
     train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
-    texts, _ = table_files.read_texts(test_path, settings)
+    texts, settings, _ = _read(settings, test_path)
     classes = [] if settings.labels else list(train.class_names)
     return train, _test_part(replace(settings, class_names=classes), texts, test_path, train.schema)
+
+
+def form_of(settings: LabelTable) -> TableForm:
+    """The form of a table's cells that is among the settings."""
+    names = [field.name for field in fields(TableForm)]
+    taken = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+    return replace(ANY_FORM, **taken)
+
+
+def _read(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple[str, ...]]:
+    """Cells of a table in common form, and the settings with all that was found in the file."""
+    texts, separator, notes = table_files.read_texts(path, settings)
+    texts = table_files.without_missing(texts, settings)
+    settings = replace(settings, label=label_column(settings, texts))
+    where = str(path)
+    if not settings.strict:
+        texts, left_out = _without_row_numbers(texts, settings, path)
+        notes += left_out
+    words = {*settings.categorical, *settings.categories, *settings.dates, *settings.ignore}
+    words |= {*label_columns(settings), *_id_columns(settings)}
+    numbers = settings.numeric or [name for name in texts if name not in words]
+    table_files.check_columns(texts, numbers, where=where)
+    if not settings.strict:
+        notation = find_notation(
+            {name: texts[name] for name in numbers},
+            decimal=settings.decimal,
+            thousands=settings.thousands,
+            points_are_decimal=separator in ("", ","),
+            where=where,
+        )
+        dates = settings.dates or [name for name in texts if name not in words]
+        order = settings.date_order or find_order({n: texts[n] for n in dates}, where=where)
+        settings = replace(
+            settings, decimal=notation.decimal, thousands=notation.thousands, date_order=order
+        )
+        unusual = [str(notation), f"dates with the {order.replace('_', ' ')}" if order else ""]
+        notes += tuple(f"{path.name}: {text}" for text in unusual if text)
+    return table_files.in_common_form(texts, settings, numbers, where=where), settings, notes
+
+
+def _without_row_numbers(
+    texts: table_files.Texts, settings: CSV, path: Path
+) -> tuple[table_files.Texts, tuple[str, ...]]:
+    """The columns but for a nameless first one that counts the rows, as pandas and R write it."""
+    name, cells = next(iter(texts.items()))
+    used = [settings.label, *settings.labels, *_id_columns(settings), *settings.numeric]
+    if not _NAMELESS.fullmatch(name) or name in used or not counts_rows(cells):
+        return texts, ()
+    others = {other: cells for other, cells in texts.items() if other != name}
+    return others, (
+        f"{path.name}: its first column, which has no name and counts rows, is left out",
+    )
+
+
+def check_names(names: Sequence[str], *, where: str) -> None:
+    """Raise ConfigError where two features have one name."""
+    for name, number in Counter(names).items():
+        if number > 1:
+            raise ConfigError(
+                f"{where} gives {number} features the name {name}: rename a column, in the file or "
+                "by dataset.rename={name: other}."
+            )
+
+
+def counts_rows(cells: np.ndarray) -> bool:
+    """Return whether cells are consecutive whole numbers."""
+    numbers = numbers_of(cells)
+    return len(numbers) > 1 and bool((np.diff(numbers) == 1).all())
 
 
 def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
@@ -66,13 +146,14 @@ def label_columns(settings: LabelTable) -> list[str]:
 
 
 def encode_rows(
-    texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, where: str
+    texts: Mapping[str, np.ndarray], schema: Sequence[Column], form: TableForm, *, where: str
 ) -> table_files.Texts:
     """Return the features of rows by name, float32 ``[N]`` each, in the order of the schema.
 
     Args:
-        texts: The columns' cells; empty ones are missing, and so are a column's missing values.
+        texts: The columns' cells in common form; empty ones are missing.
         schema: The columns; a category that is none of a column's has no feature.
+        form: How dates are written.
         where: Where the rows come from, for messages.
 
     Raises:
@@ -82,16 +163,22 @@ def encode_rows(
     numbers, indicators, categories = {}, {}, {}
     for column in schema:
         cells = texts[column.name]
-        if column.missing_values:
-            cells = np.where(table_files.among(cells, column.missing_values), "", cells)
         if column.kind == CATEGORY:
-            for value in column.categories:
-                categories[f"{column.name}={value}"] = (cells == value).astype(np.float32)
+            places = places_among(cells, column.categories)
+            for i, value in enumerate(column.categories):
+                categories[f"{column.name}={value}"] = (places == i).astype(np.float32)
             continue
-        numbers[column.name] = _checked_numbers(cells, column=column, where=where)
+        numbers[column.name] = _checked_numbers(cells, form, column=column, where=where)
         if column.indicator:
             indicators[f"{column.name} is missing"] = (cells == "").astype(np.float32)
     return {**numbers, **indicators, **categories}
+
+
+def places_among(cells: np.ndarray, codes: Sequence[str]) -> np.ndarray:
+    """Which of some codes each cell is, int64 ``[N]``, -1 where it is none of them."""
+    key = code_key(codes)
+    places = {key(code): i for i, code in enumerate(codes)}
+    return np.array([places.get(key(text), -1) for text in cells.tolist()], dtype=np.int64)
 
 
 def _parts(root: Path) -> tuple[Path, Path | None]:
@@ -133,16 +220,13 @@ def _train_part(settings: CSV, texts: table_files.Texts, path: Path) -> records.
         Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
     ]
     texts, notes = _readable(settings, texts, declared)
-    found = {n: kinds.get(n) or _kind(texts[n], name=n, path=path) for n in names}
-    missing_values, indicator = tuple(settings.missing_values), settings.missing == "indicator"
-    schema = [
-        Column(n, kind, (), indicator, missing_values)
-        for n, kind in found.items()
-        if kind != CATEGORY
-    ]
+    found = {n: kinds.get(n) or _kind(texts[n], settings, name=n, path=path) for n in names}
+    indicator = settings.missing == "indicator"
+    schema = [Column(n, kind, (), indicator) for n, kind in found.items() if kind != CATEGORY]
     for n in (n for n, kind in found.items() if kind == CATEGORY):
         values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
-        schema.append(Column(n, CATEGORY, values, missing_values=missing_values))
+        schema.append(Column(n, CATEGORY, values))
+    check_names([*feature_names(schema)], where=str(path))
     return replace(_records(settings, texts, path, tuple(schema)), notes=notes)
 
 
@@ -178,13 +262,13 @@ def _records(
 ) -> records.Records:
     """Records of a table whose columns are known."""
     labelled = label_columns(settings)
-    features = list(encode_rows(texts, schema, where=str(path)).values())
+    features = list(encode_rows(texts, schema, settings, where=str(path)).values())
     if not features:
         raise ConfigError(
             f"{path} has no feature columns besides its label {', '.join(labelled)}: add some."
         )
     labels, classes = read_labels(settings, texts, path)
-    numbers = {c.name: table_files.numbers_of(texts[c.name]) for c in schema if c.kind == NUMBER}
+    numbers = {c.name: numbers_of(texts[c.name]) for c in schema if c.kind == NUMBER}
     others = {c.name: texts[c.name] for c in schema if c.kind != NUMBER}
     fractional = {n for n, x in numbers.items() if (x % 1 > 0).any()}
     named = [n for n in texts if n not in labelled and n not in fractional]
@@ -207,6 +291,7 @@ def labelled_records(settings: LabelTable, **of_records: Any) -> records.Records
         **of_records,
         label="" if settings.labels else settings.label,
         label_separator=settings.label_separator or "",
+        form=form_of(settings),
         id_column=settings.id_column or "",
     )
 
@@ -224,20 +309,22 @@ def unreadable_cells(
         texts: The columns' cells.
         schema: Columns of features; of categories those that are declared count.
     """
-    wrong = {}
+    wrong, form = {}, form_of(settings)
     for column in schema:
         cells, values = texts[column.name], column.categories
         if column.kind == CATEGORY:
-            wrong[column.name] = ~table_files.among(cells, {"", *(values or cells.tolist())})
+            wrong[column.name] = (cells != "") & (places_among(cells, values) < 0) & bool(values)
         else:
-            wrong[column.name] = (cells != "") & ~np.isfinite(_values(cells, column))
+            wrong[column.name] = (cells != "") & ~np.isfinite(_values(cells, form, column))
     for name in label_columns(settings):
         cells, classes = texts[name], set(settings.class_names)
         if settings.labels:
             cells, classes = _lowered(cells), {*_YES, *_NO}
         sets = [records.label_set(cell, settings.label_separator) for cell in cells.tolist()]
         classes = classes or {name for names in sets for name in names} - {""}
-        wrong[name] = np.array([not classes.issuperset(names) for names in sets], bool)
+        key = code_key(list(classes))
+        known = {key(name) for name in classes}
+        wrong[name] = np.array([not known.issuperset(map(key, names)) for names in sets], bool)
     for name in _id_columns(settings):
         wrong[name] = texts[name] == ""
     return wrong
@@ -254,8 +341,7 @@ def read_labels(
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
         sets = records.label_sets(cells, separator)
-        found = sorted({name for names in sets for name in names})
-        classes = tuple(settings.class_names or found)
+        classes = tuple(settings.class_names) or distinct(n for names in sets for n in names)
         if len(classes) < 2:
             raise ConfigError(
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
@@ -264,9 +350,26 @@ def read_labels(
         return records.encode_label_sets(sets, classes, where=where), classes
     if (cells == "").any():
         row = int(np.argmax(cells == ""))
-        raise ConfigError(f"{path} has no label ({column}) in row {row + 1}: fill or remove it.")
+        raise ConfigError(
+            f"{path} has no label ({column}) in row {row + 1}: fill or remove it; if a word such "
+            f"as None or NA is a label, set dataset.missing_in={{{column}: []}}."
+        )
     classes = tuple(settings.class_names) or _sorted_classes(cells)
+    if not settings.class_names and _are_quantities(classes, len(cells)):
+        raise ConfigError(
+            f"{where} holds {len(classes)} different numbers in {len(cells)} rows and looks like a "
+            "number to predict, but only classes can be predicted: cut it into a few classes, or "
+            "name all of them in dataset.class_names."
+        )
     return records.encode_labels(cells, classes, where=where), classes
+
+
+def _are_quantities(classes: Sequence[str], num_rows: int) -> bool:
+    """Return whether labels are more likely numbers to predict than classes."""
+    if len(classes) <= _MOST_NUMBERED or not are_numbers(classes).all():
+        return False
+    fractions = any(float(name) % 1 for name in classes)
+    return fractions or len(classes) > num_rows / 10
 
 
 def label_marks(texts: np.ndarray, *, name: str, where: str) -> np.ndarray:
@@ -291,40 +394,42 @@ def _lowered(texts: np.ndarray) -> np.ndarray:
     return np.array([text.lower() for text in texts.tolist()], dtype=object)
 
 
-def _kind(texts: np.ndarray, *, name: str, path: Path) -> str:
+def _kind(texts: np.ndarray, form: TableForm, *, name: str, path: Path) -> str:
     """The kind of a column by its cells.
 
     Raises:
-        ConfigError: Nearly all are numbers: the others must be mistakes, or all are categories.
+        ConfigError: Nearly all are numbers or dates: the others must be mistakes, or all are
+            categories.
     """
-    is_text = (texts != "") & np.isnan(table_files.numbers_of(texts))
-    if not is_text.any():
-        return NUMBER
-    if not np.isnan(table_files.days_of(texts)[texts != ""]).any():
-        return DATE
-    if is_text.sum() > (1 - _NEARLY) * (texts != "").sum():
-        return CATEGORY
-    rows = np.flatnonzero(is_text)
-    values = ", ".join(sorted(set(texts[rows].tolist()))[:5])
-    raise ConfigError(
-        f"column {name} of {path} holds numbers but for {table_files.rows_text(texts, rows)}: "
-        f"correct them, set dataset.missing_values=[{values}] if they mean that the number is "
-        "missing, or list the column in dataset.categorical or dataset.ignore."
-    )
+    present = texts != ""
+    for kind, values in ((NUMBER, numbers_of(texts)), (DATE, days_of(texts, form.date_order))):
+        others = np.flatnonzero(present & np.isnan(values))
+        if not len(others):
+            return kind
+        if len(others) <= (1 - NEARLY) * present.sum():
+            words = ", ".join(sorted(set(texts[others].tolist()))[:5])
+            raise ConfigError(
+                f"column {name} of {path} holds {kind}s but for "
+                f"{table_files.rows_text(texts, others)}: correct them, set "
+                f"dataset.missing_values=[{words}] if they mean that the {kind} is missing, or "
+                "list the column in dataset.categorical or dataset.ignore."
+            )
+    return CATEGORY
 
 
-def _values(cells: np.ndarray, column: Column) -> np.ndarray:
+def _values(cells: np.ndarray, form: TableForm, column: Column) -> np.ndarray:
     """Return the numbers or days in cells, float32 ``[N]``, not finite where they are none."""
+    is_date = column.kind == DATE
     with np.errstate(over="ignore"):
-        values: np.ndarray = (
-            table_files.days_of if column.kind == DATE else table_files.numbers_of
-        )(cells).astype(np.float32)
-    return values
+        values = days_of(cells, form.date_order) if is_date else numbers_of(cells)
+        return values.astype(np.float32)
 
 
-def _checked_numbers(texts: np.ndarray, *, column: Column, where: str) -> np.ndarray:
+def _checked_numbers(
+    texts: np.ndarray, form: TableForm, *, column: Column, where: str
+) -> np.ndarray:
     """Return float32 ``[N]``, NaN where missing."""
-    checked = _values(texts, column)
+    checked = _values(texts, form, column)
     unreadable = np.flatnonzero((texts != "") & ~np.isfinite(checked))
     if len(unreadable):
         kind = "numeric" if column.kind == NUMBER else "of dates"
@@ -341,9 +446,9 @@ def _categories(
     texts: np.ndarray, given: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Values of a categorical column; a missing value belongs to none of them."""
-    found = sorted(set(texts.tolist()) - {""})
+    found = distinct(texts.tolist())
     if given is not None:
-        unknown = sorted(set(found) - set(given))
+        unknown = sorted(set(texts[(places_among(texts, given) < 0) & (texts != "")].tolist()))
         if unknown:
             raise ConfigError(
                 f"column {name} of {path} holds {unknown[0]}, which is not in "
@@ -356,16 +461,16 @@ def _categories(
             f"features (at most {_MOST_CATEGORIES}): list it in dataset.ignore, correct "
             f"it if it should be numeric, or give dataset.categories.{name}."
         )
-    return tuple(found)
+    return found
 
 
 def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
     """Return the label's values, by number where all are whole numbers."""
-    found = sorted(set(texts.tolist()))
+    found = distinct(texts.tolist())
     try:
         return tuple(sorted(found, key=int))
     except ValueError:
-        return tuple(found)
+        return found
 
 
 def person_ids(settings: LabelTable, texts: table_files.Texts, path: Path) -> np.ndarray:

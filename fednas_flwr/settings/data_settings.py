@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.settings.names import CORRUPT_RULES, DECIMALS, MISSING_RULES
+from fednas_flwr.settings.names import (
+    CORRUPT_RULES,
+    DATE_ORDERS,
+    DECIMALS,
+    MISSING_RULES,
+    THOUSANDS,
+)
 from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
 from fednas_flwr.settings.parser import (
     Between,
@@ -19,6 +25,7 @@ from fednas_flwr.settings.parser import (
     Names,
     OneOf,
     Text,
+    Where,
     expanded,
 )
 
@@ -368,24 +375,48 @@ class TableForm(Checked):
     """Format of a table's file, and what becomes of rows that do not fit it.
 
     Attributes:
-        separator: Separator of cells; null finds it in the file.
+        separator: Separator of cells, a blank for any number of them; null finds it in the file.
         encoding: Encoding of the text, as Python names it; null finds it.
-        decimal: Sign in numbers; null finds it.
+        header: ``true``: the first line has the names of columns; null does not ask unless that
+            line looks like a record.
+        column_names: Names of the columns of a file without a header, or, with ``header=true``, in
+            place of its own; empty takes these.
+        decimal: Sign in numbers; null finds it. Labels, ids and categories are never changed.
+        thousands: Sign between groups of three digits; null finds it.
+        date_order: Order of dates such as 5/31/2024; null finds it.
         missing_values: Texts that mean that a cell is missing, such as ``unknown``, besides empty
             cells and pandas' own (NA, null, nan, ...).
+        missing_in: The same by column, in place of all these: with ``{country: []}`` NA is a
+            country.
+        rename: Other names of columns, by the file's.
+        map: Other spellings of cells, by column: ``{sex: {M: 1, F: 0}}``.
+        scale: Factors of numbers, by column, as between units: ``{chol: 38.67}``.
         corrupt: Rows with a cell that is not as declared: ``refuse`` ends the run and names them,
             ``skip`` leaves each out by itself, as private sites always do.
     """
 
     separator: Annotated[str, Length(Between(1, 1))] | None
     encoding: Text | None
+    header: Annotated[bool, Where(bool, "true or null")] | None
+    column_names: Names
     decimal: Annotated[str, OneOf(DECIMALS)] | None
+    thousands: Annotated[str, OneOf(THOUSANDS)] | None
+    date_order: Annotated[str, OneOf(DATE_ORDERS)] | None
     missing_values: Names
+    missing_in: dict[str, Names]
+    rename: dict[str, str]
+    map: dict[str, dict[str, str]]
+    scale: dict[str, Positive]
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
 
     def __post_init__(self) -> None:
-        """Check that there is such an encoding."""
+        """Check that there is such an encoding, and that signs differ."""
         super().__post_init__()
+        if self.decimal is not None and self.decimal == self.thousands:
+            raise ConfigError(
+                f"thousands={self.thousands} is the sign of fractions, too (dataset.decimal): "
+                "correct one of the two."
+            )
         if self.encoding is not None:
             try:
                 codecs.lookup(self.encoding)
@@ -403,6 +434,24 @@ class TableForm(Checked):
         have no rows.
         """
         return self.corrupt == "skip"
+
+
+# What is not said of a file is found in it.
+ANY_FORM = TableForm(
+    separator=None,
+    encoding=None,
+    header=None,
+    column_names=[],
+    decimal=None,
+    thousands=None,
+    date_order=None,
+    missing_values=[],
+    missing_in={},
+    rename={},
+    map={},
+    scale={},
+    corrupt="refuse",
+)
 
 
 @dataclass(frozen=True)

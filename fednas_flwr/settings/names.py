@@ -30,7 +30,13 @@ TORCHVISION_SETS = {  # torchvision's class, and the folder below root in which 
     "cifar100": ("CIFAR100", "cifar-100-python"),
 }
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".xlsx", ".parquet")
-DECIMALS = ("point", "comma")  # how a table writes its numbers
+DECIMALS = ("point", "comma")  # sign before the fraction of a table's numbers
+THOUSANDS = ("none", "comma", "point", "blank", "apostrophe")  # between groups of three digits
+DATE_ORDERS = ("day_first", "month_first")  # of dates such as 31/5/2024
+MISSING_WORDS = tuple(  # cells that are missing, as pandas has them
+    "#N/A,#N/A N/A,#NA,-1.#IND,-1.#QNAN,-NaN,-nan,1.#IND,1.#QNAN,<NA>,N/A,NA,NULL,NaN,None,n/a,nan,"
+    "null".split(",")
+)
 MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
 
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.

@@ -1,0 +1,240 @@
+"""How people write numbers, dates and codes: decimal signs, thousands, order of day and month.
+
+:func:`find_notation` and :func:`find_order` decide from all cells of a file, and ask where two
+readings are left. What was decided is kept with the model, which reads files in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cached_property
+from typing import Annotated
+
+import numpy as np
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.names import DATE_ORDERS, DECIMALS, THOUSANDS
+from fednas_flwr.settings.parser import Checked, OneOf
+
+NEARLY = 0.9  # share of numbers or dates from which a column's other texts are taken for mistakes
+_SIGNS = {
+    "none": "",
+    "point": r"\.",
+    "comma": ",",
+    "blank": "[ \u00a0\u2009\u202f]",
+    "apostrophe": "['\u2019]",
+}
+_THOUSAND_POINTS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+", re.ASCII)
+_TIME = r"(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)?"
+_ISO_DATE = re.compile(rf"(\d{{4}}-\d{{2}}-\d{{2}}{_TIME})(?:Z|[+-]\d{{2}}:?\d{{2}})?", re.ASCII)
+_DOTTED_DATE = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})", re.ASCII)
+_SLASHED_DATE = re.compile(r"(\d{1,2})/(\d{1,2})/(\d{4})", re.ASCII)
+_EPOCH = datetime(1970, 1, 1)
+
+
+class Stored(str):
+    """Text of a number that was stored as one, and so is in no notation of its file."""
+
+
+@dataclass(frozen=True)
+class Notation(Checked):
+    """Notation of the numbers in a file.
+
+    Attributes:
+        decimal: Sign before the fraction.
+        thousands: Sign between groups of three digits.
+    """
+
+    decimal: Annotated[str, OneOf(DECIMALS)] = "point"
+    thousands: Annotated[str, OneOf(THOUSANDS)] = "none"
+
+    @cached_property
+    def _number(self) -> re.Pattern[str]:
+        decimal, between = _SIGNS[self.decimal], _SIGNS[self.thousands]
+        grouped = rf"\d{{1,3}}(?:{between}\d{{3}})+|" if between else ""
+        whole = rf"({grouped}\d+|(?={decimal}\d))"
+        return re.compile(rf"([+-]?){whole}(?:{decimal}(\d*))?([eE][+-]?\d+)?", re.ASCII)
+
+    def reads(self, text: str) -> bool:
+        """Return whether a text is a number in this notation."""
+        return isinstance(text, Stored) or self._number.fullmatch(text) is not None
+
+    def plain(self, text: str) -> str:
+        """The number with a decimal point and without groups; any other text as it is."""
+        parts = None if isinstance(text, Stored) else self._number.fullmatch(text)
+        if parts is None:
+            return text
+        sign, whole, fraction, exponent = parts.groups()
+        whole = re.sub(r"[^0-9]", "", whole)
+        return f"{sign}{whole}{'' if fraction is None else '.' + fraction}{exponent or ''}"
+
+    def __str__(self) -> str:
+        """What is unusual about it, for notes; empty where nothing is."""
+        unusual = [f"decimal {self.decimal}"] if self.decimal != "point" else []
+        unusual += [f"{self.thousands} between thousands"] if self.thousands != "none" else []
+        return ", ".join(unusual)
+
+
+PLAIN = Notation()
+_NOTATIONS = [Notation(d, t) for t in THOUSANDS for d in DECIMALS if t != d]
+
+
+def find_notation(
+    columns: Mapping[str, np.ndarray],
+    *,
+    decimal: str | None,
+    thousands: str | None,
+    points_are_decimal: bool,
+    where: str,
+) -> Notation:
+    """The one notation in which all columns of numbers are numbers.
+
+    Args:
+        columns: Cells of the columns that may hold numbers, by name.
+        decimal: Sign before fractions; None where it is not known.
+        thousands: Sign between groups of digits; None where it is not known.
+        points_are_decimal: False if 1.234 may be a whole number, as in files with semicolons.
+        where: Where the columns come from, for messages.
+
+    Raises:
+        ConfigError: Several notations give different numbers, or none fits all columns.
+    """
+    allowed = [
+        n for n in _NOTATIONS if decimal in (None, n.decimal) and thousands in (None, n.thousands)
+    ]
+    left, dubious = allowed, False
+    signed: dict[str, list[str]] = {}
+    for name, cells in columns.items():
+        texts = {text for text in cells.tolist() if text and not isinstance(text, Stored)}
+        found = sorted(text for text in texts if not text.isdecimal())
+        fitting = [n for n in allowed if all(map(n.reads, found))] or [
+            n for n in allowed if sum(map(n.reads, texts)) >= NEARLY * len(texts)
+        ]
+        if not found or not fitting:
+            continue
+        both = [n for n in left if n in fitting]
+        if not both:
+            raise ConfigError(
+                f"{where} writes the numbers of column {name} ({found[0]}) in another way than "
+                f"those of {', '.join(signed)}: bring them to one form, or list the column in "
+                "dataset.categorical or dataset.ignore."
+            )
+        left, signed[name] = both, found
+        by_point = len(found) < len(texts) and all(map(_THOUSAND_POINTS.fullmatch, found))
+        dubious |= by_point and not points_are_decimal
+    if PLAIN in left and not dubious:
+        return PLAIN
+    for name, found in signed.items():
+        readings = {tuple(map(n.plain, found)): n for n in reversed(left)}
+        if len(readings) > 1:
+            one, other, *_ = reversed(readings.values())
+            text = next(t for t in found if one.plain(t) != other.plain(t))
+            raise ConfigError(
+                f"{where} has two readings: {text} in column {name} is {one.plain(text)} or "
+                f"{other.plain(text)}; set {_setting(one)} or {_setting(other)}."
+            )
+    return left[0]
+
+
+def _setting(notation: Notation) -> str:
+    """The shortest setting that says this notation."""
+    if notation.thousands == "none":
+        return f"dataset.decimal={notation.decimal}"
+    return f"dataset.thousands={notation.thousands}"
+
+
+def are_numbers(texts: Sequence[str]) -> np.ndarray:
+    """Return which texts are numbers in plain notation, bool ``[N]``."""
+    return np.array([not math.isnan(_number(text)) for text in texts], dtype=bool)
+
+
+def numbers_of(texts: np.ndarray) -> np.ndarray:
+    """Return float64 ``[N]``, each of its own text: NaN where it is missing or no number."""
+    return np.array([_number(text) for text in texts.tolist()], dtype=float)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
+
+
+def find_order(columns: Mapping[str, np.ndarray], *, where: str) -> str | None:
+    """The order of day and month in dates such as 05/31/2024; None where there are no such columns.
+
+    Raises:
+        ConfigError: Every number is at most 12, or columns differ.
+    """
+    days = [0, 0]  # how often the first number, and the second, can only be a day
+    example = ""
+    for cells in columns.values():
+        texts = [text for text in cells.tolist() if text]
+        dates = [date for text in texts if (date := _SLASHED_DATE.fullmatch(text))]
+        if dates and len(dates) >= NEARLY * len(texts):
+            example = dates[0][0]
+            days = [n + sum(int(date[i]) > 12 for date in dates) for i, n in enumerate(days, 1)]
+    if not example:
+        return None
+    if min(days) > 0 or max(days) == 0:
+        raise ConfigError(
+            f"{where} holds dates such as {example} with two readings: set "
+            f"dataset.date_order={' or '.join(DATE_ORDERS)}."
+        )
+    return DATE_ORDERS[days.index(max(days))]
+
+
+def days_of(texts: np.ndarray, order: str | None) -> np.ndarray:
+    """Return days since 1970, float64 ``[N]``, NaN where a text is missing or no date.
+
+    Dates are ``2024-05-31``, with or without a time and a zone, whose clock counts; ``31.5.2024``;
+    or, where an order is given, ``31/5/2024`` or ``5/31/2024``; of the years 1 to 9999.
+    """
+    return np.array([_days(text, order) for text in texts.tolist()], dtype=float)
+
+
+def _days(text: str, order: str | None) -> float:
+    dotted = _DOTTED_DATE.fullmatch(text) or (_SLASHED_DATE.fullmatch(text) if order else None)
+    if dotted:
+        day, month, year = dotted.groups()
+        if "/" in text and order != DATE_ORDERS[0]:
+            day, month = month, day
+        text = f"{year}-{month:0>2}-{day:0>2}"
+    iso = _ISO_DATE.fullmatch(text)
+    try:
+        since = datetime.fromisoformat(iso[1]) - _EPOCH if iso else None
+    except ValueError:
+        since = None
+    return math.nan if since is None else since / timedelta(days=1)
+
+
+def distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    """The codes among some texts, sorted: 1 and 1.0 are one, and so are TRUE and True.
+
+    Of several spellings the shortest stands for all. Where 1 and 01 occur both, no number is merged
+    with another.
+    """
+    found = sorted(set(texts) - {""}, key=lambda text: (len(text), text))
+    key = _code(found)
+    codes: dict[object, str] = {}
+    for text in found:
+        first = codes.setdefault(key(text), text)
+        if key is _number and re.sub(r"\.0*$", "", first) != re.sub(r"\.0*$", "", text):
+            return tuple(sorted(found))
+    return tuple(sorted(codes.values()))
+
+
+def code_key(codes: Sequence[str]) -> Callable[[str], object]:
+    """The function by which a text is compared with some codes, none of which are merged."""
+    key = _code(codes)
+    return key if len({key(code) for code in codes}) == len(codes) else str
+
+
+def _code(codes: Sequence[str]) -> Callable[[str], object]:
+    if codes and are_numbers(codes).all():
+        return _number
+    return str.lower if {code.lower() for code in codes} <= {"true", "false"} else str
