@@ -17,6 +17,7 @@ from fednas_flwr.cli.commands import RUN_FAILED, Commands, add_command, fail, ta
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import check_names, parse_config
+from fednas_flwr.settings.data_settings import CSV
 from fednas_flwr.settings.hydra_config import (
     Arguments,
     Source,
@@ -267,12 +268,40 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     tree = compose_tree(given)
     check_names(tree, given_settings(overrides).typed)
     config = parse_config(tree)
-    prepared, parts = make_data(config)
     dataset = config.dataset
+    if isinstance(dataset, CSV) and config.partition.name == "sites":
+        _compare_sites(dataset)
+    prepared, parts = make_data(config)
     key, fractions = dataset.split_key.encode(), dataset.fractions
     for line in summary(prepared, parts, key=key, fractions=fractions):
         print(line)
     return 0
+
+
+def _compare_sites(dataset: CSV) -> None:
+    """Print the tables of sites side by side, and settings that would join them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fednas_flwr.data.datasets import find_source
+    from fednas_flwr.data.site_tables import (
+        SITES_FILE,
+        as_yaml,
+        proposals,
+        read_site_tables,
+        side_by_side,
+    )
+
+    root = find_source(dataset, sites=True)
+    tables = read_site_tables(dataset, root)
+    header, *rows = side_by_side(tables)
+    grid = Table(*header)
+    for row in rows:
+        grid.add_row(*row)
+    Console().print(grid)
+    if said := proposals(tables):
+        print(f"These lines of {root / SITES_FILE} would join the sites; check each:")
+        print("\n".join(f"  {line}" for line in as_yaml(said)))
 
 
 def _data_set(path: Path) -> str:

@@ -30,8 +30,9 @@ from fednas_flwr.data.records import (
 )
 from fednas_flwr.data.scattering import make_transform, transformed
 from fednas_flwr.data.schema import Inputs
+from fednas_flwr.data.site_tables import join_tables, read_site_tables
 from fednas_flwr.settings import Dataset, expanded
-from fednas_flwr.settings.data_settings import EncodedImages, Images, Torchvision
+from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torchvision
 
 # Changes whenever the same source would give other prepared records.
 _CACHE_VERSION = 8
@@ -142,7 +143,7 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
         parts = load_or_build(
             cache / f"{name}-{key.hexdigest()}",
             lambda: _built(
-                dataset, load_sites(source, name=name, read=read) if sites else read(source)
+                dataset, load_sites(dataset, source, read=read) if sites else read(source)
             ),
         )
     except OSError as error:
@@ -246,18 +247,21 @@ def digest_records(parts: RecordsPair) -> str:
     return digest.hexdigest()
 
 
-def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) -> RecordsPair:
+def load_sites(dataset: Dataset, root: Path, *, read: Callable[[Path], RecordsPair]) -> RecordsPair:
     """Records of all sites in a folder, sorted by site name, with a column ``site``.
 
     Args:
+        dataset: Settings of a data set that can be divided by sites.
         root: One sub-folder per site for images, one file per site for npz and csv.
-        name: Of a data set that can be divided by sites.
         read: Reads one site.
 
     Raises:
         ConfigError: No sites, sites that do not fit together, or one with its own test part.
     """
+    name = dataset.name
     check_sites(name)
+    if isinstance(dataset, CSV):
+        return join_tables(read_site_tables(dataset, root), dataset, root), None
     patterns = DATA_SETS[name].sites
     paths = sorted(path for pattern in patterns for path in root.glob(pattern))
     paths = [path for path in paths if path.name[0] not in "._"]

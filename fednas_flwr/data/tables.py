@@ -57,12 +57,12 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
         ConfigError: A column or value that does not fit the settings.
     """
     train_path, test_path = _parts(path)
-    texts, settings, notes = _read(settings, train_path)
-    train = _train_part(settings, texts, train_path)
+    texts, settings, notes = read_cells(settings, train_path)
+    train = records_of(settings, texts, train_path)
     train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
-    texts, settings, _ = _read(settings, test_path)
+    texts, settings, _ = read_cells(settings, test_path)
     classes = [] if settings.labels else list(train.class_names)
     return train, _test_part(replace(settings, class_names=classes), texts, test_path, train.schema)
 
@@ -74,7 +74,7 @@ def form_of(settings: LabelTable) -> TableForm:
     return replace(ANY_FORM, **taken)
 
 
-def _read(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple[str, ...]]:
+def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple[str, ...]]:
     """Cells of a table in common form, and the settings with all that was found in the file."""
     texts, separator, notes = table_files.read_texts(path, settings)
     texts = table_files.without_missing(texts, settings)
@@ -198,7 +198,7 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
     return found["train"][0], found["test"][0] if found["test"] else None
 
 
-def _train_part(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:
+def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:
     """Records whose columns are those that the settings name, or are found."""
     kinds = {
         **dict.fromkeys(settings.numeric, NUMBER),
@@ -220,7 +220,7 @@ def _train_part(settings: CSV, texts: table_files.Texts, path: Path) -> records.
         Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
     ]
     texts, notes = _readable(settings, texts, declared)
-    found = {n: kinds.get(n) or _kind(texts[n], settings, name=n, path=path) for n in names}
+    found = {n: kinds.get(n) or _found_kind(texts[n], settings, name=n, path=path) for n in names}
     indicator = settings.missing == "indicator"
     schema = [Column(n, kind, (), indicator) for n, kind in found.items() if kind != CATEGORY]
     for n in (n for n, kind in found.items() if kind == CATEGORY):
@@ -394,27 +394,35 @@ def _lowered(texts: np.ndarray) -> np.ndarray:
     return np.array([text.lower() for text in texts.tolist()], dtype=object)
 
 
-def _kind(texts: np.ndarray, form: TableForm, *, name: str, path: Path) -> str:
-    """The kind of a column by its cells.
+def column_kind(cells: np.ndarray, form: TableForm) -> tuple[str, np.ndarray]:
+    """The kind of a column by its cells, and the rows, int64 ``[n]``, that are no such thing.
+
+    These are few: a column of which more are none is one of categories.
+    """
+    present = cells != ""
+    for kind, values in ((NUMBER, numbers_of(cells)), (DATE, days_of(cells, form.date_order))):
+        others = np.flatnonzero(present & np.isnan(values))
+        if len(others) <= (1 - NEARLY) * present.sum():
+            return kind, others
+    return CATEGORY, np.array([], dtype=np.int64)
+
+
+def _found_kind(cells: np.ndarray, form: TableForm, *, name: str, path: Path) -> str:
+    """The kind of a column.
 
     Raises:
-        ConfigError: Nearly all are numbers or dates: the others must be mistakes, or all are
+        ConfigError: Nearly all cells are numbers or dates: the others must be mistakes, or all are
             categories.
     """
-    present = texts != ""
-    for kind, values in ((NUMBER, numbers_of(texts)), (DATE, days_of(texts, form.date_order))):
-        others = np.flatnonzero(present & np.isnan(values))
-        if not len(others):
-            return kind
-        if len(others) <= (1 - NEARLY) * present.sum():
-            words = ", ".join(sorted(set(texts[others].tolist()))[:5])
-            raise ConfigError(
-                f"column {name} of {path} holds {kind}s but for "
-                f"{table_files.rows_text(texts, others)}: correct them, set "
-                f"dataset.missing_values=[{words}] if they mean that the {kind} is missing, or "
-                "list the column in dataset.categorical or dataset.ignore."
-            )
-    return CATEGORY
+    kind, others = column_kind(cells, form)
+    if len(others):
+        words = ", ".join(sorted(set(cells[others].tolist()))[:5])
+        raise ConfigError(
+            f"column {name} of {path} holds {kind}s but for {table_files.rows_text(cells, others)}:"
+            f" correct them, set dataset.missing_values=[{words}] if they mean that the {kind} is "
+            "missing, or list the column in dataset.categorical or dataset.ignore."
+        )
+    return kind
 
 
 def _values(cells: np.ndarray, form: TableForm, column: Column) -> np.ndarray:

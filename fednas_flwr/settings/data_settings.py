@@ -26,6 +26,8 @@ from fednas_flwr.settings.parser import (
     OneOf,
     Text,
     Where,
+    Word,
+    Words,
     expanded,
 )
 
@@ -191,7 +193,7 @@ class EncodedImages(Images):
 
     image_size: ImageSize | None
     channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
-    class_names: Names
+    class_names: Words
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
     intensity: Annotated[list[float], Length(Between(2, 2))] | None
 
@@ -275,7 +277,7 @@ class LabelTable(Dataset):
             export; no feature. The person is then the unit of privacy.
     """
 
-    class_names: Names
+    class_names: Words
     label: str
     labels: Names
     label_separator: Text | None
@@ -402,10 +404,10 @@ class TableForm(Checked):
     decimal: Annotated[str, OneOf(DECIMALS)] | None
     thousands: Annotated[str, OneOf(THOUSANDS)] | None
     date_order: Annotated[str, OneOf(DATE_ORDERS)] | None
-    missing_values: Names
-    missing_in: dict[str, Names]
-    rename: dict[str, str]
-    map: dict[str, dict[str, str]]
+    missing_values: Words
+    missing_in: dict[str, Words]
+    rename: dict[str, Text]
+    map: dict[str, dict[str, Word]]
     scale: dict[str, Positive]
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
 
@@ -472,7 +474,7 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
     numeric: Names
     dates: Names
     categorical: Names
-    categories: dict[str, Names]
+    categories: dict[str, Words]
     ignore: Names
     missing: Annotated[str, OneOf(MISSING_RULES)]
 

@@ -29,7 +29,7 @@ TORCHVISION_SETS = {  # torchvision's class, and the folder below root in which 
     "cifar10": ("CIFAR10", "cifar-10-batches-py"),
     "cifar100": ("CIFAR100", "cifar-100-python"),
 }
-TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".xlsx", ".parquet")
+TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".data", ".xlsx", ".parquet")
 DECIMALS = ("point", "comma")  # sign before the fraction of a table's numbers
 THOUSANDS = ("none", "comma", "point", "blank", "apostrophe")  # between groups of three digits
 DATE_ORDERS = ("day_first", "month_first")  # of dates such as 31/5/2024

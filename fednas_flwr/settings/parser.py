@@ -16,12 +16,21 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from fednas_flwr.base.errors import ConfigError, MissingSettingError, show, unknown_choice
 
@@ -126,7 +135,18 @@ class Distinct:
 
 
 Constraint = Between | Length | OneOf | Where | Distinct
+
+
+if TYPE_CHECKING:
+    Word = str
+else:
+
+    class Word(str):
+        """Type of a text that may look like a number or truth value: 1 is the text ``1``."""
+
+
 Names = Annotated[list[str], Distinct()]
+Words = Annotated[list[Word], Distinct()]
 Text = Annotated[str, Length(Between(1, 4096))]  # a name or path, which is not empty
 
 
@@ -254,6 +274,28 @@ def parse(
         raise ConfigError(f"{prefix}{error}") from None
 
 
+def parse_changes(settings: Any, values: Any, kind: type, *, key: str) -> Any:
+    """Settings in which the given fields are replaced.
+
+    Args:
+        settings: A dataclass.
+        values: The new values by field; they may be anything.
+        kind: The dataclass, a base of that of the settings, whose fields may be replaced.
+        key: Name of the mapping in error sentences.
+
+    Raises:
+        ConfigError: As :func:`parse`.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{key}={show(values)} must be a group of settings.")
+    types = _hints(kind)
+    for name in values:
+        if name not in types:
+            raise unknown_choice("setting", f"{key}.{show(name)}", list(types))
+    parsed = {n: _convert(f"{key}.{n}", types[n], v, True) for n, v in values.items()}
+    return replace(settings, **parsed)
+
+
 @cache
 def _hints(kind: type, extras: bool = False) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=extras)
@@ -294,6 +336,8 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
         raise ConfigError(f"{key} must be given: {key}=<{_type_name(hint)}>.")
     if hint is Any:
         return value
+    if hint is Word and isinstance(value, int | float | str):
+        return str(value).lower() if isinstance(value, bool) else str(value)
     if is_dataclass(hint) or is_typeddict(hint):
         return parse(hint, value, key=key, defaults=defaults)
     origin, arguments = get_origin(hint), get_args(hint)
@@ -323,7 +367,13 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
 
 
 def _type_name(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        Word: "text",
+    }
     if get_origin(hint) in (Union, UnionType):
         return _type_name(get_args(hint)[0])
     if get_origin(hint) in (list, tuple):

@@ -24,8 +24,9 @@ from pyarrow import parquet
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import Prepared, prepare
 from fednas_flwr.data.readers import site_dataset
-from fednas_flwr.data.table_files import ANY_FORM, read_texts
+from fednas_flwr.data.table_files import read_texts
 from fednas_flwr.settings import Dataset
+from fednas_flwr.settings.data_settings import ANY_FORM
 
 HEADER = ["patient", "age", "seen", "ward", "note", "outcome"]
 ROWS = [

@@ -1,0 +1,251 @@
+"""Tables of several sites: compared side by side, and joined by names and meanings.
+
+Columns are joined by name and cells by what they mean (1 and 1.0, TRUE and True are one code). What
+differs otherwise is said in a ``dataset.yaml`` beside the tables, which
+:func:`proposals` drafts:
+
+    all: {missing_values: ["?"]}
+    va: {rename: {cholesterol: chol}, scale: {chol: 38.67}, map: {sex: {M: 1, F: 0}}}
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.foreign import read_yaml
+from fednas_flwr.data.notation import distinct, numbers_of
+from fednas_flwr.data.records import Records
+from fednas_flwr.data.schema import CATEGORY, NUMBER
+from fednas_flwr.data.table_files import Texts, suffix_of
+from fednas_flwr.data.tables import column_kind, label_columns, read_cells, records_of
+from fednas_flwr.settings.data_settings import CSV, TableForm
+from fednas_flwr.settings.parser import parse_changes
+
+SITES_FILE = "dataset.yaml"
+_EVERYWHERE = "all"
+# Factors between units: of cholesterol, glucose, creatinine, length, mass; and powers of ten
+_UNITS = (38.67, 18.02, 88.42, 2.54, 2.205, 10.0, 100.0, 1000.0)
+_NEAR, _FAR = 1.25, 3.0  # ratio of medians from which a unit fits, and from which one may differ
+_MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class SiteTable:
+    """A site's table.
+
+    Attributes:
+        texts: Its cells in common form, by column.
+        settings: How it was read, with all that was found in it.
+        notes: Sentences on what was found.
+    """
+
+    texts: Texts
+    settings: CSV
+    notes: tuple[str, ...]
+
+    def kind(self, column: str) -> str | None:
+        """Kind of a column; None where it lacks or has no cell."""
+        cells = self.texts.get(column)
+        if cells is None or not (cells != "").any():
+            return None
+        return column_kind(cells, self.settings)[0]
+
+
+def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
+    """The tables in a folder by site, each read with what ``dataset.yaml`` says of it.
+
+    Raises:
+        ConfigError: There are none, or one cannot be read.
+    """
+    paths = {_site(path): path for path in sorted(root.iterdir()) if _is_table(path)}
+    if not paths:
+        raise ConfigError(f"dataset.root={root} holds no tables of sites: expected one for each.")
+    said = read_yaml(root / SITES_FILE, "sites' settings") if (root / SITES_FILE).is_file() else {}
+    for site in said:
+        if site not in (*paths, _EVERYWHERE):
+            raise unknown_choice(f"{root / SITES_FILE}, site", site, [*paths, _EVERYWHERE])
+    tables = {}
+    for site, path in paths.items():
+        changed = settings
+        for part in (_EVERYWHERE, site):
+            where = f"{root / SITES_FILE}, {part}"
+            changed = parse_changes(changed, said.get(part, {}), TableForm, key=where)
+        tables[site] = SiteTable(*read_cells(changed, path))
+    return tables
+
+
+def _is_table(path: Path) -> bool:
+    return path.is_file() and bool(suffix_of(path)) and path.name[0] not in "._"
+
+
+def _site(path: Path) -> str:
+    return path.name.removesuffix(suffix_of(path))
+
+
+def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> Records:
+    """Records of all sites, with a column ``site``.
+
+    Raises:
+        ConfigError: The sites do not have the same label, or their cells do not fit together.
+    """
+    labels = {site: label_columns(table.settings) for site, table in tables.items()}
+    (first, label), *others = labels.items()
+    for site, columns in others:
+        if columns != label:
+            raise ConfigError(
+                f"the last column of site {first} is {', '.join(label)}, and that of site {site} "
+                f"{', '.join(columns)}: name the label in dataset.label."
+            )
+    sizes = {site: len(next(iter(table.texts.values()))) for site, table in tables.items()}
+    names = list(dict.fromkeys(name for table in tables.values() for name in table.texts))
+    texts: Texts = {}
+    notes = [note for table in tables.values() for note in table.notes]
+    for name in names:
+        lacking = [site for site, table in tables.items() if name not in table.texts]
+        if name in label and lacking:
+            raise ConfigError(f"site {lacking[0]} has no column {name}, which is the label.")
+        if lacking:
+            notes.append(f"{', '.join(lacking)}: no column {name}, which counts as missing there")
+        columns = [
+            table.texts.get(name, np.full(sizes[site], "", dtype=object))
+            for site, table in tables.items()
+        ]
+        texts[name] = np.concatenate(columns)
+    forms = {repr(table.settings): table.settings for table in tables.values()}
+    common = next(iter(forms.values())) if len(forms) == 1 else replace(settings, label=label[0])
+    joined = records_of(common, texts, root)
+    site_of = np.repeat(np.array(list(tables)), list(sizes.values()))
+    by_site = {name: cells for name, cells in joined.columns.items() if name != "site"}
+    return replace(
+        joined,
+        columns={**by_site, "site": site_of},
+        notes=(*notes, *joined.notes),
+    )
+
+
+def side_by_side(tables: Mapping[str, SiteTable]) -> list[tuple[str, ...]]:
+    """Rows for a table: the names of sites, and then each column's contents at every site."""
+    names = dict.fromkeys(name for table in tables.values() for name in table.texts)
+    rows = [("", *tables)]
+    sizes = [f"{len(next(iter(t.texts.values()))):,}" for t in tables.values()]
+    rows.append(("records", *sizes))
+    for name in names:
+        rows.append((name, *(_contents(table, name) for table in tables.values())))
+    return rows
+
+
+def _contents(table: SiteTable, column: str) -> str:
+    """A column's contents in a few words."""
+    cells = table.texts.get(column)
+    if cells is None:
+        return "-"
+    missing = float((cells == "").mean()) if len(cells) else 0.0
+    end = f", {missing:.0%} missing" if missing else ""
+    if (kind := table.kind(column)) is None:
+        return "all missing"
+    if kind == NUMBER and column not in label_columns(table.settings):
+        low, middle, high = np.nanquantile(numbers_of(cells), [0, 0.5, 1])
+        return f"{low:g} to {high:g}, median {middle:g}{end}"
+    codes = distinct(cells.tolist())
+    if kind == CATEGORY or column in label_columns(table.settings):
+        more = ", ..." if len(codes) > _MOST_SHOWN else ""
+        return f"{', '.join(codes[:_MOST_SHOWN])}{more}{end}"
+    return f"{kind}, {codes[0]} to {codes[-1]}{end}"
+
+
+def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
+    """Settings by site, for ``dataset.yaml``, that would join tables which differ.
+
+    They are guesses by names, codes and medians, for people to check: ``?`` stands where none is
+    near.
+    """
+    found: dict[str, dict[str, Any]] = {site: {} for site in tables}
+
+    def propose(site: str, setting: str, column: str, value: Any) -> None:
+        found[site].setdefault(setting, {})[column] = value
+
+    times = Counter(name for table in tables.values() for name in table.texts)
+    common = [name for name, number in times.items() if number > len(tables) / 2]
+    for site, table in tables.items():
+        lacking = [name for name in common if name not in table.texts]
+        spare = [name for name in table.texts if name not in common]
+        for name in lacking:
+            lower = {other.lower(): other for other in spare}
+            if near := difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5):
+                propose(site, "rename", lower[near[0]], name)
+    for name in common:
+        kinds = {site: table.kind(name) for site, table in tables.items()}
+        usual = Counter(kind for kind in kinds.values() if kind).most_common(1)
+        if not usual:
+            continue
+        if usual[0][0] == NUMBER:
+            _propose_units(name, {s: t for s, t in tables.items() if kinds[s] == NUMBER}, propose)
+        _propose_codes(name, tables, propose)
+    return {site: said for site, said in found.items() if said}
+
+
+def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> None:
+    """Propose what zeros mean, and factors where a median is far from those of most sites."""
+    numbers = {site: numbers_of(table.texts[name]) for site, table in tables.items()}
+    zeros = {site: float(np.mean(x[~np.isnan(x)] == 0)) for site, x in numbers.items()}
+    mostly_above = sum(share == 0 for share in zeros.values()) >= len(zeros) / 2
+    for site, share in zeros.items():
+        if mostly_above and share > 0 and len(distinct(tables[site].texts[name])) > 2:
+            usual = tables[site].settings.missing_values
+            propose(site, "missing_in", name, ["0", *usual])
+            numbers[site] = numbers[site][numbers[site] != 0]
+    medians = {s: float(np.nanmedian(x)) for s, x in numbers.items() if (~np.isnan(x)).any()}
+    middle = float(np.median(list(medians.values()))) if medians else 0.0
+    for site, median in medians.items():
+        ratio = middle / median if median > 0 else 0.0
+        if ratio > 0 and not 1 / _FAR < ratio < _FAR:
+            factors = [f for unit in _UNITS for f in (unit, 1 / unit)]
+            near = min(factors, key=lambda f: max(f / ratio, ratio / f))
+            fits = max(near / ratio, ratio / near) < _NEAR
+            propose(site, "scale", name, float(f"{near if fits else ratio:.4g}"))
+
+
+def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> None:
+    """Propose spellings where a site's few codes are other than those of most sites."""
+    codes = {
+        site: distinct(table.texts[name].tolist())
+        for site, table in tables.items()
+        if table.kind(name) == CATEGORY or name in label_columns(table.settings)
+    }
+    others = [site for site, table in tables.items() if site not in codes and table.kind(name)]
+    if not codes or max(map(len, codes.values())) > 2 * _MOST_SHOWN:
+        return
+    for site in others:
+        codes[site] = distinct(tables[site].texts[name].tolist())
+    times = Counter(code for found in codes.values() for code in found)
+    usual = distinct(code for code, number in times.items() if number > len(codes) / 2)
+    usual = usual or max(codes.values(), key=len)
+    for site, found in codes.items():
+        new = [code for code in found if len(distinct([*usual, code])) > len(usual)]
+        free = [code for code in usual if len(distinct([*found, code])) > len(found)]
+        if new and free:
+            propose(site, "map", name, {code: _nearest(code, free) for code in new})
+
+
+def _nearest(code: str, codes: Sequence[str]) -> str:
+    """The code that begins or is spelled like another; ``?`` where none does."""
+    lower = {other.lower(): other for other in codes}
+    for other in lower:
+        if code.lower()[:1] == other[:1]:
+            return lower[other]
+    near = difflib.get_close_matches(code.lower(), lower, n=1)
+    return lower[near[0]] if near else "?"
+
+
+def as_yaml(said: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of a ``dataset.yaml``, one per site."""
+    return [f"{json.dumps(site)}: {json.dumps(dict(s))}" for site, s in said.items()]
