@@ -6,7 +6,7 @@ What training does to records is done here by the same functions, with what the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,10 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
+from fednas_flwr.data.notation import NEARLY
 from fednas_flwr.data.npz import channels_first, cut, named
 from fednas_flwr.data.records import label_sets
-from fednas_flwr.data.schema import NUMBER, Inputs, feature_names
+from fednas_flwr.data.schema import CATEGORY, NUMBER, Inputs, feature_names
 from fednas_flwr.data.table_files import (
     check_columns,
     in_common_form,
@@ -45,11 +46,13 @@ class RawData:
         names: One per record: a file's path, or the row's number from 0.
         labels: The class of each record by name, or its labels; None where the data does not say.
         batch: Given a slice of the records, returns them as the model's ``forward`` takes them.
+        notes: Sentences on what is odd about the records.
     """
 
     names: list[str]
     labels: Sequence[Label] | None
     batch: Callable[[slice], Tensor]
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -181,7 +184,23 @@ def _rows(texts: dict[str, np.ndarray], inputs: Inputs, *, where: str) -> RawDat
     features = encode_rows(texts, inputs.schema, form, where=where)
     rows = torch.from_numpy(np.stack(list(features.values()), axis=1))
     labels = _row_labels(texts, inputs, where=where)
-    return RawData([str(i) for i in range(num_rows)], labels, lambda chosen: rows[chosen])
+    names = [str(i) for i in range(num_rows)]
+    notes = tuple(_unknown_categories(texts, inputs))
+    return RawData(names, labels, lambda chosen: rows[chosen], notes)
+
+
+def _unknown_categories(texts: Mapping[str, np.ndarray], inputs: Inputs) -> Iterator[str]:
+    """Yield a sentence on every column whose cells are hardly ever categories that are known."""
+    for column in inputs.schema:
+        cells = texts[column.name]
+        present = cells[cells != ""]
+        unknown = present[places_among(present, column.categories) < 0]
+        if column.kind == CATEGORY and len(unknown) > NEARLY * len(present):
+            yield (
+                f"column {column.name}: {len(unknown)} of {len(present)} cells, such as "
+                f"{unknown[0]}, are none of the categories that the model knows "
+                f"({', '.join(column.categories[:5])})"
+            )
 
 
 def _row_labels(

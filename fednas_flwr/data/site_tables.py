@@ -66,7 +66,10 @@ def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
     Raises:
         ConfigError: There are none, or one cannot be read.
     """
-    paths = {_site(path): path for path in sorted(root.iterdir()) if _is_table(path)}
+    files = sorted(path for path in root.iterdir() if _is_table(path))
+    paths = {_site(path): path for path in files}
+    if len(paths) < len(files):
+        raise ConfigError(f"two sites in {root} have the same name: {[f.name for f in files]}.")
     if not paths:
         raise ConfigError(f"dataset.root={root} holds no tables of sites: expected one for each.")
     said = read_yaml(root / SITES_FILE, "sites' settings") if (root / SITES_FILE).is_file() else {}
@@ -99,11 +102,11 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     """
     labels = {site: label_columns(table.settings) for site, table in tables.items()}
     (first, label), *others = labels.items()
-    for site, columns in others:
-        if columns != label:
+    for site, other in others:
+        if other != label:
             raise ConfigError(
                 f"the last column of site {first} is {', '.join(label)}, and that of site {site} "
-                f"{', '.join(columns)}: name the label in dataset.label."
+                f"{', '.join(other)}: name the label in dataset.label."
             )
     sizes = {site: len(next(iter(table.texts.values()))) for site, table in tables.items()}
     names = list(dict.fromkeys(name for table in tables.values() for name in table.texts))
@@ -115,7 +118,7 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
             raise ConfigError(f"site {lacking[0]} has no column {name}, which is the label.")
         if lacking:
             notes.append(f"{', '.join(lacking)}: no column {name}, which counts as missing there")
-        columns = [
+        columns: list[np.ndarray] = [
             table.texts.get(name, np.full(sizes[site], "", dtype=object))
             for site, table in tables.items()
         ]
@@ -196,10 +199,11 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
 def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> None:
     """Propose what zeros mean, and factors where a median is far from those of most sites."""
     numbers = {site: numbers_of(table.texts[name]) for site, table in tables.items()}
-    zeros = {site: float(np.mean(x[~np.isnan(x)] == 0)) for site, x in numbers.items()}
-    mostly_above = sum(share == 0 for share in zeros.values()) >= len(zeros) / 2
-    for site, share in zeros.items():
-        if mostly_above and share > 0 and len(distinct(tables[site].texts[name])) > 2:
+    zeros = {site: bool((x == 0).any()) for site, x in numbers.items()}
+    without = [x for site, x in numbers.items() if not zeros[site]]
+    above = [np.nanmin(x) > np.nanmedian(x) / 10 for x in without]
+    for site in [site for site, some in zeros.items() if some]:
+        if sum(above) >= len(numbers) / 2:
             usual = tables[site].settings.missing_values
             propose(site, "missing_in", name, ["0", *usual])
             numbers[site] = numbers[site][numbers[site] != 0]

@@ -182,7 +182,7 @@ def _read_excel(path: Path, form: TableForm) -> tuple[Any, list[str]]:
 
     with pd.ExcelFile(path) as book:
         first, *others = book.sheet_names
-        table = book.parse(first, dtype=object, header=None)
+        table = pd.read_excel(book, first, dtype=object, header=None)
     named, notes = _named(table.dropna(how="all"), form)
     if others:
         notes.append(f"only the sheet {first} is read, not {', '.join(map(str, others))}")
@@ -340,8 +340,7 @@ def _like_a_record(first: Sequence[str], rows: Any) -> bool:
         if not len(column):
             continue
         numbers = are_numbers([cell, *column.tolist()])
-        repeated = cell in column and len(set(column.tolist())) < len(column) / 2
-        if not (numbers.all() or (repeated and not numbers[1:].all())):
+        if not (numbers.all() or (cell in column and not numbers[1:].all())):
             return False
     return bool(len(sample))
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ class Predictions:
         probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels.
         truth: The class that the data names for each record, or its labels; None where it does not.
         multi_label: True if a record can have several labels; then a class is a label.
+        notes: Sentences on what is odd about the records.
     """
 
     class_names: tuple[str, ...]
@@ -50,6 +52,7 @@ class Predictions:
     probabilities: np.ndarray
     truth: tuple[Label, ...] | None = None
     multi_label: bool = False
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -183,7 +186,9 @@ class Model(nn.Module):
         probabilities = torch.cat(found).numpy()
         truth = None if raw.labels is None else tuple(raw.labels)
         names, several = tuple(raw.names), self.inputs.multi_label
-        return Predictions(self.class_names, names, probabilities, truth, several)
+        for note in raw.notes:
+            warnings.warn(note, stacklevel=2)
+        return Predictions(self.class_names, names, probabilities, truth, several, raw.notes)
 
 
 def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module]) -> Model:

@@ -1,0 +1,114 @@
+"""Numbers, dates and codes as people write them: one reading, or a question."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.notation import (
+    PLAIN,
+    Notation,
+    Stored,
+    code_key,
+    days_of,
+    distinct,
+    find_notation,
+    find_order,
+)
+from fednas_flwr.settings.names import DECIMALS, THOUSANDS
+
+SIGNS = {"none": "", "point": ".", "comma": ",", "blank": " ", "apostrophe": "'"}
+NOTATIONS = [Notation(d, t) for d in DECIMALS for t in THOUSANDS if d != t]
+
+
+def cells(*texts: str) -> np.ndarray:
+    return np.array(texts, dtype=object)
+
+
+def found(*columns: np.ndarray, points_are_decimal: bool = True, **given: str) -> Notation:
+    return find_notation(
+        {f"c{i}": column for i, column in enumerate(columns)},
+        decimal=given.get("decimal"),
+        thousands=given.get("thousands"),
+        points_are_decimal=points_are_decimal,
+        where="t.csv",
+    )
+
+
+def written(number: float, notation: Notation) -> str:
+    plain = f"{number:,.2f}"
+    signs = {",": SIGNS[notation.thousands], ".": SIGNS[notation.decimal]}
+    return "".join(signs.get(sign, sign) for sign in plain)
+
+
+@pytest.mark.parametrize("notation", NOTATIONS, ids=str)
+@given(number=st.floats(-1e9, 1e9))
+def test_a_number_is_read_as_it_was_written(notation: Notation, number: float) -> None:
+    text = written(number, notation)
+    assert notation.reads(text)
+    assert float(notation.plain(text)) == float(f"{number:.2f}")
+
+
+@pytest.mark.parametrize("notation", NOTATIONS, ids=str)
+def test_a_notation_is_found(notation: Notation) -> None:
+    column = cells(*(written(x, notation) for x in (1234567.25, 12.5, -3.75, 1000)), "")
+    assert found(column) == notation
+    assert found(column, cells("7", "12", "", "0", "5")) == notation
+
+
+@pytest.mark.parametrize(
+    ("column", "points_are_decimal", "settings"),
+    [
+        (["1,234", "975"], True, "dataset.thousands=comma or dataset.decimal=comma"),
+        (["1.234", "975"], False, "dataset.thousands=point or dataset.decimal=point"),
+    ],
+)
+def test_two_readings_are_asked_for(
+    column: list[str], points_are_decimal: bool, settings: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"two readings: {column[0]} in column c0 .*{settings}"):
+        found(cells(*column), points_are_decimal=points_are_decimal)
+    assert found(cells(*column), decimal="comma", thousands="point") == Notation("comma", "point")
+    assert found(cells("1.234", "975")) == PLAIN
+    assert found(cells("1,234", "975"), cells("1,234.5")).thousands == "comma"
+
+
+def test_columns_in_two_notations_are_refused() -> None:
+    with pytest.raises(ConfigError, match="column c1 .1,5. in another way than those of c0"):
+        found(cells("1.25", "2.5"), cells("1,5", "2,25"))
+    assert found(cells("a,b", "c"), cells("1.5")) == PLAIN
+    stored = cells(Stored(1.234), Stored(975))
+    assert found(stored, points_are_decimal=False) == PLAIN
+    assert Notation("comma", "point").plain(Stored("1.234")) == "1.234"
+
+
+def test_dates() -> None:
+    texts = cells("2024-05-31", "2024-05-31T12:00:00+01:00", "2024-05-31 12:00Z", "31.5.2024", "")
+    day = days_of(cells("2024-05-31"), None)[0]
+    assert days_of(texts, None)[:4].tolist() == [day, day + 0.5, day + 0.5, day]
+    assert math.isnan(days_of(texts, None)[4])
+    for order, text in (("day_first", "31/5/2024"), ("month_first", "05/31/2024")):
+        assert find_order({"when": cells(text, "1/2/2024")}, where="t.csv") == order
+        assert days_of(cells(text), order).tolist() == [day]
+        assert math.isnan(days_of(cells(text), None)[0])
+    assert find_order({"a": cells("1/2", "x")}, where="t.csv") is None
+    for column in (cells("1/2/2024"), cells("31/5/2024", "5/31/2024")):
+        with pytest.raises(ConfigError, match="two readings: set dataset.date_order="):
+            find_order({"when": column}, where="t.csv")
+    for text in ("2021-02-30", "0000-01-01", "31/5/2024", "12:00", "2024-5-3"):
+        assert math.isnan(days_of(cells(text), None)[0])
+
+
+def test_codes_that_mean_the_same_are_one() -> None:
+    assert distinct(["1.0", "2", "1", "2.0", ""]) == ("1", "2")
+    assert distinct(["True", "TRUE", "false"]) == ("TRUE", "false")
+    assert distinct(["01", "1", "2"]) == ("01", "1", "2")
+    assert distinct(["01", "02"]) == ("01", "02")
+    assert distinct(["yes", "Yes"]) == ("Yes", "yes")
+    key = code_key(("01", "02"))
+    assert key("1.0") == key("01") != key("02")
+    key = code_key(("0", "0.0"))  # declared as two
+    assert key("0") != key("0.0")

@@ -1,0 +1,128 @@
+"""Tables as programs and people leave them: read as they are meant, told, or asked about."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fednas_flwr.base.errors import ConfigError
+
+from ..data_sets import read
+
+PLAIN = "age,group,y\n50.5,a,0\n61,b,1\n40,a,1\n"
+ROWS = PLAIN.splitlines()
+ALIKE = {  # text of a file, and the note on it
+    "blanks after commas": (PLAIN.replace(",", ", "), ""),
+    "blanks around labels": (PLAIN.replace(",1\n", ", 1 \n"), ""),
+    "a separator after every row": (
+        "\n".join([ROWS[0], *(f"{row}," for row in ROWS[1:])]),
+        "the separator at the end of every row is left out",
+    ),
+    "carriage returns": (PLAIN.replace("\n", "\r"), ""),
+    "sep=": ("sep=;\n" + PLAIN.replace(",", ";"), "separator semicolon"),
+    "a comment": ("# exported 2024, site 3\n" + PLAIN, "the line # exported 2024, site 3"),
+    "blanks as separator": (PLAIN.replace(",", "  "), "separator blanks"),
+    "a nameless row number": (
+        "\n".join(f"{i or ''},{row}" for i, row in enumerate(ROWS)),
+        "has no name and counts rows, is left out",
+    ),
+    "pandas' row number": (
+        "\n".join(f"{i - 1 if i else 'Unnamed: 0'},{row}" for i, row in enumerate(ROWS)),
+        "has no name and counts rows, is left out",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "note"), ALIKE.values(), ids=ALIKE)
+def test_forms_of_one_table_are_read_alike(tmp_path: Path, text: str, note: str) -> None:
+    (tmp_path / "plain.csv").write_text(PLAIN)
+    (tmp_path / "t.csv").write_text(text, newline="")
+    plain, _ = read("csv", tmp_path / "plain.csv")
+    other, _ = read("csv", tmp_path / "t.csv")
+    assert plain.notes == ()
+    assert (note in "".join(other.notes)) if note else not other.notes
+    assert other.feature_names == plain.feature_names
+    assert other.class_names == plain.class_names
+    assert other.ids.tolist() == plain.ids.tolist()
+    assert other.features.tolist() == plain.features.tolist()
+
+
+ASKED = {
+    "no header": (
+        "\n".join(ROWS[1:]),
+        r"first line \(50.5, a, 0\) looks like a record.*header=true",
+    ),
+    "no header, only numbers": ("50,2,1\n40,1,0\n", "looks like a record"),
+    "names of rows, as R writes them": (
+        "\n".join([ROWS[0], *(f"r{i},{row}" for i, row in enumerate(ROWS[1:]))]),
+        r"row 1 has 4 cells.*as R writes it.*column_names=\[row, age, group, y\]",
+    ),
+    "a longer row": (PLAIN + "1,a,1,7\n", "row 4 has 4 cells, but the header 3"),
+    "a shorter row": (PLAIN + "1,a\n", "row 4 has 2 cells, but the header 3"),
+    "a title": ("Report 7\n" + PLAIN, "row 1 has 3 cells, but the header 1"),
+    "a bad date": (
+        "when,y\n"
+        + "".join(f"2021-02-{1 + i % 27:02},{i % 2}\n" for i in range(20))
+        + "2021-02-30,1\n",
+        "holds dates but for 2021-02-30 in row 21",
+    ),
+    "a number to predict": (
+        "age,price\n" + "".join(f"{i},{i * 3.7:.1f}\n" for i in range(40)),
+        "column price, holds 40 different numbers .*looks like a number to predict",
+    ),
+    "a class None": ("age,y\n1,None\n2,ill\n", r"no label \(y\) in row 1.*missing_in=\{y: \[\]\}"),
+    "two features of one name": (
+        "sex,sex=m,y\nm,1,0\nf,0,1\nm,1,1\n",
+        "2 features the name sex=m: rename a column",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), ASKED.values(), ids=ASKED)
+def test_what_has_no_one_reading_is_asked_about(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read("csv", tmp_path / "t.csv")
+
+
+def test_settings_answer_what_was_asked(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("50.5,a,0\n61,b,1\n")
+    table, _ = read("csv", path, column_names=["age", "group", "y"])
+    assert len(table) == 2
+    assert table.feature_names == ("age", "group=a", "group=b")
+    table, _ = read("csv", path, header=True)
+    assert table.feature_names == ("50.5", "a=b")
+    path.write_text("age,y\nr1,50,0\nr2,60,1\n")
+    table, _ = read("csv", path, header=True, column_names=["row", "age", "y"], ignore=["row"])
+    assert table.features[:, 0].tolist() == [50, 60]
+    path.write_text("age,country,y\n1,NA,None\n2,ZA,ill\n3,NA,ill\n")
+    table, _ = read("csv", path, missing_in={"country": [], "y": []})
+    assert table.feature_names == ("age", "country=NA", "country=ZA")
+    assert table.class_names == ("None", "ill")
+    path.write_text("id;pay;y\n1;1.234;0\n2;975;1\n")
+    assert read("csv", path, thousands="point")[0].features[0, 1] == 1234
+    assert read("csv", path, decimal="point")[0].features[0, 1] == pytest.approx(1.234)
+
+
+def test_decimal_commas_change_neither_labels_nor_ids_nor_categories(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("who;pay;ward;found\n1,1;1,5;2,1;1,3\n1,2;2,25;2,2;2\n")
+    table, _ = read(
+        "csv", path, label_separator=",", id_column="who", categorical=["ward"], numeric=["pay"]
+    )
+    assert table.class_names == ("1", "2", "3")
+    assert table.feature_names == ("pay", "ward=2,1", "ward=2,2")
+    assert table.features[:, 0].tolist() == [1.5, 2.25]
+    assert table.columns["who"].tolist() == ["1,1", "1,2"]
+
+
+def test_sheets_that_are_not_read_are_named(tmp_path: Path) -> None:
+    with pd.ExcelWriter(tmp_path / "t.xlsx") as book:
+        frame = pd.DataFrame({"age ": [50.5, 61], "y": ["a", "b "]})
+        frame.to_excel(book, sheet_name="ward", index=False)
+        frame.to_excel(book, sheet_name="codes", index=False)
+    table, _ = read("csv", tmp_path / "t.xlsx")
+    assert table.feature_names == ("age",)
+    assert table.class_names == ("a", "b")
+    assert table.notes == ("t.xlsx: only the sheet ward is read, not codes",)
