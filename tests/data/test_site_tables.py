@@ -73,7 +73,7 @@ def test_sites_are_adapted_by_their_file(tmp_path: Path) -> None:
     assert joined.features[3].tolist() == pytest.approx([50, 5.172 * 38.67, 0, 1])
     assert joined.features[4:, 1].isnan().all()
     (tmp_path / SITES_FILE).write_text("c: {rename: {a: b}}\n")
-    with pytest.raises(ConfigError, match="site c is unknown: .*a, b"):
+    with pytest.raises(ConfigError, match="site=c is unknown: choose one of a, all, b"):
         join(tmp_path)
     (tmp_path / SITES_FILE).write_text("b: {renam: {a: b}}\n")
     with pytest.raises(ConfigError, match="renam.* is unknown.*rename"):
