@@ -1,0 +1,128 @@
+"""What looks wrong in a data set, said before it is trained on: never at private sites.
+
+Each sentence depends on records, so that whoever reads it learns of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+from torch import Tensor
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.notation import are_numbers
+from fednas_flwr.data.records import Records, count_labels
+from fednas_flwr.data.schema import CATEGORY, NUMBER
+
+_FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
+_SAMPLE = 10_000  # records that are looked at for it
+_TELLS = 0.995  # AUROC of a column alone
+_DARK = 32  # of 255: the largest value of images that are hardly meant
+_MOST_CLASSES = 20  # that are numbers
+_ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record)$", re.I)
+_FLOAT32 = 2**24  # whole numbers above are not told apart
+
+
+def oddities(records: Records) -> list[str]:
+    """Sentences on what looks wrong.
+
+    Raises:
+        ConfigError: All images are one picture.
+    """
+    images = records.features.dim() == 4
+    found = _of_images(records.features) if images else _of_columns(records)
+    return [*_of_labels(records), *found]
+
+
+def _of_labels(records: Records) -> Iterator[str]:
+    counts = count_labels(records.labels, len(records.class_names))
+    empty = [name for name, n in zip(records.class_names, counts, strict=True) if not n]
+    if empty:
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        yield f"no record has the label {', '.join(empty[:5])}{more}: do labels begin at 1?"
+    if records.multi_label and bool((records.labels.sum(1) == 1).all()):
+        yield (
+            f"every record has exactly one of {len(counts)} labels: for one class per record give "
+            "class numbers, or one column of classes"
+        )
+    numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
+    if numbers and records.schema and not records.multi_label:
+        yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
+
+
+def _of_images(images: Tensor) -> Iterator[str]:
+    if len(images) > 1 and bool((images == images[:1]).all()):
+        raise ConfigError(
+            f"all {len(images)} images are one picture once they are read: see whether they are "
+            "drawn in transparency, on a later page, or in a range that dataset.intensity cuts."
+        )
+    brightest = float(images.max()) if images.numel() else 255.0
+    if images.dtype.itemsize == 1 and brightest < _DARK:
+        yield (
+            f"the brightest pixel is {brightest:g} of 255: set dataset.intensity=[low,high] of "
+            "images of more than 8 bits, or multiply arrays to reach 255"
+        )
+
+
+def _of_columns(records: Records) -> Iterator[str]:
+    if len(records) < _FEWEST:
+        return
+    names = list(records.feature_names)
+    features = records.features.double().numpy()
+    labels = records.labels.numpy()
+    for column in records.schema:
+        if column.kind == CATEGORY:
+            places = [names.index(f"{column.name}={value}") for value in column.categories]
+            if len(column.categories) > len(records) / 2:
+                yield f"{column.name} has a value of its own in most rows: {_IGNORE}"
+                continue
+            cells = features[:, places] @ np.arange(1, len(places) + 1)
+        else:
+            cells = features[:, names.index(column.name)]
+            if column.kind == NUMBER and _is_id(column.name, cells):
+                yield f"{column.name} has another whole number in every row: {_IGNORE}"
+                continue
+        if not records.multi_label and _tells(cells, labels, column.kind == CATEGORY):
+            yield (
+                f"{column.name} alone tells the label: if it is known only afterwards, list it in "
+                "dataset.ignore"
+            )
+
+
+_IGNORE = "if it only names the record, list it in dataset.ignore"
+
+
+def _is_id(name: str, cells: np.ndarray) -> bool:
+    """Return whether a column of numbers counts or names records."""
+    if np.isnan(cells).any() or (cells % 1).any():
+        return False
+    large = abs(cells).max() > _FLOAT32
+    if len(np.unique(cells)) < len(cells) and not large:
+        return False
+    steps = np.diff(np.sort(cells))
+    return bool(large or _ID_NAME.search(name) or (steps == steps[0]).all())
+
+
+def _tells(cells: np.ndarray, labels: np.ndarray, is_category: bool) -> bool:
+    """Return whether a column alone ranks the records of each class above all others."""
+    from sklearn.metrics import roc_auc_score
+
+    rows = slice(None, _SAMPLE)
+    cells, labels = np.nan_to_num(cells[rows]), labels[rows]
+    classes, counts = np.unique(labels, return_counts=True)
+    if len(classes) < 2 or counts.min() < 2 or len(classes) > _MOST_CLASSES:
+        return False
+    values, at = np.unique(cells, return_inverse=True)
+    if is_category and len(values) > len(cells) / 10:
+        return False  # each value has so few records that its share of a class says little
+    for one in classes:
+        is_one = labels == one
+        score = cells
+        if is_category:
+            score = (np.bincount(at, is_one) / np.bincount(at))[at]
+        area = roc_auc_score(is_one, score)
+        if max(area, 1 - area) < _TELLS:
+            return False
+    return True

@@ -1,0 +1,96 @@
+"""What looks wrong is said; clean data are left alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.oddities import oddities
+from fednas_flwr.data.records import Records, record_ids
+from fednas_flwr.data.schema import CATEGORY, Column
+
+N = 200
+RNG = np.random.default_rng(0)
+LABELS = RNG.integers(0, 2, N)
+
+
+def table(columns: dict[str, np.ndarray], labels: np.ndarray = LABELS) -> Records:
+    schema, features = [], []
+    for name, cells in columns.items():
+        if cells.dtype.kind == "U":
+            values = tuple(sorted(set(cells.tolist())))
+            schema.append(Column(name, CATEGORY, values))
+            features += [cells == value for value in values]
+        else:
+            schema.append(Column(name))
+            features.append(cells)
+    return Records(
+        torch.from_numpy(np.stack(features, axis=1).astype(np.float32)),
+        torch.from_numpy(labels),
+        record_ids(str(i).encode() for i in range(len(labels))),
+        tuple(str(i) for i in range(int(labels.max()) + 1)),
+        schema=tuple(schema),
+        label="y",
+    )
+
+
+def images(pixels: np.ndarray, labels: np.ndarray = LABELS, classes: int = 2) -> Records:
+    return Records(
+        torch.from_numpy(pixels),
+        torch.from_numpy(labels),
+        record_ids(str(i).encode() for i in range(len(labels))),
+        tuple(str(i) for i in range(classes)),
+    )
+
+
+CLEAN = {
+    "age": RNG.normal(50, 10, N).round(1),
+    "income": RNG.integers(1, 40, N) * 100,
+    "lab": RNG.normal(size=N),
+    "ward": np.array(["a", "b", "c"])[RNG.integers(0, 3, N)],
+    "risk": LABELS + RNG.normal(size=N) / 2,
+}
+
+
+def test_clean_tables_get_no_note() -> None:
+    assert oddities(table(CLEAN)) == []
+
+
+ODD = {
+    "counts rows": ({"n": np.arange(N)}, "n has another whole number in every row"),
+    "case_id": ({"case_id": RNG.permutation(10 * N)[:N]}, "case_id has another whole"),
+    "huge": ({"x": 9007199254740000 + 7.0 * np.arange(N)}, "x has another whole number"),
+    "texts": ({"who": np.array([f"p{i}" for i in range(N)])}, "who has a value of its own"),
+    "leak": ({"diagnosis": np.array(["well", "ill"])[LABELS]}, "diagnosis alone tells the label"),
+    "leaking number": ({"score": LABELS * 2.5 + RNG.random(N)}, "score alone tells the label"),
+}
+
+
+@pytest.mark.parametrize(("columns", "note"), ODD.values(), ids=ODD)
+def test_odd_columns_are_named(columns: dict[str, np.ndarray], note: str) -> None:
+    found = oddities(table({**CLEAN, **columns}))
+    assert len(found) == 1
+    assert note in found[0]
+    assert "dataset.ignore" in found[0]
+
+
+def test_odd_labels_are_told() -> None:
+    (note,) = oddities(table(CLEAN, LABELS + 1))
+    assert note.startswith("no record has the label 0: do labels begin at 1?")
+    (note,) = oddities(table(CLEAN, np.arange(N) % 40))
+    assert "40 classes that are numbers" in note
+    one_hot = torch.nn.functional.one_hot(torch.from_numpy(LABELS)).numpy()
+    pixels = RNG.integers(0, 256, (N, 1, 4, 4)).astype(np.uint8)
+    (note,) = oddities(images(pixels, one_hot))
+    assert note.startswith("every record has exactly one of 2 labels")
+    one_hot[0] = 1
+    assert oddities(images(pixels, one_hot)) == []
+
+
+def test_odd_images_are_told() -> None:
+    pixels = RNG.integers(0, 256, (N, 1, 4, 4)).astype(np.uint8)
+    assert oddities(images(pixels)) == []
+    (note,) = oddities(images(pixels // 16))
+    assert note.startswith("the brightest pixel is 15 of 255")
+    with pytest.raises(ConfigError, match="all 200 images are one picture"):
+        oddities(images(np.zeros_like(pixels)))
