@@ -16,7 +16,7 @@ LABELS = RNG.integers(0, 2, N)
 
 def table(columns: dict[str, np.ndarray], labels: np.ndarray = LABELS) -> Records:
     schema, features = [], []
-    for name, cells in columns.items():
+    for name, cells in sorted(columns.items(), key=lambda item: item[1].dtype.kind == "U"):
         if cells.dtype.kind == "U":
             values = tuple(sorted(set(cells.tolist())))
             schema.append(Column(name, CATEGORY, values))
