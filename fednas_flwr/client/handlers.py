@@ -43,7 +43,7 @@ from fednas_flwr.search.exact_gradients import (
     LookAhead,
 )
 from fednas_flwr.search.gradient_sums import Batch, periodic_gradients
-from fednas_flwr.search.optimizer_step import Descent, Descents, Gradients, make_sgd
+from fednas_flwr.search.optimizer_step import Gradients, Optimizer, Optimizers, make_sgd
 from fednas_flwr.spaces.latency_tables import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import Supernet
@@ -309,8 +309,8 @@ def search(client: Client, request: Request, asked: rq.Search) -> Reply:
         if asked.sparse and not needed <= set(request.states):
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
         run = local_training.prepare(client, request, asked.local, supernet)
-    descents, metrics = run()
-    states = local_training.trained_states(supernet, descents)
+    optimizers, metrics = run()
+    states = local_training.trained_states(supernet, optimizers)
     reply = Reply.of(_num_records(client, "train"), states, metrics)
     if not asked.sparse:
         return reply
@@ -343,11 +343,11 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
         else:
             gradients = _candidate_gradients(client, request, asked, steps)
         weights = supernet.weights()
-        descent = Descent(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
+        optimizer = Optimizer(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
         moments = local_training.sent_moments(request, supernet, only=named.get(st.MOMENTS))
-        descents = Descents(descent, sent=moments)
-    train_candidates(supernet, paths, gradients, descent, steps=asked.local_steps)
-    states = local_training.trained_states(supernet, descents, without=("alphas", "buffers"))
+        optimizers = Optimizers(optimizer, sent=moments)
+    train_candidates(supernet, paths, gradients, optimizer, steps=asked.local_steps)
+    states = local_training.trained_states(supernet, optimizers, without=("alphas", "buffers"))
     if asked.sparse:
         states["weights"] = {n: w for n, w in states["weights"].items() if n in named["weights"]}
     return Reply.of(_num_records(client, "train"), states, gradients.metrics())
@@ -495,8 +495,8 @@ def train_weights(client: Client, request: Request, asked: rq.Train) -> Reply:
     with admission.before_reading(request):
         network = admission.sent_network(client, request)
         run = local_training.prepare(client, request, local, network)
-    descents, metrics = run()
-    states = local_training.trained_states(network, descents)
+    optimizers, metrics = run()
+    states = local_training.trained_states(network, optimizers)
     reply = Reply.of(_num_records(client, local.split), states, metrics)
     if not (asked.validates and len(client.data.validation)):
         return reply

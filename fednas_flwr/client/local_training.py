@@ -28,7 +28,9 @@ from fednas_flwr.search.local_search import alternate
 from fednas_flwr.search.proxyless import PathNetwork, covering_paths, search_paths
 from fednas_flwr.spaces.space import Supernet
 
-Training = Callable[[], tuple[opt.Descents, dict[str, float]]]  # trains; returns also what was seen
+Training = Callable[
+    [], tuple[opt.Optimizers, dict[str, float]]
+]  # trains; returns also what was seen
 
 
 def prepare(
@@ -79,26 +81,26 @@ def prepare_search(
 
     sent = sent_moments(request, supernet)
 
-    def search() -> tuple[opt.Descents, dict[str, float]]:
+    def search() -> tuple[opt.Optimizers, dict[str, float]]:
         nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)
         weights, alphas = supernet.weights(), supernet.alphas()
-        descents = opt.Descents(
-            opt.Descent(
+        optimizers = opt.Optimizers(
+            opt.Optimizer(
                 weights,
                 opt.make_sgd(weights.values(), local.weights, nesterov=nesterov),
                 local.weights.clip_norm,
             ),
-            opt.Descent(alphas, opt.make_adam(alphas.values(), local.alphas, beta=beta)),
+            opt.Optimizer(alphas, opt.make_adam(alphas.values(), local.alphas, beta=beta)),
             sent,
         )
         if paths is None:
             assert local.alternating is not None
-            alternate(supernet, gradients, descents, local.alternating, generator=generator)
+            alternate(supernet, gradients, optimizers, local.alternating, generator=generator)
         else:
             search_paths(
-                supernet, gradients, descents, paths, hardware=hardware, generator=generator
+                supernet, gradients, optimizers, paths, hardware=hardware, generator=generator
             )
-        return descents, gradients.metrics()
+        return optimizers, gradients.metrics()
 
     return search
 
@@ -126,15 +128,17 @@ def prepare_training(
 
     sent = sent_moments(request, network)
 
-    def train_weights() -> tuple[opt.Descents, dict[str, float]]:
+    def train_weights() -> tuple[opt.Optimizers, dict[str, float]]:
         network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
         weights = opt.trainable_weights(network)
         members = network.members if isinstance(network, Pool) else [network]
         groups = [{"params": list(opt.trainable_weights(member).values())} for member in members]
-        descent = opt.Descent(weights, opt.make_sgd(groups, local.weights), local.weights.clip_norm)
-        descents = opt.Descents(descent, sent=sent)
-        opt.train(network, gradients, descent, local.proximal)
-        return descents, gradients.metrics()
+        optimizer = opt.Optimizer(
+            weights, opt.make_sgd(groups, local.weights), local.weights.clip_norm
+        )
+        optimizers = opt.Optimizers(optimizer, sent=sent)
+        opt.train(network, gradients, optimizer, local.proximal)
+        return optimizers, gradients.metrics()
 
     return train_weights
 
@@ -195,16 +199,16 @@ def sent_moments(
 
 
 def trained_states(
-    network: nn.Module, descents: opt.Descents, *, without: tuple[str, ...] = ()
+    network: nn.Module, optimizers: opt.Optimizers, *, without: tuple[str, ...] = ()
 ) -> dict[str, Tensors]:
     """Return the states of a trained network that hold any tensor, and its moments if they travel.
 
     Args:
         network: Trained.
-        descents: That have trained it.
+        optimizers: That have trained it.
         without: States that are left out.
     """
-    states = {**network_states(network), MOMENTS: descents.moments()}
+    states = {**network_states(network), MOMENTS: optimizers.moments()}
     return {name: state for name, state in states.items() if state and name not in without}
 
 

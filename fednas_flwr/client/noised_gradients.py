@@ -39,7 +39,7 @@ from fednas_flwr.search.candidate import PREFIX, Pool
 from fednas_flwr.search.gradient_sums import Batch
 from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.objective import Output
-from fednas_flwr.search.optimizer_step import Descent, Gradient, trainable_weights
+from fednas_flwr.search.optimizer_step import Gradient, Optimizer, trainable_weights
 from fednas_flwr.search.proxyless import (
     PathNetwork,
     active_gates,
@@ -148,7 +148,7 @@ class NoisedGradients:
         return self._mean("weights", partial(self._weight_sum, network))
 
     def alphas(
-        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the noised mean gradient of the alphas, of first order (``admission``)."""
         assert isinstance(supernet, Supernet)  # as ``local_training`` has it

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from fednas_flwr.search.optimizer_step import MOMENTS, Descent, Gradients
+from fednas_flwr.search.optimizer_step import MOMENTS, Gradients, Optimizer
 from fednas_flwr.spaces.dp_cells import DPCellNetwork
 from fednas_flwr.spaces.space import Supernet
 
@@ -78,7 +78,7 @@ def train_candidates(
     supernet: Supernet,
     paths: Sequence[Sequence[int]],
     gradients: Gradients,
-    weights: Descent,
+    weights: Optimizer,
     *,
     steps: int,
 ) -> None:

@@ -24,7 +24,7 @@ from fednas_flwr.search.candidate import Pool, by_member
 from fednas_flwr.search.gradient_sums import Batch, Tally, weight_gradient, weight_gradient_sum
 from fednas_flwr.search.gumbel import Relaxed
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search.optimizer_step import Descent, Gradient, Tensors, trainable_weights
+from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
 from fednas_flwr.settings.names import FLOAT32
 from fednas_flwr.settings.optimizers import DPAware
@@ -107,7 +107,7 @@ class ExactGradients:
             )
 
     def alphas(
-        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the gradient of the alphas by any rule."""
         precision = FLOAT32 if rule == "second_order" else self._precision
@@ -117,7 +117,7 @@ class ExactGradients:
         return gradient
 
     def _alphas(
-        self, supernet: Relaxed, weights: Descent, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Optimizer, rule: str, validation_weight: float
     ) -> tuple[Tensors, Tensor]:
         """Return the gradient, and the losses [B] of the validation batch."""
         batches = {"train_batch": self.train_batch, "validation_batch": self.validation_batch}
@@ -134,14 +134,14 @@ class ExactGradients:
                 objective=self.objective,
             )
         virtual_weights = virtual_step(
-            supernet, self.train_batch, optimizer=weights.optimizer, objective=self.objective
+            supernet, self.train_batch, optimizer=weights.torch_optimizer, objective=self.objective
         )
         return second_order_gradient(
             supernet,
             **batches,
             weights=supernet.weights(),
             virtual_weights=virtual_weights,
-            inner_lr=weights.optimizer.param_groups[0]["lr"],
+            inner_lr=weights.torch_optimizer.param_groups[0]["lr"],
             objective=self.objective,
         )
 

@@ -13,7 +13,7 @@ import torch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.architect import beta_gradient
 from fednas_flwr.search.gumbel import GumbelPath, Relaxed
-from fednas_flwr.search.optimizer_step import Descents, Gradients, Proximal, add_gradients
+from fednas_flwr.search.optimizer_step import Gradients, Optimizers, Proximal, add_gradients
 from fednas_flwr.settings.optimizers import NonNegative, Positive, Rule
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.space import Supernet
@@ -53,7 +53,7 @@ class Alternating(Checked):
 def alternate(
     supernet: Supernet,
     gradients: Gradients,
-    descents: Descents,
+    optimizers: Optimizers,
     alternating: Alternating,
     *,
     generator: torch.Generator | None = None,
@@ -61,13 +61,13 @@ def alternate(
     """Search in place: each step moves the alphas, then the weights.
 
     Args:
-        supernet: Its weights and alphas are those of ``descents``.
+        supernet: Its weights and alphas are those of ``optimizers``.
         gradients: Exact or noised.
-        descents: Of weights and alphas.
+        optimizers: Of weights and alphas.
         alternating: The constants.
         generator: Of single paths; on the CPU.
     """
-    assert descents.alphas is not None
+    assert optimizers.alphas is not None
     supernet.train()
     proximal = Proximal(alternating.proximal, supernet.weights())
     temperature = alternating.temperature
@@ -82,12 +82,12 @@ def alternate(
     for _ in gradients.steps():
         gradient = gradients.alphas(
             network(),
-            descents.weights,
+            optimizers.weights,
             rule=alternating.rule,
             validation_weight=alternating.validation_weight,
         )
         if alternating.beta_decay:
             further = beta_gradient(supernet.alphas(), weight=alternating.beta_decay)
             gradient = add_gradients(gradient, further)
-        descents.alphas.step(gradient)
-        descents.weights.step(proximal.added_to(gradients.weights(network())))
+        optimizers.alphas.step(gradient)
+        optimizers.weights.step(proximal.added_to(gradients.weights(network())))

@@ -1,7 +1,7 @@
 """Steps along gradients: what every local loop is made of, whatever its gradients come from.
 
 A loop (``local_search``, ``proxyless``, ``candidate``, :func:`train`) asks a :class:`Gradients` for
-the next ones and lets a :class:`Descent` step along them. Exact gradients are of the next batches
+the next ones and lets a :class:`Optimizer` step along them. Exact gradients are of the next batches
 (``exact_gradients``); private ones are noised releases. A loop never sees a record.
 """
 
@@ -37,7 +37,7 @@ class Gradients(Protocol):
         """
 
     def alphas(
-        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the gradient of a supernet's alphas, on validation records.
 
@@ -56,34 +56,34 @@ class Gradients(Protocol):
 
 
 @dataclass
-class Descent:
+class Optimizer:
     """An optimiser of some parameters.
 
     Attributes:
         parameters: By name; stepped in place.
-        optimizer: Of exactly these.
+        torch_optimizer: Of exactly these.
         clip_norm: Largest norm of a mean gradient; None does not clip.
     """
 
     parameters: Mapping[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
+    torch_optimizer: torch.optim.Optimizer
     clip_norm: float | None = None
 
     def step(self, gradient: Gradient) -> None:
         """Take one step along ``gradient``; parameters without one neither move nor decay.
 
-        Its tensors are the descent's own from here on: clipping scales them in place.
+        Its tensors are the optimizer's own from here on: clipping scales them in place.
         """
         for name, parameter in self.parameters.items():
             found = gradient.get(name)
             parameter.grad = None if found is None else found.to(parameter).contiguous()
-        clip_gradients(self.optimizer, self.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()  # to None
+        clip_gradients(self.torch_optimizer, self.clip_norm)
+        self.torch_optimizer.step()
+        self.torch_optimizer.zero_grad()  # to None
 
 
 @dataclass
-class Descents:
+class Optimizers:
     """The steps of one local training.
 
     Attributes:
@@ -92,35 +92,35 @@ class Descents:
         sent: The optimisers' moments that the training began with; empty: with none.
     """
 
-    weights: Descent
-    alphas: Descent | None = None
+    weights: Optimizer
+    alphas: Optimizer | None = None
     sent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Let the optimisers go on with the moments that were sent."""
-        for state, descent in self._by_state():
-            for name, parameter in descent.parameters.items():
+        for state, optimizer in self._by_state():
+            for name, parameter in optimizer.parameters.items():
                 sent = {m: self.sent.get(f"{state}.{m}.{name}") for m in MOMENTS[state]}
                 moments = {m: value.clone() for m, value in sent.items() if value is not None}
                 if "step" in moments:
                     moments["step"] = moments["step"].reshape(())
                 if moments:
                     moved = {m: v if m == "step" else v.to(parameter) for m, v in moments.items()}
-                    descent.optimizer.state[parameter] = moved
+                    optimizer.torch_optimizer.state[parameter] = moved
 
     def moments(self) -> Tensors:
         """Return the optimisers' moments as they are now, named as those that were sent."""
         moments = {name: value.clone() for name, value in self.sent.items()}
-        for state, descent in self._by_state():
-            for name, parameter in descent.parameters.items():
+        for state, optimizer in self._by_state():
+            for name, parameter in optimizer.parameters.items():
                 for moment in MOMENTS[state]:
-                    value = descent.optimizer.state.get(parameter, {}).get(moment)
+                    value = optimizer.torch_optimizer.state.get(parameter, {}).get(moment)
                     if value is not None and f"{state}.{moment}.{name}" in moments:
                         kept = moments[f"{state}.{moment}.{name}"]
                         kept.copy_(value.detach().reshape(kept.shape))
         return moments
 
-    def _by_state(self) -> list[tuple[str, Descent]]:
+    def _by_state(self) -> list[tuple[str, Optimizer]]:
         alphas = [] if self.alphas is None else [("alphas", self.alphas)]
         return [("weights", self.weights), *alphas]
 
@@ -138,7 +138,7 @@ def no_moments(network: nn.Module) -> Tensors:
 
 
 def train(
-    network: nn.Module, gradients: Gradients, weights: Descent, proximal: float = 0.0
+    network: nn.Module, gradients: Gradients, weights: Optimizer, proximal: float = 0.0
 ) -> None:
     """Train the weights of a network, in place; ``proximal`` is the mu of :class:`Proximal`."""
     network.train()

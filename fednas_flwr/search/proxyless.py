@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.search.gradient_sums import Batch
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search.optimizer_step import Descents, Gradients
+from fednas_flwr.search.optimizer_step import Gradients, Optimizers
 from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.costs import Costs, HardwareLoss, HardwareTerms, count_parameters
@@ -218,7 +218,7 @@ class SampledPaths(Checked):
 def search_paths(
     supernet: Supernet,
     gradients: Gradients,
-    descents: Descents,
+    optimizers: Optimizers,
     paths: SampledPaths,
     *,
     hardware: HardwareLoss | None,
@@ -235,9 +235,9 @@ def search_paths(
     their step.
 
     Args:
-        supernet: Of the MBConv space; its weights and alphas are those of ``descents``.
+        supernet: Of the MBConv space; its weights and alphas are those of ``optimizers``.
         gradients: Exact or noised.
-        descents: Of weights and, but in a warm-up, of alphas.
+        optimizers: Of weights and, but in a warm-up, of alphas.
         paths: The constants.
         hardware: The loss of ``paths.hardware``.
         generator: Draws the paths; on the CPU.
@@ -245,12 +245,12 @@ def search_paths(
     supernet.train()
     for _ in gradients.steps():
         if not paths.warm_up:
-            assert descents.alphas is not None
+            assert optimizers.alphas is not None
             alphas_EO = supernet.alphas()[CELL]
             drawn_EK = draw_paths(drawable_alphas(supernet), mode=paths.gates, generator=generator)
             gradient_EO = gradients.gates(supernet, drawn_EK, hardware)
             old_EO = alphas_EO.detach().clone()
-            descents.alphas.step({CELL: gradient_EO})
+            optimizers.alphas.step({CELL: gradient_EO})
             if paths.gates == "two":
                 with torch.no_grad():
                     alphas_EO.copy_(rescale(alphas_EO, old_EO, drawn_EK))
@@ -258,7 +258,7 @@ def search_paths(
         drawn_EO = uniform_alphas(drawn_EO) if paths.warm_up else drawn_EO
         path_E1 = draw_paths(drawn_EO, mode="one", generator=generator)
         # weights beside the path get no gradient: they neither decay nor move
-        descents.weights.step(gradients.weights(PathNetwork(supernet, path_E1)))
+        optimizers.weights.step(gradients.weights(PathNetwork(supernet, path_E1)))
 
 
 def gate_gradient(

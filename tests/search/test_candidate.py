@@ -11,7 +11,7 @@ from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
 from fednas_flwr.search.candidate import Candidate, train_candidates
 from fednas_flwr.search.exact_gradients import ClippedGradients, ExactGradients
 from fednas_flwr.search.objective import CLASSIFICATION
-from fednas_flwr.search.optimizer_step import Descent
+from fednas_flwr.search.optimizer_step import Optimizer
 from fednas_flwr.settings.optimizers import DPAware
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DPCellSpace
@@ -78,8 +78,8 @@ def test_candidates_are_trained_one_after_the_other(dp_aware):
         else ClippedGradients(lambda: iter(batches), steps=4, dp_aware=dp_aware, generator=noise)
     )
     weights = supernet.weights()
-    descent = Descent(weights, torch.optim.SGD(weights.values(), **constants))
-    train_candidates(supernet, list(PATHS.values()), gradients, descent, steps=2)
+    optimizer = Optimizer(weights, torch.optim.SGD(weights.values(), **constants))
+    train_candidates(supernet, list(PATHS.values()), gradients, optimizer, steps=2)
     sgd, norms = torch.optim.SGD(twin.weights().values(), **constants), []
     for position, (x, y) in enumerate(batches):
         candidate = Candidate(twin, list(PATHS.values())[position // 2])

@@ -14,7 +14,7 @@ from fednas_flwr.search.architect import (
 )
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.search.optimizer_step import Descent
+from fednas_flwr.search.optimizer_step import Optimizer
 from fednas_flwr.search.proxyless import alpha_gradient, draw_paths, gate_gradient
 
 from ..small_spaces import PATH_SPACE
@@ -52,15 +52,15 @@ def records(batch):
     return make
 
 
-def descent(net):
-    return Descent(net.weights(), torch.optim.SGD(net.weights().values(), lr=0.1, momentum=0.9))
+def optimizer(net):
+    return Optimizer(net.weights(), torch.optim.SGD(net.weights().values(), lr=0.1, momentum=0.9))
 
 
 def take(gradients, net):
     """Ask for both gradients in every step; return how many there were."""
     steps = 0
     for _ in gradients.steps():
-        gradients.alphas(net, descent(net), rule="first_order", validation_weight=1.0)
+        gradients.alphas(net, optimizer(net), rule="first_order", validation_weight=1.0)
         gradients.weights(net)
         steps += 1
     return steps
@@ -189,7 +189,7 @@ def test_weights_have_the_gradient_of_the_objectives_mean_over_both_heads(net, r
 def test_alphas_have_the_rules_gradient_of_the_steps_batches(rule, net, records, untouched):
     train, validation, _ = records(2, 1)
     gradients = ExactGradients(train, validation, objective=Objective(FACTORS))
-    sgd, objective = descent(net), Objective(FACTORS)
+    sgd, objective = optimizer(net), Objective(FACTORS)
     check, seen = untouched(net), []
     for one, _ in zip(train.batches, gradients.steps(), strict=True):
         found = gradients.alphas(net, sgd, rule=rule, validation_weight=0.5)

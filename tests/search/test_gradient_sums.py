@@ -11,7 +11,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.gradient_sums import Tally, periodic_gradients, weight_gradient_sum
 from fednas_flwr.search.optimizer_step import (
-    Descent,
+    Optimizer,
     clip_gradients,
     make_adam,
     make_sgd,
@@ -149,7 +149,7 @@ def test_a_pass_is_sgd_with_momentum_decay_and_clipping(net, batch):
     batches = [batch(6, seed) for seed in range(4)]
     start = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     optimizer, gradients = make_sgd(net.weights().values(), settings), exact(batches)
-    train(net, gradients, Descent(net.weights(), optimizer, settings.clip_norm))
+    train(net, gradients, Optimizer(net.weights(), optimizer, settings.clip_norm))
     trained = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     net.load_state_dict(start)
     velocity = {name: torch.zeros_like(weight) for name, weight in net.weights().items()}

@@ -19,7 +19,7 @@ from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from ..reference_engine import by
-from .test_local_search import descents_of
+from .test_local_search import optimizers_of
 
 SIZES = {"input_shape": (3, 8, 8), "num_classes": 3, "channels": 4, "num_cells": 1}
 WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
@@ -137,7 +137,7 @@ def test_a_local_search_steps_alphas_and_weights_on_paths_of_their_own():
     alternate(
         supernet,
         ExactGradients(lambda: iter(train), lambda: iter(validation)),
-        descents_of(supernet, WEIGHTS, Adam(0.05, 1e-3)),
+        optimizers_of(supernet, WEIGHTS, Adam(0.05, 1e-3)),
         Alternating("first_order", temperature=0.7),
         generator=make_generator(3, "paths"),
     )
