@@ -45,7 +45,7 @@ from fednas_flwr.protocol.states import (
     unpack,
 )
 from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
-from fednas_flwr.search.architect import alpha_entropy
+from fednas_flwr.search.batch_gradients import alpha_entropy
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import TOTAL, Cohort

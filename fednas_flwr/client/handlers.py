@@ -35,15 +35,22 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol import states as st
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.sum_requests import Settings, answer_sum
-from fednas_flwr.search.candidate import Candidate, Pool, all_alike, path_states, train_candidates
+from fednas_flwr.search.batch_gradients import Batch, periodic_gradients
+from fednas_flwr.search.candidate import Candidate, Pool, all_alike
 from fednas_flwr.search.exact_gradients import (
     ClippedGradients,
     ExactGradients,
     ExactSums,
     LookAhead,
 )
-from fednas_flwr.search.gradient_sums import Batch, periodic_gradients
-from fednas_flwr.search.optimizer_step import Gradients, Optimizer, Optimizers, make_sgd
+from fednas_flwr.search.local_search import train_candidates
+from fednas_flwr.search.optimizer_step import (
+    Gradients,
+    Optimizer,
+    Optimizers,
+    make_sgd,
+    path_states,
+)
 from fednas_flwr.spaces.latency_tables import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import Supernet

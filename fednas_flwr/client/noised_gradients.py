@@ -35,9 +35,8 @@ from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.secure_sum.grid import Cells
 from fednas_flwr.protocol.states import Tensors
-from fednas_flwr.search.candidate import PREFIX, Pool
-from fednas_flwr.search.gradient_sums import Batch
-from fednas_flwr.search.gumbel import Relaxed
+from fednas_flwr.search.batch_gradients import Batch
+from fednas_flwr.search.candidate import PREFIX, Pool, Relaxed
 from fednas_flwr.search.objective import Output
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, trainable_weights
 from fednas_flwr.search.proxyless import (

@@ -1,28 +1,33 @@
-"""Candidates of a search: one as a network of its own, or several beside each other.
+"""Candidates of a search: paths through a supernet, or several networks beside each other.
 
-Pham et al. (2018), ENAS, arXiv 1802.03268: a candidate is a path through a supernet and inherits
-the weights that others have trained. :func:`train_candidates` is lines 4 to 8 of DPNAS' Alg. 1
-(Cheng et al. 2022, arXiv 2110.08557).
+Pham et al. (2018), ENAS, arXiv 1802.03268: a :class:`Candidate` is a path through a supernet and
+inherits the weights that others have trained. A :class:`GumbelPath`, drawn anew for every gradient,
+takes the place of a supernet in the steps of GDAS (Dong and Yang 2019, arXiv 1910.04465): one op of
+every edge is computed, and the alphas get a gradient through the softmax that it was drawn by.
 
 The networks of a :class:`Pool` share batches and messages, but no weight: its gradient is each
 member's (:func:`by_member`), so that a member is trained as it would be alone.
+
+Tensor suffixes: B batch, E edges, O ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.optimizer_step import MOMENTS, Gradients, Optimizer
+from fednas_flwr.spaces.cell_graph import CELL
 from fednas_flwr.spaces.dp_cells import DPCellNetwork
+from fednas_flwr.spaces.nasbench201 import NASBench201Body, NASBench201Space
 from fednas_flwr.spaces.space import Supernet
 
 T = TypeVar("T")
 
 PREFIX = "members"
+TRIES = 100  # of uniform draws one in eight is refused
 
 
 class Candidate(nn.Module):
@@ -55,16 +60,6 @@ class Candidate(nn.Module):
         return logits
 
 
-def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str, set[str]]:
-    """Return the names of tensors that training any of these paths reads or moves, by state.
-
-    Server and clients compute it alike from the paths: messages about them carry nothing else.
-    """
-    weights = {name for path in paths for name in Candidate(supernet, path).weights()}
-    moments = {f"weights.{moment}.{name}" for moment in MOMENTS["weights"] for name in weights}
-    return {"weights": weights, "moments": moments}
-
-
 def all_alike(supernet: Supernet) -> list[list[int]]:
     """Return for every op the path with that op on all edges.
 
@@ -74,30 +69,79 @@ def all_alike(supernet: Supernet) -> list[list[int]]:
     return [[op] * edges for op in range(ops)]
 
 
-def train_candidates(
-    supernet: Supernet,
-    paths: Sequence[Sequence[int]],
-    gradients: Gradients,
-    weights: Optimizer,
-    *,
-    steps: int,
-) -> None:
-    """Train the shared weights in place on one path after the other.
+class GumbelPath(nn.Module):
+    """A supernet restricted to one drawn op per edge; it shares the supernet's parameters.
 
-    Weights beside a path neither move nor decay in its steps; momentum goes from one to the next.
+    With Gumbel noise g the op of edge e is ``k = argmax_o (alpha_eo + g_eo)``, which has the
+    probability ``softmax(alpha_e)_k``. In the forward pass its gate h_e is 1, in the backward pass
+    p_ek with ``p_e = softmax((alpha_e + g_e) / T)``, so that ``dL/dalpha_eo = dL/dh_e p_ek
+    (delta_ko - p_eo) / T`` (section 3.2). Ops that are not drawn are not computed: nothing flows
+    through their gates. The authors' code adds those to the feature map, where they are 0, and so
+    has a further term. The noise is drawn once: every forward is of the same path.
 
-    Args:
-        supernet: Its weights are those of ``weights``.
-        paths: The candidates.
-        gradients: Exact, clipped (``exact_gradients.ClippedGradients``) or noised; they yield
-            ``steps`` times for each candidate.
-        weights: The step.
-        steps: Of each candidate.
+    Deviation: noise by which no op with weights is on a way from the cell's input to its output is
+    drawn again, as often as ``TRIES``: a step on such a path would move nothing.
+
+    Attributes:
+        columns: By kind of cell for every edge the column of the drawn op.
     """
-    supernet.train()
-    chosen = (candidate for path in paths for candidate in repeat(Candidate(supernet, path), steps))
-    for candidate, _ in zip(chosen, gradients.steps(), strict=True):
-        weights.step(gradients.weights(candidate))
+
+    def __init__(
+        self, supernet: Supernet, *, temperature: float, generator: torch.Generator
+    ) -> None:
+        """Draw the path.
+
+        Args:
+            supernet: Of the space ``nasbench201``.
+            temperature: T, above 0.
+            generator: On the CPU.
+
+        Raises:
+            ValueError: The supernet is of another space.
+        """
+        super().__init__()
+        if not isinstance(supernet.body, NASBench201Body):
+            raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
+        self.supernet, self.body, self.training = supernet, supernet.body, supernet.training
+        self.temperature = temperature
+        alphas = {kind: alpha.detach() for kind, alpha in supernet.alphas().items()}
+        for _ in range(TRIES):
+            self._noise = {
+                kind: -torch.empty(alpha.shape).exponential_(generator=generator).log().to(alpha)
+                for kind, alpha in alphas.items()
+            }
+            self.columns = {
+                kind: (alpha + self._noise[kind]).argmax(dim=-1).tolist()
+                for kind, alpha in alphas.items()
+            }
+            if not NASBench201Space.is_degenerate(NASBench201Space.genotype(self.columns[CELL])):
+                break
+
+    def alphas(self) -> dict[str, nn.Parameter]:
+        """Return the supernet's."""
+        return self.supernet.alphas()
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return the weights that the path computes with, under their names in the supernet."""
+        return self.supernet.path_weights(self.columns[CELL])
+
+    def gates(self) -> dict[str, Tensor]:
+        """Return the gates [E] of the drawn ops, all 1, differentiable in the alphas."""
+        gates = {}
+        for kind, alphas_EO in self.alphas().items():
+            p_EO = ((alphas_EO + self._noise[kind]) / self.temperature).softmax(dim=-1)
+            p_E = p_EO.gather(-1, torch.tensor(self.columns[kind], device=p_EO.device)[:, None])[
+                :, 0
+            ]
+            gates[kind] = 1 + p_E - p_E.detach()
+        return gates
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, classes]."""
+        return self.body.path(x, self.columns, self.gates())
+
+
+Relaxed = Supernet | GumbelPath  # what has alphas with a gradient
 
 
 class Pool(nn.Module):

@@ -14,15 +14,17 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
-from fednas_flwr.search.architect import (
+from fednas_flwr.search.batch_gradients import (
+    Batch,
+    Tally,
     alpha_gradient_sum,
     mixed_level_gradient,
     second_order_gradient,
     virtual_step,
+    weight_gradient,
+    weight_gradient_sum,
 )
-from fednas_flwr.search.candidate import Pool, by_member
-from fednas_flwr.search.gradient_sums import Batch, Tally, weight_gradient, weight_gradient_sum
-from fednas_flwr.search.gumbel import Relaxed
+from fednas_flwr.search.candidate import Pool, Relaxed, by_member
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient

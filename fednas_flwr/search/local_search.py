@@ -1,4 +1,7 @@
-"""Differentiable search on one client: an alpha step, then a weight step, again and again.
+"""Local steps of searches on one client.
+
+:func:`alternate` takes an alpha step, then a weight step, again and again. :func:`train_candidates`
+is lines 4 to 8 of DPNAS' Alg. 1 (Cheng et al. 2022, arXiv 2110.08557).
 
 Three rules for the alpha step: ``first_order`` and ``second_order`` (DARTS, Liu et al., 2019,
 arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS).
@@ -6,14 +9,22 @@ arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.search.architect import beta_gradient
-from fednas_flwr.search.gumbel import GumbelPath, Relaxed
-from fednas_flwr.search.optimizer_step import Gradients, Optimizers, Proximal, add_gradients
+from fednas_flwr.search.batch_gradients import beta_gradient
+from fednas_flwr.search.candidate import Candidate, GumbelPath, Relaxed
+from fednas_flwr.search.optimizer_step import (
+    Gradients,
+    Optimizer,
+    Optimizers,
+    Proximal,
+    add_gradients,
+)
 from fednas_flwr.settings.optimizers import NonNegative, Positive, Rule
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.space import Supernet
@@ -29,9 +40,9 @@ class Alternating(Checked):
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that the search began with.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
-            ``architect.beta_gradient``.
+            ``batch_gradients.beta_gradient``.
         temperature: Of GDAS, above 0: both gradients are of single paths, each drawn anew
-            (``gumbel.GumbelPath``). None computes all ops.
+            (``candidate.GumbelPath``). None computes all ops.
     """
 
     rule: Rule
@@ -91,3 +102,29 @@ def alternate(
             gradient = add_gradients(gradient, further)
         optimizers.alphas.step(gradient)
         optimizers.weights.step(proximal.added_to(gradients.weights(network())))
+
+
+def train_candidates(
+    supernet: Supernet,
+    paths: Sequence[Sequence[int]],
+    gradients: Gradients,
+    weights: Optimizer,
+    *,
+    steps: int,
+) -> None:
+    """Train the shared weights in place on one path after the other.
+
+    Weights beside a path neither move nor decay in its steps; momentum goes from one to the next.
+
+    Args:
+        supernet: Its weights are those of ``weights``.
+        paths: The candidates.
+        gradients: Exact, clipped (``exact_gradients.ClippedGradients``) or noised; they yield
+            ``steps`` times for each candidate.
+        weights: The step.
+        steps: Of each candidate.
+    """
+    supernet.train()
+    chosen = (candidate for path in paths for candidate in repeat(Candidate(supernet, path), steps))
+    for candidate, _ in zip(chosen, gradients.steps(), strict=True):
+        weights.step(gradients.weights(candidate))

@@ -7,14 +7,14 @@ the next ones and lets a :class:`Optimizer` step along them. Exact gradients are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.gumbel import Relaxed
+from fednas_flwr.search.candidate import Candidate, Relaxed
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.space import Supernet
@@ -135,6 +135,16 @@ def no_moments(network: nn.Module) -> Tensors:
         for moment in MOMENTS[state]
         for name, parameter in named.items()
     }
+
+
+def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str, set[str]]:
+    """Return the names of tensors that training any of these paths reads or moves, by state.
+
+    Server and clients compute it alike from the paths: messages about them carry nothing else.
+    """
+    weights = {name for path in paths for name in Candidate(supernet, path).weights()}
+    moments = {f"weights.{moment}.{name}" for moment in MOMENTS["weights"] for name in weights}
+    return {"weights": weights, "moments": moments}
 
 
 def train(

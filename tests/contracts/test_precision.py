@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.candidate import Candidate, GumbelPath
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
-from fednas_flwr.search.gumbel import GumbelPath
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer, make_sgd
 from fednas_flwr.search.proxyless import PathNetwork, draw_paths, drawable_alphas

@@ -21,8 +21,12 @@ from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradie
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
 from fednas_flwr.privacy.self_test import unwatched
-from fednas_flwr.search.architect import alpha_gradient_sum
-from fednas_flwr.search.gradient_sums import Tally, trainable_weights, weight_gradient_sum
+from fednas_flwr.search.batch_gradients import (
+    Tally,
+    alpha_gradient_sum,
+    trainable_weights,
+    weight_gradient_sum,
+)
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space

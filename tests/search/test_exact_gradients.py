@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.architect import (
+from fednas_flwr.search.batch_gradients import (
     alpha_gradient_sum,
     mixed_level_gradient,
     second_order_gradient,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.search.architect import mixed_level_gradient, second_order_gradient
+from fednas_flwr.search.batch_gradients import mixed_level_gradient, second_order_gradient
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate
 from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd

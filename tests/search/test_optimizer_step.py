@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.candidate import train_candidates
 from fednas_flwr.search.exact_gradients import ExactGradients
-from fednas_flwr.search.local_search import Alternating, alternate
+from fednas_flwr.search.local_search import Alternating, alternate, train_candidates
 from fednas_flwr.search.optimizer_step import (
     Optimizer,
     Optimizers,

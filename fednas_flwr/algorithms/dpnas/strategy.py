@@ -12,7 +12,7 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.protocol.states import Tensors
-from fednas_flwr.search.candidate import path_states
+from fednas_flwr.search.optimizer_step import path_states
 from fednas_flwr.search.samplers import (
     Controller,
     Evolution,

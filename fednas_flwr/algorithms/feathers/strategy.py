@@ -16,8 +16,8 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
-from fednas_flwr.search.architect import rising
 from fednas_flwr.search.bandit import Bandit, Tuner, make_configurations
+from fednas_flwr.search.batch_gradients import rising
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
 
