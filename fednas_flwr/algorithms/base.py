@@ -46,7 +46,7 @@ from fednas_flwr.protocol.states import (
 )
 from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
 from fednas_flwr.search.batch_gradients import alpha_entropy
-from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.search.optimizer_step import after_prefix, no_moments
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange
@@ -612,12 +612,6 @@ class RoundStrategy(Strategy, Generic[S]):
 def server_state(checkpoint: Checkpoint) -> Tensors:
     """Return the :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
     return after_prefix(checkpoint.tensors, SERVER)
-
-
-def after_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
-    """The tensors whose names begin with a prefix, without it."""
-    named = tensors.items()
-    return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
 
 
 def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:

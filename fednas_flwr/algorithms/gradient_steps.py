@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import RoundStrategy, S, after_prefix
+from fednas_flwr.algorithms.base import RoundStrategy, S
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.states import Tensors, WeightedAverage
-from fednas_flwr.search.optimizer_step import clip_gradients
+from fednas_flwr.search.optimizer_step import after_prefix, clip_gradients
 
 
 class GradientStrategy(RoundStrategy[S]):

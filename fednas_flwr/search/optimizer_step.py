@@ -187,6 +187,12 @@ def add_gradients(gradient: Gradient, further: Mapping[str, Tensor]) -> Gradient
     return {n: further[n] if g is None else g + further[n] for n, g in found.items()}
 
 
+def after_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
+    """The tensors whose names begin with a prefix, without it."""
+    named = tensors.items()
+    return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
+
+
 def make_sgd(
     parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
     settings: SGD,

@@ -13,14 +13,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search.optimizer_step import path_states
-from fednas_flwr.search.samplers import (
-    Controller,
-    Evolution,
-    Path,
-    RandomSampler,
-    RejectionSampler,
-    Sampler,
-)
+from fednas_flwr.search.samplers import Controller, Evolution, Path, Sampler
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.space import Supernet
@@ -127,15 +120,12 @@ class DPNAS(RoundStrategy[DPNASSettings]):
 def make_sampler(seed: int, settings: DPNASSettings, space: type[DPCellSpace]) -> Sampler:
     """A sampler of candidates that are not degenerate, initialised from the run's seed."""
     choices = space.choices()
-
-    def rejects(path: list[int]) -> bool:
-        return space.is_degenerate(space.genotype(path))
-
     samplers: dict[str, Callable[[], Sampler]] = {
         "controller": lambda: Controller(choices, settings.controller),
         "evolution": lambda: Evolution(choices, settings.evolution),
-        "random": lambda: RandomSampler(choices),
+        "random": lambda: Sampler(choices),
     }
     with seeded(seed, "sampler"):
         sampler = samplers[settings.sampler]()
-    return RejectionSampler(sampler, choices, rejects)
+    sampler.rejects = lambda path: space.is_degenerate(space.genotype(path))
+    return sampler

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.fedopt import FedOpt
 
-from fednas_flwr.algorithms.base import RoundStrategy, after_prefix, mean_metrics
+from fednas_flwr.algorithms.base import RoundStrategy, mean_metrics
 from fednas_flwr.algorithms.fedavg import FedAvgSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.algorithms.private_rounds import PrivateRound, local_steps
@@ -25,7 +25,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient, Train
 from fednas_flwr.protocol.states import Packed, Tensors
-from fednas_flwr.search.optimizer_step import make_sgd
+from fednas_flwr.search.optimizer_step import after_prefix, make_sgd
 from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.run_settings import ServerAdagrad, ServerAdam
