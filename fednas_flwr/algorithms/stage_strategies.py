@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fdnas import whole_search
 from fednas_flwr.algorithms.fedavg.strategy import FedAvg, FedSGD, trained_on
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.algorithms.private_rounds import PrivateRound, expected_batch
@@ -71,7 +70,7 @@ def make_search(
     Raises:
         ValueError: The algorithm does not search.
     """
-    config = whole_search(config)
+    config = config.algorithm.whole_search(config)
     strategy, space = strategy_of(config, "search"), networks.supernet_space(config, prepared)
     network = nn.Module()
     if algorithm_of(config).trains == SUPERNET:

@@ -24,10 +24,6 @@ import torch
 from flwr.app import Message
 from jinja2 import StrictUndefined, Template
 
-from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fdnas import whole_search
-from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings
-from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -50,7 +46,6 @@ from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.run_settings import RayRuntime
 
 FEW = 4  # steps that tell what one takes
-DRAWS = 4  # of zero_cost, likewise
 G = TypeVar("G", bound=InProcessGrid)
 
 
@@ -121,6 +116,7 @@ def estimate(config: Config) -> Estimate:
         ConfigError: The clients' data lies on other machines.
         QuorumError: Clients refuse, as they would in the run.
     """
+    _, factor = _rehearsed(config)
     device, free = make_device(config.runtime.device), free_bytes(config)
     torch.set_num_threads(config.runtime.threads)
     if device.type == "cuda":
@@ -131,10 +127,7 @@ def estimate(config: Config) -> Estimate:
         stages, config = [], run.config
         if searches(config):
             with suppress(OutOfTimeError):
-                start_search(run, prepare=_draw_few)
-            algorithm, factor = config.algorithm, 1.0
-            if isinstance(algorithm, ZeroCostSettings):
-                factor = max(1.0, algorithm.draws / DRAWS)
+                start_search(run)
             stages.append(_stage(run, grid, "search", config.rounds, factor))
         if "retrain" in config.stages:
             retrain(run, described_at_random(run), None)
@@ -194,18 +187,20 @@ def described_at_random(run: Run) -> dict[str, Any]:
 
 def _moved(config: Config, folder: Path) -> Config:
     """Return the configuration of the run that is measured, whose folder is made."""
-    algorithm, privacy = config.algorithm, config.privacy
-    config = whole_search(config)
-    if isinstance(algorithm, SuccessiveHalvingSettings):
-        keep = algorithm.pool.size(config.search_space.name)
-        pool = replace(algorithm.pool, draws=keep, keep=keep, by=[], shortlist=None)
-        config = replace(config, algorithm=replace(algorithm, pool=pool))
+    (config, _), privacy = _rehearsed(config), config.privacy
     if isinstance(privacy, DifferentialPrivacy) and privacy.sites is not None:
         sites = expanded("privacy.sites", privacy.sites)
         if sites.exists():  # whose real budgets pay nothing
             shutil.copytree(sites, folder / "sites")
         config = replace(config, privacy=replace(privacy, sites=str(folder / "sites")))
     return create_run_folder(replace(config, run_dir=str(folder / "run")))
+
+
+def _rehearsed(config: Config) -> tuple[Config, float]:
+    """The configuration with little work of the server, and the factor by which it has more."""
+    config = config.algorithm.whole_search(config)
+    algorithm, factor = config.algorithm.rehearsed(config.search_space.name)
+    return replace(config, algorithm=algorithm), factor
 
 
 def _grid(config: Config) -> InProcessGrid:
@@ -217,13 +212,6 @@ def _promised(run: Run) -> str:
     events = read_events(run.folder / EVENTS_FILE)
     promised = [event for event in events if event["event"] == "privacy"]
     return sentence("overall_text", promised[-1]) if promised else ""
-
-
-def _draw_few(strategy: RoundStrategy[Any]) -> None:
-    """Have a data-free search score a few networks, after its releases were planned."""
-    settings = strategy.settings
-    if isinstance(settings, ZeroCostSettings) and settings.draws > DRAWS:
-        strategy.settings = replace(settings, draws=DRAWS, evolution=None, shortlist=None)
 
 
 def _stage(

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fednas_flwr.algorithms.fdnas import whole_search
 from fednas_flwr.algorithms.stage_strategies import prior_alphas, strategy_of
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.base.memory import check_fits
@@ -265,7 +264,8 @@ def _batch_size(config: Config, stage: str) -> int | None:
     retraining = config.retrain.batch_size
     if stage == "retrain":
         return retraining
-    size: int | None = getattr(whole_search(config).algorithm, "batch_size", retraining)
+    algorithm = config.algorithm.whole_search(config).algorithm
+    size: int | None = getattr(algorithm, "batch_size", retraining)
     return size
 
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from statistics import median_low
 from typing import Any
 
-from fednas_flwr.algorithms.fdnas import whole_search
 from fednas_flwr.algorithms.stage_strategies import releases_by_round
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy import plan
@@ -393,7 +392,9 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     """The releases of each round for a client that takes part in it, by stage."""
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    config = whole_search(config)  # whose clients commit to their groups' rounds, too
+    config = config.algorithm.whole_search(
+        config
+    )  # whose clients commit to their groups' rounds, too
     rounds: dict[str, list[list[PlannedRelease]]] = {}
     if privacy.statistics_noise_multiplier is not None:
         rounds[STATISTICS] = [[plan.statistics_release()]]

@@ -85,6 +85,24 @@ class AlgorithmSettings(Checked):
             config: The run's :class:`~fednas_flwr.settings.Config`, whose algorithm this is.
         """
 
+    def whole_search(self, config: Any) -> Any:
+        """The configuration with all rounds of search that a client is asked in.
+
+        It is the run's own unless groups of clients search on.
+        """
+        return config
+
+    def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
+        """Settings with the same requests to clients and little work of the server, for a dry run.
+
+        Args:
+            space: Name of the search space.
+
+        Returns:
+            The settings, and the factor by which a search's own work at the server is larger.
+        """
+        return self, 1.0
+
 
 @dataclass(frozen=True)
 class GivenNetwork(AlgorithmSettings):

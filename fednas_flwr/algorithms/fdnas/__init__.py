@@ -136,6 +136,11 @@ class CFDNASSettings(AlgorithmSettings):
             )
         self.search.check(config)
 
+    def whole_search(self, config: Config) -> Config:
+        """The configuration of a run of FDNAS with all rounds, of all clients and of a group."""
+        rounds = self.group_rounds + (config.rounds if self.inherit else 0)
+        return replace(config, algorithm=self.search, rounds=rounds)
+
     def check_groups(self, config: Config) -> None:
         """Refuse groups that cannot come about; real nodes tell their own tags."""
         if self.num_groups is not None and self.num_groups > config.clients:
@@ -156,18 +161,6 @@ class CFDNASSettings(AlgorithmSettings):
         for name in self.group_hardware:
             if name not in tags:
                 raise unknown_choice("algorithm.group_hardware", name, set(tags))
-
-
-def whole_search(config: Config) -> Config:
-    """The configuration with all rounds of search that a client is asked in.
-
-    It is the run's own except for CFDNAS, whose groups search on: then it is one of FDNAS.
-    """
-    settings = config.algorithm
-    if not isinstance(settings, CFDNASSettings):
-        return config
-    rounds = settings.group_rounds + (config.rounds if settings.inherit else 0)
-    return replace(config, algorithm=settings.search, rounds=rounds)
 
 
 def all_hardware(settings: AlgorithmSettings) -> list[Hardware]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fednas_flwr.algorithms.zero_cost import check_scores, check_shortlist
@@ -92,6 +92,12 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
     def trains_models(self) -> bool:
         """True unless each client ranks by copies of its own."""
         return self.rewarded == "averaged"
+
+    def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
+        """A search whose pool is as large, and the first that are drawn."""
+        keep = self.pool.size(space)
+        pool = replace(self.pool, draws=keep, keep=keep, by=[], shortlist=None)
+        return replace(self, pool=pool), 1.0
 
     def check(self, config: Config) -> None:
         """Refuse scores that do not exist, and shortlists or local rankings that cannot be."""

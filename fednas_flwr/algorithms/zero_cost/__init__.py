@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fednas_flwr.base.errors import unknown_choice
@@ -12,6 +12,8 @@ from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import UNITS
 from fednas_flwr.settings.parser import Between, Length, Names, check_range
 from fednas_flwr.settings.registry import Algorithm, Rule, register
+
+REHEARSED_DRAWS = 4
 
 
 def check_shortlist(shortlist: opt.ShortlistSettings | None, draws: int, *, least: int = 2) -> None:
@@ -60,6 +62,13 @@ class ZeroCostSettings(AlgorithmSettings):
         from fednas_flwr.search.data_free_scores import SYNFLOW, trusted_scores  # brings torch
 
         return self.scores or trusted_scores(space) or SYNFLOW
+
+    def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
+        """A search that scores a few networks."""
+        if self.draws <= REHEARSED_DRAWS:
+            return self, 1.0
+        few = replace(self, draws=REHEARSED_DRAWS, evolution=None, shortlist=None)
+        return few, self.draws / REHEARSED_DRAWS
 
     def check(self, config: Config) -> None:
         """Refuse scores that do not exist."""
