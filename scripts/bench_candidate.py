@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from bench_overhead import compare, configured
 
+from fednas_flwr.algorithms.base import site_of
 from fednas_flwr.algorithms.dpnas import DPNASSettings
-from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client

@@ -12,7 +12,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Generic, TypeVar, cast, get_args
 
@@ -22,10 +22,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fednas_flwr.algorithms.private_rounds import PrivateRound, local_steps, site_of
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import Description
-from fednas_flwr.privacy.actions import SUPERNET
+from fednas_flwr.privacy.actions import SPLIT_OF, SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Reply
@@ -51,7 +50,7 @@ from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import AlgorithmSettings, Config, DifferentialPrivacy
-from fednas_flwr.settings.incompatible import follows_noise
+from fednas_flwr.settings.incompatible import by_record, follows_noise
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.run_settings import TrimmedMeanSettings
@@ -69,6 +68,101 @@ def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
     """Return whether a model is evaluated after a round: every so many and the last; 0 is never."""
     last = server_round == num_rounds
     return evaluate_every > 0 and (last or server_round % evaluate_every == 0)
+
+
+def site_of(config: Config) -> rq.Site | None:
+    """Further terms of a request to private clients; None without privacy."""
+    privacy = config.privacy
+    return rq.Site(privacy.data_set) if isinstance(privacy, DifferentialPrivacy) else None
+
+
+def local_steps(config: Config, stage: str) -> int | None:
+    """Noised steps of a local training, in place of epochs.
+
+    None without privacy, and where its unit is the client, which trains by epochs.
+    """
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy) or not by_record(config):
+        return None
+    return privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
+
+
+def expected_batch(config: Config, stage: str) -> float | None:
+    """Size of the batch of a step of ``search`` or ``retrain`` at a client, expected with privacy.
+
+    Below 1 it is the rate at which each record is drawn; None takes all records.
+    """
+    terms: object = config.privacy
+    batch_size: int | None = getattr(config.algorithm, "batch_size", None)
+    if stage == "retrain":
+        terms, batch_size = getattr(terms, "retrain", None), config.retrain.batch_size
+    rate: float | None = getattr(terms, "rate", None)
+    if rate is None:
+        return batch_size
+    return rate if rate < 1 else None
+
+
+@dataclass(frozen=True)
+class PrivateRound:
+    """A round of a stage of a private run, from whose configuration its releases follow.
+
+    Attributes:
+        config: The run's.
+        privacy: Its privacy.
+        stage: ``search`` or ``retrain``.
+        number: Its number, from 1.
+        num_rounds: Rounds of the stage.
+    """
+
+    config: Config
+    privacy: DifferentialPrivacy
+    stage: str
+    number: int
+    num_rounds: int
+
+    @property
+    def local_steps(self) -> int:
+        """Noised steps of a local training, also where the client then takes epochs."""
+        terms = self.privacy.retrain if self.stage == "retrain" else self.privacy
+        return terms.local_steps
+
+    def gradients(
+        self,
+        actions: Mapping[str, str],
+        *,
+        steps: int | None = None,
+        splits: Sequence[str] = (),
+        shared: bool = False,
+    ) -> list[PlannedRelease]:
+        """The releases of the gradients of steps, each of which releases every named state.
+
+        Args:
+            actions: By state, ``weights`` or ``alphas``, the action.
+            steps: Steps of each state; None takes those of a local training.
+            splits: The splits that are read; none: the one of the state in a search.
+            shared: See :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
+        """
+        norms = self.privacy.search_norms
+        if self.stage == "retrain":
+            norms = {"weights": self.privacy.retrain.max_grad_norm}
+        return [
+            PlannedRelease(
+                self.stage,
+                action,
+                state,
+                tuple(splits) or (SPLIT_OF[state],),
+                expected_batch(self.config, self.stage),
+                self.local_steps if steps is None else steps,
+                norms[state],
+                shared=shared,
+            )
+            for state, action in actions.items()
+        ]
+
+    def rewards(self, action: str, steps: int = 1) -> PlannedRelease:
+        """Releases of rewards over all validation records."""
+        norm = self.privacy.search_norms["rewards"]
+        return PlannedRelease(self.stage, action, "rewards", ("validation",), None, steps, norm)
 
 
 S = TypeVar("S", bound=AlgorithmSettings)
@@ -185,11 +279,6 @@ class RoundStrategy(Strategy, Generic[S]):
         """Refuse a search that is impossible with the run's data and search space."""
 
     @property
-    def site(self) -> rq.Site | None:
-        """Additional terms of requests to private clients, None without privacy."""
-        return site_of(self.config)
-
-    @property
     def model(self) -> dict[str, Packed]:
         """The states of the global model that are a network's."""
         return {name: state for name, state in self.states.items() if name != MOMENTS}
@@ -255,6 +344,8 @@ class RoundStrategy(Strategy, Generic[S]):
         """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`."""
         self._phase += 1
         answered = set()
+        if isinstance(settings, rq.AtSite):
+            settings = replace(settings, site=site_of(self.config))
         exchange = Exchange(
             action,
             stage=self.stage,
@@ -376,7 +467,7 @@ class RoundStrategy(Strategy, Generic[S]):
         hidden = self.is_private and self.noise_multiplier("metrics") is None
         if hidden or not evaluates(evaluate_every, server_round, num_rounds):
             return {}
-        request = rq.Evaluate(network=self.description, split="validation", site=self.site)
+        request = rq.Evaluate(network=self.description, split="validation")
         replies = self.ask("evaluate.model", request, states=self.states)
         metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}

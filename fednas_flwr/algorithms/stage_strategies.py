@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, expected_batch
 from fednas_flwr.algorithms.fedavg.strategy import FedAvg, FedSGD, trained_on
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
-from fednas_flwr.algorithms.private_rounds import PrivateRound, expected_batch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models import networks

@@ -622,11 +622,11 @@ def _candidate_gradients(
     batches = partial(_step_batches, client, "train", asked, first=first, generator=generator)
     if asked.dp_aware is None:
         return ExactGradients(
-            batches, epochs=None, steps=steps, objective=objective, precision=client.precision
+            batches, num_steps=steps, objective=objective, precision=client.precision
         )
     noise = client.generator(request.header, "noise")
     return ClippedGradients(
-        batches, steps=steps, dp_aware=asked.dp_aware, generator=noise, objective=objective
+        batches, num_steps=steps, dp_aware=asked.dp_aware, generator=noise, objective=objective
     )
 
 

@@ -166,7 +166,7 @@ def _gradients(
         partial(batches, client.split(local.split)),
         partial(batches, client.data.validation) if "alphas" in local.states else None,
         epochs=amount.epochs,
-        steps=amount.steps,
+        num_steps=amount.steps,
         objective=client.objective,
         auxiliary_weight=auxiliary_weight,
         precision=client.precision,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fednas_flwr.algorithms.base import site_of
 from fednas_flwr.algorithms.fdnas import FDNASSettings
-from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.data.datasets import Prepared

@@ -23,9 +23,8 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy, site_of
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
-from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.making import make_objective

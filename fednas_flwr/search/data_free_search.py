@@ -7,8 +7,9 @@ the first few are a pool that records can decide in.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,49 +41,32 @@ class Scored(NamedTuple):
     number: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits on the cost of a genotype's network; None is no limit.
+def exceeded(
+    limits: Mapping[str, float],
+    space: SearchSpace,
+    genotype: Genotype,
+    latency_ms: Callable[[Genotype], float] | None = None,
+) -> list[str]:
+    """The names of the limits on cost that a genotype's network exceeds.
 
-    Attributes:
-        parameters: Most parameters.
-        multiply_adds: Most multiply-adds of one example.
-        latency_ms: Highest latency in milliseconds.
+    Args:
+        limits: Highest cost by name: ``parameters``, ``multiply_adds`` of one example, or
+            ``latency_ms``.
+        space: Of the genotype, and of the network's sizes.
+        genotype: To be built, without memory for its weights.
+        latency_ms: Returns the latency of a genotype; needed with a limit of it.
     """
-
-    parameters: int | None = None
-    multiply_adds: int | None = None
-    latency_ms: float | None = None
-
-    def exceeded(
-        self,
-        space: SearchSpace,
-        genotype: Genotype,
-        latency_ms: Callable[[Genotype], float] | None = None,
-    ) -> list[str]:
-        """Return the names of the limits that a genotype exceeds.
-
-        Args:
-            space: Of the genotype, and of the network's sizes.
-            genotype: To be built, without memory for its weights.
-            latency_ms: Returns the latency of a genotype; needed with a limit of it.
-
-        Raises:
-            ValueError: There is a limit of latency, and nothing to predict it with.
-        """
-        costs: dict[str, float] = {}
-        if self.parameters is not None or self.multiply_adds is not None:
-            with torch.device("meta"):
-                network = space.network(genotype)
-                costs["parameters"] = count_parameters(network)
-                if self.multiply_adds is not None:
-                    costs["multiply_adds"] = count_multiply_adds(network, space.input_shape)
-        if self.latency_ms is not None:
-            if latency_ms is None:
-                raise ValueError("a limit of latency needs a function that predicts it")
-            costs["latency_ms"] = latency_ms(genotype)
-        most = asdict(self)
-        return [name for name in costs if most[name] is not None and costs[name] > most[name]]
+    costs: dict[str, float] = {}
+    if limits.keys() - {"latency_ms"}:
+        with torch.device("meta"):
+            network = space.network(genotype)
+            costs["parameters"] = count_parameters(network)
+            if "multiply_adds" in limits:
+                costs["multiply_adds"] = count_multiply_adds(network, space.input_shape)
+    if "latency_ms" in limits:
+        assert latency_ms is not None
+        costs["latency_ms"] = latency_ms(genotype)
+    return [name for name, most in limits.items() if costs[name] > most]
 
 
 def search(
@@ -92,7 +76,7 @@ def search(
     draws: int,
     generator: torch.Generator,
     evolution: EvolutionSettings | None = None,
-    limits: Limits | None = None,
+    limits: Mapping[str, float] = {},
     latency_ms: Callable[[Genotype], float] | None = None,
     limited: SearchSpace | None = None,
     draw: Callable[[torch.Generator], Genotype] | None = None,
@@ -113,8 +97,8 @@ def search(
         draws: How many to score; fewer are where the space has no more.
         generator: All that is random comes from it, so that its state fixes the result.
         evolution: Sizes of population and tournament.
-        limits: Limits on what a network may cost.
-        latency_ms: See :meth:`Limits.exceeded`.
+        limits: Limits on the cost of a network, see :func:`exceeded`.
+        latency_ms: See :func:`exceeded`.
         limited: The space at the sizes of the networks that the limits are for; None: ``space``.
         draw: Returns an architecture that is drawn; None draws uniformly.
         known: Result of an earlier search, which this one goes on with: its architectures come
@@ -126,7 +110,7 @@ def search(
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
     found = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
-    exceeded: dict[str, int] = {}
+    refused: Counter[str] = Counter()
     tried, seen = 0, set(found)
     while len(found) < len(known) + draws and tried < TRIES:
         tried += 1
@@ -138,14 +122,13 @@ def search(
         if key in seen:
             continue
         seen.add(key)
-        over = limits.exceeded(limited or space, genotype, latency_ms) if limits else []
-        for name in over:
-            exceeded[name] = exceeded.get(name, 0) + 1
+        over = exceeded(limits, limited or space, genotype, latency_ms)
+        refused.update(over)
         if not over:
             found[key] = Scored(genotype, score(genotype), number=len(found))
             tried = 0
-    if limits is not None and not found:
-        counts = (f"{n} exceed {name}={asdict(limits)[name]}" for name, n in exceeded.items())
+    if limits and not found:
+        counts = (f"{n} exceed {name}={limits[name]}" for name, n in refused.items())
         raise ConfigError(
             f"no network of search_space={space.name} is within the limits: of {len(seen)} drawn, "
             f"{', '.join(counts)}: raise them, or lower the network's sizes (retrain.channels, "

@@ -137,6 +137,13 @@ class NetworkLimits(Checked):
                 "latency needs a table, and a table is for that only."
             )
 
+    @property
+    def by_name(self) -> dict[str, float]:
+        """The limits that there are."""
+        limits = {"parameters": self.parameters, "multiply_adds": self.multiply_adds}
+        named = {**limits, "latency_ms": self.latency_ms}
+        return {name: most for name, most in named.items() if most is not None}
+
 
 @dataclass(frozen=True)
 class Hardware(Checked):

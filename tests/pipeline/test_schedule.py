@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.algorithms.private_rounds import local_steps as steps_of
-from fednas_flwr.algorithms.private_rounds import site_of
+from fednas_flwr.algorithms.base import local_steps as steps_of
+from fednas_flwr.algorithms.base import site_of
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.pipeline.schedule import make_schedule, paying

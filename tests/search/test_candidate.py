@@ -82,9 +82,11 @@ def test_candidates_are_trained_one_after_the_other(dp_aware):
     ]
     constants = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
     gradients = (
-        ExactGradients(lambda: iter(batches), epochs=None, steps=4)
+        ExactGradients(lambda: iter(batches), num_steps=4)
         if dp_aware is None
-        else ClippedGradients(lambda: iter(batches), steps=4, dp_aware=dp_aware, generator=noise)
+        else ClippedGradients(
+            lambda: iter(batches), num_steps=4, dp_aware=dp_aware, generator=noise
+        )
     )
     weights = supernet.weights()
     optimizer = Optimizer(weights, torch.optim.SGD(weights.values(), **constants))

@@ -78,7 +78,7 @@ def take(gradients, net):
 )
 def test_as_many_steps_as_asked_over_as_many_passes_as_needed(net, records, steps, drawn):
     train, _, log = records(3)
-    gradients = ExactGradients(train, epochs=None, steps=steps)
+    gradients = ExactGradients(train, num_steps=steps)
     seen = [gradients.train_batch for _ in gradients.steps()]
     assert log == drawn
     assert len(seen) == steps
@@ -87,7 +87,7 @@ def test_as_many_steps_as_asked_over_as_many_passes_as_needed(net, records, step
 
 def test_steps_draw_no_batch_beyond_the_last_of_an_endless_pass(records):
     train, _, log = records(20)
-    for _ in ExactGradients(train, epochs=None, steps=5).steps():
+    for _ in ExactGradients(train, num_steps=5).steps():
         pass
     assert log == [f"train 1.{i}" for i in range(5)]
 
@@ -99,7 +99,7 @@ def test_epochs_are_whole_passes(records, epochs):
     assert log == [f"train {n}.{i}" for n in range(1, epochs + 1) for i in range(2)]
 
 
-@pytest.mark.parametrize("limit", [{"epochs": 2}, {"epochs": None, "steps": 10}])
+@pytest.mark.parametrize("limit", [{"epochs": 2}, {"num_steps": 10}])
 def test_validation_batches_begin_anew_with_every_pass(net, records, limit):
     """Within one, as many passes are made as it needs; each batch is drawn after the step's own."""
     train, validation, log = records(5, 2)
@@ -124,12 +124,12 @@ def test_a_step_has_one_batch_of_each_split(records):
         assert batches[1] is expected[1]
 
 
-@pytest.mark.parametrize("limit", [{"epochs": 3}, {"epochs": None, "steps": 8}])
+@pytest.mark.parametrize("limit", [{"epochs": 3}, {"num_steps": 8}])
 def test_tallies_are_of_the_last_pass(net, records, limit):
     train, validation, _ = records(3, 2)
     gradients = ExactGradients(train, validation, **limit)
     take(gradients, net)
-    last = 3 if "steps" not in limit else 2
+    last = 3 if "num_steps" not in limit else 2
     x, y = (torch.cat(part) for part in zip(*train.batches[:last], strict=True))
     logits = net(x)
     hits = int((logits.argmax(1) == y).sum())

@@ -176,9 +176,7 @@ class Stream:
         return Optimizers(own, Optimizer(alphas, adam), sent)
 
     def take(self, steps: int, optimizers: Optimizers) -> None:
-        gradients = ExactGradients(
-            lambda: self.train, lambda: self.validation, epochs=None, steps=steps
-        )
+        gradients = ExactGradients(lambda: self.train, lambda: self.validation, num_steps=steps)
         self.steps = steps
         self.loop(self, gradients, optimizers)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.dpnas import DPNASSettings
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
@@ -61,7 +60,6 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             batch_size=None if self.is_private else settings.batch_size,
             weights=self.client_weights(settings.weights.at_round(server_round, num_rounds)),
             dp_aware=None if self.is_private else settings.dp_aware,
-            site=self.site,
             sparse=True,
         )
         own = path_states(self.supernet, request.candidates)
@@ -80,9 +78,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
 
     def _measure(self, paths: Sequence[Path]) -> tuple[list[float], dict[str, float]]:
         """Each candidate's accuracy over all clients' validation records, and metrics."""
-        request = RewardCandidates(
-            candidates=[list(path) for path in paths], site=self.site, sparse=True
-        )
+        request = RewardCandidates(candidates=[list(path) for path in paths], sparse=True)
         own = path_states(self.supernet, paths)
         rewards, metrics = self.reward(request, only=own, paths=paths)
         return rewards, {"validation_accuracy": sum(rewards) / len(rewards), **metrics}

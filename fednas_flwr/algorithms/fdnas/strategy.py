@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings, FDNASSettings, all_hardware
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
@@ -48,7 +47,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
                 settings.gates, server_round <= settings.warm_up_rounds, self._hardware
             ),
         )
-        request = Search(local=local, sparse=settings.sparse, site=self.site)
+        request = Search(local=local, sparse=settings.sparse)
         return self.train("train.search", request, settings.weights.momentum)
 
     def average(

@@ -9,9 +9,8 @@ from dataclasses import asdict
 
 import torch
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.feathers import FEATHERSSettings
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
@@ -124,7 +123,6 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             training=local if isinstance(local, rq.LocalTraining) else None,
             trials=[rq.Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
             loss_bound=bound,
-            site=self.site,
         )
         total = torch.zeros(len(configurations), dtype=torch.float64)
         weight, num_clients = 0.0, 0
@@ -180,8 +178,8 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         """Return action and request of a round of training with a configuration."""
         local = self._local(configuration)
         if isinstance(local, rq.LocalTraining):
-            return "train.weights", rq.Train(local=local, site=self.site)
-        return "train.search", rq.Search(local=local, site=self.site)
+            return "train.weights", rq.Train(local=local)
+        return "train.search", rq.Search(local=local)
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
         """Local search or training with a configuration."""

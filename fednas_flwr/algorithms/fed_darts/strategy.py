@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.search.batch_gradients import rising
@@ -42,7 +41,7 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
                 temperature=temperature,
             ),
         )
-        request = Search(local=local, site=self.site)
+        request = Search(local=local)
         return self.train("train.search", request, settings.weights.momentum)
 
     @classmethod

@@ -17,10 +17,9 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.fedopt import FedOpt
 
-from fednas_flwr.algorithms.base import RoundStrategy, mean_metrics
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, local_steps, mean_metrics
 from fednas_flwr.algorithms.fedavg import FedAvgSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
-from fednas_flwr.algorithms.private_rounds import PrivateRound, local_steps
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient, Train
@@ -136,7 +135,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
             split="+".join(trained_on(every)),
             proximal=self.proximal,
         )
-        request = Train(local=local, site=self.site)
+        request = Train(local=local)
         metrics = self.train("train.weights", request, weights.momentum)
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
@@ -195,7 +194,6 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
                 batch_size=None if self.is_private else retrain.batch_size,
                 auxiliary_weight=retrain.auxiliary_weight,
                 drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
-                site=self.site,
             )
             replies = self.ask(
                 "train.network_gradient", request, states=self.states, layouts=self.layouts

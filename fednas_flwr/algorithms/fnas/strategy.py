@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import evaluates, mean_metrics
+from fednas_flwr.algorithms.base import PrivateRound, evaluates, mean_metrics
 from fednas_flwr.algorithms.fnas import FNASSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import Packed, pack
@@ -57,7 +56,6 @@ class FNAS(GradientStrategy[FNASSettings]):
             batch_size=None if self.is_private else self.settings.batch_size,
             order=self.settings.order,
             inner_lr=sgd.lr,
-            site=self.site,
         )
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)

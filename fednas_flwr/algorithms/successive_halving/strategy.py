@@ -9,8 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.stage_strategies import found_alphas
 from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
 from fednas_flwr.algorithms.zero_cost.strategy import ScoredDraws
@@ -52,19 +51,13 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     over the rounds, or over the local epochs of ``local``.
     """
 
-    def set_up(self) -> None:
-        """Make the search for the pool."""
-        self._drawn = self._draws(self.config, self.prepared, self.space)
-
     @staticmethod
     def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
-        settings = config.algorithm
+        settings, options = config.algorithm, {}
         assert isinstance(settings, SuccessiveHalvingSettings)
-        pool, scores = settings.pool, settings.pool.chosen_scores(space.name)
-        options = {}
-        if pool.alphas is not None:
+        if settings.pool.alphas is not None:
             options["draw"] = partial(draw_by_alphas, space, found_alphas(config, space))
-        return ScoredDraws(config, prepared, space, scores, pool.limits, pool.shortlist, options)
+        return ScoredDraws(config, prepared, space, settings.pool, options)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train the networks that are left; at the end of a rung keep the best."""
@@ -76,12 +69,12 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
         metrics = {"candidates": float(len(self.pool()))}
         if settings.rewarded == "local":
-            measured = RewardCandidates(training=local, site=self.site)
+            measured = RewardCandidates(training=local)
         else:
             weights = self.client_weights(settings.weights.at_round(server_round, num_rounds))
-            request = Train(local=replace(local, weights=weights), site=self.site)
+            request = Train(local=replace(local, weights=weights))
             metrics |= self.train("train.weights", request, settings.weights.momentum)
-            measured = RewardCandidates(network=described, site=self.site)
+            measured = RewardCandidates(network=described)
         left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
         if left < len(self.pool()):
             metrics |= self._halve(left, measured)
@@ -116,8 +109,9 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def _choose(self) -> list[Genotype]:
         """The ranking whose best networks are the pool."""
         generator = make_generator(self.config.seed, "successive_halving")
-        found = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
-        return [one.genotype for one in found]
+        drawn = self._draws(self.config, self.prepared, self.space)
+        ranking = drawn.ranked(draws=self.settings.pool.draws, generator=generator)
+        return [one.genotype for one in ranking]
 
     def _size(self) -> int:
         """Size of the pool."""
