@@ -46,9 +46,8 @@ from fednas_flwr.protocol.states import (
 from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
 from fednas_flwr.search.batch_gradients import alpha_entropy
 from fednas_flwr.search.optimizer_step import after_prefix, no_moments
-from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import TOTAL, Cohort
-from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.exchange import Exchange, Participants
 from fednas_flwr.settings import AlgorithmSettings, Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import by_record, follows_noise
 from fednas_flwr.settings.names import FEWEST_VOTES
@@ -424,29 +423,22 @@ class RoundStrategy(Strategy, Generic[S]):
         """
         layout = Layout.of({"rewards": torch.zeros(request.count)})
         bounds = NOISY_REWARDS if self.is_private else EXACT_REWARDS
-        average, replies, own_rewards = self.new_average(), [], []
-        for _, reply in self.ask(
-            "evaluate.candidates",
-            request,
-            states=Part({n: self.layouts[n] for n in self.model}, only).of(self.model),
-            layouts={"rewards": layout},
-        ):
-            own = {
-                dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
-            }
-            average.add({"rewards": own}, weight=reply.num_examples)
-            own_rewards.append(unpack(own, layout)["rewards"])
+        average, replies, votes = self.new_average(), list[Reply](), list[Tensor]()
+        states = Part({n: self.layouts[n] for n in self.model}, only).of(self.model)
+        layouts = {"rewards": layout}
+        for _, reply in self.ask("evaluate.candidates", request, states=states, layouts=layouts):
+            vote = {d: vector.clamp(*bounds) for d, vector in reply.states["rewards"].items()}
+            average.add({"rewards": vote}, weight=reply.num_examples)
+            votes.append(unpack(vote, layout)["rewards"])
             replies.append(replace(reply, states={}))
-        weight = sum(reply.num_examples for reply in replies)
         rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
-        if by_median and not self.is_private and len(own_rewards) >= FEWEST_VOTES:
-            rewards = median_rewards(torch.stack(own_rewards).double()).tolist()
-        noise: float | None = 0.0
-        if self.is_private and not isinstance(average, WeightedAverage):
-            noise = None
-        elif self.is_private:
+        if by_median and not self.is_private and len(votes) >= FEWEST_VOTES:
+            rewards = median_rewards(torch.stack(votes).double()).tolist()
+        noise: float | None = None
+        if not self.is_private or isinstance(average, WeightedAverage):
             sigma = self.noise_multiplier("rewards") or 0.0
             sites = sum(reply.sites for reply in replies)
+            weight = sum(reply.num_examples for reply in replies)
             noise = sigma * math.sqrt(request.count * sites) / weight
         place = {"stage": self.stage, "round": self._round}
         self.cohort.emit("rewarded", **place, **names, rewards=rewards, noise=noise)

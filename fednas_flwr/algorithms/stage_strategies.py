@@ -22,8 +22,8 @@ from fednas_flwr.models import networks
 from fednas_flwr.privacy.plan import PlannedRelease, of_clients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.numbers import EVENTS_FILE, Run, read_run
-from fednas_flwr.server.client_sampling import Sampling
 from fednas_flwr.server.cohort import Cohort
+from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import by_client, retrains_by_gradients
 from fednas_flwr.settings.names import SPLITS

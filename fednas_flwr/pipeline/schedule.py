@@ -24,7 +24,7 @@ from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.server.client_sampling import Sampling
+from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import LEAST_CALIBRATED

@@ -1,6 +1,8 @@
-"""The bandit of FEATHERS over hyper-parameter configurations: pure numbers, no networks.
+"""Choices among hyper-parameter configurations: FEATHERS' bandit, and FedEx's distribution.
 
-Seng et al. (2023), FEATHERS, section 3.1. An arm is one configuration. In a phase some arms are
+Both are pure numbers and know no networks.
+
+FEATHERS: Seng et al. (2023), section 3.1. An arm is one configuration. In a phase some arms are
 tried, each from the same weights; an arm's reward is the decrease of the clients' mean validation
 loss. Estimates of the rewards choose the best arm, the distribution from which the next arms are
 drawn, and, by its entropy, how many.
@@ -26,10 +28,16 @@ is a :class:`Bandit` over a list that stays. Two switches of
   a configuration's coordinates and the state of training: rounds done, loss, last rewards. So an
   arm is judged by trials of its neighbours in a like state, not by its own of long ago.
 
-Neither knows networks. Alone, the first pays for a short list whose best arm stays, the second
+Alone, the first pays for a short list whose best arm stays, the second
 for arms whose rewards move (``tests/search/test_tuner.py``).
 
-Tensor suffixes: N arms, M trials so far, D coordinates.
+FedEx: Khodak et al. (2021), arXiv 2106.04502, Alg. 2. Every client of a round trains with a
+configuration drawn from :class:`Theta`; the clients' validation losses, less a baseline, give an
+estimate of its gradient, and it moves by an exponentiated gradient step. Deviation: in the first
+round the baseline is that round's own mean loss, where the public code has 0; by that every
+configuration that was drawn would lose to all others.
+
+Tensor suffixes: N arms or configurations, M trials so far, D coordinates.
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,14 +56,16 @@ from fednas_flwr.settings.optimizers import (
     Configuration,
     ConfigurationChoice,
     Range,
+    ThetaSettings,
     check_ranges,
 )
-from fednas_flwr.settings.parser import check_range
 
 SPREAD, SHRINK = 0.2, 0.9  # of resampling: shares of a range, per phase
 WIDTH = 0.4  # of the kernel, in shares of a range
 STATE_WIDTHS = (0.5, 1.0, 1.0)  # of progress, log loss, last reward in units of its scale
 RIDGE = 0.3  # variance of a reward's noise over that of the rewards
+LEAST = 1e-30  # a probability below this is never drawn; keeps the gradient finite
+EQUAL = 1e-9  # nats: a smaller excess is rounding, which aggressive steps would magnify
 
 
 @dataclass(frozen=True)
@@ -78,12 +88,7 @@ class Bandit:
 
     @classmethod
     def of(cls, num_arms: int, settings: BanditSettings) -> Bandit:
-        """Return a bandit that has tried nothing.
-
-        Raises:
-            ConfigError: There is no arm.
-        """
-        check_range(num_arms >= 1, "number of configurations", num_arms, "1 or more")
+        """A bandit that has tried none of its one or more arms."""
         return cls(settings, torch.zeros(num_arms, dtype=torch.float64))
 
     def probabilities(self) -> Tensor:
@@ -95,8 +100,8 @@ class Bandit:
         return (self.estimates_N / unit).softmax(dim=0)
 
     def entropy(self) -> float:
-        """Return ``H = -sum pi ln pi`` in nats, from 0 to ln(N) (Eq. 7 with its sign)."""
-        return max(0.0, float(torch.special.entr(self.probabilities()).sum()))
+        """``H = -sum pi ln pi`` in nats, from 0 to ln(N) (Eq. 7 with its sign)."""
+        return entropy(self.probabilities())
 
     def num_trials(self) -> int:
         """Return kappa, the arms to try next: round(beta H), at least 1 and at most N."""
@@ -176,14 +181,9 @@ class Bandit:
 
     def with_json(self, values: Mapping[str, Any]) -> Bandit:
         """Return the bandit with the state that :meth:`to_json` gave."""
-        estimates_N = torch.tensor(values["estimates"], dtype=torch.float64)
-        return replace(
-            self,
-            estimates_N=estimates_N,
-            scale=float(values["scale"]),
-            noise=float(values["noise"]),
-            tried=frozenset(values["tried"]),
-        )
+        state = {**values, "tried": frozenset(values["tried"])}
+        estimates_N = torch.tensor(state.pop("estimates"), dtype=torch.float64)
+        return replace(self, estimates_N=estimates_N, **state)
 
 
 def make_configurations(choice: ConfigurationChoice, seed: int) -> list[Configuration]:
@@ -240,11 +240,7 @@ class Tuner:
         ranges: Mapping[str, Range],
         settings: BanditSettings,
     ) -> Tuner:
-        """Return a tuner that has tried nothing.
-
-        Raises:
-            ConfigError: There is no configuration.
-        """
+        """A tuner that has tried none of its one or more configurations."""
         return cls(Bandit.of(len(configurations), settings), tuple(configurations), ranges)
 
     def seeing(self, *, progress: float, loss: float | None) -> Tuner:
@@ -379,3 +375,105 @@ def reflect(shares: Tensor) -> Tensor:
     """Return the shares with those outside [0, 1] mirrored at its ends; 1 itself is left out."""
     folded = shares.remainder(2.0)
     return torch.where(folded > 1, 2 - folded, folded).clamp(max=1 - 2.0**-53)
+
+
+class Trial(NamedTuple):
+    """One client's round: index of its configuration, its loss afterwards, its weight (> 0)."""
+
+    configuration: int
+    loss: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class Theta:
+    """The distribution and what its steps depend on; every change is a new object.
+
+    Attributes:
+        settings: The constants.
+        log_theta_N: Logarithms of the probabilities, float64.
+        norm: Root of the sum of squares of the gradients' largest entries so far.
+        loss_sum: Discounted sum of the rounds' mean losses; over ``loss_weight`` the baseline.
+        loss_weight: The same sum of ones; 0 before the first round.
+    """
+
+    settings: ThetaSettings
+    log_theta_N: Tensor
+    norm: float = 0.0
+    loss_sum: float = 0.0
+    loss_weight: float = 0.0
+
+    @classmethod
+    def of(cls, num_configurations: int, settings: ThetaSettings) -> Theta:
+        """The uniform distribution over one or more configurations."""
+        log_share = -math.log(num_configurations)
+        return cls(settings, torch.full((num_configurations,), log_share, dtype=torch.float64))
+
+    def probabilities(self) -> Tensor:
+        """Return theta [N]."""
+        return self.log_theta_N.exp()
+
+    def entropy(self) -> float:
+        """``-sum theta ln theta`` in nats, from 0 to ln(N)."""
+        return entropy(self.probabilities())
+
+    def best(self) -> int:
+        """Return the most probable configuration; ties go to the lowest."""
+        return int(self.log_theta_N.argmax())
+
+    def draw(self, generator: torch.Generator) -> int:
+        """Return one configuration, drawn from theta."""
+        return int(torch.multinomial(self.probabilities(), 1, generator=generator))
+
+    def updated(self, trials: Sequence[Trial]) -> Theta:
+        """Return the distribution after a round (Alg. 2, lines 10-13).
+
+        ``grad_j = sum_i w_i (L_i - lambda) [c_i = j] / (theta_j sum_i w_i)`` and
+        ``theta <- theta exp(-eta grad)``, normalised, with eta of the schedule.
+
+        Args:
+            trials: Of the clients that answered, with finite losses; none changes nothing.
+        """
+        if not trials:
+            return self
+        total = sum(trial.weight for trial in trials)
+        mean = sum(trial.weight * trial.loss for trial in trials) / total
+        baseline = self.loss_sum / self.loss_weight if self.loss_weight else mean
+        excess_N = torch.zeros_like(self.log_theta_N)
+        for index, loss, weight in trials:
+            excess_N[index] += weight / total * (loss - baseline)
+        excess_N[excess_N.abs() <= EQUAL] = 0.0
+        gradient_N = excess_N / self.probabilities().clamp(min=LEAST)
+        largest = float(gradient_N.abs().max())
+        norm = math.hypot(self.norm, largest)
+        scale = {"aggressive": largest, "adaptive": norm, "constant": 1.0}[self.settings.schedule]
+        if scale > 0:
+            gradient_N = gradient_N / scale * math.sqrt(2 * math.log(len(gradient_N)))
+        discount = self.settings.baseline_discount
+        return replace(
+            self,
+            log_theta_N=(self.log_theta_N - gradient_N).log_softmax(dim=0),
+            norm=norm,
+            loss_sum=discount * self.loss_sum + mean,
+            loss_weight=discount * self.loss_weight + 1.0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state that changes, as JSON values for a checkpoint."""
+        return {
+            "log_theta": self.log_theta_N.tolist(),
+            "norm": self.norm,
+            "loss_sum": self.loss_sum,
+            "loss_weight": self.loss_weight,
+        }
+
+    def with_json(self, values: Mapping[str, Any]) -> Theta:
+        """Return the distribution with the state that :meth:`to_json` gave."""
+        state = dict(values)
+        log_theta_N = torch.tensor(state.pop("log_theta"), dtype=torch.float64)
+        return replace(self, log_theta_N=log_theta_N, **state)
+
+
+def entropy(probabilities_N: Tensor) -> float:
+    """The entropy of a distribution, in nats."""
+    return max(0.0, float(torch.special.entr(probabilities_N).sum()))

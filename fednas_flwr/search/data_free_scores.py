@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SELU, nn.Tanh, nn.Hardtanh, nn.Sigmoid)
 WEIGHTED = (nn.Linear, nn.Conv2d)
 NASWOT_INPUTS = 64
 LARGEST_SIDE = 16  # of images of the made-up task
-Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], tuple[float, ...]]
+Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], float | tuple[float, ...]]
 
 
 def measure(
@@ -73,7 +74,8 @@ def measure(
             with seeded(seed, "scored network"):
                 network = of.network(genotype)
             numbers = measured(network, of.input_shape, make_generator(seed, *names))
-            values |= zip(names, numbers, strict=True)
+            each = numbers if isinstance(numbers, tuple) else (numbers,)
+            values |= zip(names, each, strict=True)
     return {name: values[name] for name in wanted}
 
 
@@ -167,11 +169,7 @@ def zen(
     network.train()
     values = []
     for _ in range(repeats):
-        for module in network.modules():
-            if isinstance(module, WEIGHTED):
-                nn.init.normal_(module.weight, generator=generator)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        _draw_weights(network, partial(nn.init.normal_, generator=generator))
         x = torch.randn(batch_size, *input_shape, generator=generator)
         moved = x + step * torch.randn(x.shape, generator=generator)
         with torch.no_grad():
@@ -235,11 +233,8 @@ def az_nas_parts(
         batch_size: Inputs.
     """
     network.train()
-    for module in network.modules():
-        if isinstance(module, WEIGHTED):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu", generator=generator)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+    he_normal = partial(nn.init.kaiming_normal_, nonlinearity="relu", generator=generator)
+    _draw_weights(network, he_normal)
     x = torch.randn(batch_size, *input_shape, generator=generator)
     features = _features(network, x)
     entropies = torch.stack([_entropy(feature.detach()) for feature in features])
@@ -308,15 +303,15 @@ def learning(
 
 # Groups of scores that are computed together, by their names in order.
 MEASURES: dict[tuple[str, ...], Measure] = {
-    ("synflow",): lambda network, shape, _: (synflow(network, shape),),
-    ("parameters",): lambda network, shape, _: (float(count_parameters(network)),),
-    ("multiply_adds",): lambda network, shape, _: (float(count_multiply_adds(network, shape)),),
-    ("zen",): lambda network, shape, generator: (zen(network, shape, generator),),
-    ("naswot",): lambda network, shape, generator: (
-        naswot(network, torch.randn(NASWOT_INPUTS, *shape, generator=generator)),
+    ("synflow",): lambda network, shape, _: synflow(network, shape),
+    ("parameters",): lambda network, *_: float(count_parameters(network)),
+    ("multiply_adds",): lambda network, shape, _: float(count_multiply_adds(network, shape)),
+    ("zen",): zen,
+    ("naswot",): lambda network, shape, generator: naswot(
+        network, torch.randn(NASWOT_INPUTS, *shape, generator=generator)
     ),
     ("expressivity", "progressivity", "trainability"): az_nas_parts,
-    ("learning",): lambda network, shape, generator: (learning(network, shape, generator),),
+    ("learning",): learning,
 }
 SCORES = tuple(name for names in MEASURES for name in names)
 AZ_NAS = ("expressivity", "progressivity", "trainability", "multiply_adds")
@@ -344,6 +339,15 @@ def _of_small_images(space: SearchSpace) -> SearchSpace:
     sides = [min(size, LARGEST_SIDE) for size in shape[1:]]
     smaller: SearchSpace = replace(space, input_shape=(shape[0], *sides))
     return smaller
+
+
+def _draw_weights(network: nn.Module, init: Callable[[Tensor], Tensor]) -> None:
+    """Draw the weights of all layers anew, in place; biases are 0."""
+    for module in network.modules():
+        if isinstance(module, WEIGHTED):
+            init(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def _noise(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -98,31 +98,30 @@ class Optimizers:
 
     def __post_init__(self) -> None:
         """Let the optimisers go on with the moments that were sent."""
-        for state, optimizer in self._by_state():
-            for name, parameter in optimizer.parameters.items():
-                sent = {m: self.sent.get(f"{state}.{m}.{name}") for m in MOMENTS[state]}
-                moments = {m: value.clone() for m, value in sent.items() if value is not None}
-                if "step" in moments:
-                    moments["step"] = moments["step"].reshape(())
-                if moments:
-                    moved = {m: v if m == "step" else v.to(parameter) for m, v in moments.items()}
-                    optimizer.torch_optimizer.state[parameter] = moved
+        for key, moment, parameter, state in self._places():
+            if key in self.sent:
+                sent = self.sent[key].clone()
+                state[parameter][moment] = (
+                    sent.reshape(()) if moment == "step" else sent.to(parameter)
+                )
 
     def moments(self) -> Tensors:
-        """Return the optimisers' moments as they are now, named as those that were sent."""
+        """The optimisers' moments as they are now, named as those that were sent."""
         moments = {name: value.clone() for name, value in self.sent.items()}
-        for state, optimizer in self._by_state():
-            for name, parameter in optimizer.parameters.items():
-                for moment in MOMENTS[state]:
-                    value = optimizer.torch_optimizer.state.get(parameter, {}).get(moment)
-                    if value is not None and f"{state}.{moment}.{name}" in moments:
-                        kept = moments[f"{state}.{moment}.{name}"]
-                        kept.copy_(value.detach().reshape(kept.shape))
+        for key, moment, parameter, state in self._places():
+            value = state.get(parameter, {}).get(moment)
+            if value is not None and key in moments:
+                moments[key].copy_(value.detach().reshape(moments[key].shape))
         return moments
 
-    def _by_state(self) -> list[tuple[str, Optimizer]]:
-        alphas = [] if self.alphas is None else [("alphas", self.alphas)]
-        return [("weights", self.weights), *alphas]
+    def _places(self) -> Iterator[tuple[str, str, nn.Parameter, dict[Tensor, Any]]]:
+        """Name, moment, parameter and optimiser's state of everything that can be sent."""
+        for part, optimizer in (("weights", self.weights), ("alphas", self.alphas)):
+            if optimizer is not None:
+                for name, parameter in optimizer.parameters.items():
+                    for moment in MOMENTS[part]:
+                        state = optimizer.torch_optimizer.state
+                        yield f"{part}.{moment}.{name}", moment, parameter, state
 
 
 def no_moments(network: nn.Module) -> Tensors:

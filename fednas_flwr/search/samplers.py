@@ -14,7 +14,7 @@ Tensor suffixes: N candidates, E edges, O ops of an edge, H hidden units.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -168,29 +168,33 @@ class Policy(nn.Module):
             nn.init.uniform_(parameter, -INITIAL_RANGE, INITIAL_RANGE)
 
     def forward(self, paths_NE: Tensor) -> Tensor:
-        """Return ``log pi`` [N] of the paths, int64 [N, E]."""
+        """``log pi`` [N] of the paths, int64 [N, E]."""
         log_probs = [torch.zeros(len(paths_NE))]
-        inputs, state = self.start_H.expand(len(paths_NE), -1), None
-        for edge, decoder in enumerate(self.decoders):
-            state = self.lstm(inputs, state)
-            log_probs_NO = (decoder(state[0]) / self.temperature).log_softmax(dim=-1)
-            log_probs.append(log_probs_NO.gather(1, paths_NE[:, edge, None])[:, 0])
-            if edge < len(self.embeddings):
-                inputs = self.embeddings[edge](paths_NE[:, edge])
+        for ops_N, logits_NO in self._walk(len(paths_NE), lambda edge, _: paths_NE[:, edge]):
+            log_probs.append(logits_NO.log_softmax(dim=-1).gather(1, ops_N[:, None])[:, 0])
         return torch.stack(log_probs).sum(0)
 
     @torch.no_grad()
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return independent paths, int64 [N, E]."""
-        columns: list[Tensor] = []
+        """Draw independent paths, int64 [N, E]."""
+
+        def draw(_: int, logits_NO: Tensor) -> Tensor:
+            return torch.multinomial(logits_NO.softmax(dim=-1), 1, generator=generator)[:, 0]
+
+        return torch.stack([ops_N for ops_N, _ in self._walk(count, draw)], dim=1)
+
+    def _walk(
+        self, count: int, choose: Callable[[int, Tensor], Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Choose the ops [N] of one edge after the other; yields them with their logits [N, O]."""
         inputs, state = self.start_H.expand(count, -1), None
         for edge, decoder in enumerate(self.decoders):
             state = self.lstm(inputs, state)
-            probs_NO = (decoder(state[0]) / self.temperature).softmax(dim=-1)
-            columns.append(torch.multinomial(probs_NO, 1, generator=generator)[:, 0])
+            logits_NO = decoder(state[0]) / self.temperature
+            ops_N = choose(edge, logits_NO)
+            yield ops_N, logits_NO
             if edge < len(self.embeddings):
-                inputs = self.embeddings[edge](columns[-1])
-        return torch.stack(columns, dim=1)
+                inputs = self.embeddings[edge](ops_N)
 
 
 def reinforce_loss(

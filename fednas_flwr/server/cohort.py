@@ -33,8 +33,7 @@ from fednas_flwr.protocol.messages import (
 )
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
-from fednas_flwr.server.client_sampling import Sampling
-from fednas_flwr.server.exchange import Exchange, Sent, share_scales
+from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
 from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
 

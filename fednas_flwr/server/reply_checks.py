@@ -131,23 +131,22 @@ def _check_values(name: str, packed: Packed, layout: Layout, limits: Limits, bas
         )
     for dtype, mask in _non_negative(name, layout).items():
         if bool((mask & (packed[dtype] < 0)).any()):
-            tensors, masks = unpack(packed, layout), unpack(_whole_masks(name, layout), layout)
-            key = next(k for k, t in tensors.items() if bool((masks[k] & (t < 0)).any()))
+            tensors = unpack(packed, layout).items()
+            key = next(k for k, t in tensors if _is_non_negative(name, k) and bool((t < 0).any()))
             raise ReplyError(f"{name} has a negative {key}")
 
 
 @lru_cache(maxsize=64)
 def _non_negative(name: str, layout: Layout) -> Packed:
-    """Return by dtype which values of a state may not be negative, where there are any."""
-    return {dtype: mask for dtype, mask in _whole_masks(name, layout).items() if mask.any()}
-
-
-def _whole_masks(name: str, layout: Layout) -> Packed:
-    """Return which values of a state's vectors may not be negative."""
+    """By dtype the places of a state's values that may not be negative, where there are any."""
     masks = {dtype: torch.zeros(size, dtype=torch.bool) for dtype, size in layout.sizes.items()}
     for key, mask in unpack(masks, layout).items():
-        mask.fill_(any(part in key for part in NON_NEGATIVE.get(name, ())))
-    return masks
+        mask.fill_(_is_non_negative(name, key))
+    return {dtype: mask for dtype, mask in masks.items() if mask.any()}
+
+
+def _is_non_negative(name: str, key: str) -> bool:
+    return any(part in key for part in NON_NEGATIVE.get(name, ()))
 
 
 def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:

@@ -209,11 +209,6 @@ def test_constants_out_of_range_are_refused(changes, key):
         replace(SETTINGS, **changes)
 
 
-def test_no_arm_is_refused():
-    with pytest.raises(ConfigError, match="number of configurations=0"):
-        Bandit.of(0, SETTINGS)
-
-
 # The paper's setting: Gaussian rewards whose means drift by at most delta a phase
 
 

@@ -10,8 +10,7 @@ from fednas_flwr.algorithms.fedex import FedExSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Train
-from fednas_flwr.search.bandit import make_configurations
-from fednas_flwr.search.exponentiated_gradient import Theta, Trial
+from fednas_flwr.search.bandit import Theta, Trial, make_configurations
 from fednas_flwr.settings.optimizers import Configuration
 
 

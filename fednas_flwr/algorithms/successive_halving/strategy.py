@@ -51,6 +51,10 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     over the rounds, or over the local epochs of ``local``.
     """
 
+    def set_up(self) -> None:
+        """Make the search for the pool."""
+        self._drawn = self._draws(self.config, self.prepared, self.space)
+
     @staticmethod
     def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
         settings, options = config.algorithm, {}
@@ -109,8 +113,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def _choose(self) -> list[Genotype]:
         """The ranking whose best networks are the pool."""
         generator = make_generator(self.config.seed, "successive_halving")
-        drawn = self._draws(self.config, self.prepared, self.space)
-        ranking = drawn.ranked(draws=self.settings.pool.draws, generator=generator)
+        ranking = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
         return [one.genotype for one in ranking]
 
     def _size(self) -> int:

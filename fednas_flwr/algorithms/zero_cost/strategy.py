@@ -109,13 +109,7 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
         )
         self.values = {
             "found": [
-                {
-                    "genotype": json.loads(to_json(one.genotype)),
-                    "scores": dict(one.scores),
-                    "further": None if one.further is None else dict(one.further),
-                    "number": one.number,
-                }
-                for one in pool
+                one._asdict() | {"genotype": json.loads(to_json(one.genotype))} for one in pool
             ]
         }
         self.tell_best(pool[0].genotype, server_round)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.search.exponentiated_gradient import EQUAL, LEAST, Theta, Trial
+from fednas_flwr.search.bandit import EQUAL, LEAST, Theta, Trial
 from fednas_flwr.settings.optimizers import SCHEDULES, ThetaSettings
 
 schedules = st.sampled_from(SCHEDULES)

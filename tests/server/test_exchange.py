@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.server.client_sampling import Participants, Sampling, midzuno, systematic
+from fednas_flwr.server.exchange import Participants, Sampling, midzuno, systematic
 from fednas_flwr.settings.names import SAMPLINGS
 
 sizes_of_clients = st.lists(st.integers(0, 6), min_size=2, max_size=4).filter(any)
