@@ -33,7 +33,9 @@ from fednas_flwr.protocol.messages import (
 )
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
+from fednas_flwr.protocol.wire import restore_sent
 from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
+from fednas_flwr.server.limits import honest_limits, norm
 from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
 
@@ -433,7 +435,8 @@ class Cohort:
         carried = exchange.carried(self.wire)
         records = encode_states(carried)
         accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
-        limits = exchange.limits(carried, num_classes=self._num_classes)
+        sent = {name: norm(state) for name, state in restore_sent(carried).items()}
+        limits = partial(honest_limits, exchange, sent=sent, classes=self._num_classes)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             has_left = client in self._left and not exchange.also_left

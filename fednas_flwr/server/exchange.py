@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +22,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import Layout, Packed
-from fednas_flwr.protocol.wire import restore_sent, round_sent
-from fednas_flwr.server.limits import Limits, honest_limits, norm
+from fednas_flwr.protocol.wire import round_sent
 from fednas_flwr.settings.names import BY_SIZE, FEWEST_VOTES, ROUND_ROBIN, SAMPLINGS, UNIFORM
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -145,17 +143,6 @@ class Exchange:
     def carried(self, wire: str) -> Mapping[str, Packed]:
         """The states as they travel."""
         return round_sent(self.states, action=self.action, wire=wire)
-
-    def limits(self, carried: Mapping[str, Packed], *, num_classes: int) -> partial[Limits]:
-        """Limits of a client's reply, given its settings and records: :func:`honest_limits`."""
-        return partial(
-            honest_limits,
-            self.action,
-            classes=num_classes,
-            sizes={name: sum(layout.sizes.values()) for name, layout in self.layouts.items()},
-            sent={name: norm(state) for name, state in restore_sent(carried).items()},
-            planned=self.planned,
-        )
 
 
 class Sent(NamedTuple):

@@ -9,7 +9,7 @@ probability of ``exp(-TAIL)`` per release. A hostile client can still send anyth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -17,10 +17,9 @@ import torch
 
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.protocol.requests import (
-    Settings,
-)
+from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import MOMENTS, Packed
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings.optimizers import SGD
 
 TAIL = 40.0  # exp(-40) = 4e-18
@@ -65,31 +64,30 @@ class Limits:
 
 
 def honest_limits(
-    action: str,
+    exchange: Exchange,
     settings: Settings,
     *,
-    sizes: Mapping[str, int],
     sent: Mapping[str, float],
     examples: float,
     classes: int = 1,
-    planned: Mapping[str, PlannedRelease],
     records: Mapping[str, int],
 ) -> Limits:
-    """Return the limits of one client's honest reply.
+    """The limits of one client's honest reply.
 
     Args:
-        action: The action that it answers.
-        settings: Arguments of the action.
-        sizes: Number of values of each state that it returns.
+        exchange: The exchange.
+        settings: What the client is asked in it.
         sent: Norm of each state that it is sent.
         examples: Number of records that it has declared.
         classes: Number of classes: oversampling repeats a record at most as often.
-        planned: With privacy the plan of each kind that the action releases; empty without.
         records: With privacy the declared records by split.
     """
-    planned = {k: plan for k, plan in planned.items() if records and plan.num_records(records)}
-    if ACTIONS[action].gradients_of:
-        return _of_gradients(action, settings, sizes, examples, planned, records)
+    plans = exchange.planned.items() if records else ()
+    planned = {kind: plan for kind, plan in plans if plan.num_records(records)}
+    sizes = {name: sum(layout.sizes.values()) for name, layout in exchange.layouts.items()}
+    states = ACTIONS[exchange.action].gradients_of
+    if states:
+        return _of_gradients(states, settings, sizes, examples, planned, records)
     norms = {
         # running variances are squares of activations, whose scale every skipped sum multiplies
         name: GROWTH ** (2 if name == "buffers" else 1) * (math.sqrt(size) + sent.get(name, 0.0))
@@ -195,7 +193,7 @@ def _floats(packed: Packed) -> Packed:
 
 
 def _of_gradients(
-    action: str,
+    states: Sequence[str],
     settings: Settings,
     sizes: Mapping[str, int],
     examples: float,
@@ -206,7 +204,6 @@ def _of_gradients(
     batch_size: int | None = getattr(settings, "batch_size", None)
     if batch_size is not None:  # a last batch takes what would be one of a single record
         examples = min(examples, batch_size + 1)
-    states = ACTIONS[action].gradients_of
     if not planned.keys() >= set(states):
         ceilings = {s: GROWTH * math.sqrt(sizes.get(s, 0)) * examples for s in states}
         return Limits(examples, ceilings)
