@@ -16,8 +16,8 @@ Deviations, of which ``experiment=feathers/paper_faithful`` takes back the last 
   so small that the distribution stays almost uniform and exploration never falls. Where rewards
   carry noise of known size, differences below it do not count either.
 
-A :class:`Tuner` is the bandit together with the configurations it chooses among. As it is made, it
-is a :class:`Bandit` over a list that stays. Two switches of
+A :class:`Tuner` is the bandit of the configurations that it chooses among. As it is made, it is a
+:class:`Bandit` over a list that stays. Two switches of
 :class:`BanditSettings` go beyond the text, both wishes of its section 5:
 
 * ``resampled_share``: after every phase the arms with the lowest estimates are replaced. A new arm
@@ -44,8 +44,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class Bandit:
     tried: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, num_arms: int, settings: BanditSettings) -> Bandit:
+    def of(cls, num_arms: int, settings: BanditSettings) -> Self:
         """A bandit that has tried none of its one or more arms."""
         return cls(settings, torch.zeros(num_arms, dtype=torch.float64))
 
@@ -128,7 +128,7 @@ class Bandit:
         estimates = self.estimates_N.tolist()
         return max(sorted(self.tried) or range(len(estimates)), key=estimates.__getitem__)
 
-    def updated(self, rewards: Mapping[int, float], *, noise: float = 0.0) -> Bandit:
+    def updated(self, rewards: Mapping[int, float], *, noise: float = 0.0) -> Self:
         """Return the bandit after a phase (Eq. 6).
 
         Tried arms move by ``step_size`` to their reward, as :meth:`bounded` has it, the others
@@ -179,11 +179,11 @@ class Bandit:
             "tried": sorted(self.tried),
         }
 
-    def with_json(self, values: Mapping[str, Any]) -> Bandit:
+    def with_json(self, values: Mapping[str, Any]) -> Self:
         """Return the bandit with the state that :meth:`to_json` gave."""
-        state = {**values, "tried": frozenset(values["tried"])}
-        estimates_N = torch.tensor(state.pop("estimates"), dtype=torch.float64)
-        return replace(self, estimates_N=estimates_N, **state)
+        estimates_N = torch.tensor(values["estimates"], dtype=torch.float64)
+        known = {name: values[name] for name in ("scale", "noise")}
+        return replace(self, estimates_N=estimates_N, tried=frozenset(values["tried"]), **known)
 
 
 def make_configurations(choice: ConfigurationChoice, seed: int) -> list[Configuration]:
@@ -212,11 +212,10 @@ def draw_configurations(
 
 
 @dataclass(frozen=True)
-class Tuner:
+class Tuner(Bandit):
     """Arms, what is known of them, and what training looks like; every change is a new object.
 
     Attributes:
-        bandit: Estimates of the arms' rewards.
         configurations: The arms.
         ranges: Of the configurations' values.
         state: Progress (0 to 1), log of the loss, and mean of the last phase's rewards in units
@@ -226,22 +225,22 @@ class Tuner:
         phases: How many phases there were.
     """
 
-    bandit: Bandit
-    configurations: tuple[Configuration, ...]
-    ranges: Mapping[str, Range]
+    configurations: tuple[Configuration, ...] = ()
+    ranges: Mapping[str, Range] = field(default_factory=dict)
     state: tuple[float, ...] = (0.0, 0.0, 0.0)
     trials: tuple[tuple[tuple[float, ...], float], ...] = ()
     phases: int = 0
 
     @classmethod
-    def of(
+    def over(
         cls,
         configurations: Sequence[Configuration],
         ranges: Mapping[str, Range],
         settings: BanditSettings,
     ) -> Tuner:
         """A tuner that has tried none of its one or more configurations."""
-        return cls(Bandit.of(len(configurations), settings), tuple(configurations), ranges)
+        tuner = cls.of(len(configurations), settings)
+        return replace(tuner, configurations=tuple(configurations), ranges=ranges)
 
     def seeing(self, *, progress: float, loss: float | None) -> Tuner:
         """Return the tuner in a state of training, its estimates predicted anew.
@@ -255,15 +254,11 @@ class Tuner:
             level = math.log(max(1e-3, loss))
         return replace(self, state=(progress, level, self.state[2]))._predicted()
 
-    def draw(self, generator: torch.Generator) -> list[int]:
-        """Return the kappa arms to try in the next phase."""
-        return self.bandit.draw(self.bandit.num_trials(), generator)
+    def configuration(self) -> Configuration:
+        """The configuration with the largest estimate of those tried."""
+        return self.configurations[self.best()]
 
-    def best(self) -> Configuration:
-        """Return the configuration with the largest estimate of those tried."""
-        return self.configurations[self.bandit.best()]
-
-    def updated(
+    def learnt(
         self, rewards: Mapping[int, float], generator: torch.Generator, *, noise: float = 0.0
     ) -> Tuner:
         """Return the tuner after a phase.
@@ -275,13 +270,13 @@ class Tuner:
         """
         if not rewards:
             return self
-        seen, bandit = self.bandit.bounded(rewards), self.bandit.updated(rewards, noise=noise)
-        after = replace(self, bandit=bandit, phases=self.phases + 1)
-        if self.bandit.settings.sees_state:
+        seen, after = self.bounded(rewards), self.updated(rewards, noise=noise)
+        after = replace(after, phases=self.phases + 1)
+        if self.settings.sees_state:
             size = math.sqrt(sum(r**2 for r in seen.values()) / len(seen)) or 1.0
             points = self._points().tolist()
             added = tuple((tuple(points[arm]), r / size) for arm, r in seen.items())
-            last = sum(seen.values()) / len(seen) / (bandit.scale or 1.0)
+            last = sum(seen.values()) / len(seen) / (after.scale or 1.0)
             after = replace(after, trials=self.trials + added)._predicted()
             after = replace(after, state=(*self.state[:2], last))
         return after._resampled(generator)
@@ -306,35 +301,34 @@ class Tuner:
 
     def _predicted(self) -> Tuner:
         """Return the tuner whose estimates are predictions, if it sees the state and can."""
-        if not self.trials or not self.bandit.settings.sees_state:
+        if not self.trials or not self.settings.sees_state:
             return self
         points_MD = torch.tensor([point for point, _ in self.trials], dtype=torch.float64)
         rewards_M = torch.tensor([reward for _, reward in self.trials], dtype=torch.float64)
-        estimates_N = self.bandit.scale * predict(points_MD, rewards_M, self._points())
-        return replace(self, bandit=replace(self.bandit, estimates_N=estimates_N))
+        estimates_N = self.scale * predict(points_MD, rewards_M, self._points())
+        return replace(self, estimates_N=estimates_N)
 
     def _resampled(self, generator: torch.Generator) -> Tuner:
         """Return the tuner with the worst arms replaced; the best one always stays."""
-        settings, estimates = self.bandit.settings, self.bandit.estimates_N.tolist()
+        settings, estimates = self.settings, self.estimates_N.tolist()
         count = int(settings.resampled_share * len(estimates))
         if count == 0:
             return self
-        best = self.bandit.best()
+        best = self.best()
         ranked = sorted(range(len(estimates)), key=lambda arm: (arm == best, estimates[arm]))
-        pi_N = self.bandit.probabilities()
+        pi_N = self.probabilities()
         parents = torch.multinomial(pi_N, count, replacement=True, generator=generator).tolist()
-        configurations, estimates_N = list(self.configurations), self.bandit.estimates_N.clone()
+        configurations, estimates_N = list(self.configurations), self.estimates_N.clone()
         for arm, parent in zip(ranked[:count], parents, strict=True):
             configurations[arm] = self._near(self.configurations[parent], generator)
             estimates_N[arm] = settings.retention * estimates[parent]
-        tried = self.bandit.tried - set(ranked[:count])
-        bandit = replace(self.bandit, estimates_N=estimates_N, tried=tried)
-        return replace(self, bandit=bandit, configurations=tuple(configurations))
+        tried, arms = self.tried - set(ranked[:count]), tuple(configurations)
+        return replace(self, estimates_N=estimates_N, tried=tried, configurations=arms)
 
     def to_json(self) -> dict[str, Any]:
         """Return the state that changes, as JSON values for a checkpoint."""
         return {
-            "bandit": self.bandit.to_json(),
+            **super().to_json(),
             "configurations": [asdict(configuration) for configuration in self.configurations],
             "state": list(self.state),
             "trials": [[list(point), reward] for point, reward in self.trials],
@@ -344,8 +338,7 @@ class Tuner:
     def with_json(self, values: Mapping[str, Any]) -> Tuner:
         """Return the tuner with the state that :meth:`to_json` gave."""
         return replace(
-            self,
-            bandit=self.bandit.with_json(values["bandit"]),
+            super().with_json(values),
             configurations=tuple(Configuration(**c) for c in values["configurations"]),
             state=tuple(values["state"]),
             trials=tuple((tuple(point), reward) for point, reward in values["trials"]),

@@ -52,7 +52,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         """Make the bandit."""
         settings, retrain = self.settings, self.config.retrain
         configurations = make_configurations(settings, self.config.seed)
-        self.tuner = Tuner.of(configurations, settings.ranges, settings.bandit)
+        self.tuner = Tuner.over(configurations, settings.ranges, settings.bandit)
         self.values = {"tuner": self.tuner.to_json(), "loss": None}
         self._beta_weight = 0.0
         self.clip_norm, self.batch_size = settings.clip_norm, settings.batch_size
@@ -65,7 +65,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round, progress=(server_round - 1) / num_rounds)
-        best = self.tuner.best()
+        best = self.tuner.configuration()
         metrics = self.train(*self._training(best), best.momentum)
         loss = metrics.get("validation_loss", metrics.get("train_loss"))
         self.values = {"tuner": self.tuner.to_json(), "loss": loss}
@@ -77,25 +77,24 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
         generator = make_generator(self.config.seed, "bandit", self.stage, server_round)
         before = self.tuner.seeing(progress=progress, loss=self.values["loss"])
-        entropy, arms, bound = before.bandit.entropy(), before.draw(generator), self._bound()
+        arms, bound = before.draw(before.num_trials(), generator), self._bound()
         tried = [before.configurations[arm] for arm in arms]
         measure = self._rewards if self.settings.rewarded == "local" else self._averaged_rewards
         rewards, noise = measure(tried, bound)
         rewarded = dict(zip(arms, rewards, strict=True))
-        self.tuner = before.updated(rewarded, generator, noise=noise)
-        best = self.tuner.bandit.best()
+        self.tuner = before.learnt(rewarded, generator, noise=noise)
         self.cohort.emit(
             "explored",
             stage=self.stage,
             round=server_round,
-            entropy=entropy,
+            entropy=before.entropy(),
             kappa=len(arms),
             loss_bound=bound,
             rewards={str(arm): reward for arm, reward in rewarded.items()},
             noise=noise,
-            estimates=self.tuner.bandit.estimates_N.tolist(),
-            best=best,
-            configuration=asdict(self.tuner.best()),
+            estimates=self.tuner.estimates_N.tolist(),
+            best=self.tuner.best(),
+            configuration=asdict(self.tuner.configuration()),
             seconds=time.monotonic() - started,
             bytes_sent=self.cohort.bytes_sent - sent,
             bytes_received=self.cohort.bytes_received - received,
@@ -103,7 +102,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     def _bound(self) -> float:
         """Return M of the next phase."""
-        scale = self.tuner.bandit.scale
+        scale = self.tuner.scale
         if not self.is_private or scale == 0:
             return self.settings.loss_bound
         return min(self.settings.loss_bound, max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale))
