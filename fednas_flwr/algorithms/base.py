@@ -64,7 +64,7 @@ ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
 def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
-    """Return whether a model is evaluated after a round: every so many and the last; 0 is never."""
+    """True if a model is evaluated after a round: every so many and the last; 0 is never."""
     last = server_round == num_rounds
     return evaluate_every > 0 and (last or server_round % evaluate_every == 0)
 
@@ -106,10 +106,10 @@ class PrivateRound:
     """A round of a stage of a private run, from whose configuration its releases follow.
 
     Attributes:
-        config: The run's.
-        privacy: Its privacy.
+        config: Settings of the run.
+        privacy: Privacy of the run.
         stage: ``search`` or ``retrain``.
-        number: Its number, from 1.
+        number: Number of the round, from 1.
         num_rounds: Rounds of the stage.
     """
 
@@ -139,7 +139,8 @@ class PrivateRound:
             actions: By state, ``weights`` or ``alphas``, the action.
             steps: Steps of each state; None takes those of a local training.
             splits: The splits that are read; none: the one of the state in a search.
-            shared: See :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
+            shared: True if clients share the noise, see
+                :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
         """
         norms = self.privacy.search_norms
         if self.stage == "retrain":
@@ -203,13 +204,13 @@ class RoundStrategy(Strategy, Generic[S]):
         settings: The algorithm's settings.
         stage: Name of the stage in events and checkpoints.
         is_private: True if clients release noised sums.
-        description: Of what clients build the network from: the supernet in a search.
+        description: Description from which clients build the network; a search has the supernet's.
         states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments``
             where they travel.
         layouts: The tensors of each state.
         values: JSON values that belong to the state and go into checkpoints.
-        ends_at: Of ``time.monotonic()``: a round that would not end before is not begun, unless it
-            is the first; None is no limit.
+        ends_at: End by ``time.monotonic()``: a round that would not end before is not begun, unless
+            it is the first; None is no limit.
         rounds_done: Rounds that the state has been through.
     """
 
@@ -295,7 +296,7 @@ class RoundStrategy(Strategy, Generic[S]):
         return self.config.training.momentum or ("averaged" if averages else "reset")
 
     def amount(self, local_epochs: int, batch_size: int | None) -> rq.Amount:
-        """Return the amount of local training: epochs of batches, or with privacy steps."""
+        """The amount of local training: epochs of batches, or with privacy steps."""
         steps = local_steps(self.config, self.stage)
         if steps is None:
             return rq.Amount(local_epochs, None, batch_size)
@@ -322,7 +323,7 @@ class RoundStrategy(Strategy, Generic[S]):
         return found[0].noise_multiplier if found else None
 
     def server_tensors(self) -> Tensors:
-        """Return further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
+        """Further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
         return {}
 
     def load_server_tensors(self, tensors: Tensors) -> None:
@@ -368,7 +369,7 @@ class RoundStrategy(Strategy, Generic[S]):
             self._participants = self._participants.after(answered)
 
     def candidates(self) -> Sequence[int]:
-        """Return the clients that the round may ask."""
+        """The clients that the round may ask."""
         return self.cohort.clients if self._participants is None else self._participants.candidates
 
     def train(
@@ -382,11 +383,11 @@ class RoundStrategy(Strategy, Generic[S]):
         """Have all clients train the global model, and make their average the new one.
 
         Args:
-            action: That answers with the model's states.
+            action: Action whose replies are the model's states.
             settings: The request.
-            momentum: Of the server, where the server has it.
-            only: Of some states the names of the tensors that are sent and come back; all others
-                stay as they are.
+            momentum: Momentum of the server, where the server has it.
+            only: By state the names of the tensors that are sent and come back; all others stay as
+                they are. A state that is not named travels whole.
 
         Returns:
             The clients' metrics, averaged.
@@ -405,14 +406,14 @@ class RoundStrategy(Strategy, Generic[S]):
         by_median: bool = False,
         **names: Any,
     ) -> tuple[list[float], dict[str, float]]:
-        """Each candidate's accuracy over all clients' validation records, also told in an event.
+        """Each candidate's accuracy over all clients' validation records, also in an event.
 
         The event has the standard deviation of the noise on each, null where it depends on how the
         clients' values lie.
 
         Args:
             request: Names the candidates.
-            only: Of some states the names of the tensors that are sent.
+            only: By state the names of the tensors that are sent.
             by_median: True if three or more clients without privacy count by
                 :func:`~fednas_flwr.protocol.states.median_rewards` in place of the mean, so
                 that none of them decides which candidate is best.
@@ -452,7 +453,7 @@ class RoundStrategy(Strategy, Generic[S]):
         None in others, and with privacy unless noised metrics are planned.
 
         Args:
-            evaluate_every: See :func:`evaluates`.
+            evaluate_every: Rounds between evaluations, see :func:`evaluates`.
             server_round: From 1.
             num_rounds: Rounds of the stage.
         """
@@ -467,7 +468,7 @@ class RoundStrategy(Strategy, Generic[S]):
     def average(
         self, replies: Iterable[tuple[int, Reply]]
     ) -> tuple[dict[str, Packed], dict[str, float]]:
-        """Return the average of the replies' states, and of their metrics weighted by examples.
+        """The average of the replies' states, and of their metrics weighted by examples.
 
         A reply's states are dropped once they are added.
         """
@@ -478,7 +479,7 @@ class RoundStrategy(Strategy, Generic[S]):
         return average.result(), mean_metrics(metrics)
 
     def client_weights(self, weights: SGD) -> SGD:
-        """Return the constants that clients step by: without momentum where the server has it."""
+        """The constants that clients step by: without momentum where the server has it."""
         return replace(weights, momentum=0.0) if self.momentum == "server" else weights
 
     def move(self, average: dict[str, Packed], momentum: float) -> None:
@@ -592,7 +593,7 @@ class RoundStrategy(Strategy, Generic[S]):
                 self.states[state][dtype].copy_(vector)
 
     def derive(self) -> Genotype:
-        """Return the architecture that the search has found.
+        """The architecture that the search has found.
 
         Raises:
             ValueError: The strategy has no search space.
@@ -607,11 +608,11 @@ class RoundStrategy(Strategy, Generic[S]):
         self.cohort.emit("best", stage=self.stage, round=server_round, genotype=told)
 
     def configuration(self) -> Configuration | None:
-        """Return the hyper-parameters that the search has found for retraining, None if none."""
+        """The hyper-parameters that the search has found for retraining, None if none."""
         return None
 
     def alphas(self) -> Tensors:
-        """Return the architecture parameters by cell kind, views of the global state."""
+        """The architecture parameters by cell kind, views of the global state."""
         return unpack(self.states["alphas"], self.layouts["alphas"])
 
     def load_into(self, network: nn.Module) -> None:
@@ -619,7 +620,7 @@ class RoundStrategy(Strategy, Generic[S]):
         load_states(network, self.model)
 
     def named_arrays(self) -> ArrayRecord:
-        """Return the global model as named tensors, ``<state>.<tensor>``."""
+        """The global model as named tensors, ``<state>.<tensor>``."""
         return ArrayRecord(
             {
                 f"{state}.{name}": tensor
@@ -638,7 +639,7 @@ class RoundStrategy(Strategy, Generic[S]):
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _unused
 
     def _initial(self, network: nn.Module) -> tuple[dict[str, Layout], dict[str, Packed]]:
-        """Return layouts and packed states of a network, and of its moments if they travel."""
+        """Layouts and packed states of a network, and of its moments if they travel."""
         tensors = {name: state for name, state in network_states(network).items() if state}
         if self.momentum == "averaged":
             tensors[MOMENTS] = no_moments(network)
@@ -693,12 +694,12 @@ class RoundStrategy(Strategy, Generic[S]):
 
 
 def server_state(checkpoint: Checkpoint) -> Tensors:
-    """Return the :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
+    """The :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
     return after_prefix(checkpoint.tensors, SERVER)
 
 
 def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
-    """Return the mean of every metric over the replies that have it, weighted by examples.
+    """The mean of every metric over the replies that have it, weighted by examples.
 
     None counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.
     """

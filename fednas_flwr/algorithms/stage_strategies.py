@@ -61,7 +61,7 @@ def make_search(
 
     Args:
         config: The run's configuration; of CFDNAS the strategy is that of all clients.
-        prepared: Gives shape and number of classes.
+        prepared: Data of the run, with shape and number of classes.
         cohort: Reaches the clients.
         checkpoints: Folder of the state after every round.
         schedule: Everything that a private run releases.
@@ -133,7 +133,7 @@ def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[
 
 
 def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampling | None:
-    """Return the sampling of clients of a run, None if every round asks all.
+    """The sampling of clients of a run, None if every round asks all.
 
     Args:
         config: The run's configuration.
@@ -164,7 +164,7 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
 
 
 def _at_most(records: NDArray[np.int64], batch: float | None) -> NDArray[np.int64]:
-    """Return the sizes of the clients' batches; a batch below 1 is a share of the records."""
+    """The sizes of the clients' batches; a batch below 1 is a share of the records."""
     return records if batch is None or batch < 1 else np.minimum(records, int(batch))
 
 

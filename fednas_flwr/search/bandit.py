@@ -92,7 +92,7 @@ class Bandit:
         return cls(settings, torch.zeros(num_arms, dtype=torch.float64))
 
     def probabilities(self) -> Tensor:
-        """Return pi [N]: the softmax of the estimates in units of scale and temperature."""
+        """Pi [N]: the softmax of the estimates in units of scale and temperature."""
         unit = self.settings.temperature
         if self.settings.scaled:
             unit *= self.scale if self.scale > 0 else 1.0
@@ -104,12 +104,12 @@ class Bandit:
         return entropy(self.probabilities())
 
     def num_trials(self) -> int:
-        """Return kappa, the arms to try next: round(beta H), at least 1 and at most N."""
+        """Kappa, the arms to try next: round(beta H), at least 1 and at most N."""
         kappa = round(self.settings.beta * self.entropy())
         return min(max(1, kappa), len(self.estimates_N))
 
     def draw(self, count: int, generator: torch.Generator) -> list[int]:
-        """Return ``count`` different arms from pi, ascending.
+        """Draw ``count`` different arms from pi, ascending.
 
         By the Gumbel trick, which needs no probability above zero (torch.multinomial does).
         """
@@ -120,7 +120,7 @@ class Bandit:
         return sorted(keys_N.topk(count).indices.tolist())
 
     def best(self) -> int:
-        """Return the arm with the largest estimate of those tried; ties go to the lowest.
+        """The arm with the largest estimate of those tried; ties go to the lowest.
 
         Deviation: Alg. 1 takes the maximum over all arms, which is one that nobody has tried as
         soon as all rewards are negative.
@@ -129,7 +129,7 @@ class Bandit:
         return max(sorted(self.tried) or range(len(estimates)), key=estimates.__getitem__)
 
     def updated(self, rewards: Mapping[int, float], *, noise: float = 0.0) -> Self:
-        """Return the bandit after a phase (Eq. 6).
+        """The bandit after a phase (Eq. 6).
 
         Tried arms move by ``step_size`` to their reward, as :meth:`bounded` has it, the others
         keep ``retention`` of theirs.
@@ -153,7 +153,7 @@ class Bandit:
         return replace(self, estimates_N=estimates_N, scale=scale, noise=noise, tried=tried)
 
     def bounded(self, rewards: Mapping[int, float]) -> dict[int, float]:
-        """Return the rewards, all finite.
+        """The rewards, all finite.
 
         One that is not, as of a configuration under which training diverged, counts as the worst
         of the phase, or minus the scale if there is no other.
@@ -163,7 +163,7 @@ class Bandit:
         return {a: r if math.isfinite(r) else worst for a, r in rewards.items()}
 
     def _scale_after(self, rewards: list[float]) -> float:
-        """Return the root of the running mean of squared rewards."""
+        """The root of the running mean of squared rewards."""
         newest = math.hypot(*rewards) / math.sqrt(len(rewards))
         if self.scale == 0:
             return newest
@@ -171,7 +171,7 @@ class Bandit:
         return math.hypot(math.sqrt(kept) * self.scale, math.sqrt(1 - kept) * newest)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state that changes, as JSON values for a checkpoint."""
+        """The state that changes, as JSON values for a checkpoint."""
         return {
             "estimates": self.estimates_N.tolist(),
             "scale": self.scale,
@@ -180,7 +180,7 @@ class Bandit:
         }
 
     def with_json(self, values: Mapping[str, Any]) -> Self:
-        """Return the bandit with the state that :meth:`to_json` gave."""
+        """The bandit with the state that :meth:`to_json` gave."""
         estimates_N = torch.tensor(values["estimates"], dtype=torch.float64)
         known = {name: values[name] for name in ("scale", "noise")}
         return replace(self, estimates_N=estimates_N, tried=frozenset(values["tried"]), **known)
@@ -197,7 +197,7 @@ def make_configurations(choice: ConfigurationChoice, seed: int) -> list[Configur
 def draw_configurations(
     count: int, ranges: Mapping[str, Range], generator: torch.Generator
 ) -> list[Configuration]:
-    """Return ``count`` independent configurations, each value from its own range (section 4).
+    """Draw ``count`` independent configurations, each value from its own range (section 4).
 
     Raises:
         ConfigError: A range is missing or unknown, or gives a value that is out of range.
@@ -217,12 +217,12 @@ class Tuner(Bandit):
 
     Attributes:
         configurations: The arms.
-        ranges: Of the configurations' values.
+        ranges: Ranges of the configurations' values.
         state: Progress (0 to 1), log of the loss, and mean of the last phase's rewards in units
             of their scale.
-        trials: Of every trial so far the arm's and the state's coordinates and the reward over
-            its phase's root mean square; kept where ``sees_state``.
-        phases: How many phases there were.
+        trials: For every trial so far the coordinates of arm and state, and the reward over its
+            phase's root mean square; kept where ``sees_state``.
+        phases: Number of phases so far.
     """
 
     configurations: tuple[Configuration, ...] = ()
@@ -243,7 +243,7 @@ class Tuner(Bandit):
         return replace(tuner, configurations=tuple(configurations), ranges=ranges)
 
     def seeing(self, *, progress: float, loss: float | None) -> Tuner:
-        """Return the tuner in a state of training, its estimates predicted anew.
+        """The tuner in a state of training, its estimates predicted anew.
 
         Args:
             progress: Share of the stage's rounds that are done, 0 to 1.
@@ -261,7 +261,7 @@ class Tuner(Bandit):
     def learnt(
         self, rewards: Mapping[int, float], generator: torch.Generator, *, noise: float = 0.0
     ) -> Tuner:
-        """Return the tuner after a phase.
+        """The tuner after a phase.
 
         Args:
             rewards: By arm; empty changes nothing.
@@ -282,17 +282,17 @@ class Tuner(Bandit):
         return after._resampled(generator)
 
     def _points(self) -> Tensor:
-        """Return the coordinates [N, D] of all arms in the present state, in kernel widths."""
+        """The coordinates [N, D] of all arms in the present state, in kernel widths."""
         arms = [[share / WIDTH for share in self._shares(c)] for c in self.configurations]
         state = [s / width for s, width in zip(self.state, STATE_WIDTHS, strict=True)]
         return torch.tensor([[*arm, *state] for arm in arms], dtype=torch.float64)
 
     def _shares(self, configuration: Configuration) -> list[float]:
-        """Return where a configuration lies in its ranges, each from 0 to 1."""
+        """The places of a configuration's values in their ranges, each from 0 to 1."""
         return [self.ranges[name].share_of(v) for name, v in asdict(configuration).items()]
 
     def _near(self, configuration: Configuration, generator: torch.Generator) -> Configuration:
-        """Return a configuration drawn near another one."""
+        """A configuration drawn near another one."""
         shares = torch.tensor(self._shares(configuration), dtype=torch.float64)
         noise = torch.randn(len(shares), generator=generator, dtype=torch.float64)
         moved = reflect(shares + SPREAD * SHRINK**self.phases * noise).tolist()
@@ -300,7 +300,7 @@ class Tuner(Bandit):
         return Configuration(**{n: self.ranges[n].at(u) for n, u in zip(names, moved, strict=True)})
 
     def _predicted(self) -> Tuner:
-        """Return the tuner whose estimates are predictions, if it sees the state and can."""
+        """The tuner whose estimates are predictions, if it sees the state and can."""
         if not self.trials or not self.settings.sees_state:
             return self
         points_MD = torch.tensor([point for point, _ in self.trials], dtype=torch.float64)
@@ -309,7 +309,7 @@ class Tuner(Bandit):
         return replace(self, estimates_N=estimates_N)
 
     def _resampled(self, generator: torch.Generator) -> Tuner:
-        """Return the tuner with the worst arms replaced; the best one always stays."""
+        """The tuner with the worst arms replaced; the best one always stays."""
         settings, estimates = self.settings, self.estimates_N.tolist()
         count = int(settings.resampled_share * len(estimates))
         if count == 0:
@@ -326,7 +326,7 @@ class Tuner(Bandit):
         return replace(self, estimates_N=estimates_N, tried=tried, configurations=arms)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state that changes, as JSON values for a checkpoint."""
+        """The state that changes, as JSON values for a checkpoint."""
         return {
             **super().to_json(),
             "configurations": [asdict(configuration) for configuration in self.configurations],
@@ -336,7 +336,7 @@ class Tuner(Bandit):
         }
 
     def with_json(self, values: Mapping[str, Any]) -> Tuner:
-        """Return the tuner with the state that :meth:`to_json` gave."""
+        """The tuner with the state that :meth:`to_json` gave."""
         return replace(
             super().with_json(values),
             configurations=tuple(Configuration(**c) for c in values["configurations"]),
@@ -347,7 +347,7 @@ class Tuner(Bandit):
 
 
 def predict(points_MD: Tensor, rewards_M: Tensor, queries_ND: Tensor) -> Tensor:
-    """Return the rewards [N] that kernel ridge regression predicts at the queries.
+    """The rewards [N] that kernel ridge regression predicts at the queries.
 
     ``m + k(Q, P) (k(P, P) + RIDGE I)^-1 (r - m)`` with m the mean of r and the Gaussian kernel of
     width 1; far from all points the prediction is m.
@@ -359,13 +359,13 @@ def predict(points_MD: Tensor, rewards_M: Tensor, queries_ND: Tensor) -> Tensor:
 
 
 def gaussian(left_ND: Tensor, right_MD: Tensor) -> Tensor:
-    """Return ``exp(-|x - y|^2 / 2)`` [N, M] of every pair of rows."""
+    """Compute ``exp(-|x - y|^2 / 2)`` [N, M] of every pair of rows."""
     distances_NM: Tensor = torch.cdist(left_ND, right_MD)
     return distances_NM.square().mul(-0.5).exp()
 
 
 def reflect(shares: Tensor) -> Tensor:
-    """Return the shares with those outside [0, 1] mirrored at its ends; 1 itself is left out."""
+    """The shares with those outside [0, 1] mirrored at its ends; 1 itself is left out."""
     folded = shares.remainder(2.0)
     return torch.where(folded > 1, 2 - folded, folded).clamp(max=1 - 2.0**-53)
 
@@ -403,7 +403,7 @@ class Theta:
         return cls(settings, torch.full((num_configurations,), log_share, dtype=torch.float64))
 
     def probabilities(self) -> Tensor:
-        """Return theta [N]."""
+        """Theta [N]."""
         return self.log_theta_N.exp()
 
     def entropy(self) -> float:
@@ -411,21 +411,21 @@ class Theta:
         return entropy(self.probabilities())
 
     def best(self) -> int:
-        """Return the most probable configuration; ties go to the lowest."""
+        """The most probable configuration; ties go to the lowest."""
         return int(self.log_theta_N.argmax())
 
     def draw(self, generator: torch.Generator) -> int:
-        """Return one configuration, drawn from theta."""
+        """One configuration, drawn from theta."""
         return int(torch.multinomial(self.probabilities(), 1, generator=generator))
 
     def updated(self, trials: Sequence[Trial]) -> Theta:
-        """Return the distribution after a round (Alg. 2, lines 10-13).
+        """The distribution after a round (Alg. 2, lines 10-13).
 
         ``grad_j = sum_i w_i (L_i - lambda) [c_i = j] / (theta_j sum_i w_i)`` and
         ``theta <- theta exp(-eta grad)``, normalised, with eta of the schedule.
 
         Args:
-            trials: Of the clients that answered, with finite losses; none changes nothing.
+            trials: Those of the clients that answered, with finite losses; none changes nothing.
         """
         if not trials:
             return self
@@ -452,7 +452,7 @@ class Theta:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state that changes, as JSON values for a checkpoint."""
+        """The state that changes, as JSON values for a checkpoint."""
         return {
             "log_theta": self.log_theta_N.tolist(),
             "norm": self.norm,
@@ -461,7 +461,7 @@ class Theta:
         }
 
     def with_json(self, values: Mapping[str, Any]) -> Theta:
-        """Return the distribution with the state that :meth:`to_json` gave."""
+        """The distribution with the state that :meth:`to_json` gave."""
         state = dict(values)
         log_theta_N = torch.tensor(state.pop("log_theta"), dtype=torch.float64)
         return replace(self, log_theta_N=log_theta_N, **state)

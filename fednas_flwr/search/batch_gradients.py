@@ -64,15 +64,15 @@ def weight_gradient(
     auxiliary_weight: float = 0.0,
     reduce: Callable[[Tensor], Tensor] = torch.mean,
 ) -> dict[str, Tensor | None]:
-    """Return the gradient of a batch's mean loss by a network's weights; None where it has none.
+    """The gradient of a batch's mean loss by a network's weights; None where it has none.
 
     Args:
         network: In training mode; may return auxiliary logits beside its logits.
         batch: The records.
         tally: The batch is added to it.
-        objective: Gives the losses.
-        auxiliary_weight: Of the auxiliary head's loss.
-        reduce: Makes one loss of those of all records; the mean, or the sum.
+        objective: The objective whose losses are taken.
+        auxiliary_weight: Weight of the auxiliary head's loss.
+        reduce: Reduction of the records' losses to one, the mean or the sum.
     """
     weights, output = trainable_weights(network), network(batch[0])
     loss, losses = objective.batch_loss(output, batch[1], auxiliary_weight, reduce)
@@ -84,7 +84,7 @@ def weight_gradient(
 def weight_gradient_sum(
     network: nn.Module, batch: Batch, tally: Tally, **options: Any
 ) -> dict[str, Tensor]:
-    """Return the sum over a batch of per-sample gradients of the weights, by parameter name.
+    """The sum over a batch of per-sample gradients of the weights, by parameter name.
 
     ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
     Parameters that the loss does not depend on get zeros. Alphas are left out. Arguments as
@@ -102,7 +102,7 @@ def periodic_gradients(
     steps: int,
     local_lrs: Mapping[str, float],
 ) -> tuple[dict[str, Tensors], float]:
-    """Return the gradients of states (weights, alphas, or both) accumulated over local steps.
+    """The gradients of states (weights, alphas, or both) accumulated over local steps.
 
     After each step but the last every state moves by ``-local_lr`` times its batch's mean gradient,
     and the next gradients are taken there: the periodic updates that DP-FNAS leaves as future
@@ -141,7 +141,7 @@ def periodic_gradients(
 def alpha_gradient_sum(
     supernet: Relaxed, batch: Batch, *, objective: Objective = CLASSIFICATION
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the sum over a batch of per-sample gradients of the alphas, and the batch's losses.
+    """The sum over a batch of per-sample gradients of the alphas, and the batch's losses.
 
     ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging). First
     order: the weights are held fixed.
@@ -161,7 +161,7 @@ def virtual_step(
     optimizer: torch.optim.Optimizer,
     objective: Objective = CLASSIFICATION,
 ) -> dict[str, Tensor]:
-    """Return ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
+    """Compute ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
 
     DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the constants and the momentum v of the
     weights' SGD, as its authors' experiments do. The weights themselves do not move.
@@ -190,7 +190,7 @@ def second_order_gradient(
     inner_lr: float,
     objective: Objective = CLASSIFICATION,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the second-order gradient of the alphas, of means over batches.
+    """The second-order gradient of the alphas, of means over batches.
 
     ``H = grad_A L_val(A, W') - inner_lr (grad_A L_tr(A, W+) - grad_A L_tr(A, W-)) / (2 r)`` with
     ``W+- = W +- r grad_W' L_val(A, W')`` and ``r = .01 / ||grad_W' L_val||`` (DP-FNAS, Eq. 5;
@@ -198,13 +198,13 @@ def second_order_gradient(
     is exact when the training loss is quadratic in W.
 
     Args:
-        supernet: Gives the function and the alphas A.
+        supernet: The function, with the alphas A.
         weights: W by parameter name.
         virtual_weights: W', the weights after one step on the training loss.
         train_batch: Batch of L_tr.
         validation_batch: Batch of L_val.
         inner_lr: Learning rate of the step from W to W'.
-        objective: Gives the losses.
+        objective: The objective whose losses are taken.
 
     Returns:
         Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
@@ -239,7 +239,7 @@ def mixed_level_gradient(
     validation_weight: float,
     objective: Objective = CLASSIFICATION,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
+    """Compute ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
 
     MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4), the local rule of FedNAS (arXiv
     2004.08546). Returns also the losses [B] of the validation batch.
@@ -252,7 +252,7 @@ def mixed_level_gradient(
 
 
 def beta_gradient(alphas: Mapping[str, Tensor], *, weight: float) -> dict[str, Tensor]:
-    """Return the gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
+    """The gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
 
     ``weight * softmax(alpha_e) / E``, the mean over the edges of all kinds of cells (Beta-Decay:
     Ye et al. 2022, beta-DARTS, arXiv 2203.01665, Eq. 11 and the authors' code). It holds back the
@@ -273,12 +273,12 @@ def beta_gradient(alphas: Mapping[str, Tensor], *, weight: float) -> dict[str, T
 
 
 def rising(weight: float, server_round: int, num_rounds: int) -> float:
-    """Return the weight of a round: linear, all of ``weight`` in the last round; from 1."""
+    """The weight of a round: linear, all of ``weight`` in the last round; from 1."""
     return weight * server_round / num_rounds
 
 
 def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
-    """Return the mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
+    """The mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
     entropies = [
         -(torch.softmax(a.detach().double(), -1) * torch.log_softmax(a.detach().double(), -1)).sum(
             -1
@@ -297,7 +297,7 @@ def _losses(
 
 
 def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients by name; zeros for what the loss does not depend on.
+    """The gradients by name; zeros for what the loss does not depend on.
 
     A net of two cells, both of them reductions, does not depend on the alphas of normal cells.
     """

@@ -37,7 +37,7 @@ class Candidate(nn.Module):
         """Take the path.
 
         Args:
-            supernet: Of the space ``dp_cells`` or ``dp_cells_darts``.
+            supernet: A supernet of the space ``dp_cells`` or ``dp_cells_darts``.
             path: For every edge the column of its op.
 
         Raises:
@@ -51,17 +51,17 @@ class Candidate(nn.Module):
         self.training = supernet.training
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights that the path computes with, under their names in the supernet."""
+        """The weights that the path computes with, under their names in the supernet."""
         return self.supernet.path_weights(self.path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, classes]."""
+        """Logits [B, classes]."""
         logits: Tensor = self.body(x, path=self.path)
         return logits
 
 
 def all_alike(supernet: Supernet) -> list[list[int]]:
-    """Return for every op the path with that op on all edges.
+    """For every op the path with that op on all edges.
 
     No path computes or keeps more than one of these: the ops of an edge have one shape.
     """
@@ -92,7 +92,7 @@ class GumbelPath(nn.Module):
         """Draw the path.
 
         Args:
-            supernet: Of the space ``nasbench201``.
+            supernet: A supernet of the space ``nasbench201``.
             temperature: T, above 0.
             generator: On the CPU.
 
@@ -118,15 +118,15 @@ class GumbelPath(nn.Module):
                 break
 
     def alphas(self) -> dict[str, nn.Parameter]:
-        """Return the supernet's."""
+        """The supernet's alphas."""
         return self.supernet.alphas()
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights that the path computes with, under their names in the supernet."""
+        """The weights that the path computes with, under their names in the supernet."""
         return self.supernet.path_weights(self.columns[CELL])
 
     def gates(self) -> dict[str, Tensor]:
-        """Return the gates [E] of the drawn ops, all 1, differentiable in the alphas."""
+        """The gates [E] of the drawn ops, all 1, differentiable in the alphas."""
         gates = {}
         for kind, alphas_EO in self.alphas().items():
             p_EO = ((alphas_EO + self._noise[kind]) / self.temperature).softmax(dim=-1)
@@ -137,7 +137,7 @@ class GumbelPath(nn.Module):
         return gates
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, classes]."""
+        """Logits [B, classes]."""
         return self.body.path(x, self.columns, self.gates())
 
 
@@ -157,16 +157,16 @@ class Pool(nn.Module):
         self.members = nn.ModuleList(members)
 
     def __len__(self) -> int:
-        """Return the number of members."""
+        """The number of members."""
         return len(self.members)
 
 
 def by_member(pool: Pool, gradient: Callable[[nn.Module], Mapping[str, T]]) -> dict[str, T]:
-    """Return the gradients of all members, under their names in the pool.
+    """The gradients of all members, under their names in the pool.
 
     Args:
         pool: The members.
-        gradient: Returns that of one member, by the names of its own parameters.
+        gradient: Function of one member; returns its gradient by the names of its own parameters.
     """
     return {
         f"{PREFIX}.{index}.{name}": value
@@ -176,10 +176,10 @@ def by_member(pool: Pool, gradient: Callable[[nn.Module], Mapping[str, T]]) -> d
 
 
 def name_before(name: str, kept: list[int]) -> str:
-    """Return the name that a tensor had before only the members ``kept`` were left.
+    """The name that a tensor had before only the members ``kept`` were left.
 
     Args:
-        name: Of the tensor now; its first ``members.<index>`` is replaced.
+        name: Name of the tensor now; its first ``members.<index>`` is replaced.
         kept: For each member that is left its index before.
 
     Example:

@@ -48,17 +48,17 @@ Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], float | tuple[
 def measure(
     space: SearchSpace, genotype: Genotype, scores: Iterable[str], *, seed: int
 ) -> dict[str, float]:
-    """Return the scores of a genotype's network at the space's own sizes.
+    """The scores of a genotype's network at the space's own sizes.
 
     Only ``learning`` is measured on images of at most 16 pixels a side, at a quarter of the cost of
     32. All networks of a seed are initialised from the same random numbers and given the same
     inputs, so that a score does not depend on when it is computed.
 
     Args:
-        space: Gives the network and the shape of an example.
-        genotype: Of that space.
+        space: Search space, with the shape of an example.
+        genotype: A genotype of that space.
         scores: Names out of ``SCORES``.
-        seed: Of initialisation and inputs.
+        seed: Seed of initialisation and inputs.
 
     Raises:
         ConfigError: A name is unknown, or the genotype is not of the space.
@@ -80,7 +80,7 @@ def measure(
 
 
 def combine(values: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return one number per network, by which those compare that were measured together.
+    """One number per network, by which those compare that were measured together.
 
     ``sum_s log(rank_s / N)``, the rank being the number of networks that a network is at least as
     good as by score s. Lee and Ham (2024), AZ-NAS, arXiv 2403.19232, "non-linear
@@ -106,7 +106,7 @@ def combine(values: Sequence[Mapping[str, float]]) -> list[float]:
 
 
 def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
-    """Return the logarithm of synaptic flow, ``log sum_theta theta * dL/dtheta``.
+    """The logarithm of synaptic flow, ``log sum_theta theta * dL/dtheta``.
 
     With all parameters replaced by their absolute values, an input of ones, and L the sum of the
     outputs: for a chain of layers L is ``1^T prod_l |W_l| 1``. Tanaka et al. (2020), arXiv
@@ -118,7 +118,7 @@ def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
 
     Args:
         network: Changed by the call.
-        input_shape: Of one example.
+        input_shape: Shape of one example.
     """
     network.double().eval()
     for parent in list(network.modules()):
@@ -148,7 +148,7 @@ def zen(
     step: float = 0.01,
     repeats: int = 4,
 ) -> float:
-    """Return the Zen-score, ``log E |f(x) - f(x + a e)| + sum_l log sqrt(mean_j s_lj^2)``.
+    """The Zen-score, ``log E |f(x) - f(x + a e)| + sum_l log sqrt(mean_j s_lj^2)``.
 
     How much the features f before the global pool change with the input, for weights, x and e from
     N(0, 1); the norms keep the numbers finite, and what they divide by, the variance s_lj^2 of
@@ -160,8 +160,8 @@ def zen(
 
     Args:
         network: Changed by the call.
-        input_shape: Of one example.
-        generator: Of weights and inputs.
+        input_shape: Shape of one example.
+        generator: Source of weights and inputs.
         batch_size: Examples per draw; the published code takes 64.
         step: a; the published code's.
         repeats: Draws.
@@ -183,7 +183,7 @@ def zen(
 
 
 def naswot(network: nn.Module, inputs: Tensor) -> float:
-    """Return ``log |det K|`` with K_ij the number of activations on which inputs i and j agree.
+    """Compute ``log |det K|`` with K_ij the number of activations on which inputs i and j agree.
 
     An activation's code is whether what enters it is positive; networks that tell inputs apart have
     a K near a multiple of the identity. Mellor et al. (2021), arXiv 2006.04647, Eq. 2.
@@ -211,7 +211,7 @@ def az_nas_parts(
     *,
     batch_size: int = 16,
 ) -> tuple[float, float, float]:
-    """Return expressivity, progressivity and trainability; AZ-NAS' fourth part is multiply-adds.
+    """Expressivity, progressivity and trainability; AZ-NAS' fourth part is multiply-adds.
 
     Lee and Ham (2024), arXiv 2403.19232, for weights from He's normal distribution and inputs from
     N(0, 1). Of the features of each module of the chain, stem and cells:
@@ -228,8 +228,8 @@ def az_nas_parts(
 
     Args:
         network: Changed by the call.
-        input_shape: Of one example.
-        generator: Of weights, inputs and signs.
+        input_shape: Shape of one example.
+        generator: Source of weights, inputs and signs.
         batch_size: Inputs.
     """
     network.train()
@@ -260,7 +260,7 @@ def learning(
     lr: float = 0.1,
     strength: float = 1.0,
 ) -> float:
-    """Return minus the mean loss, in nats, of the last third of some steps on a made-up task.
+    """Minus the mean loss, in nats, of the last third of some steps on a made-up task.
 
     An input of a class is ``strength`` times the class' pattern, at a random place, plus noise;
     pattern and noise are drawn alike, those of images with the 1/f spectrum of natural ones. What
@@ -270,9 +270,9 @@ def learning(
 
     Args:
         network: Changed by the call.
-        input_shape: Of one example; images are (channels, height, width).
-        generator: Of patterns, classes, places and noise.
-        steps: Of SGD with momentum .9, whose learning rate falls linearly to 0.
+        input_shape: Shape of one example; images are (channels, height, width).
+        generator: Source of patterns, classes, places and noise.
+        steps: Number of steps of SGD with momentum .9, whose learning rate falls linearly to 0.
         batch_size: Inputs per step.
         lr: Learning rate of the first step.
         strength: Standard deviation of the pattern in units of the noise's.
@@ -320,19 +320,19 @@ UNRANKED = ("darts", "mbconv")  # spaces whose networks AZ-NAS ranks no better t
 
 
 def trusted_scores(space: str) -> tuple[str, ...]:
-    """Return the scores that rank a space's networks; none where AZ-NAS does not.
+    """The scores that rank a space's networks; none where AZ-NAS does not.
 
     Of DARTS' cells and MBConv blocks, the best of 250 by AZ-NAS is about as accurate as the first
     one drawn (``scripts/results/spaces.json``).
 
     Args:
-        space: Its name.
+        space: Name of the space.
     """
     return () if space in UNRANKED else AZ_NAS
 
 
 def _of_small_images(space: SearchSpace) -> SearchSpace:
-    """Return the space for images of at most ``LARGEST_SIDE``; one's own that cannot, unchanged."""
+    """The space for images of at most ``LARGEST_SIDE``; one's own that cannot, unchanged."""
     if not is_dataclass(space):
         return space
     shape = space.input_shape
@@ -351,7 +351,7 @@ def _draw_weights(network: nn.Module, init: Callable[[Tensor], Tensor]) -> None:
 
 
 def _noise(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return Gaussian noise of unit variance [count, *shape]; images with a spectrum of 1/f."""
+    """Gaussian noise of unit variance [count, *shape]; images with a spectrum of 1/f."""
     white = torch.randn(count, *shape, generator=generator)
     if len(shape) == 1:
         return white
@@ -364,7 +364,7 @@ def _noise(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 
 def _entropy(feature: Tensor) -> Tensor:
-    """Return the entropy in nats of the shares of variance of a feature's principal components."""
+    """The entropy in nats of the shares of variance of a feature's principal components."""
     positions_PC = feature.movedim(1, -1).flatten(0, -2)
     centred_PC = positions_PC - positions_PC.mean(dim=0)
     covariance = centred_PC.T @ centred_PC / len(centred_PC)
@@ -375,7 +375,7 @@ def _entropy(feature: Tensor) -> Tensor:
 
 
 def _jacobian(g_in: Tensor, g_out: Tensor) -> Tensor:
-    """Return the mean over positions of ``g_in g_out^T``; each position reads stride^2 pixels."""
+    """The mean over positions of ``g_in g_out^T``; each position reads stride^2 pixels."""
     strides = [-(-a // b) for a, b in zip(g_in.shape[2:], g_out.shape[2:], strict=True)]
     for axis, (stride, size) in enumerate(zip(strides, g_out.shape[2:], strict=True), 2):
         missing = stride * size - g_in.shape[axis]
@@ -386,7 +386,7 @@ def _jacobian(g_in: Tensor, g_out: Tensor) -> Tensor:
 
 
 def _variance(norm: nn.Module, inputs: Tensor) -> float:
-    """Return the mean of the variances by which a norm would divide its inputs."""
+    """The mean of the variances by which a norm would divide its inputs."""
     if isinstance(norm, nn.GroupNorm):
         grouped = inputs.reshape(len(inputs) * norm.num_groups, -1)
         return float(grouped.var(dim=1, correction=0).mean())
@@ -394,7 +394,7 @@ def _variance(norm: nn.Module, inputs: Tensor) -> float:
 
 
 def _features(network: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the outputs of the modules of the chain."""
+    """The outputs of the modules of the chain."""
     chain: list[nn.Module] = network.chain()  # type: ignore[operator]
     outputs: dict[nn.Module, Tensor] = {}
     with _hooked(chain, lambda module, _, output: outputs.__setitem__(module, output)):

@@ -30,9 +30,9 @@ class Scored(NamedTuple):
 
     Attributes:
         genotype: The architecture.
-        scores: Those that rank all.
-        further: Those that rank a shortlist; None of others.
-        number: How many were found before it.
+        scores: The scores that rank all architectures.
+        further: The scores that rank a shortlist; None outside of it.
+        number: Number of architectures that were found before it.
     """
 
     genotype: Genotype
@@ -52,9 +52,9 @@ def exceeded(
     Args:
         limits: Highest cost by name: ``parameters``, ``multiply_adds`` of one example, or
             ``latency_ms``.
-        space: Of the genotype, and of the network's sizes.
-        genotype: To be built, without memory for its weights.
-        latency_ms: Returns the latency of a genotype; needed with a limit of it.
+        space: The genotype's space, at the network's sizes.
+        genotype: Built without memory for its weights.
+        latency_ms: Function that returns the latency of a genotype; needed with a limit of it.
     """
     costs: dict[str, float] = {}
     if limits.keys() - {"latency_ms"}:
@@ -82,7 +82,7 @@ def search(
     draw: Callable[[torch.Generator], Genotype] | None = None,
     known: Sequence[Scored] = (),
 ) -> list[Scored]:
-    """Return different architectures, the best first, by ``combine`` over all of them.
+    """Different architectures, the best first, by ``combine`` over all of them.
 
     Without ``evolution`` all are drawn at random. With it the first are, as many as a population
     holds; then each is a mutated copy of the best of a tournament, and the oldest leave the
@@ -91,16 +91,16 @@ def search(
     drawn with replacement and compared by their place in the ranking so far.
 
     Args:
-        space: Where architectures come from; none is degenerate.
-        score: Returns the scores of a genotype, like ``data_free_scores.measure`` with everything
-            but the genotype given. Every genotype must get the same names.
-        draws: How many to score; fewer are where the space has no more.
+        space: Space of the architectures; none is degenerate.
+        score: Function that returns the scores of a genotype, such as ``data_free_scores.measure``
+            with all other arguments given. Every genotype must get the same names.
+        draws: Number of architectures to score; fewer where the space has no more.
         generator: All that is random comes from it, so that its state fixes the result.
         evolution: Sizes of population and tournament.
         limits: Limits on the cost of a network, see :func:`exceeded`.
         latency_ms: See :func:`exceeded`.
         limited: The space at the sizes of the networks that the limits are for; None: ``space``.
-        draw: Returns an architecture that is drawn; None draws uniformly.
+        draw: Function that draws an architecture; None draws uniformly.
         known: Result of an earlier search, which this one goes on with: its architectures come
             back, too, are not scored again, and the youngest of them are the population.
 
@@ -140,14 +140,14 @@ def search(
 def draw_by_alphas(
     space: SearchSpace, alphas: Mapping[str, torch.Tensor], generator: torch.Generator
 ) -> Genotype:
-    """Return a genotype drawn by the softmax of alphas.
+    """A genotype drawn by the softmax of alphas.
 
     ``derive(alphas + G)`` with G from Gumbel's distribution: the argmax of an edge is then op o
     with probability ``softmax(alphas)_o`` (Gumbel 1954); where a space derives more than an argmax
     per edge, the genotype follows from the drawn alphas as it does from a supernet's.
 
     Args:
-        space: Of the alphas.
+        space: Space of the alphas.
         alphas: [edges, ops] by kind of cell.
         generator: On the CPU.
     """
@@ -159,19 +159,19 @@ def draw_by_alphas(
 
 
 def ranked(found: list[Scored]) -> list[Scored]:
-    """Return architectures by their scores, the best first; of equals the first found."""
+    """Architectures by their scores, the best first; of equals the first found."""
     combined = combine([one.scores for one in found])
     order = sorted(range(len(found)), key=lambda index: -combined[index])
     return [found[index] for index in order]
 
 
 def shortlisted(found: list[Scored], score: Score, *, keep: int) -> list[Scored]:
-    """Return a ranking whose first ``keep`` are ordered by further scores, combined among them.
+    """A ranking whose first ``keep`` are ordered by further scores, combined among them.
 
     Args:
         found: The best first.
-        score: Returns the further scores of a genotype; called for those that have none yet.
-        keep: How many, at most all.
+        score: Function that returns the further scores of a genotype that has none yet.
+        keep: Number of architectures, at most all.
     """
     best = [
         one if one.further is not None else one._replace(further=score(one.genotype))
@@ -183,7 +183,7 @@ def shortlisted(found: list[Scored], score: Score, *, keep: int) -> list[Scored]
 
 
 def mutate(space: SearchSpace, genotype: Genotype, generator: torch.Generator) -> Genotype:
-    """Return a genotype that differs in one edge: its op, or the node that it reads.
+    """A genotype that differs in one edge: its op, or the node that it reads.
 
     The edge is drawn anew until the result belongs to the space and is not degenerate; a drawn
     genotype of the space gives the op or the source.
@@ -213,7 +213,7 @@ def _child(
     evolution: EvolutionSettings,
     generator: torch.Generator,
 ) -> Genotype:
-    """Return a mutated copy of the best of a tournament among the youngest."""
+    """A mutated copy of the best of a tournament among the youngest."""
     combined = combine([one.scores for one in found])
     first = len(found) - evolution.population
     size = (evolution.tournament,)

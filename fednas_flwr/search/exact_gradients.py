@@ -43,18 +43,18 @@ class ExactGradients:
     """Mean gradients of batches, a new one of each kind in every step.
 
     Attributes:
-        train: Begins a pass over train records.
-        validation: Begins a pass over validation records, as many as the steps of a pass over the
-            train records need; None where alphas stay.
+        train: Function that begins a pass over train records.
+        validation: Function that begins a pass over validation records, as many as the steps of a
+            pass over the train records need; None where alphas stay.
         epochs: Passes over the train records, where no number of steps is given.
         num_steps: Number of steps, over as many passes as they need; None takes ``epochs``.
-        objective: Gives losses and hits.
+        objective: The objective whose losses and hits are taken.
         auxiliary_weight: Weight of an auxiliary head's loss.
-        precision: See :func:`computed_in`.
+        precision: Number format, see :func:`computed_in`.
         train_batch: The train batch of the step.
         validation_batch: Its validation batch, where there are validation records.
-        train_tally: Of the train batches of the last pass, taken before the steps on them.
-        validation_tally: Of its validation batches.
+        train_tally: Tally of the train batches of the last pass, taken before the steps on them.
+        validation_tally: Tally of its validation batches.
     """
 
     train: Passes
@@ -88,7 +88,7 @@ class ExactGradients:
             yield self.train()
 
     def weights(self, network: nn.Module) -> Gradient:
-        """Return the gradient on the step's train batch; of a pool each member's."""
+        """The gradient on the step's train batch; of a pool each member's."""
         if isinstance(network, Pool):
             return by_member(network, self.weights)
         with computed_in(self.precision, self.train_batch):
@@ -103,7 +103,7 @@ class ExactGradients:
     def alphas(
         self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
-        """Return the gradient of the alphas by any rule."""
+        """The gradient of the alphas by any rule."""
         precision = FLOAT32 if rule == "second_order" else self.precision
         with computed_in(precision, self.validation_batch):
             gradient, losses = self._alphas(supernet, weights, rule, validation_weight)
@@ -113,7 +113,7 @@ class ExactGradients:
     def _alphas(
         self, supernet: Relaxed, weights: Optimizer, rule: str, validation_weight: float
     ) -> tuple[Tensors, Tensor]:
-        """Return the gradient, and the losses [B] of the validation batch."""
+        """The gradient, and the losses [B] of the validation batch."""
         batches = {"train_batch": self.train_batch, "validation_batch": self.validation_batch}
         if rule == "first_order":
             sums, losses = alpha_gradient_sum(
@@ -140,7 +140,7 @@ class ExactGradients:
         )
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
-        """Return the gradient [E, O] of the alphas on the step's validation batch."""
+        """The gradient [E, O] of the alphas on the step's validation batch."""
         batch = self.validation_batch
         with computed_in(self.precision, batch):
             gradients_EK, losses = gate_gradient(
@@ -163,14 +163,14 @@ class ClippedGradients(ExactGradients):
 
     Attributes:
         dp_aware: Clipping norm and noise.
-        generator: Of the noise; on the CPU.
+        generator: Source of the noise; on the CPU.
     """
 
     dp_aware: DPAware
     generator: torch.Generator
 
     def weights(self, network: nn.Module) -> dict[str, Tensor | None]:
-        """Return the gradient on the step's train batch."""
+        """The gradient on the step's train batch."""
         x, y = self.train_batch
         objective, clipping = self.objective, self.dp_aware
 
@@ -206,7 +206,7 @@ class LookAhead:
 
     Attributes:
         previous_weights: W before it, by name.
-        inner_lr: Its learning rate, above 0.
+        inner_lr: Learning rate of that step, above 0.
     """
 
     previous_weights: Mapping[str, Tensor]
@@ -222,9 +222,9 @@ class ExactSums:
         validation: The next validation batches; None where no alphas are asked for.
         look_ahead: For alphas of second order, whose gradients are of batch means (Eq. 5), times
             the batch size; None is first order.
-        objective: Gives losses and hits.
-        auxiliary_weight: Of an auxiliary head's loss.
-        precision: See :func:`computed_in`.
+        objective: The objective whose losses and hits are taken.
+        auxiliary_weight: Weight of an auxiliary head's loss.
+        precision: Number format, see :func:`computed_in`.
     """
 
     train: Iterator[Batch]
@@ -239,7 +239,7 @@ class ExactSums:
         self.train_tally, self.validation_tally = Tally(), Tally()
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
-        """Return the sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
+        """The sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
         batches = self.train if state == "weights" else self.validation
         assert batches is not None
         batch = next(batches)
@@ -248,7 +248,7 @@ class ExactSums:
             return self._sums(state, network, batch), len(batch[1])
 
     def _sums(self, state: str, network: nn.Module, batch: Batch) -> Tensors:
-        """Return the sum over a batch."""
+        """The sum over a batch."""
         if state == "weights":
             return weight_gradient_sum(
                 network,

@@ -35,14 +35,14 @@ class Alternating(Checked):
     """The steps of a client's local search on all ops.
 
     Attributes:
-        rule: Of the alphas' gradient, one of ``RULES``.
+        rule: Rule of the alphas' gradient, one of ``RULES``.
         validation_weight: Weight of the validation loss under ``mixed_level``, at least 0.
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that the search began with.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
             ``batch_gradients.beta_gradient``.
-        temperature: Of GDAS, above 0: both gradients are of single paths, each drawn anew
-            (``candidate.GumbelPath``). None computes all ops.
+        temperature: Temperature of GDAS, above 0: both gradients are of single paths, each drawn
+            anew (``candidate.GumbelPath``). None computes all ops.
     """
 
     rule: Rule
@@ -72,11 +72,11 @@ def alternate(
     """Search in place: each step moves the alphas, then the weights.
 
     Args:
-        supernet: Its weights and alphas are those of ``optimizers``.
-        gradients: Exact or noised.
-        optimizers: Of weights and alphas.
+        supernet: The supernet, with the parameters of ``optimizers``.
+        gradients: Exact or noised gradients.
+        optimizers: Optimisers of weights and alphas.
         alternating: The constants.
-        generator: Of single paths; on the CPU.
+        generator: Source of single paths; on the CPU.
     """
     assert optimizers.alphas is not None
     supernet.train()
@@ -84,7 +84,7 @@ def alternate(
     temperature = alternating.temperature
 
     def network() -> Relaxed:
-        """Return the state that the next gradient is for."""
+        """The network of the next gradient."""
         if temperature is None:
             return supernet
         assert generator is not None
@@ -117,12 +117,12 @@ def train_candidates(
     Weights beside a path neither move nor decay in its steps; momentum goes from one to the next.
 
     Args:
-        supernet: Its weights are those of ``weights``.
+        supernet: The supernet, with the parameters of ``weights``.
         paths: The candidates.
         gradients: Exact, clipped (``exact_gradients.ClippedGradients``) or noised; they yield
             ``steps`` times for each candidate.
-        weights: The step.
-        steps: Of each candidate.
+        weights: Optimiser of the shared weights.
+        steps: Steps of each candidate.
     """
     supernet.train()
     chosen = (candidate for path in paths for candidate in repeat(Candidate(supernet, path), steps))

@@ -1,7 +1,7 @@
 """Steps along gradients: what every local loop is made of, whatever its gradients come from.
 
-A loop (``local_search``, ``proxyless``, ``candidate``, :func:`train`) asks a :class:`Gradients` for
-the next ones and lets a :class:`Optimizer` step along them. Exact gradients are of the next batches
+A loop (``local_search``, ``proxyless``, :func:`train`) asks a :class:`Gradients` for the next ones
+and lets an :class:`Optimizer` step along them. Exact gradients are of the next batches
 (``exact_gradients``); private ones are noised releases. A loop never sees a record.
 """
 
@@ -31,7 +31,7 @@ class Gradients(Protocol):
         """Yield once for every step that is to be taken, with new records each time."""
 
     def weights(self, network: nn.Module) -> Gradient:
-        """Return the gradient of a network's weights, on train records.
+        """The gradient of a network's weights, on train records.
 
         Draws and results of a step are the same however often it is called.
         """
@@ -39,20 +39,20 @@ class Gradients(Protocol):
     def alphas(
         self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
-        """Return the gradient of a supernet's alphas, on validation records.
+        """The gradient of a supernet's alphas, on validation records.
 
         Args:
-            supernet: Its weights are at the point before the weights' step.
-            weights: The weights' own step, which the second order looks ahead by.
-            rule: Which gradient, one of ``settings.optimizers.RULES``.
+            supernet: The supernet before the weights' step.
+            weights: The weights' optimiser, by whose step the second order looks ahead.
+            rule: Rule of the gradient, one of ``settings.optimizers.RULES``.
             validation_weight: Weight of the validation loss under ``mixed_level``.
         """
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
-        """Return the gradient [E, O] of the alphas of drawn paths, on validation records."""
+        """The gradient [E, O] of the alphas of drawn paths, on validation records."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics seen on the way; empty where they must not leave the client."""
+        """The metrics seen on the way; empty where they must not leave the client."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Optimizer:
     """An optimiser of some parameters.
 
     Attributes:
-        parameters: By name; stepped in place.
-        torch_optimizer: Of exactly these.
+        parameters: Parameters by name; stepped in place.
+        torch_optimizer: Torch's optimiser of exactly these parameters.
         clip_norm: Largest norm of a mean gradient; None does not clip.
     """
 
@@ -84,11 +84,11 @@ class Optimizer:
 
 @dataclass
 class Optimizers:
-    """The steps of one local training.
+    """The optimisers of one local training.
 
     Attributes:
-        weights: Of the weights.
-        alphas: Of the alphas; None where they stay.
+        weights: Optimiser of the weights.
+        alphas: Optimiser of the alphas; None where they stay.
         sent: The optimisers' moments that the training began with; empty: with none.
     """
 
@@ -125,7 +125,7 @@ class Optimizers:
 
 
 def no_moments(network: nn.Module) -> Tensors:
-    """Return the moments of optimisers that have not stepped: zeros, by state, moment and name."""
+    """The moments of optimisers that have not stepped: zeros, by state, moment and name."""
     alphas: Mapping[str, Tensor] = getattr(network, "alphas", dict)()
     parameters = {"weights": trainable_weights(network), "alphas": alphas}
     return {
@@ -137,7 +137,7 @@ def no_moments(network: nn.Module) -> Tensors:
 
 
 def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str, set[str]]:
-    """Return the names of tensors that training any of these paths reads or moves, by state.
+    """The names of tensors that training any of these paths reads or moves, by state.
 
     Server and clients compute it alike from the paths: messages about them carry nothing else.
     """
@@ -172,7 +172,7 @@ class Proximal:
         self._start = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def added_to(self, gradient: Gradient) -> Gradient:
-        """Return a gradient of the weights with this one added."""
+        """A gradient of the weights with this one added."""
         if not self._start:
             return gradient
         weights, start = self._weights, self._start
@@ -181,7 +181,7 @@ class Proximal:
 
 
 def add_gradients(gradient: Gradient, further: Mapping[str, Tensor]) -> Gradient:
-    """Return the sum of two gradients by name, of which the first may lack some."""
+    """The sum of two gradients by name, of which the first may lack some."""
     found = {name: gradient.get(name) for name in further}
     return {n: further[n] if g is None else g + further[n] for n, g in found.items()}
 
@@ -198,10 +198,10 @@ def make_sgd(
     *,
     nesterov: bool = False,
 ) -> torch.optim.SGD:
-    """Return torch's SGD with the constants of ``settings``, at ``settings.lr``.
+    """Make torch's SGD with the constants of ``settings``, at ``settings.lr``.
 
     Args:
-        parameters: To step; or torch's groups of them, each clipped by itself.
+        parameters: Parameters to step; or torch's groups of them, each clipped by itself.
         settings: The constants.
         nesterov: True if momentum, where there is any, is Nesterov's.
     """
@@ -217,7 +217,7 @@ def make_sgd(
 def make_adam(
     parameters: Iterable[Tensor], settings: Adam, *, beta: float = 0.5
 ) -> torch.optim.Adam:
-    """Return torch's Adam with the constants of ``settings``; ``beta`` is DARTS' first one."""
+    """Make torch's Adam with the constants of ``settings``; ``beta`` is DARTS' first one."""
     return torch.optim.Adam(
         parameters, lr=settings.lr, betas=(beta, 0.999), weight_decay=settings.weight_decay
     )
@@ -231,6 +231,6 @@ def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) ->
 
 
 def trainable_weights(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters but the alphas, by name."""
+    """All parameters but the alphas, by name."""
     weights = getattr(network, "weights", None)
     return dict(weights() if weights is not None else network.named_parameters())

@@ -125,7 +125,7 @@ class Evolution(Sampler):
         return {"population_reward": float(self.rewards_N.mean())}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the population."""
+        """The population."""
         return {"paths": self.paths_NE, "rewards": self.rewards_N}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -133,7 +133,7 @@ class Evolution(Sampler):
         self.paths_NE, self.rewards_N = tensors["paths"], tensors["rewards"]
 
     def _child(self, generator: torch.Generator) -> Path:
-        """Return a mutated copy of the tournament's best; of equals the first drawn is taken."""
+        """A mutated copy of the tournament's best; of equals the first drawn is taken."""
         size = (self.settings.tournament,)
         drawn = torch.randint(len(self.paths_NE), size, generator=generator).tolist()
         parent = max(drawn, key=self.rewards_N.__getitem__)
@@ -156,7 +156,7 @@ class Policy(nn.Module):
 
         Args:
             choices: Number of ops of each edge.
-            temperature: What logits are divided by.
+            temperature: Divisor of the logits.
         """
         super().__init__()
         self.temperature = temperature
@@ -200,7 +200,7 @@ class Policy(nn.Module):
 def reinforce_loss(
     log_probs_N: Tensor, rewards_N: Tensor, *, baseline: float, entropy_weight: float
 ) -> Tensor:
-    """Return a loss whose gradient, expected over paths from pi, is that of ``-(E[R] + w H)``.
+    """A loss whose gradient, expected over paths from pi, is that of ``-(E[R] + w H)``.
 
     ``-1/N sum_i (R_i - w log pi(a_i) - b) log pi(a_i)`` with everything in brackets held fixed
     (Williams 1992): the entropy is ``H = E[-log pi]``, so ``-w log pi`` is a reward like R. The
@@ -217,7 +217,7 @@ def reinforce_loss(
 
 
 def regularised(log_probs_N: Tensor, rewards_N: Tensor, entropy_weight: float) -> Tensor:
-    """Return each reward with its share in the entropy, ``R - w log pi``."""
+    """Each reward with its share in the entropy, ``R - w log pi``."""
     return rewards_N - entropy_weight * log_probs_N.detach()
 
 
@@ -226,8 +226,8 @@ class Moments:
     """Moving mean and variance of rewards, by weights that add to 1 over all that were seen.
 
     Attributes:
-        mean: Of the rewards.
-        variance: About this mean, >= 0.
+        mean: Mean of the rewards.
+        variance: Variance about this mean, >= 0.
     """
 
     mean: float
@@ -235,19 +235,19 @@ class Moments:
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> Moments:
-        """Return mean and variance of at least one reward; equal ones have exactly 0."""
+        """Mean and variance of at least one reward; equal ones have exactly 0."""
         deviations_N = torch.tensor(rewards, dtype=torch.float64) - rewards[0]
         shift = float(deviations_N.mean())
         return cls(rewards[0] + shift, float(deviations_N.var(correction=0)))
 
     def moved(self, newest: Moments, *, decay: float) -> Moments:
-        """Return the moments of the mixture in which what was seen keeps the share ``decay``."""
+        """The moments of the mixture in which what was seen keeps the share ``decay``."""
         shift = newest.mean - self.mean
         within = decay * self.variance + (1 - decay) * newest.variance
         return Moments(self.mean + (1 - decay) * shift, within + decay * (1 - decay) * shift**2)
 
     def standardised(self, rewards: Sequence[float]) -> list[float]:
-        """Return distances from the mean in standard deviations; undivided where there are none."""
+        """Distances from the mean in standard deviations; undivided where there are none."""
         deviation = math.sqrt(self.variance) or 1.0
         return [(reward - self.mean) / deviation for reward in rewards]
 
@@ -305,7 +305,7 @@ class Controller(Sampler):
         return {"controller_baseline": self.baseline, "controller_entropy": entropy}
 
     def _in_deviations(self, rewards: Sequence[float]) -> list[float]:
-        """Return rewards as the policy is told of them; with ``scaled`` their moments move."""
+        """Rewards as the policy is told of them; with ``scaled`` their moments move."""
         if not self.settings.scaled:
             return list(rewards)
         newest = Moments.of(rewards)

@@ -75,7 +75,7 @@ class Cohort:
         wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
         fewest_records: Share of the median client's records that a client must declare.
         most_records: Multiple of them that it may declare.
-        largest_share: Of an average, that one client of three or more may have: from above 0 to 1.
+        largest_share: Largest share of one client of three or more in an average, above 0 to 1.
         secure_sum: True if clients send what depends on records as part of secure sums only.
         emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
             has left because its replies were refused is ``expelled``.
@@ -86,7 +86,7 @@ class Cohort:
         bytes_received: Bytes of all arrays in replies so far.
         bytes_dense: Bytes that whole states, unrounded, would have taken in both directions.
         properties: Properties of each connected client, by client.
-        statistics: By which all clients standardise a table; None where they are declared.
+        statistics: Statistics by which all clients standardise a table; None: declared ones.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
     """
 
@@ -134,7 +134,7 @@ class Cohort:
         Args:
             grid: Flower's way to the clients.
             needed: Names of properties that each must declare.
-            alike: Those that must be the same for all.
+            alike: Names of properties that must be the same for all.
             known: Properties of each client, ``splits`` among them, where the server has made them:
                 then none is asked, and clients stand in the order of their nodes.
 
@@ -242,7 +242,7 @@ class Cohort:
         return self.quorum_of(self.num_clients)
 
     def quorum_of(self, asked: int) -> int:
-        """Return the number of clients that must answer, of so many that are asked."""
+        """The number of clients that must answer, of so many that are asked."""
         return max(1, math.ceil(self.quorum_share * asked - 1e-9))
 
     @property
@@ -540,6 +540,6 @@ class Cohort:
 
 
 def _plain(text: str) -> str:
-    """Return a client's words cut short and without characters that command a terminal."""
+    """A client's words cut short and without characters that command a terminal."""
     text = text[:LONGEST_REASON]
     return "".join(c if c.isprintable() else " " for c in text)

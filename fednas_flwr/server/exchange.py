@@ -33,8 +33,8 @@ class Participants:
     """The clients of one round.
 
     Attributes:
-        clients: Those that are asked, ascending.
-        backups: Who is asked in the place of those that fail, in this order.
+        clients: The clients that are asked, ascending.
+        backups: Clients that are asked in the place of those that fail, in this order.
         weights: By client, what its reply counts for in an average; without one it is the reply's
             number of examples.
     """
@@ -76,7 +76,7 @@ class Exchange:
         also_left: True if clients that have left are asked, too, except for those whose replies
             were refused.
         among: Clients to ask, None for all; the others count as if they had answered.
-        participants: Who is asked instead: the quorum is one of them, and those that fail are
+        participants: The clients of the round: the quorum is one of them, and those that fail are
             replaced, once all others have answered.
     """
 
@@ -149,9 +149,9 @@ class Sent(NamedTuple):
     """The message to one client.
 
     Attributes:
-        message: To be sent.
-        accept: Reads the client's reply.
-        most: Examples that it may have, or what it counts for in their place.
+        message: The request.
+        accept: Function that reads the client's reply.
+        most: Most examples that the reply may have, or its weight in their place.
     """
 
     message: Message
@@ -213,7 +213,7 @@ class Sampling:
             raise unknown_choice("sampling.by", self.by, SAMPLINGS)
 
     def participants(self, stage: str, server_round: int) -> Participants:
-        """Return who is asked in a round, from 1, of a stage."""
+        """The clients of a round, from 1, of a stage."""
         sizes = self.sizes.get(stage)
         if sizes is None or not sizes.any():
             sizes = np.ones(self.num_clients, dtype=np.int64)
@@ -239,7 +239,7 @@ class Sampling:
 
 
 def midzuno(sizes: Ints, order: Ints, *, record: int) -> Ints:
-    """Return the order with the client first that owns a record, of ``sum(sizes)``.
+    """The order with the client first that owns a record, of ``sum(sizes)``.
 
     For a record drawn uniformly and an order drawn uniformly, the first m clients are a set S with
     probability ``sum_S n / (C(N - 1, m - 1) sum n)``.
@@ -249,13 +249,13 @@ def midzuno(sizes: Ints, order: Ints, *, record: int) -> Ints:
 
 
 def systematic(sizes: Ints, order: Ints, *, start: int, draws: int) -> Ints:
-    """Return the owners of records at equal distances, int64 ``[draws]``.
+    """The owners of records at equal distances, int64 ``[draws]``.
 
     Over the ``sum(sizes)`` starts every record is drawn ``draws`` times.
 
     Args:
-        sizes: Of the clients.
-        order: In which their records lie.
+        sizes: Sizes of the clients.
+        order: Order in which their records lie.
         start: From 0 to below the sum of the sizes.
         draws: m.
     """

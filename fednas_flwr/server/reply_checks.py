@@ -43,7 +43,7 @@ def accept_reply(
     wire: str = "float32",
     summands: Summands | None = None,
 ) -> Reply:
-    """Return the reply in ``message`` when it answers the request with ``header``.
+    """The reply in ``message`` when it answers the request with ``header``.
 
     Args:
         message: A client's reply or error.
@@ -55,7 +55,7 @@ def accept_reply(
         limits: Limits of an honest reply. A tiny or a huge weight would overflow the
             aggregate although every tensor is finite.
         wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
-        summands: Of a secure sum: the reply is masked, and nothing else can be checked.
+        summands: Encoding of a secure sum: the reply is masked, and nothing else can be checked.
 
     Raises:
         ClientLeftError: The client's privacy budget has ended.
@@ -150,7 +150,7 @@ def _is_non_negative(name: str, key: str) -> bool:
 
 
 def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """Return for every state which of its tensors a reply holds, one digit for each."""
+    """The marks of the tensors that a reply holds, by state: one digit for each tensor."""
     changed: dict[str, str] = properties.get("changed", {})
     if set(changed) != set(layouts):
         raise ReplyError("does not say which tensors of each state have changed")
@@ -161,7 +161,7 @@ def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> di
 
 
 def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:
-    """Return the clients whose properties are not those of most, with the difference.
+    """The clients whose properties are not those of most, with the difference.
 
     Args:
         properties: Properties of each client.
@@ -190,7 +190,7 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
 def outliers(
     declared: Mapping[int, Mapping[str, float]], *, fewest: float, most: float
 ) -> dict[int, str]:
-    """Return the clients that declare far fewer or far more records than most, with a sentence.
+    """The clients that declare far fewer or far more records than most, with a sentence.
 
     Fewer raise the noise that all must add, since noise is calibrated to the client that needs
     most; more are a weight in every average. Of one or two clients nobody can tell who is right.

@@ -45,7 +45,7 @@ class MaskedSum:
         self.survivors.append(site)
 
     def unmask(self, openings: Mapping[int, Opening]) -> list[np.ndarray]:
-        """Return the sum of the vectors that the survivors have masked.
+        """The sum of the vectors that the survivors have masked.
 
         Args:
             openings: Parts that survivors have opened.
@@ -73,7 +73,7 @@ class PendingSum:
 
     Attributes:
         summands: Encoding of the replies to sum.
-        total: Of the masked vectors.
+        total: Sum of the masked vectors.
         context: As its first client has named it.
         boxes: By client, the sealed parts that it has made for the others.
     """

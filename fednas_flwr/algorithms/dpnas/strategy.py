@@ -84,7 +84,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         return rewards, {"validation_accuracy": sum(rewards) / len(rewards), **metrics}
 
     def derive(self) -> Genotype:
-        """Return the best of the final candidates.
+        """The best of the final candidates.
 
         Raises:
             ValueError: The last round is not over.
@@ -94,7 +94,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         return self.cells.genotype(self.values["path"])
 
     def server_tensors(self) -> Tensors:
-        """Return the controller's learnt tensors."""
+        """The controller's learnt tensors."""
         return self.sampler.tensors()
 
     def load_server_tensors(self, tensors: Tensors) -> None:

@@ -57,7 +57,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         return super().average(self._keep(replies) if self.keeps_updates else replies)
 
     def updates(self) -> dict[int, Tensor]:
-        """Return by client the sum of its updates of the alphas over the rounds, float64 [A].
+        """The sum of each client's updates of the alphas over the rounds, float64 [A].
 
         With privacy these are sums of what the client has released, and cost nothing more.
         """

@@ -101,7 +101,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         )
 
     def _bound(self) -> float:
-        """Return M of the next phase."""
+        """M of the next phase."""
         scale = self.tuner.scale
         if not self.is_private or scale == 0:
             return self.settings.loss_bound
@@ -110,7 +110,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     def _rewards(
         self, configurations: Sequence[Configuration], bound: float
     ) -> tuple[list[float], float]:
-        """Return each configuration's reward (Eq. 5), and the std of the noise on it.
+        """Each configuration's reward (Eq. 5), and the std of the noise on it.
 
         The clients' mean decreases by validation size. What a client says is held to the bound once
         more: one client's nonsense must not choose.
@@ -139,7 +139,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     def _averaged_rewards(
         self, configurations: Sequence[Configuration], bound: float
     ) -> tuple[list[float], float]:
-        """Return each configuration's reward by the averaged model, and 0, the std of no noise.
+        """Each configuration's reward by the averaged model, and 0, the std of no noise.
 
         It is the mean over the clients that answered before and after the trial; 0 without any.
         """
@@ -174,7 +174,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         }
 
     def _training(self, configuration: Configuration) -> tuple[str, rq.Settings]:
-        """Return action and request of a round of training with a configuration."""
+        """Action and request of a round of training with a configuration."""
         local = self._local(configuration)
         if isinstance(local, rq.LocalTraining):
             return "train.weights", rq.Train(local=local)
@@ -211,10 +211,10 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
 
 def _clamped(decrease: float, bound: float) -> float:
-    """Return a decrease within the bound; one that is no number counts -bound."""
+    """A decrease within the bound; one that is no number counts -bound."""
     return max(-bound, min(bound, decrease)) if math.isfinite(decrease) else -bound
 
 
 def explores(server_round: int, nas_rounds: int) -> bool:
-    """Return whether a round, from 1, begins with an exploration."""
+    """True if a round, from 1, begins with an exploration."""
     return (server_round - 1) % nas_rounds == 0

@@ -34,7 +34,7 @@ FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
 
 def trained_on(evaluate_every: int) -> tuple[str, ...]:
-    """Return the splits to train on; validation records are held out if they are measured."""
+    """The splits to train on; validation records are held out if they are measured."""
     return SPLITS[:1] if evaluate_every else SPLITS
 
 
@@ -42,7 +42,7 @@ def training_settings(config: Config, configuration: Configuration | None) -> tu
     """The optimiser of retraining and the drop-path probability of its last round.
 
     Args:
-        config: Gives them where the search has found no others.
+        config: Settings of the run, which hold where the search has found no others.
         configuration: The hyper-parameters that the search has found, None if none.
     """
     weights = config.retrain.weights
@@ -57,7 +57,7 @@ class _Averaged(FlowerFedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the only reply, which is the average."""
+        """The only reply, which is the average."""
         (average,) = replies
         return cast(ArrayRecord, average), None
 
@@ -84,10 +84,10 @@ class ServerOptimizer:
         self._steps: FedOpt = type(kind.__name__, (kind, _Averaged), {})(**constants)
 
     def step(self, average: Packed, before: Packed, server_round: int) -> Packed:
-        """Return the new weights.
+        """The new weights.
 
         Args:
-            average: Of the clients' weights.
+            average: Average of the clients' weights.
             before: States that the clients were sent.
             server_round: From 1.
         """
@@ -98,7 +98,7 @@ class ServerOptimizer:
         return {d: torch.from_numpy(moved[d].numpy()).to(v.dtype) for d, v in before.items()}
 
     def tensors(self) -> Tensors:
-        """Return the moments, none before the first step."""
+        """The moments, none before the first step."""
         return {
             f"{moments}.{dtype}": torch.from_numpy(array)
             for moments in FLOWERS_MOMENTS
@@ -147,7 +147,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         super().move(average, momentum)
 
     def server_tensors(self) -> Tensors:
-        """Return the moments of the server's optimiser."""
+        """The moments of the server's optimiser."""
         return {} if self.optimizer is None else self.optimizer.tensors()
 
     def load_server_tensors(self, tensors: Tensors) -> None:

@@ -68,6 +68,6 @@ class FedEx(RoundStrategy[FedExSettings]):
         return Train(local=local, validates=True)
 
     def _loss(self, reply: Reply) -> float:
-        """Return a client's loss, held to the bound: one client's nonsense must not choose."""
+        """A client's loss, held to the bound: one client's nonsense must not choose."""
         loss, bound = reply.metrics["validation_loss"], self.settings.loss_bound
         return min(max(loss, 0.0), bound) if math.isfinite(loss) else bound

@@ -93,7 +93,7 @@ class FNAS(GradientStrategy[FNASSettings]):
         return mean_metrics(told)
 
     def _beta_gradient(self) -> Tensor | float:
-        """Return the gradient of the round's regulariser, packed as the alphas are."""
+        """The gradient of the round's regulariser, packed as the alphas are."""
         if not self._beta_weight:
             return 0.0
         weight = self._beta_weight * self.settings.local_steps

@@ -50,11 +50,11 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
         return metrics | ({"lr": configuration.lr} if configuration else {})
 
     def _is_better(self, accuracy: float, own: Mapping[str, float]) -> bool:
-        """Return whether a candidate beats the best so far; the mean breaks ties.
+        """True if a candidate beats the best so far; the mean breaks ties.
 
         Args:
-            accuracy: Its mean accuracy.
-            own: By client, as text, its accuracy there.
+            accuracy: Mean accuracy of the candidate.
+            own: Its accuracy by client, as text.
         """
         best = self.values.get("accuracies", {})
         gains = [value - best[client] for client, value in own.items() if client in best]
@@ -64,7 +64,7 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
     def _try(
         self, genotype: Genotype, configuration: Configuration | None
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return training and validation metrics of one candidate, and its accuracy by client.
+        """Training and validation metrics of one candidate, and its accuracy by client.
 
         Both are empty without trial rounds.
         """
@@ -97,16 +97,16 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
         return metrics, own
 
     def derive(self) -> Genotype:
-        """Return the candidate with the best validation accuracy."""
+        """The candidate with the best validation accuracy."""
         return from_json(self.values["genotype"])
 
     def configuration(self) -> Configuration | None:
-        """Return that candidate's hyper-parameters, None if none were drawn."""
+        """That candidate's hyper-parameters, None if none were drawn."""
         found = self.values["configuration"]
         return Configuration(**found) if found else None
 
 
 def _held(reply: Reply) -> Reply:
-    """Return a reply whose accuracy is from 0 to 1: a client has one vote, whatever it claims."""
+    """A reply whose accuracy is from 0 to 1: a client has one vote, whatever it claims."""
     accuracy = min(1.0, max(0.0, reply.metrics.get("accuracy", 0.0)))
     return replace(reply, metrics={**reply.metrics, "accuracy": accuracy})

@@ -85,11 +85,11 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         return metrics
 
     def pool(self) -> list[Genotype]:
-        """Return the networks that are left, best first once they are measured."""
+        """The networks that are left, best first once they are measured."""
         return [from_json(json.dumps(genotype)) for genotype in self.values["pool"]]
 
     def derive(self) -> Genotype:
-        """Return the best of the networks that are left.
+        """The best of the networks that are left.
 
         Raises:
             ValueError: The first round is not over.
@@ -165,7 +165,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
-    """Return the number of networks of a pool of ``keep`` that are left after a round.
+    """The number of networks of a pool of ``keep`` that are left after a round.
 
     Example:
         >>> [num_left(r, 8, keep=12, eta=2) for r in range(9)]

@@ -32,8 +32,8 @@ class ScoredDraws:
     """Networks that are drawn from a space within limits and ranked by scores with a run's seed.
 
     Attributes:
-        config: The run's.
-        prepared: Its data.
+        config: Settings of the run.
+        prepared: Data of the run.
         space: The space, at the supernet's sizes.
         choice: Scores, limits and shortlist.
         options: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
@@ -62,7 +62,7 @@ class ScoredDraws:
         """Refuse limits within which no network is drawn; none is scored.
 
         Args:
-            generator: That of the first draws.
+            generator: Source of the first draws.
         """
         self._search(lambda _: {"none": 0.0}, draws=1, generator=generator)
 
@@ -116,14 +116,14 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
         return {"scored": float(len(pool)), **pool[0].scores, **(pool[0].further or {})}
 
     def pool(self) -> list[Scored]:
-        """Return all architectures that were scored, the best first."""
+        """All architectures that were scored, the best first."""
         return [
             Scored(**one | {"genotype": from_json(json.dumps(one["genotype"]))})
             for one in self.values["found"]
         ]
 
     def derive(self) -> Genotype:
-        """Return the architecture that ranks first."""
+        """The architecture that ranks first."""
         return self.pool()[0].genotype
 
     @classmethod
