@@ -319,8 +319,8 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def noise_multiplier(self, kind: str) -> float | None:
         """Sigma of a kind of release of the stage, None if it has none of it."""
-        found = [p for p in self.schedule if (p.stage, p.kind) == (self.stage, kind)]
-        return found[0].noise_multiplier if found else None
+        plans = [p for p in self.schedule if (p.stage, p.kind) == (self.stage, kind)]
+        return plans[0].noise_multiplier if plans else None
 
     def server_tensors(self) -> Tensors:
         """Further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
@@ -604,8 +604,8 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def tell_best(self, genotype: Genotype, server_round: int) -> None:
         """Emit the best architecture so far, of a search that has neither alphas nor a pool."""
-        told = json.loads(to_json(genotype))
-        self.cohort.emit("best", stage=self.stage, round=server_round, genotype=told)
+        fields = json.loads(to_json(genotype))
+        self.cohort.emit("best", stage=self.stage, round=server_round, genotype=fields)
 
     def configuration(self) -> Configuration | None:
         """The hyper-parameters that the search has found for retraining, None if none."""
@@ -667,8 +667,8 @@ class RoundStrategy(Strategy, Generic[S]):
     def _save(self, server_round: int) -> None:
         if self.checkpoints is None:
             return
-        kept = self.states | {VELOCITY: self._velocity}
-        tensors = {f"{n}.{dtype}": v for n, packed in kept.items() for dtype, v in packed.items()}
+        states = self.states | {VELOCITY: self._velocity}
+        tensors = {f"{n}.{dtype}": v for n, packed in states.items() for dtype, v in packed.items()}
         tensors |= {f"{SERVER}{name}": tensor for name, tensor in self.server_tensors().items()}
         self.checkpoints.save(Checkpoint(self.stage, server_round, tensors, self.values))
 
@@ -703,12 +703,12 @@ def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
 
     None counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.
     """
-    told: dict[str, list[tuple[float, float]]] = {}
+    values: dict[str, list[tuple[float, float]]] = {}
     for reply in replies:
         for name, value in reply.metrics.items():
-            told.setdefault(name, []).append((reply.num_examples, value))
+            values.setdefault(name, []).append((reply.num_examples, value))
     means = {}
-    for name, pairs in told.items():
+    for name, pairs in values.items():
         most = FARTHEST * max(1.0, median(value for _, value in pairs))
         means[name] = sum(n * min(value, most) for n, value in pairs) / sum(n for n, _ in pairs)
     return means

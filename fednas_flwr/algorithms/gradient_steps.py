@@ -27,7 +27,7 @@ class GradientStrategy(RoundStrategy[S]):
     def _momentum(self) -> str:
         return "reset"
 
-    def descend(
+    def step_along(
         self,
         replies: Iterable[tuple[int, Reply]],
         states: Sequence[str],
@@ -83,8 +83,8 @@ class GradientStrategy(RoundStrategy[S]):
         return {
             f"{state}.{name}": value
             for state, optimizer in self.optimizers.items()
-            for kept in optimizer.state_dict()["state"].values()
-            for name, value in kept.items()
+            for moments in optimizer.state_dict()["state"].values()
+            for name, value in moments.items()
             if isinstance(value, Tensor)
         }
 

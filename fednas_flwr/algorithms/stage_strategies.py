@@ -142,7 +142,7 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     settings = config.sampling
     if settings is None or not config.samples:
         return None
-    records = {name: np.array([own.get(name, 0) for own in splits]) for name in SPLITS}
+    records = {name: np.array([declared.get(name, 0) for declared in splits]) for name in SPLITS}
     names = trained_on(config.retrain.evaluate_every)
     trained = np.sum([records[name] for name in names], axis=0)
     search, retrain = records["train"], trained
@@ -207,10 +207,10 @@ def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
             "only; set algorithm.prior=null."
         )
     run = _earlier_run(config, key, prior.run)
-    found = {} if run is None else run.last("derived")
-    if not found:
+    derived = {} if run is None else run.last("derived")
+    if not derived:
         raise ConfigError(f"{key} has found no architecture: give the folder of a search.")
-    genotype = from_json(json.dumps(found["genotype"]), origin=key)
+    genotype = from_json(json.dumps(derived["genotype"]), origin=key)
     space.check(genotype)
     return lead(genotype, prior.margin, ops=space.ops, nodes=space.nodes)
 

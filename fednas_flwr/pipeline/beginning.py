@@ -73,7 +73,7 @@ def begin(
     prepared = _connect(config, grid, cohort, folder)
     for event in earlier:
         if event.get("expelled"):
-            cohort.expel(event["client"], event["reason"])
+            cohort.dismiss(event["client"], event["reason"], expelled=True)
     private = isinstance(config.privacy, DifferentialPrivacy)
     statistics = pooled_statistics.known_statistics(earlier)
     if prepared.uses_own_statistics and not private:

@@ -74,7 +74,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             reason = (
                 f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
             )
-            cohort.expel(client, reason, CONNECT)
+            cohort.dismiss(client, reason, CONNECT, expelled=True)
         else:
             parties[client] = moments
     if len(parties) < cohort.quorum:

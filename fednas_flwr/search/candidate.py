@@ -175,12 +175,12 @@ def by_member(pool: Pool, gradient: Callable[[nn.Module], Mapping[str, T]]) -> d
     }
 
 
-def name_before(name: str, kept: list[int]) -> str:
-    """The name that a tensor had before only the members ``kept`` were left.
+def name_before(name: str, indices: list[int]) -> str:
+    """The name that a tensor had before only the members ``indices`` were left.
 
     Args:
         name: Name of the tensor now; its first ``members.<index>`` is replaced.
-        kept: For each member that is left its index before.
+        indices: For each member that is left its index before.
 
     Example:
         >>> name_before("members.1.stem.weight", [2, 5])
@@ -188,4 +188,4 @@ def name_before(name: str, kept: list[int]) -> str:
     """
     before, _, rest = name.partition(f"{PREFIX}.")
     index, _, tensor = rest.partition(".")
-    return f"{before}{PREFIX}.{kept[int(index)]}.{tensor}"
+    return f"{before}{PREFIX}.{indices[int(index)]}.{tensor}"

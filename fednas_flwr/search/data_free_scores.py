@@ -406,11 +406,11 @@ def _inputs(
     network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]
 ) -> list[tuple[nn.Module, Tensor]]:
     """Record the inputs of all modules of some kinds, in the order of computation."""
-    found: list[tuple[nn.Module, Tensor]] = []
+    inputs_of: list[tuple[nn.Module, Tensor]] = []
     modules = [module for module in network.modules() if isinstance(module, kinds)]
-    with _hooked(modules, lambda module, inputs, _: found.append((module, inputs[0]))):
+    with _hooked(modules, lambda module, inputs, _: inputs_of.append((module, inputs[0]))):
         network(x)
-    return found
+    return inputs_of
 
 
 @contextmanager

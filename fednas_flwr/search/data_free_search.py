@@ -109,13 +109,13 @@ def search(
     """
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
-    found = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
+    scored = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
     refused: Counter[str] = Counter()
-    tried, seen = 0, set(found)
-    while len(found) < len(known) + draws and tried < TRIES:
+    tried, seen = 0, set(scored)
+    while len(scored) < len(known) + draws and tried < TRIES:
         tried += 1
-        if evolution is not None and len(found) >= evolution.population:
-            genotype = _child(space, list(found.values()), evolution, generator)
+        if evolution is not None and len(scored) >= evolution.population:
+            genotype = _child(space, list(scored.values()), evolution, generator)
         else:
             genotype = (draw or space.random_genotype)(generator)
         key = to_json(genotype)
@@ -125,16 +125,16 @@ def search(
         over = exceeded(limits, limited or space, genotype, latency_ms)
         refused.update(over)
         if not over:
-            found[key] = Scored(genotype, score(genotype), number=len(found))
+            scored[key] = Scored(genotype, score(genotype), number=len(scored))
             tried = 0
-    if limits and not found:
+    if limits and not scored:
         counts = (f"{n} exceed {name}={limits[name]}" for name, n in refused.items())
         raise ConfigError(
             f"no network of search_space={space.name} is within the limits: of {len(seen)} drawn, "
             f"{', '.join(counts)}: raise them, or lower the network's sizes (retrain.channels, "
             "retrain.num_cells, or those of search_space)."
         )
-    return ranked(list(found.values()))
+    return ranked(list(scored.values()))
 
 
 def draw_by_alphas(
@@ -158,28 +158,30 @@ def draw_by_alphas(
     return space.derive(drawn)
 
 
-def ranked(found: list[Scored]) -> list[Scored]:
+def ranked(scored: list[Scored]) -> list[Scored]:
     """Architectures by their scores, the best first; of equals the first found."""
-    combined = combine([one.scores for one in found])
-    order = sorted(range(len(found)), key=lambda index: -combined[index])
-    return [found[index] for index in order]
+    return _ordered(scored, [one.scores for one in scored])
 
 
-def shortlisted(found: list[Scored], score: Score, *, keep: int) -> list[Scored]:
+def _ordered(scored: list[Scored], scores: Sequence[Mapping[str, float]]) -> list[Scored]:
+    combined = combine(scores)
+    order = sorted(range(len(scored)), key=lambda index: -combined[index])
+    return [scored[index] for index in order]
+
+
+def shortlisted(ranking: list[Scored], score: Score, *, keep: int) -> list[Scored]:
     """A ranking whose first ``keep`` are ordered by further scores, combined among them.
 
     Args:
-        found: The best first.
+        ranking: The best first.
         score: Function that returns the further scores of a genotype that has none yet.
         keep: Number of architectures, at most all.
     """
     best = [
         one if one.further is not None else one._replace(further=score(one.genotype))
-        for one in found[:keep]
+        for one in ranking[:keep]
     ]
-    combined = combine([one.further or {} for one in best])
-    order = sorted(range(len(best)), key=lambda index: -combined[index])
-    return [best[index] for index in order] + found[keep:]
+    return _ordered(best, [one.further or {} for one in best]) + ranking[keep:]
 
 
 def mutate(space: SearchSpace, genotype: Genotype, generator: torch.Generator) -> Genotype:
@@ -209,13 +211,13 @@ def mutate(space: SearchSpace, genotype: Genotype, generator: torch.Generator) -
 
 def _child(
     space: SearchSpace,
-    found: list[Scored],
+    scored: list[Scored],
     evolution: EvolutionSettings,
     generator: torch.Generator,
 ) -> Genotype:
     """A mutated copy of the best of a tournament among the youngest."""
-    combined = combine([one.scores for one in found])
-    first = len(found) - evolution.population
+    combined = combine([one.scores for one in scored])
+    first = len(scored) - evolution.population
     size = (evolution.tournament,)
-    drawn = torch.randint(first, len(found), size, generator=generator).tolist()
-    return mutate(space, found[max(drawn, key=combined.__getitem__)].genotype, generator)
+    drawn = torch.randint(first, len(scored), size, generator=generator).tolist()
+    return mutate(space, scored[max(drawn, key=combined.__getitem__)].genotype, generator)

@@ -131,8 +131,8 @@ class Objective:
             labels: int64, in the form that the class documents; on the CPU.
         """
         ones = torch.ones(1, len(labels), dtype=torch.float64)
-        found = self.weighted_scores(logits, labels, ones)
-        return {name: float(value) for name, value in found.items() if bool(value.isfinite())}
+        scores = self.weighted_scores(logits, labels, ones)
+        return {name: float(value) for name, value in scores.items() if bool(value.isfinite())}
 
     def weighted_scores(
         self, logits: Tensor, labels: Tensor, weights_RN: Tensor
@@ -153,18 +153,18 @@ class Objective:
         called = [self.members(predictions, c) for c in classes]
         pairs = zip(members, called, strict=True)
         f1s = [f1(positive_N, called_N, weights_RN) for positive_N, called_N in pairs]
-        found = {"f1": torch.stack(f1s).nanmean(0)}
+        scores = {"f1": torch.stack(f1s).nanmean(0)}
         if positive is not None:  # a class that is never predicted and does not occur
-            found["f1"] = found["f1"].nan_to_num(nan=0.0)
+            scores["f1"] = scores["f1"].nan_to_num(nan=0.0)
         if bool(logits.isfinite().all()):
             ranks = self.ranks(logits)
             areas = [
                 ranked_areas(positive_N, ranks[:, c], weights_RN)
                 for c, positive_N in zip(classes, members, strict=True)
             ]
-            found["auroc"] = torch.stack([area for area, _ in areas]).nanmean(0)
-            found["average_precision"] = torch.stack([mean for _, mean in areas]).nanmean(0)
-        return found
+            scores["auroc"] = torch.stack([area for area, _ in areas]).nanmean(0)
+            scores["average_precision"] = torch.stack([mean for _, mean in areas]).nanmean(0)
+        return scores
 
 
 def f1(positive_N: Tensor, called_N: Tensor, weights_RN: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ class Optimizer:
         Its tensors are the optimizer's own from here on: clipping scales them in place.
         """
         for name, parameter in self.parameters.items():
-            found = gradient.get(name)
-            parameter.grad = None if found is None else found.to(parameter).contiguous()
+            value = gradient.get(name)
+            parameter.grad = None if value is None else value.to(parameter).contiguous()
         clip_gradients(self.torch_optimizer, self.clip_norm)
         self.torch_optimizer.step()
         self.torch_optimizer.zero_grad()  # to None
@@ -182,8 +182,8 @@ class Proximal:
 
 def add_gradients(gradient: Gradient, further: Mapping[str, Tensor]) -> Gradient:
     """The sum of two gradients by name, of which the first may lack some."""
-    found = {name: gradient.get(name) for name in further}
-    return {n: further[n] if g is None else g + further[n] for n, g in found.items()}
+    addends = {name: gradient.get(name) for name in further}
+    return {n: further[n] if g is None else g + further[n] for n, g in addends.items()}
 
 
 def after_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:

@@ -164,31 +164,30 @@ class Cohort:
                     f"nodes {' and '.join(map(str, claimants))} say that they are the same client, "
                     f"{index}: give each its own partition-id"
                 )
-        nodes_of = {index: of[0] for index, of in sorted(owners.items()) if len(of) == 1}
+        fit = {index: described[of[0]] for index, of in sorted(owners.items()) if len(of) == 1}
 
         def leave_out(unfit: Mapping[int, str]) -> None:
             for index, reason in unfit.items():
-                del nodes_of[index]
+                del fit[index]
                 reasons.append(f"client {index}: {_plain(reason)}")
 
-        leave_out(misfits({i: described[node].properties for i, node in nodes_of.items()}, alike))
-        declared = {}
-        for index, node in nodes_of.items():
-            splits = described[node].properties.get("splits", {})
-            declared[index] = {"": described[node].num_examples}
-            declared[index] |= {f"{split} ": number for split, number in splits.items()}
+        leave_out(misfits({index: reply.properties for index, reply in fit.items()}, alike))
+        declared: dict[int, dict[str, float]] = {}
+        for index, reply in fit.items():
+            splits = reply.properties.get("splits", {})
+            declared[index] = {"": reply.num_examples, **{f"{s} ": n for s, n in splits.items()}}
         leave_out(outliers(declared, fewest=self.fewest_records, most=self.most_records))
-        for client in sorted(set(range(self.num_clients)) - set(nodes_of)):
-            self.report_failure(client, CONNECT, "; ".join(reasons))
-        if len(nodes_of) < self.quorum:
+        for client in sorted(set(range(self.num_clients)) - set(fit)):
+            self._report_failure(client, CONNECT, "; ".join(reasons))
+        if len(fit) < self.quorum:
             raise QuorumError(
-                f"{'; '.join(reasons)} (query.describe: {len(nodes_of)} of {self.num_clients} "
+                f"{'; '.join(reasons)} (query.describe: {len(fit)} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed)"
             )
         self._refused.clear()  # they stood at provisional indices
-        self._nodes = nodes_of
-        self.properties = {i: described[node].properties for i, node in nodes_of.items()}
-        self._max_examples = {i: described[node].num_examples for i, node in nodes_of.items()}
+        self._nodes = {index: owners[index][0] for index in fit}
+        self.properties = {index: reply.properties for index, reply in fit.items()}
+        self._max_examples = {index: reply.num_examples for index, reply in fit.items()}
         named = [len(of.get("class_names", [])) for of in self.properties.values()]
         self._num_classes = max(1, int(median(named)))  # as most clients have it
 
@@ -221,7 +220,7 @@ class Cohort:
             reasons: Gets a sentence for each node that is left out.
         """
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
-        found = {}
+        replies = {}
         for place, answer in self._exchange(CONNECT):
             node = nodes[place]
             if isinstance(answer, str):
@@ -229,12 +228,12 @@ class Cohort:
             elif silent := [name for name in needed if name not in answer.properties]:
                 reasons.append(f"node {node}: does not say its {silent[0]}")
             elif 0 <= (index := answer.properties["client"]) < self.num_clients:
-                found[node] = answer
+                replies[node] = answer
             else:
                 reasons.append(
                     f"node {node} says that it is client {index} of clients={self.num_clients}"
                 )
-        return found
+        return replies
 
     @property
     def quorum(self) -> int:
@@ -268,17 +267,22 @@ class Cohort:
         part.properties = {client: self.properties[client] for client in clients}
         return part
 
-    def expel(self, client: int, reason: str, exchange: Exchange | None = None) -> None:
-        """Ask a client nothing more in this run, as after its last refused reply."""
-        self._refused[client] = STRIKES
-        self.dismiss(client, reason, exchange)
+    def dismiss(
+        self, client: int, reason: str, exchange: Exchange | None = None, *, expelled: bool = False
+    ) -> None:
+        """Ask a client no more in this run.
 
-    def dismiss(self, client: int, reason: str, exchange: Exchange | None = None) -> None:
-        """Ask a client no more in this run; emit that it has left at an exchange, if it has."""
+        Args:
+            client: The client.
+            reason: The reason.
+            exchange: The exchange at which it has left, for the event; None emits none.
+            expelled: True if nothing at all is asked any more, as after its last refused reply.
+        """
         self._left[client] = reason
+        if expelled:
+            self._refused[client] = STRIKES
         if exchange is not None:
-            more = {"expelled": True} if self._refused[client] >= STRIKES else {}
-            self._report("client_left", client, exchange, reason=reason, **more)
+            self._report_unanswered(client, exchange, reason)
 
     def ask(self, exchange: Exchange) -> Iterator[tuple[int, Reply]]:
         """Send one request to every participant and yield ``(client, reply)`` in client order.
@@ -305,12 +309,12 @@ class Cohort:
             for client, answer in self._exchange(exchange, asked, pending):
                 if isinstance(answer, Reply):
                     accepted += 1
-                    self.report_back(client, exchange)
+                    self._report_back(client, exchange)
                     if pending is None:
                         yield client, answer
                 else:
                     failures[client] = answer
-                    self.report_failure(client, exchange, answer)
+                    self._report_failure(client, exchange, answer)
             short = max(0, wanted - accepted)
             asked, backups = backups[:short], backups[short:]
         if accepted < (quorum := self.quorum_of(wanted)):
@@ -363,13 +367,13 @@ class Cohort:
 
     def _gather(self, exchange: Exchange) -> dict[int, Mapping[str, Any]]:
         """The properties of all clients that answer a secure sum's message correctly."""
-        found = {}
+        properties = {}
         for client, answer in self._exchange(exchange, exchange.among):
             if isinstance(answer, Reply):
-                found[client] = answer.properties
+                properties[client] = answer.properties
             else:
-                self.report_failure(client, exchange, answer)
-        return found
+                self._report_failure(client, exchange, answer)
+        return properties
 
     def _exchange(
         self,
@@ -464,17 +468,21 @@ class Cohort:
             )
         return requests
 
-    def report_back(self, client: int, exchange: Exchange) -> None:
+    def _report_back(self, client: int, exchange: Exchange) -> None:
         """Emit that a client has answered again that did not before."""
         if client in self._missed:
             self._missed.remove(client)
             self._report("client_back", client, exchange)
 
-    def report_failure(self, client: int, exchange: Exchange, reason: str) -> None:
+    def _report_failure(self, client: int, exchange: Exchange, reason: str) -> None:
+        """Emit that a client gave no accepted reply, and remember it."""
+        self._missed.add(client)
+        self._report_unanswered(client, exchange, reason)
+
+    def _report_unanswered(self, client: int, exchange: Exchange, reason: str) -> None:
         """Emit that a client gave no accepted reply, and whether it has left."""
         event = "client_left" if client in self._left else "client_failed"
         more = {"expelled": True} if self._refused[client] >= STRIKES else {}
-        self._missed.add(client)
         self._report(event, client, exchange, reason=reason, **more)
 
     def _report(self, event: str, client: int, exchange: Exchange, **fields: object) -> None:

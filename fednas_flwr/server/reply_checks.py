@@ -176,15 +176,15 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
         return {}
     (usual, _), *_ = Counter(variants.values()).most_common(1)
     like = next(client for client, variant in variants.items() if variant == usual)
-    found = {}
+    unfit = {}
     for client in (c for c, variant in variants.items() if variant != usual):
         key = next(key for key in keys if properties[client][key] != properties[like][key])
-        found[client] = (
+        unfit[client] = (
             f"its {key}={properties[client][key]} is not that of the others, "
             f"{properties[like][key]}: set the dataset's class_names, labels, image_size, "
             "channels, scattering, columns, mean and std, or statistics to those of all sites"
         )
-    return found
+    return unfit
 
 
 def outliers(
@@ -200,9 +200,9 @@ def outliers(
         fewest: Least share of the median client's, 0 or more.
         most: Largest multiple of it, 1 or more.
     """
-    found: dict[int, str] = {}
+    unfit: dict[int, str] = {}
     if len(declared) < FEWEST_VOTES:
-        return found
+        return unfit
     known: dict[str, list[float]] = {}
     for numbers in declared.values():
         for name, number in numbers.items():
@@ -213,8 +213,8 @@ def outliers(
             silent = len(declared) - len(known[name])  # who count as if they said the same
             usual = common[name] if not silent else median([*known[name], *[number] * silent])
             if not fewest * usual <= number <= most * max(1.0, usual):
-                found[client] = (
+                unfit[client] = (
                     f"it declares {number:g} {name}records, where the median client has {usual:g}: "
                     f"{fewest:g} to {most:g} times that are taken"
                 )
-    return found
+    return unfit

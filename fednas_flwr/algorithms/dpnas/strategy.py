@@ -62,8 +62,8 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             dp_aware=None if self.is_private else settings.dp_aware,
             sparse=True,
         )
-        own = path_states(self.supernet, request.candidates)
-        metrics = self.train("train.candidate", request, settings.weights.momentum, only=own)
+        only = path_states(self.supernet, request.candidates)
+        metrics = self.train("train.candidate", request, settings.weights.momentum, only=only)
         if server_round > settings.warm_up_rounds:
             paths = self.sampler.sample(settings.rewarded_candidates, generator)
             rewards, measured = self._measure(paths)
@@ -79,8 +79,8 @@ class DPNAS(RoundStrategy[DPNASSettings]):
     def _measure(self, paths: Sequence[Path]) -> tuple[list[float], dict[str, float]]:
         """Each candidate's accuracy over all clients' validation records, and metrics."""
         request = RewardCandidates(candidates=[list(path) for path in paths], sparse=True)
-        own = path_states(self.supernet, paths)
-        rewards, metrics = self.reward(request, only=own, paths=paths)
+        only = path_states(self.supernet, paths)
+        rewards, metrics = self.reward(request, only=only, paths=paths)
         return rewards, {"validation_accuracy": sum(rewards) / len(rewards), **metrics}
 
     def derive(self) -> Genotype:

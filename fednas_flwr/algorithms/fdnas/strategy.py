@@ -69,10 +69,10 @@ class FDNAS(RoundStrategy[FDNASSettings]):
     def _keep(self, replies: Iterable[tuple[int, Reply]]) -> Iterator[tuple[int, Reply]]:
         before = _flat(self.states["alphas"])
         earlier = self.updates()
-        kept = self.values.setdefault("updates", {})
+        updates = self.values.setdefault("updates", {})
         for client, reply in replies:
             moved = _flat(reply.states["alphas"]) - before
-            kept[str(client)] = (earlier.get(client, 0.0) + moved).tolist()
+            updates[str(client)] = (earlier.get(client, 0.0) + moved).tolist()
             yield client, reply
 
     @classmethod

@@ -108,8 +108,8 @@ class ServerOptimizer:
     def load(self, tensors: Tensors) -> None:
         """Take back what :meth:`tensors` returned."""
         for moments in FLOWERS_MOMENTS:
-            own = after_prefix(tensors, f"{moments}.")
-            setattr(self._steps, moments, {dtype: t.numpy() for dtype, t in own.items()})
+            named = after_prefix(tensors, f"{moments}.").items()
+            setattr(self._steps, moments, {dtype: tensor.numpy() for dtype, tensor in named})
 
 
 class FedAvg(RoundStrategy[AlgorithmSettings]):
@@ -185,7 +185,7 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
         sgd, retrain = self.weights.at_round(server_round, num_rounds), self.config.retrain
         steps = self._steps()
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
-        told: list[Reply] = []
+        replies: list[Reply] = []
         for step in range((server_round - 1) * steps, server_round * steps):
             request = TakeNetworkGradient(
                 network=self.description,
@@ -195,12 +195,12 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
                 auxiliary_weight=retrain.auxiliary_weight,
                 drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
             )
-            replies = self.ask(
+            answers = self.ask(
                 "train.network_gradient", request, states=self.states, layouts=self.layouts
             )
-            told += self.descend(replies, ("weights",), clip_norm=sgd.clip_norm)
+            replies += self.step_along(answers, ("weights",), clip_norm=sgd.clip_norm)
         every = retrain.evaluate_every
-        return mean_metrics(told) | self.validation_metrics(every, server_round, num_rounds)
+        return mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
 
     def _steps(self) -> int:
         """Number of steps of a round."""
@@ -208,9 +208,9 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
         if steps is not None:
             return steps
         retrain = self.config.retrain
-        declared = [known.get("splits", {}) for known in self.cohort.properties.values()]
-        splits = trained_on(retrain.evaluate_every)
-        records: float = median(sum(own.get(split, 0) for split in splits) for own in declared)
+        declared = [of.get("splits", {}) for of in self.cohort.properties.values()]
+        names = trained_on(retrain.evaluate_every)
+        records: float = median(sum(splits.get(name, 0) for name in names) for splits in declared)
         return retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
 
     @classmethod

@@ -87,10 +87,10 @@ class FNAS(GradientStrategy[FNASSettings]):
         layouts = {name: self.layouts[name] for name in names if name in self.layouts}
         replies = self.ask(action, request, states={**self.states, **further}, layouts=layouts)
         added = {"alphas": self._beta_gradient()} if "alphas" in states else {}
-        told = self.descend(
-            replies, states, clip_norm=sgd.clip_norm, reduce=self.settings.reduce, added=added
+        reduce = self.settings.reduce
+        return mean_metrics(
+            self.step_along(replies, states, clip_norm=sgd.clip_norm, reduce=reduce, added=added)
         )
-        return mean_metrics(told)
 
     def _beta_gradient(self) -> Tensor | float:
         """The gradient of the round's regulariser, packed as the alphas are."""

@@ -124,15 +124,15 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
         pool = self.pool()
         rewards, metrics = self.reward(request, by_median=True, genotypes=self.values["pool"])
-        kept = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
-        self._set_pool([pool[index] for index in kept])
+        indices = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
+        self._set_pool([pool[index] for index in indices])
         layouts, states = self.layouts, self.states
         self.fit_states()
 
         def left_of(packed: Packed, state: str) -> Packed:
             tensors = unpack(packed, layouts[state])
             names = (name for name, _, _ in self.layouts[state].entries)
-            return pack({name: tensors[name_before(name, kept)] for name in names})
+            return pack({name: tensors[name_before(name, indices)] for name in names})
 
         self.states = {state: left_of(packed, state) for state, packed in states.items()}
         if self._velocity:

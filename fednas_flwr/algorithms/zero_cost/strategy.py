@@ -53,10 +53,10 @@ class ScoredDraws:
         """
         score = partial(measure, self.space, seed=self.config.seed)
         scores, shortlist = self.choice.chosen_scores(self.space.name), self.choice.shortlist
-        found = self._search(partial(score, scores=scores), **drawn)
+        ranking = self._search(partial(score, scores=scores), **drawn)
         if shortlist is None:
-            return found
-        return shortlisted(found, partial(score, scores=shortlist.scores), keep=shortlist.keep)
+            return ranking
+        return shortlisted(ranking, partial(score, scores=shortlist.scores), keep=shortlist.keep)
 
     def check(self, generator: torch.Generator) -> None:
         """Refuse limits within which no network is drawn; none is scored.
