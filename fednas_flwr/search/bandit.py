@@ -29,7 +29,7 @@ A :class:`Tuner` is the bandit of the configurations that it chooses among. As i
   arm is judged by trials of its neighbours in a like state, not by its own of long ago.
 
 Alone, the first pays for a short list whose best arm stays, the second
-for arms whose rewards move (``tests/search/test_tuner.py``).
+for arms whose rewards move (``tests/search/test_bandit.py``).
 
 FedEx: Khodak et al. (2021), arXiv 2106.04502, Alg. 2. Every client of a round trains with a
 configuration drawn from :class:`Theta`; the clients' validation losses, less a baseline, give an

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,7 +66,8 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train the networks that are left; at the end of a rung keep the best."""
         if "pool" not in self.values:
-            self._set_pool(self._choose()[: self._size()])
+            pool = self._choose()[: self._size()]
+            self.values = {"pool": [json.loads(to_json(genotype)) for genotype in pool]}
             self.fit_states()
         settings, described = self.settings, self._describe()
         amount = self.amount(settings.local_epochs, settings.batch_size)
@@ -103,9 +104,6 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         network = seeded_network(self.config, self._describe())
         self.layouts, self.states = self._initial(network)
 
-    def _set_pool(self, pool: Sequence[Genotype]) -> None:
-        self.values = {"pool": [json.loads(to_json(genotype)) for genotype in pool]}
-
     def _describe(self) -> dict[str, Any]:
         """The description of the pool's networks, from which clients build it."""
         return describe_pool(self.pool(), **candidate_settings(self.config, self.prepared))
@@ -122,10 +120,10 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def _halve(self, left: int, request: RewardCandidates) -> dict[str, float]:
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
-        pool = self.pool()
-        rewards, metrics = self.reward(request, by_median=True, genotypes=self.values["pool"])
+        pool = self.values["pool"]
+        rewards, metrics = self.reward(request, by_median=True, genotypes=pool)
         indices = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
-        self._set_pool([pool[index] for index in indices])
+        self.values = {"pool": [pool[index] for index in indices]}
         layouts, states = self.layouts, self.states
         self.fit_states()
 
