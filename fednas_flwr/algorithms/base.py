@@ -341,18 +341,19 @@ class RoundStrategy(Strategy, Generic[S]):
         states: Mapping[str, Packed] = {},
         layouts: Mapping[str, Layout] = {},
     ) -> Iterator[tuple[int, Reply]]:
-        """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`."""
+        """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`.
+
+        Requests to private clients get the id of their data set.
+        """
         self._phase += 1
         answered = set()
-        if isinstance(settings, rq.AtSite):
-            settings = replace(settings, site=site_of(self.config))
         exchange = Exchange(
             action,
             stage=self.stage,
             server_round=self._round,
             phase=self._phase,
-            settings=settings,
-            settings_of=settings_of,
+            settings=self._at_site(settings),
+            settings_of={client: self._at_site(of) for client, of in settings_of.items()},
             states=states,
             layouts=layouts,
             whole=self.layouts,
@@ -367,6 +368,11 @@ class RoundStrategy(Strategy, Generic[S]):
         if self._participants is not None:
             self._asked |= {*self._participants.clients, *answered}
             self._participants = self._participants.after(answered)
+
+    def _at_site(self, settings: rq.Settings) -> rq.Settings:
+        if isinstance(settings, rq.AtSite):
+            return replace(settings, site=site_of(self.config))
+        return settings
 
     def candidates(self) -> Sequence[int]:
         """The clients that the round may ask."""

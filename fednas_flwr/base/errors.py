@@ -5,7 +5,7 @@ Everything else raises a built-in exception. Imported by every layer, imports no
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 MEANT = {"gpu": "cuda"}  # names that others use
 
@@ -73,6 +73,12 @@ def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigEr
     hint = f" (nearest: {nearest[0]})" if nearest else ""
     choice = f"choose one of {', '.join(names)}" if names else "there is none"
     return ConfigError(f"{what}={given} is unknown: {choice}{hint}.")
+
+
+def check_choice(what: str, value: object, allowed: Collection[str]) -> None:
+    """Raise :func:`unknown_choice` for a name that is not among the allowed ones."""
+    if value not in allowed:
+        raise unknown_choice(what, value, allowed)
 
 
 def show(value: object) -> str:

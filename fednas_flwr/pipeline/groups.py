@@ -23,7 +23,7 @@ from torch import Tensor
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware, group_name
 from fednas_flwr.algorithms.fdnas.strategy import FDNAS
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import dump_yaml, load_json
 from fednas_flwr.models.networks import supernet_space
@@ -74,8 +74,7 @@ def run_groups(
     if algorithm.group_by != "alphas":
         groups = _by_name(run)
         for name in algorithm.group_hardware:
-            if name not in groups:
-                raise unknown_choice("algorithm.group_hardware", name, groups)
+            check_choice("algorithm.group_hardware", name, groups)
     check_hardware(all_hardware(algorithm), supernet_space(run.config, run.prepared))
     if algorithm.inherit:
         of_all = replace(run, config=replace(run.config, algorithm=algorithm.search))

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import unknown_choice
+from fednas_flwr.base.errors import check_choice
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype
@@ -65,8 +65,7 @@ def measure(
     """
     wanted = list(scores)
     for name in wanted:
-        if name not in SCORES:
-            raise unknown_choice("score", name, SCORES)
+        check_choice("score", name, SCORES)
     values: dict[str, float] = {}
     for names, measured in MEASURES.items():
         if set(names) & set(wanted):

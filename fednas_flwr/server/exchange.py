@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from flwr.app import Message
 
-from fednas_flwr.base.errors import unknown_choice
 from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -23,7 +22,7 @@ from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import Layout, Packed
 from fednas_flwr.protocol.wire import round_sent
-from fednas_flwr.settings.names import BY_SIZE, FEWEST_VOTES, ROUND_ROBIN, SAMPLINGS, UNIFORM
+from fednas_flwr.settings.names import BY_SIZE, FEWEST_VOTES, ROUND_ROBIN, UNIFORM
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -195,9 +194,6 @@ class Sampling:
             its averages by size are unbiased for clients of equal size only.
         sizes: By stage, the weight of each client's reply in an average over all clients: int64
             ``[N]``, public numbers; a stage without them has equal ones.
-
-    Raises:
-        ConfigError: ``by`` is unknown.
     """
 
     seed: int
@@ -206,11 +202,6 @@ class Sampling:
     by: str
     sizes: Mapping[str, Ints]
     num_clients: int
-
-    def __post_init__(self) -> None:
-        """Check the name."""
-        if self.by not in SAMPLINGS:
-            raise unknown_choice("sampling.by", self.by, SAMPLINGS)
 
     def participants(self, stage: str, server_round: int) -> Participants:
         """The clients of a round, from 1, of a stage."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
@@ -107,8 +107,7 @@ class CFDNASSettings(AlgorithmSettings):
         if self.num_groups is not None:
             names = [str(number) for number in range(1, self.num_groups + 1)]
             for name in self.group_hardware:
-                if name not in names:
-                    raise unknown_choice("group_hardware", name, names)
+                check_choice("group_hardware", name, names)
 
     def check(self, config: Config) -> None:
         """Refuse what FDNAS does, groups by alphas that rest, and averages that need a number."""
@@ -159,8 +158,7 @@ class CFDNASSettings(AlgorithmSettings):
         for client, tag in enumerate(tags):
             group_name({"tag": tag}, client, "tag")
         for name in self.group_hardware:
-            if name not in tags:
-                raise unknown_choice("algorithm.group_hardware", name, set(tags))
+            check_choice("algorithm.group_hardware", name, set(tags))
 
 
 def all_hardware(settings: AlgorithmSettings) -> list[Hardware]:

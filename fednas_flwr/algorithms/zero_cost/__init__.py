@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fednas_flwr.base.errors import unknown_choice
+from fednas_flwr.base.errors import check_choice
 from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import UNITS
@@ -134,8 +134,7 @@ def check_scores(
     if shortlist is not None:
         named += [(f"{shortlist_key}.scores", name) for name in shortlist.scores]
     for setting, name in named:
-        if name not in SCORES:
-            raise unknown_choice(setting, name, SCORES)
+        check_choice(setting, name, SCORES)
 
 
 register(
