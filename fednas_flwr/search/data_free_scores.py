@@ -22,8 +22,7 @@ Tensor suffixes: B batch, C channels, H height, W width, P positions (batch and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
 
@@ -395,31 +394,31 @@ def _variance(norm: nn.Module, inputs: Tensor) -> float:
 def _features(network: nn.Module, x: Tensor) -> list[Tensor]:
     """The outputs of the modules of the chain."""
     chain: list[nn.Module] = network.chain()  # type: ignore[operator]
-    outputs: dict[nn.Module, Tensor] = {}
-    with _hooked(chain, lambda module, _, output: outputs.__setitem__(module, output)):
-        network(x)
+    outputs = {module: output for module, _, output in _forwards(network, x, chain)}
     return [outputs[module] for module in chain]
 
 
 def _inputs(
     network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]
 ) -> list[tuple[nn.Module, Tensor]]:
-    """Record the inputs of all modules of some kinds, in the order of computation."""
-    inputs_of: list[tuple[nn.Module, Tensor]] = []
+    """All modules of some kinds with their inputs, in the order of computation."""
     modules = [module for module in network.modules() if isinstance(module, kinds)]
-    with _hooked(modules, lambda module, inputs, _: inputs_of.append((module, inputs[0]))):
-        network(x)
-    return inputs_of
+    return [(module, entering) for module, entering, _ in _forwards(network, x, modules)]
 
 
-@contextmanager
-def _hooked(
-    modules: Iterable[nn.Module], hook: Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
-) -> Iterator[None]:
-    """Call ``hook`` after the forward of each of the modules."""
-    handles = [module.register_forward_hook(hook) for module in modules]
+def _forwards(
+    network: nn.Module, x: Tensor, modules: Iterable[nn.Module]
+) -> list[tuple[nn.Module, Tensor, Tensor]]:
+    """Each module with its input and output, in the order of computation."""
+    seen: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append((module, inputs[0], output))
+
+    handles = [module.register_forward_hook(record) for module in modules]
     try:
-        yield
+        network(x)
     finally:
         for handle in handles:
             handle.remove()
+    return seen
