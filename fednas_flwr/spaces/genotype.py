@@ -38,6 +38,11 @@ class Edge:
     source: int
     target: int
 
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Source and target."""
+        return self.source, self.target
+
 
 @dataclass(frozen=True)
 class Genotype:

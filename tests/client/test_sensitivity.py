@@ -66,9 +66,9 @@ from fednas_flwr.search.candidate import all_alike
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces import SEARCH_SPACES
 from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
 from fednas_flwr.spaces.space_costs import space_costs
-from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 from ..patients import patients
 from .conftest import POLICY

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.exact_gradients import ExactGradients
-from fednas_flwr.search.gumbel import GumbelPath
+from fednas_flwr.search.gumbel import SPACE, GumbelPath
 from fednas_flwr.search.local_search import Alternating, alternate
 from fednas_flwr.settings.optimizers import SGD, Adam, Temperatures
 from fednas_flwr.spaces.darts import DARTSSpace
@@ -53,7 +53,7 @@ def first_that_trains(alphas_EO, generator):
 
 
 def trains(columns):
-    return not NASBench201Space.is_degenerate(NASBench201Space.genotype(columns))
+    return not SPACE.is_degenerate(SPACE.genotype(columns))
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
