@@ -44,10 +44,10 @@ from fednas_flwr.search.exact_gradients import (
 )
 from fednas_flwr.search.gradient_sums import Batch, periodic_gradients
 from fednas_flwr.search.optimizer_step import Descent, Descents, Gradients, make_sgd
+from fednas_flwr.spaces.costs import measure_space
 from fednas_flwr.spaces.latency_tables import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import Supernet
-from fednas_flwr.spaces.space_costs import measure_space
 
 Handler = Callable[[Client, Request, Any], Reply]
 ANSWERS: dict[str, Handler] = {}  # by action

@@ -195,8 +195,7 @@ def paths(*, gates: str, warm_up: bool) -> Callable[[], Stream]:
     settings = SampledPaths(gates, warm_up, None)
 
     def loop(stream, gradients, descents):
-        terms = {"hardware": None, "generator": stream.generator}
-        search_paths(stream.network, gradients, descents, settings, **terms)
+        search_paths(stream.network, gradients, descents, settings, generator=stream.generator)
 
     return partial(Stream, PATH_SPACE, loop, nesterov=True, beta=0.0)
 

@@ -24,9 +24,9 @@ from fednas_flwr.search.data_free_scores import measure
 from fednas_flwr.search.data_free_search import Limits, Score, Scored, search, shortlisted
 from fednas_flwr.settings import Config, NetworkLimits
 from fednas_flwr.settings.optimizers import ShortlistSettings
+from fednas_flwr.spaces.costs import latency_of
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
-from fednas_flwr.spaces.space_costs import latency_of
 
 
 @dataclass(frozen=True)
