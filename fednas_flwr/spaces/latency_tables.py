@@ -277,7 +277,7 @@ def median_table(tables: Sequence[LatencyTable]) -> LatencyTable:
     layers = []
     for key in shared:
         times = zip(*(table.timings[key] for table in tables), strict=True)
-        layers.append(MeasuredLayer(*key, *map(statistics.median, times)))
+        layers.append(MeasuredLayer(*key, *(statistics.median(each) for each in times)))
     threads = statistics.median_low(table.threads for table in tables)
     return replace(
         first, machine=", ".join(machines)[:LONGEST_LINE], threads=threads, layers=layers
