@@ -82,7 +82,7 @@ def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
         properties["keeps_model"] = True
     if guard is not None:
         properties |= guard.properties
-        return Reply(guard.num_records(tuple(guard.allowed.records)), properties=properties)
+        return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
     data = client.data
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     labels = torch.cat([split.labels[split.rows] for split in splits.values()])
@@ -112,7 +112,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
         if properties["awaits"] is None:
             properties = {"epsilon": guard.epsilons(run), "covered_steps": covered_steps}
             properties |= guard.uncounted()
-    return Reply(guard.num_records(tuple(guard.allowed.records)), properties=properties)
+    return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
 
 
 def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import process_time
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -245,7 +245,7 @@ def machine_name(device: torch.device) -> str:
 
 def to_json(table: LatencyTable) -> str:
     """Write the table as JSON, one layer to a line; :func:`from_json` gives an equal one back."""
-    head = {"format": FORMAT, "version": VERSION} | asdict(table)
+    head: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(table)}
     lines = ",\n  ".join(json.dumps(layer) for layer in head.pop("layers"))
     return json.dumps(head, indent=1)[:-2] + f',\n "layers": [\n  {lines}\n ]\n}}\n'
 

@@ -231,12 +231,12 @@ def make_plan(space: MBConvSpace) -> Plan:
         kernel=3,
         stride=skeleton.stem_stride,
     )
-    first = _op_layer("mbconv1_3x3", stem.output_shape, scale_channels(skeleton.first, width))
+    first = _layer("mbconv1_3x3", stem.output_shape, scale_channels(skeleton.first, width))
     shape, blocks = first.output_shape, []
     widths = [scale_channels(c, width) for c, count in skeleton.stages for _ in range(count)]
     for number, channels in enumerate(widths, 1):
         stride = 2 if number in skeleton.downsampling else 1
-        layers = [_op_layer(op, shape, channels, stride=stride) for op in space.candidates]
+        layers = [_layer(op, shape, channels, stride=stride) for op in space.candidates]
         fits = stride == 1 and channels == shape[0]
         blocks.append(tuple(layer if fits or layer.op != ZERO else None for layer in layers))
         shape = layers[0].output_shape
@@ -259,30 +259,21 @@ def scale_channels(channels: int, width: float) -> int:
     return rounded + 8 if rounded < 0.9 * exact else rounded
 
 
-def _op_layer(op: str, input_shape: tuple[int, ...], channels: int, *, stride: int = 1) -> Layer:
-    expansion, kernel = MBCONVS.get(op, (1, 1))
-    return _layer(op, input_shape, channels, expansion=expansion, kernel=kernel, stride=stride)
-
-
 def _layer(
-    op: str,
-    input_shape: tuple[int, ...],
-    channels: int,
-    *,
-    expansion: int = 1,
-    kernel: int = 1,
-    stride: int = 1,
+    op: str, input_shape: tuple[int, ...], channels: int, *, kernel: int = 1, stride: int = 1
 ) -> Layer:
-    """Return the layer, its output shape worked out."""
+    """Plan a layer: its output shape, and of a block what its name says."""
     _, *sizes = input_shape
     output_shape = (channels, *(ceil(size / stride) for size in sizes))
-    return Layer(op, tuple(input_shape), output_shape, expansion, kernel, stride)
+    return Layer(op, tuple(input_shape), output_shape, *MBCONVS.get(op, (1, kernel)), stride)
 
 
 def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
     """Return the newly initialised module of one layer; of a block with its residual connection."""
     if layer.op == "conv":
-        return _conv_norm(layer, norm=norm)
+        inputs, outputs = layer.input_shape[0], layer.output_shape[0]
+        convolution = _convolution(inputs, outputs, kernel=layer.kernel, stride=layer.stride)
+        return nn.Sequential(convolution, make_norm(outputs, norm=norm, affine=True), nn.ReLU6())
     if layer.op == "classifier":
         linear = nn.Linear(layer.input_shape[0], layer.output_shape[0])
         nn.init.normal_(linear.weight, std=0.01)
@@ -408,12 +399,6 @@ def _mbconv(layer: Layer, *, norm: Norm) -> nn.Sequential:
     parts["project"] = _convolution(inner, outputs)
     parts["project_norm"] = make_norm(outputs, norm=norm, affine=True)
     return nn.Sequential(parts)
-
-
-def _conv_norm(layer: Layer, *, norm: Norm) -> nn.Sequential:
-    inputs, outputs = layer.input_shape[0], layer.output_shape[0]
-    convolution = _convolution(inputs, outputs, kernel=layer.kernel, stride=layer.stride)
-    return nn.Sequential(convolution, make_norm(outputs, norm=norm, affine=True), nn.ReLU6())
 
 
 def _convolution(

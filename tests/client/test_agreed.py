@@ -115,7 +115,6 @@ REFUSES = "it decides whether there is a reply, never what is in it"
 COUNTS = "how many records its own sum is of; its noise does not depend on it"
 ROUNDING = "how its own gradients are rounded, before clipping"
 OWN_POLICY = {
-    "data_set": REFUSES,
     "account": REFUSES,
     "epsilon": REFUSES,
     "delta": REFUSES,

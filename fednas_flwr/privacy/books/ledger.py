@@ -578,7 +578,7 @@ def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
 
 
 def _booked_filter(
-    booked: _State, split: str, unit: str, *, epsilon: float, delta: float
+    booked: dict[str, Any], split: str, unit: str, *, epsilon: float, delta: float
 ) -> RenyiFilter:
     """Return the filter of one split, as an account's state has it, counted for a unit."""
     orders: list[float] | None = booked["orders"]
@@ -595,9 +595,12 @@ def _booked_filter(
 
 def _row(values: list[Any]) -> Row:
     """Return the row with these values of its columns."""
-    sequence, when, *asked, splits, noise, rate, steps, run_steps, committed, unit = values
+    sequence, when, account, data_set, run, stage, number, action, splits = values[:9]
+    noise, rate, steps, run_steps, committed, unit = values[9:]
     release = Release(noise_multiplier=noise, sample_rate=rate, steps=steps)
-    entry = Entry(*asked, tuple(splits.split(",")), release, committed, unit)
+    paying = tuple(splits.split(","))
+    asked = (account, data_set, run, stage, number, action)
+    entry = Entry(*asked, paying, release, committed, unit)
     return Row(sequence, when, entry, run_steps)
 
 
