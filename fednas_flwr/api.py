@@ -29,7 +29,7 @@ from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import NO_SKIP
 from fednas_flwr.settings.registry import Algorithm, algorithms, carry, register
 from fednas_flwr.settings.unused import without_effect
-from fednas_flwr.spaces.space_entries import SpaceEntry
+from fednas_flwr.spaces import SpaceEntry
 
 if TYPE_CHECKING:
     import numpy as np

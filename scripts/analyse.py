@@ -111,7 +111,7 @@ def samples(config: Config) -> dict[str, Any] | None:
     checkpoint = CheckpointFolder(Path(str(config.run_dir)) / "checkpoints", warn).latest("search")
     if not isinstance(config.algorithm, DPNASSettings) or checkpoint is None:
         return None
-    space = DP_CELL_SPACES[config.search_space.name]
+    space = DP_CELL_SPACES[config.search_space.name](input_shape=(1, 1, 1), num_classes=1)
     sampler = make_sampler(config.seed, config.algorithm, space)
     sampler.load(server_state(checkpoint))
     paths_NE = torch.tensor(sampler.sample(SAMPLES, make_generator(config.seed, "analysis")))

@@ -28,7 +28,7 @@ from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.network_settings import Retrain
 from fednas_flwr.settings.parser import Between, Length, OneOf
 from fednas_flwr.settings.registry import algorithms
-from fednas_flwr.spaces.space_entries import SEARCH_SPACES
+from fednas_flwr.spaces import SEARCH_SPACES
 
 os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.cache
 CONF = Path(__file__).parents[1] / "conf"

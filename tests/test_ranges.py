@@ -30,7 +30,7 @@ from fednas_flwr.settings.parser import (
     parse,
 )
 from fednas_flwr.settings.registry import OWN, TABLES, algorithms, carry
-from fednas_flwr.spaces.space_entries import SEARCH_SPACES
+from fednas_flwr.spaces import SEARCH_SPACES
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 MBCONV = ["search_space=mbconv", "retrain=mbconv"]

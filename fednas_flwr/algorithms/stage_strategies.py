@@ -29,8 +29,8 @@ from fednas_flwr.settings.incompatible import by_client, retrains_by_gradients
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import Configuration, PriorSettings
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of, imported
-from fednas_flwr.spaces.cell_graph import CellGraphSpace, WholeGraphSpace, lead
 from fednas_flwr.spaces.genotype import from_json
+from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import SearchSpace
 
 
@@ -201,7 +201,7 @@ def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
     if prior is None:
         return {}
     key = f"algorithm.prior.run={prior.run}"
-    if not isinstance(space, CellGraphSpace | WholeGraphSpace):
+    if isinstance(space, MBConvSpace):
         raise ConfigError(
             f"{key} with search_space={space.name}: alphas begin with a lead in spaces of cells "
             "only; set algorithm.prior=null."
@@ -212,7 +212,7 @@ def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
         raise ConfigError(f"{key} has found no architecture: give the folder of a search.")
     genotype = from_json(json.dumps(derived["genotype"]), origin=key)
     space.check(genotype)
-    return lead(genotype, prior.margin, ops=space.ops, nodes=space.nodes)
+    return space.lead(genotype, prior.margin)
 
 
 def _earlier_run(config: Config, key: str, folder: str) -> Run | None:

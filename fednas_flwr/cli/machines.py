@@ -82,8 +82,8 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     from fednas_flwr.base.files import write_atomically
     from fednas_flwr.base.randomness import make_generator
     from fednas_flwr.models.networks import make_device, make_space
+    from fednas_flwr.spaces.costs import measure_space, space_costs
     from fednas_flwr.spaces.latency_tables import to_json
-    from fednas_flwr.spaces.space_costs import measure_space, space_costs
 
     space = _timed(
         make_space(
@@ -119,7 +119,7 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
 def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print the latency of a run's exported network by each table."""
     from fednas_flwr.models.networks import described_space, load_description
-    from fednas_flwr.spaces.space_costs import read_table, space_costs
+    from fednas_flwr.spaces.costs import read_table, space_costs
 
     description = load_description(options.run_folder)
     if description["name"] != "derived":

@@ -292,7 +292,7 @@ def _print_schedule(
     print(f"run: {terminal(run)}")
     spent = epsilon_text(guard.spent())
     print(
-        f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
+        f"data set: {guard.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
         f"delta {allowed.delta:g} for one {allowed.unit}, of which {spent} is spent"
     )
     rows = [
@@ -300,8 +300,8 @@ def _print_schedule(
             *(planned.stage, planned.action, planned.kind, ", ".join(planned.splits)),
             *(f"{planned.steps:,}", f"{planned.noise_multiplier:.4g}"),
             f"{planned.max_grad_norm:g}",
-            f"{planned.expected_batch(allowed.records):,.4g}",
-            f"{planned.rate(allowed.records):.4g}",
+            f"{planned.expected_batch(allowed.by_split):,.4g}",
+            f"{planned.rate(allowed.by_split):.4g}",
         ]
         for planned in commitment.releases
     ]

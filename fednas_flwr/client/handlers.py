@@ -51,10 +51,10 @@ from fednas_flwr.search.optimizer_step import (
     make_sgd,
     path_states,
 )
+from fednas_flwr.spaces.costs import measure_space
 from fednas_flwr.spaces.latency_tables import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import Supernet
-from fednas_flwr.spaces.space_costs import measure_space
 
 Handler = Callable[[Client, Request, Any], Reply]
 ANSWERS: dict[str, Handler] = {}  # by action
@@ -89,7 +89,7 @@ def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
         properties["keeps_model"] = True
     if guard is not None:
         properties |= guard.properties
-        return Reply(guard.num_records(tuple(guard.allowed.records)), properties=properties)
+        return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
     data = client.data
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     labels = torch.cat([split.labels[split.rows] for split in splits.values()])
@@ -119,7 +119,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
         if properties["awaits"] is None:
             properties = {"epsilon": guard.epsilons(run), "covered_steps": covered_steps}
             properties |= guard.uncounted()
-    return Reply(guard.num_records(tuple(guard.allowed.records)), properties=properties)
+    return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
 
 
 def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:

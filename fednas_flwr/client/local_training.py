@@ -63,7 +63,9 @@ def prepare_search(
     generator = client.generator(request.header, "search")
     paths = local.paths
     gradients = _gradients(client, request, local, generator)
-    hardware = None if paths is None or paths.hardware is None else paths.hardware.loss()
+    hardware = None if paths is None else paths.hardware
+    if hardware is not None:
+        hardware.check()
     if isinstance(gradients, NoisedGradients) and paths is not None:
         for active_E1 in covering_paths(supernet, mode="one"):
             network = PathNetwork(supernet.train(), active_E1)
@@ -97,9 +99,7 @@ def prepare_search(
             assert local.alternating is not None
             alternate(supernet, gradients, optimizers, local.alternating, generator=generator)
         else:
-            search_paths(
-                supernet, gradients, optimizers, paths, hardware=hardware, generator=generator
-            )
+            search_paths(supernet, gradients, optimizers, paths, generator=generator)
         return optimizers, gradients.metrics()
 
     return search

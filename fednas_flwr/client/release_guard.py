@@ -124,7 +124,7 @@ class ReleaseGuard:
         allowed = self.allowed
         terms = allowed.secure_sum
         return {
-            "splits": dict(allowed.records),
+            "splits": dict(allowed.by_split),
             "data_set": self.data_set,
             "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
             "secure_noise": self.is_secure,
@@ -135,11 +135,11 @@ class ReleaseGuard:
 
     def num_records(self, splits: Sequence[str]) -> int:
         """Return the declared number of records of some splits."""
-        return sum(self.allowed.records[split] for split in splits)
+        return sum(self.allowed.by_split[split] for split in splits)
 
     def expected_batch(self, planned: PlannedRelease) -> float:
         """Return the expected size of a Poisson batch, by which sums are divided: public."""
-        return planned.expected_batch(self.allowed.records)
+        return planned.expected_batch(self.allowed.by_split)
 
     def check_action(self, action: str, data_set: str) -> None:
         """Refuse an action unless the policy allows it, and another data set.
@@ -327,7 +327,7 @@ class ReleaseGuard:
         noised = add_noise(
             total,
             self._generator,
-            noise_multiplier=planned.release(self.allowed.records).noise_multiplier,
+            noise_multiplier=planned.release(self.allowed.by_split).noise_multiplier,
             max_grad_norm=sums.norm,
         ).float()
         parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
@@ -355,7 +355,7 @@ class ReleaseGuard:
             BudgetExceededError: The budget does not cover the step; nothing was read.
             ConfigError: The run has booked all steps that it committed to, or the sum has no room.
         """
-        terms, needed = self.allowed.secure_sum, planned.sum_range(self.allowed.records)
+        terms, needed = self.allowed.secure_sum, planned.sum_range(self.allowed.by_split)
         if not planned.shared or terms is None or grid is None or grid.range < needed:
             found = 0.0 if grid is None else grid.range
             raise refused("secure_sum", f"range of {planned.kind}", found, f"{needed:g} or more")
@@ -363,11 +363,11 @@ class ReleaseGuard:
         if sums.norm > planned.max_grad_norm:
             limit = f"at most the {planned.max_grad_norm:g} that all sites have committed to"
             raise refused("secure_sum", f"norm of {planned.kind}", sums.norm, limit)
-        most = planned.clipped_range(self.allowed.records)
+        most = planned.clipped_range(self.allowed.by_split)
         noised = add_shared_noise(
             total.clamp(-most, most),  # before the noise: no two totals come to lie further apart
             self._generator,
-            noise_multiplier=planned.release(self.allowed.records).noise_multiplier,
+            noise_multiplier=planned.release(self.allowed.by_split).noise_multiplier,
             max_grad_norm=planned.max_grad_norm,
             cell=grid.cell,
             honest=terms.honest,
@@ -432,7 +432,7 @@ class ReleaseGuard:
 
     def _reading(self, planned: PlannedRelease, by_split: bool) -> tuple[Release, tuple[str, ...]]:
         """Return the release of all steps of a plan, and the splits that it is charged to."""
-        return planned.release(self.allowed.records), planned.splits if by_split else SPLITS
+        return planned.release(self.allowed.by_split), planned.splits if by_split else SPLITS
 
     def _commitment(self, run: str) -> Commitment | None:
         """Return the commitment of a run, None if there is none.

@@ -225,7 +225,7 @@ class _Exchange:
         guard = clients[0].guard
         assert guard is not None
         self._clients, self._schedule = clients, schedule
-        self._data_set, self._records = guard.data_set, guard.allowed.records
+        self._data_set, self._records = guard.data_set, guard.allowed.by_split
         self.by_client = guard.allowed.unit == CLIENT
         settings = _shortened(request.settings)
         self._request = replace(request, settings=settings)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import RESNET8_WIDTHS, RESNETS
-from fednas_flwr.spaces.operations import check_norm, every_second, make_norm
+from fednas_flwr.spaces.operations import every_second, make_norm
 
 
 def torchvision_network(
@@ -32,7 +32,6 @@ def torchvision_network(
     """
     from torchvision import models
 
-    check_norm(norm)
     channels, height, _ = _image_shape(name, input_shape)
     network: nn.Module = models.get_model(
         name,
@@ -88,7 +87,6 @@ def resnet8(input_shape: tuple[int, ...], num_classes: int, *, width: int, norm:
     Raises:
         ConfigError: The examples are no images, or there is no such norm.
     """
-    check_norm(norm)
     channels, _, _ = _image_shape(f"resnet8_{width}", input_shape)
     return nn.Sequential(
         _conv_norm(channels, width, kernel_size=3, stride=1, norm=norm),

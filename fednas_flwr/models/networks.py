@@ -29,9 +29,9 @@ from fednas_flwr.settings import (
 )
 from fednas_flwr.settings.names import NO_SKIP
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
+from fednas_flwr.spaces import space_entry
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.spaces.space import SearchSpace, Supernet
-from fednas_flwr.spaces.space_entries import space_entry
 
 POOL = "pool"  # name of the network that holds several derived ones
 Description = Mapping[str, Any]  # what a network is built from, JSON values only

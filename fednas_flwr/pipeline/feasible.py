@@ -103,7 +103,7 @@ def check_sites(
                 f"{', '.join(policy.data_sets)}."
             )
         making.check_unit(policy.data_sets[privacy.data_set].unit, made.records)
-    declared = [policy.data_sets[privacy.data_set].records for policy in policies]
+    declared = [policy.data_sets[privacy.data_set].by_split for policy in policies]
     sampling = make_sampling(config, declared)
     least = [p.data_sets[privacy.data_set].least_noise_multiplier for p in policies]
     schedules = schedule.make_schedules(
@@ -182,6 +182,6 @@ def _covers(
         left = dict.fromkeys(SPLITS, fresh)
     stages: dict[str, list[Reading]] = {}
     for planned in releases:
-        reading = (planned.release(allowed.records), planned.splits)
+        reading = (planned.release(allowed.by_split), planned.splits)
         stages.setdefault(planned.stage, []).append(reading)
     return schedule.covered_rounds(releases, covered_steps(left, stages), to_do)

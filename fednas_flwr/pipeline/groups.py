@@ -36,7 +36,7 @@ from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GROUPS_FILE
 from fednas_flwr.server.cohort import CONNECT, QuorumError
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config
-from fednas_flwr.spaces.space_costs import check_hardware
+from fednas_flwr.spaces.costs import check_hardware
 
 Groups = dict[str, list[int]]
 _FAILURE = ("action", "client", "expelled", "reason", "round", "stage")

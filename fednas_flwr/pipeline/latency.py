@@ -20,10 +20,10 @@ from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config
+from fednas_flwr.spaces.costs import load_table, measure_network, space_costs
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.latency_tables import LatencyTable, from_json, median_table, to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.space_costs import load_table, measure_network, space_costs
 
 BATCH_SIZE, PASSES = 1, 5
 

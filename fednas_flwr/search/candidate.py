@@ -19,14 +19,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.spaces.cell_graph import CELL
 from fednas_flwr.spaces.dp_cells import DPCellNetwork
 from fednas_flwr.spaces.nasbench201 import NASBench201Body, NASBench201Space
-from fednas_flwr.spaces.space import Supernet
+from fednas_flwr.spaces.space import CELL, Supernet
 
 T = TypeVar("T")
 
 PREFIX = "members"
+CELL_SPACE = NASBench201Space(
+    input_shape=(1, 1, 1), num_classes=1
+)  # whose cells are those of any size
 TRIES = 100  # of uniform draws one in eight is refused
 
 
@@ -114,7 +116,7 @@ class GumbelPath(nn.Module):
                 kind: (alpha + self._noise[kind]).argmax(dim=-1).tolist()
                 for kind, alpha in alphas.items()
             }
-            if not NASBench201Space.is_degenerate(NASBench201Space.genotype(self.columns[CELL])):
+            if not CELL_SPACE.is_degenerate(CELL_SPACE.genotype(self.columns[CELL])):
                 break
 
     def alphas(self) -> dict[str, nn.Parameter]:

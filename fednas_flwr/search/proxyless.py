@@ -26,7 +26,7 @@ from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.optimizer_step import Gradients, Optimizers
 from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked
-from fednas_flwr.spaces.costs import Costs, HardwareLoss, HardwareTerms, count_parameters
+from fednas_flwr.spaces.costs import Costs, HardwareLoss, count_parameters
 from fednas_flwr.spaces.mbconv import CELL, NEVER, Block, MBConvNetwork
 from fednas_flwr.spaces.space import Supernet
 
@@ -212,7 +212,7 @@ class SampledPaths(Checked):
 
     gates: Gates
     warm_up: bool
-    hardware: HardwareTerms | None
+    hardware: HardwareLoss | None
 
 
 def search_paths(
@@ -221,7 +221,6 @@ def search_paths(
     optimizers: Optimizers,
     paths: SampledPaths,
     *,
-    hardware: HardwareLoss | None,
     generator: torch.Generator,
 ) -> None:
     """Search in place: each step moves the alphas of drawn paths, then the weights of one.
@@ -239,7 +238,6 @@ def search_paths(
         gradients: Exact or noised.
         optimizers: Optimisers of weights and, but in a warm-up, of alphas.
         paths: The constants.
-        hardware: The hardware loss that ``paths.hardware`` describes.
         generator: Draws the paths; on the CPU.
     """
     supernet.train()
@@ -248,7 +246,7 @@ def search_paths(
             assert optimizers.alphas is not None
             alphas_EO = supernet.alphas()[CELL]
             drawn_EK = draw_paths(drawable_alphas(supernet), mode=paths.gates, generator=generator)
-            gradient_EO = gradients.gates(supernet, drawn_EK, hardware)
+            gradient_EO = gradients.gates(supernet, drawn_EK, paths.hardware)
             old_EO = alphas_EO.detach().clone()
             optimizers.alphas.step({CELL: gradient_EO})
             if paths.gates == "two":

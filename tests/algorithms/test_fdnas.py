@@ -23,7 +23,7 @@ from fednas_flwr.search.proxyless import (
 )
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import accept_reply
-from fednas_flwr.spaces.space_costs import space_costs
+from fednas_flwr.spaces.costs import space_costs
 
 from ..asked import smallest
 

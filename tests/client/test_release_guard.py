@@ -181,7 +181,7 @@ def test_two_policies_that_name_one_account_pay_on_every_split_but_for_the_first
     """The second policy knows nothing of the first: what they share is the ledger."""
     first = make_site(policy={"account": "shared"})
     release(first.guard, admit(first), 30, zeros)
-    second = Policy({"lab": replace(first.guard.allowed, data_set="lab")})
+    second = Policy({"lab": first.guard.allowed})
     guard = ReleaseGuard(second, first.guard._ledger, SecureGenerator(), data_set="lab")
     guard.hold("the same")
     header = replace(HEADER, run="second")

@@ -66,9 +66,8 @@ from fednas_flwr.search.candidate import all_alike
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
-from fednas_flwr.spaces.space_costs import space_costs
-from fednas_flwr.spaces.space_entries import SEARCH_SPACES
+from fednas_flwr.spaces import SEARCH_SPACES
+from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 
 from ..patients import patients
 from .conftest import POLICY
@@ -149,7 +148,9 @@ def of_supernet(action, kit):
         costs = space_costs(kit.space, None)
         target = (costs.lowest + costs.highest) / 2
         losses = [
-            HardwareTerms.of(HardwareLoss(costs, target, "multiply_adds", form, 0.5, 0.7))
+            HardwareLoss.of(
+                costs, target=target, unit="multiply_adds", form=form, scale=0.5, exponent=0.7
+            )
             for form in ("additive", "multiplicative")
         ]
         paths = [
@@ -416,7 +417,7 @@ def ask(tmp_path, totals):
         ]
         client.guard.commit("run", plan)
         if sums:
-            records = guard.allowed.records
+            records = guard.allowed.by_split
             ranges = {p.kind: 2 * p.sum_range(records) for p in plan if p.shared}
             request = replace(request, summed=Summed("a", (0, 1, 2), ranges))
         totals.seen.clear()

@@ -52,7 +52,7 @@ def make_gate(tmp_path):
 
 
 def grid_of(guard, planned=PLANNED):
-    return Grid.of_range(planned.sum_range(guard.allowed.records), sites=5)
+    return Grid.of_range(planned.sum_range(guard.allowed.by_split), sites=5)
 
 
 def test_a_site_releases_its_share_in_whole_cells(make_gate):
@@ -73,7 +73,7 @@ def test_a_sum_beyond_the_range_is_projected_before_the_noise(make_gate):
     guard = make_gate()
     grid = grid_of(guard)
     planned = guard.admit(HEADER, ACTION, "weights", splits=("train",))
-    most = planned.clipped_range(guard.allowed.records)
+    most = planned.clipped_range(guard.allowed.by_split)
     huge = ClippedSum({"a": torch.tensor([1e6, -1e6, most, 0.0]).repeat(1000)}, norm=NORM)
     cells = guard.share(planned, HEADER, 3000, lambda rows: huge, grid=grid)
     middle = (cells.values * grid.cell).reshape(1000, 4).mean(0)
@@ -84,7 +84,7 @@ def test_a_sum_beyond_the_range_is_projected_before_the_noise(make_gate):
 def test_shared_noise_needs_terms_room_and_single_steps(make_gate):
     guard = make_gate()
     planned = guard.admit(HEADER, ACTION, "weights", splits=("train",))
-    narrow = Grid.of_range(planned.sum_range(guard.allowed.records) / 3, sites=5)
+    narrow = Grid.of_range(planned.sum_range(guard.allowed.by_split) / 3, sites=5)
     for grid in (None, narrow):
         with pytest.raises(ConfigError, match="rule secure_sum: range of weights"):
             guard.share(planned, HEADER, 10, lambda rows: pytest.fail("read"), grid=grid)

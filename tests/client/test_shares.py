@@ -49,7 +49,7 @@ def asked(site, weight):
     packed = request.states["weights"]["float32"]
     planned = site.guard._commitment("run").plan
     (key,) = [key for key in planned if key.startswith("retrain/train.weights")]
-    most = planned[key].sum_range(site.guard.allowed.records)
+    most = planned[key].sum_range(site.guard.allowed.by_split)
     states = {**request.states, "weights": {"float32": torch.full_like(packed, weight)}}
     summed = Summed("attempt", tuple(range(SITES)), {"weights": most})
     return admit(site.guard, replace(request, states=states, summed=summed))

@@ -645,8 +645,8 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
         if as_factors:
             gradients.append((["c"], OuterProducts(first, second)))
             shapes["c"] = torch.empty(2, 3)
-        scale = clipping._Scale(max_norm, factors, len(rows))
-        sums = clipping._clipped_sum(gradients, shapes, scale, unwatched)
+        terms = clipping._Clipping(max_norm, None, None, None, unwatched)
+        sums = terms._clipped_sum(gradients, shapes, factors, len(rows))
         return {n: micro_batches.from_units(total, bound=max_norm) for n, total in sums.items()}
 
     both = add(rows, factors)

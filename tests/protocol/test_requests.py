@@ -54,7 +54,7 @@ from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
-from fednas_flwr.spaces.costs import HardwareTerms
+from fednas_flwr.spaces.costs import HardwareLoss
 
 from ..asked import smallest
 
@@ -89,7 +89,7 @@ amounts = st.builds(
 ) | st.builds(Amount, epochs=st.integers(1, 10**6), steps=st.none(), batch_size=sizes)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 hardware = st.builds(
-    HardwareTerms,
+    HardwareLoss,
     target=numbers,
     unit=names,
     form=names,
@@ -372,7 +372,7 @@ def test_the_cases_above_reach_every_dataclass_and_none_is_left_out():
     names = {kind.__name__ for kind in found - set(REQUESTS.values())}
     assert names == {
         *("Site", "Amount", "LocalSearch", "LocalTraining", "Trial", "SGD", "Adam", "DPAware"),
-        *("Alternating", "SampledPaths", "HardwareTerms", "PlannedRelease"),
+        *("Alternating", "SampledPaths", "HardwareLoss", "PlannedRelease"),
     }
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
-from fednas_flwr.search.candidate import Candidate, GumbelPath
+from fednas_flwr.search.candidate import CELL_SPACE, Candidate, GumbelPath
 from fednas_flwr.search.exact_gradients import ClippedGradients, ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate, train_candidates
 from fednas_flwr.search.objective import CLASSIFICATION
@@ -153,7 +153,7 @@ def first_that_trains(alphas_EO, generator):
 
 
 def trains(columns):
-    return not NASBench201Space.is_degenerate(NASBench201Space.genotype(columns))
+    return not CELL_SPACE.is_degenerate(CELL_SPACE.genotype(columns))
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])

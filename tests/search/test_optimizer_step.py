@@ -192,8 +192,7 @@ def paths(*, gates: str, warm_up: bool) -> Callable[[], Stream]:
     settings = SampledPaths(gates, warm_up, None)
 
     def loop(stream, gradients, optimizers):
-        terms = {"hardware": None, "generator": stream.generator}
-        search_paths(stream.network, gradients, optimizers, settings, **terms)
+        search_paths(stream.network, gradients, optimizers, settings, generator=stream.generator)
 
     return partial(Stream, PATH_SPACE, loop, nesterov=True, beta=0.0)
 

@@ -62,8 +62,7 @@ def search(supernet, *, steps=4, mode="two", warm_up=False, hardware=None):
         supernet,
         gradients,
         optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED),
-        SampledPaths(mode, warm_up, None),
-        hardware=hardware,
+        SampledPaths(mode, warm_up, hardware),
         generator=make_generator(0, "paths"),
     )
     return gradients
@@ -102,7 +101,7 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
 
         gradients = ExactGradients(lambda batch=batch: iter([batch]), lambda: batches(1, start=100))
         paths = SampledPaths("two", warm_up, None)
-        search_paths(supernet, gradients, optimizers, paths, hardware=None, generator=generator)
+        search_paths(supernet, gradients, optimizers, paths, generator=generator)
         assert gradients.train_tally.loss == pytest.approx(loss.item())
         trained = network.state_dict()
         for name, tensor in supernet.state_dict().items():
@@ -114,7 +113,7 @@ def alpha_step(supernet, batch, optimizers, mode, generator):
     """One step of the alphas on a validation batch."""
     gradients = AlphasOnly(lambda: batches(1, start=100), lambda: iter([batch]))
     paths = SampledPaths(mode, False, None)
-    search_paths(supernet, gradients, optimizers, paths, hardware=None, generator=generator)
+    search_paths(supernet, gradients, optimizers, paths, generator=generator)
     assert gradients.validation_tally.num_examples == len(batch[1])
 
 
@@ -155,7 +154,7 @@ def test_a_full_alpha_step_is_adams_on_the_gate_gradient(supernet):
 @pytest.mark.parametrize("form", ["additive", "multiplicative"])
 def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
     """Mode full, by the chain rule on CE and on E through softmax(alphas)."""
-    hardware = HardwareLoss(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
+    hardware = HardwareLoss.of(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
     batch = next(batches(1))
     alphas = supernet.alphas()["blocks"].detach().requires_grad_()
     paths = draw_paths(alphas, mode="full", generator=make_generator(0, "paths"))
@@ -172,7 +171,7 @@ def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
 
 
 def test_a_low_target_makes_cheap_ops_likely(supernet):
-    hardware = HardwareLoss(COSTS, target=5.0, unit="ms", form="additive", scale=50.0)
+    hardware = HardwareLoss.of(COSTS, target=5.0, unit="ms", form="additive", scale=50.0)
     before = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()
     search(supernet, steps=60, hardware=hardware)
     after = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()

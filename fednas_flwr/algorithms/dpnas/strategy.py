@@ -47,7 +47,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             del states["alphas"]  # paths are sampled without
         assert isinstance(self.space, DPCellSpace)  # as the configuration has it
         self.cells = self.space
-        self.sampler = make_sampler(self.config.seed, self.settings, type(self.space))
+        self.sampler = make_sampler(self.config.seed, self.settings, self.cells)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train candidates, then teach the controller; after the last round choose."""
@@ -113,9 +113,9 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         return planned
 
 
-def make_sampler(seed: int, settings: DPNASSettings, space: type[DPCellSpace]) -> Sampler:
+def make_sampler(seed: int, settings: DPNASSettings, space: DPCellSpace) -> Sampler:
     """A sampler of candidates that are not degenerate, initialised from the run's seed."""
-    choices = space.choices()
+    choices = tuple(map(len, space.offered))
     samplers: dict[str, Callable[[], Sampler]] = {
         "controller": lambda: Controller(choices, settings.controller),
         "evolution": lambda: Evolution(choices, settings.evolution),

@@ -16,8 +16,8 @@ from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings import Config
+from fednas_flwr.spaces.costs import check_hardware, hardware_loss
 from fednas_flwr.spaces.space import SearchSpace
-from fednas_flwr.spaces.space_costs import check_hardware, hardware_terms
 
 
 class FDNAS(RoundStrategy[FDNASSettings]):
@@ -33,8 +33,8 @@ class FDNAS(RoundStrategy[FDNASSettings]):
     keeps_updates = False
 
     def set_up(self) -> None:
-        """Make the terms of the hardware loss."""
-        self._hardware = hardware_terms(self.settings.hardware, self.space)
+        """Make the hardware loss."""
+        self._hardware = hardware_loss(self.settings.hardware, self.space)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""

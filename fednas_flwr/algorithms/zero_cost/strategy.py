@@ -22,9 +22,9 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_scores import measure
 from fednas_flwr.search.data_free_search import Score, Scored, search, shortlisted
 from fednas_flwr.settings import Config
+from fednas_flwr.spaces.costs import latency_of
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
-from fednas_flwr.spaces.space_costs import latency_of
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     if allowed.unit == CLIENT:
         return "; ".join(["the site is protected as a whole", *told])
     held = {split: getattr(parts, split).num_units for split in SPLITS}
-    number, declared = sum(held.values()), sum(allowed.records.values())
+    number, declared = sum(held.values()), sum(allowed.by_split.values())
     words = f"{number:,} {allowed.unit}s, {held['train']:,} of them to train on"
     if number > MORE_RECORDS * declared:
         raise Trouble(

@@ -160,23 +160,18 @@ def _bernoulli_exp(words: Words, numerators: np.ndarray, denominator: int) -> np
     return keep
 
 
-def _bernoulli_exp_fraction(words: Words, numerators: np.ndarray, denominator: int) -> np.ndarray:
-    """Return Bernoulli(exp(-x)) for x below 1: whether the first k that fails is odd."""
-    return _first_failure_is_odd(words, numerators, denominator, 1)
-
-
 def _bernoulli_exp_one(words: Words, count: int) -> np.ndarray:
     """Return Bernoulli(exp(-1)), where the first Bernoulli(x / k), of k = 1, is always true."""
-    return _first_failure_is_odd(words, np.ones(count, dtype=np.uint64), 1, 2)
+    return _bernoulli_exp_fraction(words, np.ones(count, dtype=np.uint64), 1, 2)
 
 
-def _first_failure_is_odd(
-    words: Words, numerators: np.ndarray, denominator: int, k: int
+def _bernoulli_exp_fraction(
+    words: Words, numerators: np.ndarray, denominator: int, k: int = 1
 ) -> np.ndarray:
-    """Return whether the least k for which Bernoulli(x / k) fails is odd, bool.
+    """Return Bernoulli(exp(-x)) for x below 1, bool: whether the first failure is odd.
 
-    A word below ``share * denominator * k`` is below ``share * numerator`` with just that
-    probability.
+    That is the least k for which Bernoulli(x / k) fails. A word below ``share * denominator * k``
+    is below ``share * numerator`` with just that probability.
     """
     odd, going = np.empty(len(numerators), dtype=bool), np.arange(len(numerators))
     while len(going):
