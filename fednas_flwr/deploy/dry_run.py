@@ -30,17 +30,14 @@ from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings
 from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.ray_clusters import places
+from fednas_flwr.deploy.grids import InProcessGrid, places
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
-from fednas_flwr.pipeline.beginning import begin
-from fednas_flwr.pipeline.learning_rates import explained
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
+from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
+from fednas_flwr.pipeline.later_settings import explained
 from fednas_flwr.pipeline.stages import describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
-from fednas_flwr.report.quantities import duration, num_bytes, rounds_text
-from fednas_flwr.report.templates import sentence
+from fednas_flwr.report.templates import duration, num_bytes, rounds_text, sentence
 from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE

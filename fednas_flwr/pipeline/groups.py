@@ -27,7 +27,7 @@ from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import dump_yaml, load_json
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run, make_checkpoints
+from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, make_checkpoints
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card

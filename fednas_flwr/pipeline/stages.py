@@ -39,12 +39,10 @@ from fednas_flwr.models.metrics import (
     shares_at,
 )
 from fednas_flwr.models.prediction import MODEL_FILE, Model
-from fednas_flwr.pipeline.beginning import begin
-from fednas_flwr.pipeline.buildable import pools_records
+from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
+from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.groups import run_groups
-from fednas_flwr.pipeline.latency import cost_of, with_latency
-from fednas_flwr.pipeline.learning_rates import with_learning_rate
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
+from fednas_flwr.pipeline.later_settings import cost_of, with_latency, with_learning_rate
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.signed_model import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.states import Packed

@@ -23,9 +23,8 @@ from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml, terminal
 from fednas_flwr.report import templates
 from fednas_flwr.report.plots import Figure, axes
-from fednas_flwr.report.quantities import DASH, FORMS, mean_and_deviation
 from fednas_flwr.report.tables import TEST_SEED
-from fednas_flwr.report.templates import sentence
+from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, sentence
 from fednas_flwr.runs.numbers import (
     BESIDE,
     CONFIG_FILE,

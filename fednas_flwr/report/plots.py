@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fednas_flwr.report.quantities import quantiles
+from fednas_flwr.report.templates import quantiles
 from fednas_flwr.runs.events import Event, clients_of
 from fednas_flwr.runs.numbers import Run
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES

@@ -25,11 +25,17 @@ from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.report import decidedness
-from fednas_flwr.report.quantities import DASH, count, duration, percent, rounds_text
-from fednas_flwr.report.tables import TEST_SEED
-from fednas_flwr.report.templates import paragraphs, sentence
-from fednas_flwr.report.texts import STAGES, reached, scores
+from fednas_flwr.report import cells
+from fednas_flwr.report.tables import STAGES, TEST_SEED, reached, scores
+from fednas_flwr.report.templates import (
+    DASH,
+    count,
+    duration,
+    paragraphs,
+    percent,
+    rounds_text,
+    sentence,
+)
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import Run, is_noised, read_run
 from fednas_flwr.settings.names import CLIENT
@@ -220,7 +226,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         *group_accuracies(run),
         *((f"baseline {b.folder.name}", percent(b.accuracy())) for b in run.baselines()),
         *reached(run, ["num_parameters", "multiply_adds"]),
-        ("edges decided", decidedness.share(decidedness.edges(run.alphas()))),
+        ("edges decided", cells.decided_text(cells.derived_edges(run.alphas()))),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
         ("client failures", count(len(run.failures()))),
         ("clients that left", count(len(run.departures()) or None)),

@@ -1,8 +1,7 @@
 import pytest
 
 from fednas_flwr.report import tables
-from fednas_flwr.report.quantities import epsilon_text
-from fednas_flwr.report.templates import paragraphs, sentence
+from fednas_flwr.report.templates import epsilon_text, paragraphs, sentence
 from fednas_flwr.runs.numbers import overall
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fednas_flwr.report.html_report import render_report
-from fednas_flwr.report.quantities import DASH
+from fednas_flwr.report.templates import DASH
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import METRICS, read_run
 

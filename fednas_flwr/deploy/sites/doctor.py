@@ -206,7 +206,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.data.prepared import make_site_data
     from fednas_flwr.data.readers import site_dataset
     from fednas_flwr.data.summary import found
-    from fednas_flwr.pipeline.buildable import check_features
+    from fednas_flwr.pipeline.feasible import check_features
     from fednas_flwr.privacy.policy import load_policy
     from fednas_flwr.server.limits import MORE_RECORDS
     from fednas_flwr.settings.configuration import parse_config
