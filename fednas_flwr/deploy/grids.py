@@ -168,14 +168,14 @@ def check_cluster(config: Config) -> None:
         _check_superlink(str(runtime.superlink))
     if not isinstance(runtime, RayRuntime):
         return
-    cpus, gpus = runtime.client_cpus, runtime.client_gpus
     address = runtime.ray_address
-    nodes = _own_node() if address is None else _nodes(address)
+    nodes = this_node() if address is None else _nodes(address)
     if not places(runtime, nodes):
         there = "; ".join(f"{c:g} CPUs and {g:g} GPUs" for c, g in nodes[:4])
         raise ConfigError(
-            f"runtime.client_cpus={cpus:g} with runtime.client_gpus={gpus:g}: no machine of the "
-            f"cluster holds such a client (there are {there}); lower what one client takes."
+            f"runtime.client_cpus={runtime.client_cpus:g} with "
+            f"runtime.client_gpus={runtime.client_gpus:g}: no machine of the cluster holds such a "
+            f"client (there are {there}); lower what one client takes."
         )
 
 
@@ -197,7 +197,8 @@ def _check_superlink(name: str) -> None:
         raise ConfigError(f"{told}, or add [superlink.{show(name)}] with its address to {path}.")
 
 
-def _own_node() -> Nodes:
+def this_node() -> Nodes:
+    """CPUs and GPUs of this machine."""
     import torch
 
     return ((os.cpu_count() or 1, torch.cuda.device_count()),)

@@ -32,7 +32,7 @@ from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable
 from fednas_flwr.runs.checkpoints import CheckpointFolder
-from fednas_flwr.runs.events import Event, EventLog, clients_of
+from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.runs.run_folder import PARTITION_FILE
 from fednas_flwr.server.cohort import Cohort, Emit, QuorumError, ignore_events
 from fednas_flwr.server.exchange import Exchange
@@ -128,7 +128,7 @@ def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping
     told = {client: known.get("splits", {}) for client, known in cohort.properties.items()}
     begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
     if begun:
-        told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
+        told = dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
     return [told.get(client, {}) for client in range(cohort.num_clients)]
 
 

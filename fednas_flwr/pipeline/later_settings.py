@@ -27,8 +27,7 @@ from fednas_flwr.pipeline.schedule import given_noise
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import MeasureLatency
 from fednas_flwr.report.templates import render
-from fednas_flwr.runs.events import read_events
-from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
@@ -52,11 +51,10 @@ def with_learning_rate(run: Run) -> Config:
     config, privacy = run.config, run.config.privacy
     if not isinstance(privacy, DifferentialPrivacy) or not follows_noise(config):
         return config
-    events = read_events(run.folder / EVENTS_FILE)
-    known = [event for event in events if event["event"] == "learning_rate"]
+    known = read_run(run.folder).last("learning_rate")
     weights, walk = config.retrain.weights, privacy.retrain.noise_walk
     if known:
-        lr = known[-1]["lr"]
+        lr = known["lr"]
     else:
         (release,) = (planned for planned in run.schedule if planned.noise_name == "retrain")
         noise = _noise_of_mean(run, release)

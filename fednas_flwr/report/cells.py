@@ -106,12 +106,10 @@ def _graph(edges: Sequence[Mapping[str, Any]]) -> tuple[list[_Box], list[_Wire]]
         depth[edge["target"]] = max(depth[edge["target"]], depth[edge["source"]] + 1)
     inputs = [node for node in range(last + 1) if depth[node] == 0]
     joined = len(inputs) == 2
-    names = [str(node) for node in range(last + 1)]
+    names = [node_name(node, len(inputs), last) for node in range(last + 1)]
     if joined:
-        names = ["c(k−2)", "c(k−1)", *(str(node - 2) for node in range(2, last + 1)), "c(k)"]
+        names.append("c(k)")
         depth.append(max(depth) + 1)
-    else:
-        names[0], names[-1] = "input", "output"
     boxes = [_node_box(name, 2 * level) for name, level in zip(names, depth, strict=True)]
     wires = []
     for edge in edges:
@@ -311,11 +309,10 @@ def derived_edges(snapshots: Sequence[Event]) -> list[Edge]:
     there ``none`` is not a next op.
 
     Args:
-        snapshots: ``alphas`` events by ascending round. There are no edges without any, or where
-            they have no ``cells``, which old runs have not written.
+        snapshots: ``alphas`` events by ascending round. There are no edges without any.
     """
     last = snapshots[-LAST_ROUNDS:]
-    if not last or not all("cells" in event for event in last):
+    if not last:
         return []
     newest = last[-1]
     found = []

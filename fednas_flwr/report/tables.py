@@ -229,7 +229,7 @@ ACCOUNTANTS = {PRV: "PRV", RDP: "RDP", GDP: "GDP (approximation, no bound)"}
 
 def is_secure(client: Event) -> bool:
     """Return whether a client draws its noise and samples from a secret that only it knows."""
-    return client.get("secure_noise") is True
+    return client["secure_noise"] is True
 
 
 def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
@@ -244,7 +244,7 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
             f"{release['noise_multiplier']:g}{' (of the sum)' if release.get('shared') else ''}",
             f"{release['max_grad_norm']:g}",
             "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",
-            _rates_text([c["rates"][place] for c in event["clients"] if "rates" in c]),
+            _rates_text([client["rates"][place] for client in event["clients"]]),
             f"{release['steps']:,}",
         ]
         for place, release in enumerate(event["schedule"])

@@ -86,6 +86,11 @@ def print_table(
     (console or table_console()).print(table)
 
 
+def print_line(console: Console, line: str, style: str = "") -> None:
+    """Print text, no markup, as one line: a client's message may hold brackets."""
+    console.print(Text(terminal(line), style=style), soft_wrap=True, highlight=False)
+
+
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """Shows stage, round, loss, accuracy and time left; a listener for `EventLog`.
 
@@ -153,8 +158,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self.close()
 
     def _say(self, line: str, style: str = "") -> None:
-        # Text, not markup: a client's message may hold brackets.
-        self._console.print(Text(terminal(line), style=style), soft_wrap=True, highlight=False)
+        print_line(self._console, line, style)
 
     def _start_stage(self, event: Event) -> None:
         self._seconds.clear()
@@ -243,12 +247,12 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
             table.add_row(Text(terminal(label)), Text(terminal(value)))
     console.print(table)
     if text := sentence("no_better", run):
-        console.print(Text(text), soft_wrap=True, highlight=False)
+        print_line(console, text)
     if run.reason:
-        console.print(Text(terminal(run.reason), style="red"), soft_wrap=True, highlight=False)
+        print_line(console, run.reason, "red")
     report = run_folder / "report.html"
     if report.exists():
-        console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)
+        print_line(console, f"report: {report}")
 
 
 class _TimeLeft(ProgressColumn):
