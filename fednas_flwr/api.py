@@ -153,7 +153,7 @@ def check(configs: Iterable[Config]) -> None:
         check_free(config)
         if config.runtime.name != "deployment":  # whose server is on another machine
             check_trackers(config.trackers)
-    from fednas_flwr.deploy.ray_clusters import check_cluster
+    from fednas_flwr.deploy.grids import check_cluster
 
     for config in configs:
         check_cluster(config)
@@ -212,7 +212,7 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
     from fednas_flwr.models.prediction import MODEL_FILE
     from fednas_flwr.pipeline.baselines import num_random, prepare_baselines
     from fednas_flwr.report.html_report import write_report
-    from fednas_flwr.report.quantities import percent
+    from fednas_flwr.report.templates import percent
     from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, read_run
     from fednas_flwr.runs.run_folder import open_run_folder
     from fednas_flwr.server.cohort import QuorumError

@@ -28,7 +28,7 @@ from fednas_flwr.algorithms.dpnas.strategy import make_sampler
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.report.comparison import markdown_table
-from fednas_flwr.report.quantities import percent
+from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.numbers import CONFIG_FILE, VARIANTS_FOLDER, Run, is_complete, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder, open_run_folder

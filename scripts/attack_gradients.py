@@ -46,7 +46,7 @@ from fednas_flwr.data.loaders import server_split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
-from fednas_flwr.pipeline.learning_rates import learning_rate, noise_per_step
+from fednas_flwr.pipeline.later_settings import learning_rate, noise_per_step
 from fednas_flwr.pipeline.schedule import Schedule, make_schedule
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import Amount, Describe, LocalTraining, Site, Train

@@ -167,7 +167,7 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
         rdp_epsilon,
     )
     from fednas_flwr.privacy.mechanism.renyi import Release
-    from fednas_flwr.report.quantities import epsilon_text
+    from fednas_flwr.report.templates import epsilon_text
 
     if not LEAST_EPSILON <= options.epsilon <= LARGEST_EPSILON:
         raise ConfigError(f"--epsilon must be from .001 to 1e6, got {options.epsilon:g}.")
@@ -283,8 +283,7 @@ def _print_schedule(
     schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, guard: ReleaseGuard
 ) -> None:
     """Print everything that a run may release, and what that costs."""
-    from fednas_flwr.report.quantities import epsilon_text
-    from fednas_flwr.report.templates import sentence
+    from fednas_flwr.report.templates import epsilon_text, sentence
     from fednas_flwr.report.terminal import print_table, table_console
     from fednas_flwr.settings.names import SPLITS
 
@@ -325,7 +324,7 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
         account: The only one to print; None prints all.
     """
     from fednas_flwr.privacy.books.ledger import make_statement
-    from fednas_flwr.report.quantities import epsilon_text
+    from fednas_flwr.report.templates import epsilon_text
     from fednas_flwr.report.terminal import print_table
 
     statement = make_statement(rows, delta=delta)

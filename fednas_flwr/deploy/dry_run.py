@@ -8,7 +8,6 @@ which tell what a step takes. Main function: :func:`estimate`.
 from __future__ import annotations
 
 import math
-import os
 import resource
 import shutil
 import tempfile
@@ -26,20 +25,17 @@ from jinja2 import StrictUndefined, Template
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.ray_clusters import places
+from fednas_flwr.deploy.grids import InProcessGrid, places, this_node
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
-from fednas_flwr.pipeline.beginning import begin
-from fednas_flwr.pipeline.learning_rates import explained
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
+from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
+from fednas_flwr.pipeline.later_settings import explained
 from fednas_flwr.pipeline.stages import describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
-from fednas_flwr.report.quantities import duration, num_bytes, rounds_text
-from fednas_flwr.report.templates import sentence
+from fednas_flwr.report.templates import duration, num_bytes, rounds_text, sentence
 from fednas_flwr.runs.checkpoints import KEEP
-from fednas_flwr.runs.events import EventLog, read_events
-from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import create_run_folder, free_bytes
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
 from fednas_flwr.settings.incompatible import searches
@@ -209,9 +205,8 @@ def _grid(config: Config) -> InProcessGrid:
 
 def _promised(run: Run) -> str:
     """Return the sentence on a run's guarantee of privacy; empty if it has none."""
-    events = read_events(run.folder / EVENTS_FILE)
-    promised = [event for event in events if event["event"] == "privacy"]
-    return sentence("overall_text", promised[-1]) if promised else ""
+    promised = read_run(run.folder).privacy
+    return sentence("overall_text", promised) if promised else ""
 
 
 def _stage(
@@ -226,8 +221,7 @@ def _stage(
         rounds: Number of its rounds.
         factor: Of the server's own seconds.
     """
-    events = read_events(run.folder / EVENTS_FILE)
-    first = next(e for e in events if e["event"] == "round" and e["stage"] == name)
+    first = read_run(run.folder).rounds(name)[0]
     server_s = max(0.0, first["seconds"] - grid.spent_s) * factor
     round_s = server_s + sum(
         max(max(clients_s), sum(clients_s) / grid.at_once) for clients_s in grid.clients_s.values()
@@ -258,10 +252,9 @@ class MeasuringGrid(InProcessGrid):
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}
         self.spent_s = 0.0
         self._step_s: dict[tuple[Any, ...], float] = {}
-        nodes = (((os.cpu_count() or 1), float(torch.cuda.device_count())),)
         self.at_once = 1
         if isinstance(config.runtime, RayRuntime):
-            self.at_once = min(config.clients, max(1, places(config.runtime, nodes)))
+            self.at_once = min(config.clients, max(1, places(config.runtime, this_node())))
 
     def answer(self, message: Message) -> Message:
         """Return the reply after one step, or a few, of local training."""

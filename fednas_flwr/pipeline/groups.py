@@ -27,11 +27,11 @@ from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import dump_yaml, load_json
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run, make_checkpoints
+from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, make_checkpoints
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
-from fednas_flwr.runs.events import Event, EventLog, read_events
+from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GROUPS_FILE
 from fednas_flwr.server.cohort import CONNECT, QuorumError
@@ -207,11 +207,9 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
 
 def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
     """Record in a group's own events the guarantee of privacy, which is of the whole run."""
-    events = read_events(run.folder / EVENTS_FILE)
-    promised = [event for event in events if event["event"] == "privacy"]
-    if promised:
-        fields = {k: v for k, v in promised[-1].items() if k not in ("event", "time", "elapsed")}
-        own = [told for told in fields["clients"] if told["client"] in clients]
+    if promised := read_run(run.folder).privacy:
+        fields = {k: v for k, v in promised.items() if k not in ("event", "time", "elapsed")}
+        own = [promise for promise in fields["clients"] if promise["client"] in clients]
         part.log.emit("privacy", **{**fields, "clients": own})
 
 

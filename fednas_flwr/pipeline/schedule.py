@@ -261,6 +261,7 @@ def _calibrated(
         records: Each client's declared number of records by split.
     """
     own = [release for release in planned if release.noise_name == name]
+    steps = sum(release.steps for release in own)
     given: float | None = getattr(privacy, name).epsilon
     needed = 0.0
     for split in sorted({split for release in own for split in release.splits}):
@@ -285,12 +286,13 @@ def _calibrated(
                     "privacy.fewest_records or the noise multipliers, or take fewer rounds."
                 )
             try:
-                needed = max(needed, _least_noise(privacy, target, own, before, declared))
+                least = _least_noise(privacy, target, own[0].rate(declared), steps, before)
+                needed = max(needed, least)
             except ValueError as error:
                 key = "privacy.epsilon" if given is None else f"privacy.{name}.epsilon"
                 raise ConfigError(
                     f"{key}={given or privacy.own_epsilon:g}: no noise keeps {name} to the "
-                    f"{target:.3g} that it has for {sum(release.steps for release in own)} steps "
+                    f"{target:.3g} that it has for {steps} steps "
                     f"at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."
                 ) from error
     return needed
@@ -299,11 +301,11 @@ def _calibrated(
 def _least_noise(
     privacy: DifferentialPrivacy,
     target: float,
-    own: Sequence[PlannedRelease],
-    others: Sequence[Release],
-    declared: Mapping[str, int],
+    rate: float,
+    steps: int,
+    others: Sequence[Release] = (),
 ) -> float:
-    """The least noise multiplier of some releases with which one client keeps a target epsilon.
+    """The least noise multiplier of some steps with which one client keeps a target epsilon.
 
     Raises:
         ValueError: None is enough.
@@ -311,8 +313,8 @@ def _least_noise(
     return calibrate_noise(
         target_epsilon=target,
         delta=privacy.delta,
-        sample_rate=own[0].rate(declared),
-        steps=sum(release.steps for release in own),
+        sample_rate=rate,
+        steps=steps,
         others=others,
         accountant=filter_epsilon,
     )
@@ -339,7 +341,8 @@ def _cure(
         for declared in _unlike(records):
             known = [p.release(declared) for p in others if p.noise_name not in later]
             with suppress(ValueError):  # of others that cost too much alone, whose turn comes next
-                needed = max(needed, _least_noise(privacy, target, mine, known, declared))
+                steps, rate = sum(release.steps for release in mine), mine[0].rate(declared)
+                needed = max(needed, _least_noise(privacy, target, rate, steps, known))
     if not needed:
         return "raise it"
     unit = 10 ** (math.floor(math.log10(needed)) - 2)  # of three digits, no less
@@ -372,14 +375,7 @@ def _metrics_noise(privacy: DifferentialPrivacy, planned: Schedule) -> float | N
     if given is None or not steps:
         return given
     with suppress(ValueError):
-        least = calibrate_noise(
-            target_epsilon=privacy.own_epsilon,
-            delta=privacy.delta,
-            sample_rate=1.0,
-            steps=max(steps.values()),
-            accountant=filter_epsilon,
-        )
-        return max(given, least)
+        return max(given, _least_noise(privacy, privacy.own_epsilon, 1.0, max(steps.values())))
     return None
 
 

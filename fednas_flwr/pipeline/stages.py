@@ -38,19 +38,17 @@ from fednas_flwr.models.metrics import (
     shares_at,
 )
 from fednas_flwr.models.prediction import MODEL_FILE, Model
-from fednas_flwr.pipeline.beginning import begin
-from fednas_flwr.pipeline.buildable import pools_records
+from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
+from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.groups import run_groups
-from fednas_flwr.pipeline.latency import cost_of, with_latency
-from fednas_flwr.pipeline.learning_rates import with_learning_rate
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
+from fednas_flwr.pipeline.later_settings import cost_of, with_latency, with_learning_rate
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.signed_model import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.events import EventLog, read_events
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
@@ -152,7 +150,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
 
 def _look_up(run: Run, table: CellTable) -> None:
     """Emit the percentiles of the cells that were best in the rounds."""
-    events = read_events(run.folder / EVENTS_FILE)
+    events = read_run(run.folder).events
     snapshots = [event for event in events if event["event"] in ("alphas", "rewarded", "best")]
     percentiles = percentiles_by_round(table, snapshots)
     run.log.emit("looked_up", cells=len(table.percentiles), percentiles=sorted(percentiles.items()))
@@ -255,8 +253,8 @@ def _evaluate(
             if config.evaluation.personalised:
                 last = rq.Personalise(local=_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
-        told = {name: baselines.get(name) for name in ("linear", "trees")}
-        run.log.emit("evaluated", central=central, **told, **results)
+        simpler = {name: baselines.get(name) for name in ("linear", "trees")}
+        run.log.emit("evaluated", central=central, **simpler, **results)
 
 
 def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed]) -> float | None:
@@ -351,16 +349,16 @@ def _hand_over(run: Run) -> None:
             run.log.emit("warning", message=f"the model does not return to the sites: {error}")
             return
         values = torch.from_numpy(np.frombuffer(model, dtype=np.uint8).copy())
-        kept, states = [], {"model": {"uint8": values}}
+        receivers, states = [], {"model": {"uint8": values}}
         exchange = Exchange(
             "query.keep_model", stage="hand over", settings=request, states=states, among=keeping
         )
         try:
             for client, _ in run.cohort.ask(exchange):
-                kept.append(client)
+                receivers.append(client)
         except QuorumError as error:
             run.log.emit("warning", message=f"few sites have the model: {error}")
-        run.log.emit("handed_over", clients=kept, asked=keeping)
+        run.log.emit("handed_over", clients=receivers, asked=keeping)
 
 
 def _keep_request(run: Run, model: bytes) -> rq.KeepModel:

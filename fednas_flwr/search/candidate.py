@@ -26,9 +26,8 @@ from fednas_flwr.spaces.space import CELL, Supernet
 T = TypeVar("T")
 
 PREFIX = "members"
-CELL_SPACE = NASBench201Space(
-    input_shape=(1, 1, 1), num_classes=1
-)  # whose cells are those of any size
+# whose cells are those of networks of any size
+CELL_SPACE = NASBench201Space(input_shape=(1, 1, 1), num_classes=1)
 TRIES = 100  # of uniform draws one in eight is refused
 
 

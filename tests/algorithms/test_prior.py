@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.networks import make_space
-from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.spaces.genotype import from_json
 
 from ..asked import in_words, of_exchange

@@ -11,7 +11,7 @@ import pytest
 
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.deploy.ray_clusters import check_cluster
+from fednas_flwr.deploy.grids import check_cluster
 from fednas_flwr.settings import Config
 
 Compose = Callable[..., Config]

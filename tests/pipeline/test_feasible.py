@@ -17,8 +17,7 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.client.making import check_public
 from fednas_flwr.data.prepared import make_data, save_partition
 from fednas_flwr.data.records import assign_splits
-from fednas_flwr.pipeline.buildable import check_buildable
-from fednas_flwr.pipeline.feasible import written_bytes
+from fednas_flwr.pipeline.feasible import check_buildable, written_bytes
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import Config
 

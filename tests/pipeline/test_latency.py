@@ -14,7 +14,7 @@ from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.latency import cost_of
+from fednas_flwr.pipeline.later_settings import cost_of
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LARGEST_TABLE, decode
 from fednas_flwr.spaces.costs import space_costs
