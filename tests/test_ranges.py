@@ -26,6 +26,7 @@ from fednas_flwr.settings.parser import (
     Distinct,
     Length,
     OneOf,
+    Where,
     constraints,
     parse,
 )
@@ -89,6 +90,8 @@ def parts(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def wrong_values(value: Any, constraint: Constraint) -> list[Any]:
     """Return values of a field that a constraint of it, or of its entries, refuses."""
+    if isinstance(constraint, Where):
+        return []
     if isinstance(constraint, Distinct):
         return [[*value, *value]] if isinstance(value, list) and value else []
     if isinstance(constraint, Length):

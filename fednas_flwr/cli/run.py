@@ -13,7 +13,7 @@ from typing import Any
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.cli.commands import RUN_FAILED, Commands, add_command, fail, take_files
+from fednas_flwr.cli import RUN_FAILED, Commands, add_command, fail, take_files
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import check_names, parse_config
@@ -34,52 +34,37 @@ from fednas_flwr.settings.hydra_config import (
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
 
-RUN_HELP = """
-overrides:
-  group=name            one file of conf/<group>: algorithm, dataset, partition, search_space,
-                        privacy, runtime, retrain, server_optimizer, experiment
-  key=value             any key of the composed configuration, e.g. seed=2 clients=5
-                        algorithm.weights.lr=.05; shown by `fednas run --cfg job`
-  config=<file>         the config.yaml of a run in place of conf/, to repeat it
-  resume=<run folder>   continue a run that was stopped; its own configuration is used
-  resume=auto           continue the newest unfinished run of these overrides, else begin one
-  -m key=a,b            sweep: one run per combination, each in its own folder
-
-Options and overrides are those of Hydra: -m with hydra/launcher=joblib hydra/sweeper=optuna (extra
-`sweeps`), --cfg job --resolve, --info, --config-dir, --config-name, --package, +key, ++key, ~key,
-glob(), hydra.sweep.dir; --shell-completion install=bash prints a completion script.
-"""
-
 
 def add_commands(commands: Commands) -> None:
     """Add ``run`` and ``data``."""
-    parser = add_command(
-        commands,
-        "run",
-        run,
-        help="search, retrain, evaluate and export; without arguments the quickstart",
-        epilog=RUN_HELP,
-        takes_overrides=True,
-    )
+    parser = add_command(commands, "run", run, takes_overrides=True)
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="only estimate what the run would take: time, traffic, memory, disk and epsilon",
     )
-    parser = add_command(
-        commands,
-        "data",
-        data,
-        help="what a data set holds, and how clients would divide it",
-        epilog="DATA is a table, an npz file or a folder of images; overrides as of fednas run, "
-        "such as clients=5 partition=dirichlet dataset.label=outcome",
-        takes_overrides=True,
-    )
+    parser = add_command(commands, "data", data, takes_overrides=True)
     parser.add_argument("data", type=Path, help="file or folder of the data")
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Resume a run, or compose, check and run the configuration, or let Hydra sweep or inform."""
+    """Search, retrain, evaluate and export; without arguments the quickstart.
+
+    overrides:
+      group=name            one file of conf/<group>: algorithm, dataset, partition, search_space,
+                            privacy, runtime, retrain, server_optimizer, experiment
+      key=value             any key of the composed configuration, e.g. seed=2 clients=5
+                            algorithm.weights.lr=.05; shown by `fednas run --cfg job`
+      config=<file>         the config.yaml of a run in place of conf/, to repeat it
+      resume=<run folder>   continue a run that was stopped; its own configuration is used
+      resume=auto           continue the newest unfinished run of these overrides, else begin one
+      -m key=a,b            sweep: one run per combination, each in its own folder
+
+    Options and overrides are those of Hydra: -m with hydra/launcher=joblib hydra/sweeper=optuna
+    (extra `sweeps`), --cfg job --resolve, --info, --config-dir, --config-name, --package, +key,
+    ++key, ~key, glob(), hydra.sweep.dir; --shell-completion install=bash prints a completion
+    script.
+    """
     asked = read_arguments(arguments)
     overrides, source = asked.overrides, asked.source
     resumes = [text for text in overrides if text.startswith("resume=")]
@@ -256,7 +241,11 @@ def _tell_end(folder: Path) -> int:
 
 
 def data(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what a data set holds, its division over clients, and suggested settings."""
+    """Print what a data set holds, how clients would divide it, and suggested settings.
+
+    DATA is a table, an npz file or a folder of images; overrides as of fednas run, such as
+    clients=5 partition=dirichlet dataset.label=outcome
+    """
     from fednas_flwr.data.prepared import make_data
     from fednas_flwr.data.summary import summary
 

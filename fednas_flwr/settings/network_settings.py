@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import NORMS, SKIPS
 from fednas_flwr.settings.parser import Between, Checked, OneOf, Text
@@ -128,14 +128,13 @@ class NetworkLimits(Checked):
     latency_ms: opt.Positive | None
     table: Text | None
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        if (self.latency_ms is None) != (self.table is None):
-            raise ConfigError(
-                f"limits.latency_ms={self.latency_ms} with limits.table={self.table}: a limit of "
-                "latency needs a table, and a table is for that only."
-            )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude one of limit and table without the other."""
+        yield (
+            (self.latency_ms is None) != (self.table is None),
+            f"limits.latency_ms={self.latency_ms} with limits.table={self.table}: a limit of "
+            "latency needs a table, and a table is for that only",
+        )
 
 
 @dataclass(frozen=True)
@@ -160,10 +159,9 @@ class Hardware(Checked):
     scale: Annotated[float, Between(0, 1e6, above=True)]
     exponent: Annotated[float, Between(-10, 10)]
 
-    def __post_init__(self) -> None:
-        """Check the ranges; what the space can reach is known once the costs are."""
-        super().__post_init__()
-        if self.unit != "ms" and self.table is not None:
-            raise ConfigError(
-                f"unit={self.unit} with table={self.table}: a table is for ms only; set table=null."
-            )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a table of another unit."""
+        yield (
+            self.unit != "ms" and self.table is not None,
+            f"unit={self.unit} with table={self.table}: a table is for ms only; set table=null",
+        )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import names
 from fednas_flwr.settings.optimizers import LARGEST_NORM, Steps
-from fednas_flwr.settings.parser import Between, Checked, OneOf, Text, check_range
+from fednas_flwr.settings.parser import Between, Checked, OneOf, Text
 
 Epsilon = Annotated[float, Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
 NoiseMultiplier = Annotated[
@@ -44,14 +44,13 @@ class Noise(Checked):
     epsilon: Epsilon | None
     max_grad_norm: GradNorm
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that noise is not given in two ways."""
-        super().__post_init__()
-        if None not in (self.noise_multiplier, self.epsilon):
-            raise ConfigError(
-                f"noise_multiplier={self.noise_multiplier} with epsilon={self.epsilon}: the one "
-                "follows from the other; set one of them to null."
-            )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude noise that is given in two ways."""
+        yield (
+            None not in (self.noise_multiplier, self.epsilon),
+            f"noise_multiplier={self.noise_multiplier} with epsilon={self.epsilon}: the one "
+            "follows from the other; set one of them to null",
+        )
 
 
 @dataclass(frozen=True)
@@ -143,12 +142,14 @@ class DifferentialPrivacy(Checked):
     sites: Text | None
     test_seed: int | None
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude another norm of rewards."""
         norm = self.rewards.max_grad_norm
-        reason = "1: rewards are bounded by algorithm.loss_bound"
-        check_range(norm == 1, "rewards.max_grad_norm", norm, reason)
+        yield (
+            norm != 1,
+            f"rewards.max_grad_norm={norm} is out of range: expected 1: rewards are bounded by "
+            "algorithm.loss_bound",
+        )
 
     @property
     def own_epsilon(self) -> float:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.data_settings import Dataset, Partition
 from fednas_flwr.settings.names import PRECISIONS, SAMPLINGS, UNIFORM
 from fednas_flwr.settings.network_settings import Retrain, SearchSpaceSettings
-from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf, Text, seconds
+from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf, Text, Time, Where
 from fednas_flwr.settings.privacy_settings import DifferentialPrivacy, NoPrivacy
 
 STAGES = ("search", "retrain", "evaluate", "export")
@@ -20,6 +20,7 @@ TRACKERS = ("tensorboard", "mlflow", "wandb")
 MOST_SITES = 1000  # of a secure sum
 MOST_CLIENTS = 2**31
 DEVICES = ("auto", "cpu", "cuda")
+CUDA = "cuda, and the number of the GPU in the environment variable CUDA_VISIBLE_DEVICES"
 WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
 LEAST_PART = Between(1e-4, reason="Ray counts no smaller part of a processor")
@@ -234,27 +235,15 @@ class Runtime(Checked):
     """
 
     name: str
-    device: Annotated[str, OneOf(DEVICES)]
+    device: Annotated[str, Where(lambda name: not name.startswith("cuda:"), CUDA), OneOf(DEVICES)]
     threads: Annotated[int, Between(1, MOST_THREADS, reason="no machine has more cores")]
     wire: Annotated[str, OneOf(WIRES)]
-    time_limit: Text | None
+    time_limit: Time | None
     quorum: opt.ShareAbove0
     deadline_s: opt.Positive
     approval_s: opt.NonNegative
     most_records: Annotated[float, Between(1)]
     largest_share: opt.ShareAbove0
-
-    def __post_init__(self) -> None:
-        """Check the ranges, the device's name and the time."""
-        if self.device.startswith("cuda:"):
-            number = self.device.removeprefix("cuda:")
-            raise ConfigError(
-                f"runtime.device={show(self.device)} is unknown: set runtime.device=cuda, and "
-                f"choose the GPU by the environment variable CUDA_VISIBLE_DEVICES={show(number)}."
-            )
-        super().__post_init__()
-        if self.time_limit is not None:
-            seconds("time_limit", self.time_limit)
 
 
 @dataclass(frozen=True)
@@ -269,13 +258,7 @@ class RayRuntime(Runtime):
 
     ray_address: Text | None
     client_cpus: Annotated[float, LEAST_PART]
-    client_gpus: opt.NonNegative
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        if self.client_gpus:
-            LEAST_PART.check("client_gpus", self.client_gpus, ", or 0")
+    client_gpus: Annotated[float, Where(lambda n: n == 0 or n in LEAST_PART, f"0, or {LEAST_PART}")]
 
 
 @dataclass(frozen=True)
@@ -290,14 +273,13 @@ class Deployment(Runtime):
     connect_s: opt.Positive
     superlink: Text | None
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that there is a SuperLink."""
-        super().__post_init__()
-        if self.superlink is None:
-            raise ConfigError(
-                "superlink must be given with runtime=deployment: the name of a SuperLink in "
-                "Flower's configuration (config.toml in $FLWR_HOME or ~/.flwr)."
-            )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a deployment without a SuperLink."""
+        yield (
+            self.superlink is None,
+            "superlink must be given with runtime=deployment: the name of a SuperLink in Flower's "
+            "configuration (config.toml in $FLWR_HOME or ~/.flwr)",
+        )
 
 
 RUNTIMES: dict[str, type] = {"inline": Runtime, "ray": RayRuntime, "deployment": Deployment}
@@ -347,15 +329,14 @@ class Config(Checked):
     evaluation: EvaluationSettings
     trackers: Annotated[list[Annotated[str, OneOf(TRACKERS)]], Distinct()]
 
-    def __post_init__(self) -> None:
-        """Check single values; ``configuration.check_combinations`` knows what excludes what."""
-        super().__post_init__()
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a round of other than some clients; others are in ``settings.incompatible``."""
         number = self.sampling.per_round if self.sampling else 0.0
-        if number >= 1 and not (number.is_integer() and number <= self.clients):
-            raise ConfigError(
-                f"sampling.per_round={number:g} with clients={self.clients}: expected a whole "
-                "number of them, or a share below 1; set sampling=null for all."
-            )
+        yield (
+            number >= 1 and not (number.is_integer() and number <= self.clients),
+            f"sampling.per_round={number:g} with clients={self.clients}: expected a whole number "
+            "of them, or a share below 1; set sampling=null for all",
+        )
 
     @property
     def asked(self) -> int:
