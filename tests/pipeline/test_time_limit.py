@@ -85,9 +85,7 @@ def test_times_with_units(text, expected):
 def test_what_is_no_time_is_one_sentence(text):
     words = r"^runtime.time_limit=.* is out of range: expected a time with its unit: 45s, 30min"
     with pytest.raises(ConfigError, match=words):
-        parse_config(
-            {**compose_tree(["runtime=inline"]), "runtime": {**INLINE, "time_limit": text}}
-        )
+        parse_config(compose_tree([f"runtime.time_limit='{text}'"]))
 
 
 def test_a_limit_where_no_rounds_are_is_refused():
