@@ -25,9 +25,9 @@ from fednas_flwr.data.readers import DATA_SETS
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import CHOICES
 from fednas_flwr.settings.hydra_config import compose_tree
-from fednas_flwr.settings.network_settings import Retrain
 from fednas_flwr.settings.parser import Between, Length, OneOf, Where
 from fednas_flwr.settings.registry import algorithms
+from fednas_flwr.settings.run_settings import Retrain
 from fednas_flwr.spaces.space_entries import SEARCH_SPACES
 
 os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.cache

@@ -64,8 +64,6 @@ RUNS = [  # together they have every class of settings
 ]
 FREE = {  # numbers of any size
     ("Images", "mean"),
-    ("CSV", "statistics"),
-    ("CSV", "ranges"),
     ("DifferentialPrivacy", "test_seed"),
     ("LabelGroups", "groups"),
     ("LabelGroups", "seed"),
