@@ -131,7 +131,7 @@ def run(
     if isinstance(config, Config):
         if strategy is not None:
             config = _with_strategy(config, strategy)
-        check([config])
+        check(config)
         config = create_run_folder(config)
     else:
         if strategy is not None:
@@ -142,26 +142,23 @@ def run(
     return Result(Path(str(config.run_dir)))
 
 
-def check(configs: Iterable[Config]) -> None:
+def check(config: Config) -> None:
     """Raise ConfigError for what settings, files, data or device rule out, in the same order."""
     from fednas_flwr.report.trackers import check_trackers
     from fednas_flwr.runs.run_folder import check_free
 
-    configs = list(configs)
-    for config in configs:
-        check_combinations(config)
-        check_free(config)
-        if config.runtime.name != "deployment":  # whose server is on another machine
-            check_trackers(config.trackers)
+    here = config.runtime.name != "deployment"  # else server, data and genotype are elsewhere
+    check_combinations(config)
+    check_free(config)
+    if here:
+        check_trackers(config.trackers)
     from fednas_flwr.deploy.ray_clusters import check_cluster
 
-    for config in configs:
-        check_cluster(config)
-    from fednas_flwr.pipeline.feasible import check_run
+    check_cluster(config)
+    if here:
+        from fednas_flwr.pipeline.feasible import check_run
 
-    for config in configs:
-        if config.runtime.name != "deployment":  # data and genotype lie on other machines
-            check_run(config)
+        check_run(config)
 
 
 def execute(

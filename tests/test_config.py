@@ -112,7 +112,7 @@ def test_every_file_composes_and_parses(choice: str) -> None:
 def test_an_algorithm_alone_is_a_whole_run(algorithm: str) -> None:
     """With all that it needs of the other groups; what is typed wins."""
     config = compose(f"algorithm={algorithm}")
-    api.check([config])
+    api.check(config)
     assert config.dataset.name == "digits"
     assert config.clients == (1 if algorithm == "vanilla_nas" else 3)
     assert (config.privacy.name == "dp") == (algorithm == "dp_fnas")

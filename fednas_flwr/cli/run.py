@@ -98,7 +98,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             raise NoEffectError(f"{text} has no effect on a single run: add -m, or remove it.")
     config = configured(overrides, source)
     if options.dry_run:
-        api.check([config])
+        api.check(config)
         from fednas_flwr.deploy.dry_run import estimate
 
         print("\n".join(estimate(config).lines()))
@@ -204,15 +204,13 @@ def _direction(name: str) -> str:
 
 def _check_jobs(jobs: Sequence[Sequence[str]], source: Source) -> None:
     """Refuse mistakes that can be known before a job begins."""
-    configs, refused = [], []
+    refused = []
     for job in jobs:
         try:
-            config = configured(job, source, tell=False)
-            api.check([config])
-            configs.append(config)
+            api.check(configured(job, source, tell=False))
         except NoEffectError as error:
             refused.append(error)
-    if refused and not configs:
+    if refused and len(refused) == len(jobs):
         raise refused[0]
 
 

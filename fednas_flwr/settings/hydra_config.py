@@ -319,16 +319,12 @@ def _hydras_parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--info", "-i", nargs="?", const="all")
-    for option in (
-        *("--config-name -cn", "--config-dir -cd", "--config-path -cp"),
-        *("--package -p", "--experimental-rerun"),
-    ):
-        parser.add_argument(*option.split())
-    for option in (
-        *("--multirun -m", "--shell-completion -sc", "--hydra-help"),
-        *("--resolve", "--run -r", "--version"),
-    ):
-        parser.add_argument(*option.split(), action="store_true")
+    texts = "--config-name,-cn --config-dir,-cd --config-path,-cp --package,-p --experimental-rerun"
+    for names in texts.split():
+        parser.add_argument(*names.split(","))
+    flags = "--multirun,-m --shell-completion,-sc --hydra-help --resolve --run,-r --version"
+    for names in flags.split():
+        parser.add_argument(*names.split(","), action="store_true")
     return parser
 
 
@@ -401,12 +397,8 @@ def run_hydra(job: Callable[[Any], Any], arguments: Sequence[str]) -> None:
 def current_job() -> tuple[list[str], Source, Path]:
     """Return the overrides, source and folder of the job that Hydra has called."""
     running = HydraConfig.get()
-    folders = [
-        source.path
-        for source in running.runtime.config_sources
-        if source.provider == "command-line"
-    ]
-    source = Source(str(running.job.config_name), folders[0] if folders else None)
+    folders = {source.provider: source.path for source in running.runtime.config_sources}
+    source = Source(str(running.job.config_name), folders.get("command-line"))
     return list(running.overrides.task), source, Path(running.runtime.output_dir)
 
 

@@ -360,17 +360,15 @@ NEEDS = {
 
 # What is false, zero, null or empty here asks for nothing, so that it is no finding: in that way
 # what an experiment sets is taken back.
-SWITCHES = {
-    *("secure_sum", "sampling", "genotype", "training.oversample", "training.class_factors"),
-    *("evaluation.personalised", "evaluation.baselines", "algorithm.client_tags"),
-    *("dataset.linear_baseline", "dataset.limit_test"),
-    *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
-    *("retrain.channels", "retrain.num_cells", "retrain.exchange"),
-    *("retrain.auxiliary_weight", "retrain.drop_path_prob", "algorithm.evaluate_every"),
-    *("algorithm.configurations", "algorithm.ranges", "algorithm.search.hardware"),
-    *("privacy.metrics_noise_multiplier", "privacy.statistics_noise_multiplier"),
-    *("privacy.sites", "privacy.test_seed"),
-}
+SWITCHES = (
+    "secure_sum sampling genotype training.oversample training.class_factors "
+    "evaluation.personalised evaluation.baselines algorithm.client_tags dataset.linear_baseline "
+    "dataset.limit_test dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std "
+    "retrain.channels retrain.num_cells retrain.exchange retrain.auxiliary_weight "
+    "retrain.drop_path_prob algorithm.evaluate_every algorithm.configurations algorithm.ranges "
+    "algorithm.search.hardware privacy.metrics_noise_multiplier "
+    "privacy.statistics_noise_multiplier privacy.sites privacy.test_seed"
+).split()
 
 
 def without_effect(config: Config) -> dict[str, Rule]:
