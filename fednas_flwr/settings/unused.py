@@ -84,9 +84,8 @@ def _noise_given(c: Config, *kinds: str) -> bool:
 
 def _shares_search(c: Config) -> bool:
     """Return whether ``privacy.search_share`` decides any noise."""
-    kinds: tuple[str, ...] = ("weights", "alphas")
-    if algorithm_of(c).asks_rewards:  # these have no alphas, or on no split of retraining
-        kinds = ("weights",)
+    # who asks for rewards has no alphas, or on no split of retraining
+    kinds = ("weights",) if algorithm_of(c).asks_rewards else ("weights", "alphas")
     return searches(c) and retrains(c) and not _noise_given(c, *kinds)
 
 

@@ -224,7 +224,8 @@ def test_sites_that_have_spent_their_budget_refuse_the_next_run(
 
 
 def test_private_runs_that_fit_pass(compose_config: Compose) -> None:
-    api.check(compose_config(*PRIVATE), compose_config(*PRIVATE, "privacy.test_seed=1"))
+    for more in ((), ("privacy.test_seed=1",)):
+        api.check(compose_config(*PRIVATE, *more))
 
 
 @pytest.mark.parametrize(
