@@ -399,7 +399,7 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path: Path) -> None:
         (["aggregate=median", "clients=2"], "expected 3 or more"),
         (["aggregate=median", "retrain.exchange=gradients"], "set aggregate=mean or retrain.exch"),
         (["aggregate=trimmed_mean"], "aggregate.trim=1 leaves nothing of the replies"),
-        (["aggregate=trimmed_mean", "clients=9", "aggregate.trim=3"], "of the 5 replies"),
+        (["aggregate=trimmed_mean", "clients=9", "aggregate.trim=3"], "of 9 clients lets"),
         (["aggregate=trimmed_mean", "algorithm=cfdnas", *NEEDS["algorithm=cfdnas"]], "=median"),
         (["aggregate=trimmed_mean", "aggregate.trim=0"], "aggregate.trim=0"),
     ],

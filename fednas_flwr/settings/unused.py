@@ -1,9 +1,9 @@
 """Settings that have no effect on a run: when, why, and what to do; none is silently ignored.
 
-:data:`RULES` is the one table; the entry of an algorithm has the rules of that algorithm alone. A
-default without effect is silent; one that the user has set is refused (:func:`check_effect`). A new
-setting needs a rule if some runs do not read it; a test records what runs read and names the
-settings that lack one.
+:data:`NEEDS` has what a setting needs another one to be, :data:`RULES` all else; the entry of an
+algorithm has the rules of that algorithm alone. A default without effect is silent; one that the
+user has set is refused (:func:`check_effect`). A new setting needs a row if some runs do not read
+it; a test records what runs read and names the settings that lack one.
 """
 
 from __future__ import annotations
