@@ -182,7 +182,7 @@ def execute(
     try:
         with ProgressDisplay() as display:
             _launch(config, listeners=[display, *listeners], resumed=resumed)
-        _train_baselines(config, told=partial(print, flush=True))
+        _train_baselines(config, tell=partial(print, flush=True))
     except KeyboardInterrupt:
         print(f"\nTo go on: {go_on}", file=sys.stderr)
         raise
@@ -201,7 +201,7 @@ def _launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> 
         launch(config, listeners=listeners, resumed=resumed)
 
 
-def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda line: None) -> None:
+def _train_baselines(config: Config, *, tell: Callable[[str], None] = lambda line: None) -> None:
     """Train the networks that the run's own is compared with, and write its report anew."""
     if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
         return
@@ -218,7 +218,7 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
     if not is_complete(whole) or not (number := num_random(config)):  # or out of time
         return
     if config.runtime.name == "deployment" and not (whole / MODEL_FILE).exists():
-        told(
+        tell(
             f"evaluation.baselines={number}: none are trained from here, since the model lies on "
             "the "
             f"SuperLink's machine; type `fednas run resume={whole}` there."
@@ -231,10 +231,10 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
             try:
                 launch(open_run_folder(str(folder)), listeners=(), resumed=begun)
             except (ConfigError, QuorumError) as error:
-                told(f"baseline {folder.name}: {error}")
+                tell(f"baseline {folder.name}: {error}")
                 continue
         accuracy = percent(read_run(folder).accuracy())
-        told(f"baseline {folder.name}: {accuracy}")
+        tell(f"baseline {folder.name}: {accuracy}")
     if folders:
         write_report(whole)
 
@@ -400,7 +400,7 @@ def _register_again(strategy: type[RoundStrategy[Any]], folder: str) -> None:
     from fednas_flwr.runs.run_folder import read_config_file
 
     algorithm = read_config_file(folder).get("algorithm")
-    found = str(algorithm.get("name")) if isinstance(algorithm, dict) else ""
-    name = _register_strategy(strategy, found.partition(".")[0])
-    if name != found:
-        raise ConfigError(f"{folder} holds a run of algorithm={found}, which is not {name}.")
+    earlier = str(algorithm.get("name")) if isinstance(algorithm, dict) else ""
+    name = _register_strategy(strategy, earlier.partition(".")[0])
+    if name != earlier:
+        raise ConfigError(f"{folder} holds a run of algorithm={earlier}, which is not {name}.")

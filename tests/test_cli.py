@@ -552,7 +552,7 @@ def test_looking_for_a_ledger_that_is_not_there_creates_nothing(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--account", "home"], "on the account home; there is lab, ward.\n"),
+        (["--account", "home"], "--account=home is unknown: choose one of lab, ward.\n"),
         (["--delta", "1"], "--delta=1.0 is out of range: expected above 0, below 1.\n"),
         (["--delta", "nan"], "--delta=nan is out of range: expected above 0, below 1.\n"),
     ],

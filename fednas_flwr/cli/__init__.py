@@ -148,6 +148,6 @@ def fail(error: Exception, *, debug: bool) -> int:
         traceback.print_exception(error)
     is_sentence = isinstance(error, ConfigError | DamagedError)
     text = str(error) if is_sentence else described(error)
-    told = "; ".join([f"fednas: {text}", *getattr(error, "__notes__", ())])
-    print(terminal(told), file=sys.stderr)
+    sentence = "; ".join([f"fednas: {text}", *getattr(error, "__notes__", ())])
+    print(terminal(sentence), file=sys.stderr)
     return USER_ERROR if isinstance(error, ConfigError) else RUN_FAILED

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, Commands, add_command
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
@@ -218,10 +218,7 @@ def show_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
         rows = ledger.entries()  # all: a damaged row of another account is damage, too
     accounts = sorted({row.entry.account for row in rows})
     if options.account is not None and options.account not in accounts:
-        raise ConfigError(
-            f"nothing is booked on the account {options.account}; there is "
-            f"{', '.join(accounts) or 'no row at all'}."
-        )
+        raise unknown_choice("--account", options.account, accounts)
     if rows:
         _print_statement(rows, options.delta, options.account)
     else:
@@ -317,13 +314,11 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
         times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
         booked.append([*names, *steps, *noise, *(f"{time:%Y-%m-%d %H:%M}" for time in times)])
     print_table("what was booked", STATEMENT_HEAD, booked)
-    shown = {
-        pair: found for pair, found in statement.epsilons.items() if account in (None, pair[0])
-    }
+    shown = [pair for pair in statement.epsilons if account in (None, pair[0])]
     costs = [
         [paying, split, epsilon_text(epsilon if math.isfinite(epsilon) else None), unit]
-        for (paying, unit), epsilons in shown.items()
-        for split, epsilon in epsilons.items()
+        for paying, unit in shown
+        for split, epsilon in statement.epsilons[paying, unit].items()
     ]
     head = ("account", "split", "epsilon (PRV)", "for one")
     print_table(f"all together, at delta {delta:g}", head, costs)

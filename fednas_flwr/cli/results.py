@@ -72,17 +72,17 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
         def progress(done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)
 
-        found = model.predict(options.data, batch_size=options.batch_size, progress=progress)
+        predictions = model.predict(options.data, batch_size=options.batch_size, progress=progress)
     try:
-        table = found.table()
+        table = predictions.table()
         for name in table.select_dtypes(exclude="number"):
             table[name] = table[name].map(csv_cell)
         table.to_csv(options.output, index=False, header=[csv_cell(name) for name in table])
     except OSError as error:
         raise ConfigError(f"--output={options.output} cannot be written: {error}.") from error
-    print(f"{len(found):,} records: {options.output}")
-    if found.accuracy is not None:
-        print(f"accuracy by the labels in {options.data}: {100 * found.accuracy:.1f} %")
+    print(f"{len(predictions):,} records: {options.output}")
+    if predictions.accuracy is not None:
+        print(f"accuracy by the labels in {options.data}: {100 * predictions.accuracy:.1f} %")
     return 0
 
 

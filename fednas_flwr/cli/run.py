@@ -74,9 +74,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from fednas_flwr.runs.run_folder import find_unfinished
 
         overrides = [text for text in overrides if text != "resume=auto"]
-        found = find_unfinished(configured(overrides, source))
-        if found is not None:
-            api.run(str(found.run_dir), quiet=False)
+        unfinished = find_unfinished(configured(overrides, source))
+        if unfinished is not None:
+            api.run(str(unfinished.run_dir), quiet=False)
             return 0
     elif resumes:
         if len(overrides) > 1 or asked.flags:
@@ -111,10 +111,10 @@ def configured(overrides: Sequence[str], source: Source, *, tell: bool = True) -
     """Return the checked configuration of overrides, and print its warnings."""
     overrides = [text for text in overrides if not text.lstrip("+").startswith("sweep.")]
     tree = compose_tree(overrides, source)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NoEffectWarning)
         config = parse_config(tree, given=given_settings(overrides, source))
-    for warning in told if tell else ():
+    for warning in caught if tell else ():
         print(f"fednas: warning: {warning.message}", file=sys.stderr)
     return config
 
@@ -149,10 +149,10 @@ def sweep(asked: Arguments) -> int:
         more += [f"hydra.sweeper.direction={best[0] if len(best) == 1 else several}"]
         more += ["hydra.sweeper.max_failure_rate=1.0"]
     more = [text for text in more if text.partition("=")[0] not in names]
-    kept = for_hydra(overrides, asked.source, planned.known)
-    kept = [text for text in kept if not text.startswith("hydra.sweep.dir=")]
+    forced = for_hydra(overrides, asked.source, planned.known)
+    forced = [text for text in forced if not text.startswith("hydra.sweep.dir=")]
     try:
-        run_hydra(run_job, [*kept, *more, f"hydra.sweep.dir={planned.folder}", *asked.flags])
+        run_hydra(run_job, [*forced, *more, f"hydra.sweep.dir={planned.folder}", *asked.flags])
     except ValueError as error:  # of Optuna, where no trial has succeeded: they have told why
         if isinstance(error, ConfigError) or not optuna:
             raise
@@ -250,8 +250,8 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     has_table = any(override.startswith("dataset.labels_file=") for override in overrides)
     name = "labelled_images" if has_table else _data_set(options.data)
     table = ["search_space=mlp_small"] if name == "csv" else []
-    given = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
-    tree = compose_tree(given)
+    whole = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
+    tree = compose_tree(whole)
     check_names(tree, given_settings(overrides).typed)
     config = parse_config(tree)
     prepared, parts = make_data(config)

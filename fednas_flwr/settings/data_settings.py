@@ -246,8 +246,8 @@ class Numbers(Dataset):
         2`` and ``(high - low) / sqrt(12)``.
         """
         ranges = self.ranges.items()
-        found = {c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges}
-        return {**self.statistics, **found}
+        uniform = {c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges}
+        return {**self.statistics, **uniform}
 
     @property
     def from_ranges(self) -> bool:

@@ -125,8 +125,8 @@ def _composition_error(error: Exception, overrides: Sequence[str], source: Sourc
             return unknown_choice(group, name, groups[group])
         if group in ("hydra/launcher", "hydra/sweeper") and name in reason:
             there = GlobalHydra.instance().config_loader().get_group_options(group)
-            told = str(unknown_choice(group, name, there)).removesuffix(".")
-            return ConfigError(f"{told}; others are extras: {EXTRAS}.")
+            sentence = str(unknown_choice(group, name, there)).removesuffix(".")
+            return ConfigError(f"{sentence}; others are extras: {EXTRAS}.")
     return ConfigError(f"{where}: {reason}.")
 
 
@@ -235,9 +235,9 @@ def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
 def _experiment_settings(name: str, source: Source) -> list[str]:
     """Return the dotted names of all that an experiment and its bases set; groups by their own."""
     paths = [folder / "experiment" / f"{name}.yaml" for folder in source.folders()]
-    found = [path for path in paths if path.is_file()]
-    if found:
-        tree: Any = read_yaml(found[0], str(found[0])) or {}
+    files = [path for path in paths if path.is_file()]
+    if files:
+        tree: Any = read_yaml(files[0], str(files[0])) or {}
     elif f"{name}.yaml" in ConfigStore.instance().repo.get("experiment", {}):
         stored = ConfigStore.instance()
         tree = OmegaConf.to_container(stored.load(f"experiment/{name}.yaml").node)

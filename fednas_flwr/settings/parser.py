@@ -78,8 +78,8 @@ class Length:
 
     def check(self, key: str, value: Any, alternative: str) -> None:
         """Raise ConfigError for a value that is shorter or longer."""
-        unit, held = ("bytes", value.encode()) if isinstance(value, str) else ("entries", value)
-        check_range(len(held) in self.size, key, value, f"{self.size} {unit}{alternative}")
+        unit, entries = ("bytes", value.encode()) if isinstance(value, str) else ("entries", value)
+        check_range(len(entries) in self.size, key, value, f"{self.size} {unit}{alternative}")
 
 
 @dataclass(frozen=True)

@@ -372,18 +372,18 @@ SWITCHES = (
 
 def without_effect(config: Config) -> dict[str, Rule]:
     """Return the settings that a run does not use, each with the first rule that says why."""
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     for rule in (*RULES, *algorithm_of(config).unused):
         if rule.when(config):
             for name in rule.settings.split():
-                found.setdefault(name, rule)
+                rules.setdefault(name, rule)
     for needed, settings in NEEDS.items():
         key, _, text = needed.partition("=")
         with suppress(AttributeError):  # there is no such setting
-            if show(attrgetter(key)(config)) != text and _rule_for(key, found, config) is None:
+            if show(attrgetter(key)(config)) != text and _rule_for(key, rules, config) is None:
                 rule = Rule(settings, bool, f"{key}={{c.{key}}}", f"remove it, or set {needed}")
-                found = dict.fromkeys(settings.split(), rule) | found
-    return found
+                rules = dict.fromkeys(settings.split(), rule) | rules
+    return rules
 
 
 def check_effect(config: Config, given: Given, alone: Config | None) -> None:
