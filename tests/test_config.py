@@ -437,7 +437,7 @@ def test_every_algorithm_has_one_entry_and_a_file() -> None:
 
 def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
     config = parse_config(compose_tree(["algorithm=fed_darts", "clients=2"]))
-    with pytest.raises(ConfigError, match="aggregate=median with clients=2"):
+    with pytest.raises(ConfigError, match="aggregate=median with a round of 2 clients"):
         check_combinations(replace(config, aggregate=AggregateSettings("median")))
     fnas = parse_config(compose_tree(["algorithm=fnas", "clients=2"]))
     with pytest.raises(ConfigError, match="sums of gradients"):

@@ -22,6 +22,7 @@ CUDA = "cuda, and the number of the GPU in the environment variable CUDA_VISIBLE
 WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
 LEAST_PART = Between(1e-4, reason="Ray counts no smaller part of a processor")
+PartOrZero = Annotated[float, Where(lambda n: n == 0 or n in LEAST_PART, f"0, or {LEAST_PART}")]
 EXCHANGES = ("models", "gradients")
 
 Norm = Annotated[str, OneOf(names.NORMS)]
@@ -570,7 +571,7 @@ class RayRuntime(Runtime):
 
     ray_address: Text | None
     client_cpus: Annotated[float, LEAST_PART]
-    client_gpus: Annotated[float, Where(lambda n: n == 0 or n in LEAST_PART, f"0, or {LEAST_PART}")]
+    client_gpus: PartOrZero
 
 
 @dataclass(frozen=True)
