@@ -26,6 +26,7 @@ from fednas_flwr.settings.parser import (
     Distinct,
     Length,
     OneOf,
+    Where,
     constraints,
     parse,
 )
@@ -63,8 +64,6 @@ RUNS = [  # together they have every class of settings
 ]
 FREE = {  # numbers of any size
     ("Images", "mean"),
-    ("CSV", "statistics"),
-    ("CSV", "ranges"),
     ("DifferentialPrivacy", "test_seed"),
     ("LabelGroups", "groups"),
     ("LabelGroups", "seed"),
@@ -89,6 +88,8 @@ def parts(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def wrong_values(value: Any, constraint: Constraint) -> list[Any]:
     """Return values of a field that a constraint of it, or of its entries, refuses."""
+    if isinstance(constraint, Where):
+        return []
     if isinstance(constraint, Distinct):
         return [[*value, *value]] if isinstance(value, list) and value else []
     if isinstance(constraint, Length):

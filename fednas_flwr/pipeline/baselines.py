@@ -34,10 +34,10 @@ from fednas_flwr.settings import (
 )
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import BATCH, LINEAR
-from fednas_flwr.settings.network_settings import CellSpace, Retrain
 from fednas_flwr.settings.optimizers import RESNETS, Configuration
 from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
+from fednas_flwr.settings.run_settings import CellSpace, Retrain
 from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.genotype import save_genotype
 

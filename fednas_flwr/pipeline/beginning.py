@@ -70,7 +70,7 @@ def begin(
         earlier: Events of the run that goes on; empty of a new one.
     """
     limit, folder = config.runtime.time_limit, Path(str(config.run_dir))
-    ends_at = None if limit is None else time.monotonic() + seconds("time_limit", limit)
+    ends_at = None if limit is None else time.monotonic() + seconds(limit)
     table = given_table(config)
     name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     cohort = make_cohort(config, run=name, emit=log.emit)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.errors import show
 from fednas_flwr.settings.names import CORRUPT_RULES, DECIMALS, MISSING_RULES
 from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
 from fednas_flwr.settings.parser import (
@@ -19,11 +20,30 @@ from fednas_flwr.settings.parser import (
     Names,
     OneOf,
     Text,
+    Where,
     expanded,
 )
 
 # of one side, in pixels: an image of more takes 800 MB
 ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
+Ends = Annotated[
+    list[float],
+    Where(
+        lambda ends: len(ends) == 2 and 0 < ends[1] - ends[0] < math.inf,
+        "finite [low, high], low below high",
+    ),
+]
+MeanAndStd = Annotated[
+    list[float],
+    Where(lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0"),
+]
+
+
+def _is_encoding(name: str) -> bool:
+    try:
+        return bool(codecs.lookup(name))
+    except LookupError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -183,18 +203,10 @@ class EncodedImages(Images):
     """
 
     image_size: ImageSize | None
-    channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
+    channels: Annotated[int, Where(lambda number: number in (1, 3), "1 or 3")] | None
     class_names: Names
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
-    intensity: Annotated[list[float], Length(Between(2, 2))] | None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        if self.channels == 2:
-            raise ConfigError("channels=2 must be 1 or 3, or null for the images'.")
-        if self.intensity and not self.intensity[0] < self.intensity[1]:
-            raise ConfigError(f"intensity={self.intensity} must be [low, high], low below high.")
+    intensity: Ends | None
 
     @property
     def declared(self) -> dict[str, bool]:
@@ -214,27 +226,17 @@ class Numbers(Dataset):
             what is usual, as numbers beyond them are kept.
     """
 
-    statistics: dict[str, list[float]]
-    ranges: dict[str, list[float]]
+    statistics: dict[str, MeanAndStd]
+    ranges: dict[str, Ends]
 
-    def __post_init__(self) -> None:
-        """Check that statistics and ranges are some, one of the two for a column."""
-        super().__post_init__()
-        for column, pair in self.statistics.items():
-            if len(pair) != 2 or not pair[1] > 0:
-                raise ConfigError(
-                    f"statistics.{column}={pair} must be [mean, std] with std above 0."
-                )
-        for column, ends in self.ranges.items():
-            if len(ends) != 2 or not 0 < ends[1] - ends[0] < math.inf:
-                raise ConfigError(
-                    f"ranges.{column}={ends} must be finite [low, high], low below high."
-                )
-            if column in self.statistics:
-                raise ConfigError(
-                    f"ranges.{column} has no effect beside dataset.statistics.{column}: remove one "
-                    "of the two."
-                )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a column that has both."""
+        for column in self.ranges:
+            yield (
+                column in self.statistics,
+                f"ranges.{column} has no effect beside dataset.statistics.{column}: remove one of "
+                "the two",
+            )
 
     @property
     def column_statistics(self) -> dict[str, list[float]]:
@@ -244,8 +246,8 @@ class Numbers(Dataset):
         2`` and ``(high - low) / sqrt(12)``.
         """
         ranges = self.ranges.items()
-        found = {c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges}
-        return {**self.statistics, **found}
+        uniform = {c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges}
+        return {**self.statistics, **uniform}
 
     @property
     def from_ranges(self) -> bool:
@@ -274,24 +276,24 @@ class LabelTable(Dataset):
     label_separator: Text | None
     id_column: str | None
 
-    def __post_init__(self) -> None:
-        """Check that labels are named in one way."""
-        super().__post_init__()
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude labels that are named in two ways, or of which there is one."""
         others = {
             "label": self.names_label,
             "label_separator": self.label_separator,
             "class_names": self.class_names,
         }
-        for setting in [name for name, value in others.items() if value and self.labels]:
-            raise ConfigError(
+        for setting, value in others.items():
+            yield (
+                value and self.labels,
                 f"{setting} has no effect with dataset.labels={show(self.labels)}, which names one "
-                "column per label: remove one of the two."
+                "column per label: remove one of the two",
             )
-        if len(self.labels) == 1:
-            raise ConfigError(
-                f"labels={show(self.labels)} names one column, but is for records that can have "
-                f"several labels: set dataset.label={self.labels[0]}."
-            )
+        yield (
+            len(self.labels) == 1,
+            f"labels={show(self.labels)} names one column, but is for records that can have "
+            f"several labels: set dataset.label={', '.join(self.labels)}",
+        )
 
     @property
     def names_label(self) -> bool:
@@ -378,22 +380,10 @@ class TableForm(Checked):
     """
 
     separator: Annotated[str, Length(Between(1, 1))] | None
-    encoding: Text | None
+    encoding: Annotated[str, Where(_is_encoding, "one such as utf-8, utf-16 or cp1252")] | None
     decimal: Annotated[str, OneOf(DECIMALS)] | None
     missing_values: Names
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
-
-    def __post_init__(self) -> None:
-        """Check that there is such an encoding."""
-        super().__post_init__()
-        if self.encoding is not None:
-            try:
-                codecs.lookup(self.encoding)
-            except LookupError:
-                raise ConfigError(
-                    f"encoding={show(self.encoding)} is unknown: expected one such as utf-8, "
-                    "utf-16 or cp1252, or null to find it."
-                ) from None
 
     @property
     def strict(self) -> bool:

@@ -217,12 +217,6 @@ register(
                 lambda c: True,
                 "algorithm=cfdnas, whose groups each have a network",
             ),
-            Rule(
-                "rounds algorithm.search.hardware",
-                lambda c: not c.algorithm.inherit,
-                "algorithm.inherit=false, which leaves the search of all clients out",
-                "remove it, and set algorithm.group_rounds and algorithm.group_hardware",
-            ),
         ),
     ),
 )

@@ -91,7 +91,7 @@ register(
         asks_rewards=True,
         unused=(
             Rule(
-                "training.momentum runtime.wire",
+                "runtime.wire",
                 lambda c: not (c.algorithm.trains_models or retrains(c)),
                 "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
             ),
