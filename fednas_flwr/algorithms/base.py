@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fednas_flwr.algorithms.private_rounds import PrivateRound, local_steps, site_of
+from fednas_flwr.algorithms.private_rounds import PrivateRound, data_set_of, local_steps
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import Description
 from fednas_flwr.privacy.actions import SUPERNET
@@ -185,9 +185,9 @@ class RoundStrategy(Strategy, Generic[S]):
         """Refuse a search that is impossible with the run's data and search space."""
 
     @property
-    def site(self) -> rq.Site | None:
-        """Additional terms of requests to private clients, None without privacy."""
-        return site_of(self.config)
+    def data_set(self) -> str | None:
+        """Id that private sites' policies give their data; None without privacy."""
+        return data_set_of(self.config)
 
     @property
     def model(self) -> dict[str, Packed]:
@@ -376,7 +376,7 @@ class RoundStrategy(Strategy, Generic[S]):
         hidden = self.is_private and self.noise_multiplier("metrics") is None
         if hidden or not evaluates(evaluate_every, server_round, num_rounds):
             return {}
-        request = rq.Evaluate(network=self.description, split="validation", site=self.site)
+        request = rq.Evaluate(network=self.description, split="validation", data_set=self.data_set)
         replies = self.ask("evaluate.model", request, states=self.states)
         metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from fednas_flwr.privacy.actions import SPLIT_OF
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.requests import Site
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import by_record
 
 
-def site_of(config: Config) -> Site | None:
-    """Further terms of a request to private clients; None without privacy."""
+def data_set_of(config: Config) -> str | None:
+    """Id that private sites' policies give their data; None without privacy."""
     privacy = config.privacy
-    return Site(privacy.data_set) if isinstance(privacy, DifferentialPrivacy) else None
+    return privacy.data_set if isinstance(privacy, DifferentialPrivacy) else None
 
 
 def local_steps(config: Config, stage: str) -> int | None:

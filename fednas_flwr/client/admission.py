@@ -20,6 +20,7 @@ from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SUPERNET
 from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
+from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.protocol.states import network_states
 from fednas_flwr.protocol.sum_requests import PROPERTIES, Kinds
 from fednas_flwr.settings.names import CLIENT
@@ -44,9 +45,12 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
         raise unknown_choice("private action", action, PRIVATE_ACTIONS)
     if request.statistics is not None:  # as public as weights are; standardised_within checks them
         guard.check_action("query.statistics", guard.data_set)
-    data_set = settings.of_data_set
-    guard.check_action(action, guard.data_set if data_set is None else data_set)
-    guard.check_plan(settings.committed)
+    data_set = guard.data_set if settings.of_any_site else getattr(settings, "data_set", None)
+    if data_set is None:
+        raise refused("data_sets", "data set", None, "an id that this site's policy gives")
+    guard.check_action(action, data_set)
+    if isinstance(settings, Commit):
+        guard.check_plan(settings.releases)
     if ACTIONS[action].is_public:
         return replace(request, planned={})
     if _norm(request, supernet_norm) == "batch":

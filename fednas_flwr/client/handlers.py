@@ -443,7 +443,7 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     Deviations: the text does not clip, its clients try one configuration per message, and its
     losses are those with batch norm's running statistics, see ``refresh_statistics``.
     """
-    bound, batch_size, guard = asked.loss_bound, asked.amount.batch_size, client.guard
+    bound, guard, local = asked.loss_bound, client.guard, asked.trainings()[0]
     with admission.before_reading(request):
         network = admission.sent_network(client, request)
         trainings = [
@@ -456,7 +456,7 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     split, before, rewards = client.data.validation, torch.zeros(0), []
 
     def exact_losses() -> Tensor:
-        local_training.refresh_statistics(client, request, network, batch_size)
+        local_training.refresh_statistics(client, request, network, local.amount.batch_size)
         return local_training.validation_losses(client, network)
 
     def decreases_of(rows: Tensor) -> Tensor:

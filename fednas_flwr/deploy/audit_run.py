@@ -188,8 +188,8 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
                 retrain(run, description, None)
         if "evaluate" in keys:
             assert isinstance(config.privacy, DifferentialPrivacy)
-            site, header = rq.Site(config.privacy.data_set), Header("", "evaluate", 0, 1, 0, "")
-            settings = rq.Evaluate(network=description, split="test", site=site)
+            data_set, header = config.privacy.data_set, Header("", "evaluate", 0, 1, 0, "")
+            settings = rq.Evaluate(network=description, split="test", data_set=data_set)
             statistics = run.cohort.statistics
             grid.record(Request("evaluate.model", header, settings, statistics=statistics))
         return run.schedule, grid.asked

@@ -25,7 +25,7 @@ from torch import nn
 import fednas_flwr
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
-from fednas_flwr.algorithms.private_rounds import site_of
+from fednas_flwr.algorithms.private_rounds import data_set_of
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.making import make_objective
@@ -240,13 +240,16 @@ def _evaluate(
                 central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
-        site = site_of(config)
+        data_set = data_set_of(config)
         results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             noises = [p.noise_multiplier for p in run.schedule if p.stage == "evaluate"]
-            if site is None or noises not in ([], [None]):
+            if data_set is None or noises not in ([], [None]):
                 request = rq.Evaluate(
-                    network=description, split="test", site=site, with_scores=shows_clients
+                    network=description,
+                    split="test",
+                    data_set=data_set,
+                    with_scores=shows_clients,
                 )
                 tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
                 if config.secure_sum:
@@ -383,7 +386,7 @@ def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
             f"take {rq.LARGEST_MODEL:,} and {rq.LONGEST_CARD:,}."
         )
     signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
-    return rq.KeepModel(card=card, signature=signature, site=site_of(run.config))
+    return rq.KeepModel(card=card, signature=signature, data_set=data_set_of(run.config))
 
 
 def _report_spending(run: Run) -> None:

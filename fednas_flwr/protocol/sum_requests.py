@@ -16,7 +16,6 @@ from typing import Annotated, Any, TypedDict, TypeVar, cast
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.secure_sum.grid import Grid
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES, SECRET_BYTES
@@ -107,36 +106,15 @@ class Settings(Checked):
     """Arguments of an action, and what follows from them; each action overrides some of it.
 
     Attributes:
-        of_any_site: True if it reads no data set, so that it need not name one.
+        of_any_site: True if it reads no data set; else a private site needs its ``data_set``.
     """
 
     of_any_site = False
 
     @property
-    def of_data_set(self) -> str | None:
-        """Id that a private site's policy gives to the data set that is read; None reads none.
-
-        Raises:
-            ConfigError: It reads one, but names none.
-        """
-        if self.of_any_site:
-            return None
-        raise refused("data_sets", "data set", None, "an id that this site's policy gives")
-
-    @property
-    def leaves_out_unchanged(self) -> bool:
-        """True if its replies leave out tensors that are as they were sent."""
-        return False
-
-    @property
     def count(self) -> int:
         """Number of rewards that are released at once."""
         return 1
-
-    @property
-    def committed(self) -> tuple[PlannedRelease, ...]:
-        """Releases that it commits its run to."""
-        return ()
 
     @property
     def described(self) -> Mapping[str, Any] | None:

@@ -20,7 +20,7 @@ from flwr.app import Message
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply
-from fednas_flwr.protocol.requests import MAX_EXAMPLES, decode_properties
+from fednas_flwr.protocol.requests import MAX_EXAMPLES, Search, decode_properties
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
 from fednas_flwr.protocol.sum_encoding import Summands, check_masked
 from fednas_flwr.protocol.wire import restore
@@ -94,7 +94,7 @@ def accept_reply(
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
     changed = {}
-    if exchange.settings.leaves_out_unchanged:
+    if isinstance(exchange.settings, Search) and exchange.settings.sparse:
         changed = _changed(reply.properties, layouts)
     states: dict[str, Packed] = {}
     for name, whole in layouts.items():

@@ -19,9 +19,9 @@ from fednas_flwr.cli import main
 from fednas_flwr.client.audit_trail import AuditTrail, verify_trail
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.protocol.messages import Header, Reply, Request
-from fednas_flwr.protocol.requests import RewardCandidates, Site
+from fednas_flwr.protocol.requests import RewardCandidates
 
-ASKED = RewardCandidates(candidates=[[123, 4711]], site=Site("ward"))
+ASKED = RewardCandidates(candidates=[[123, 4711]], data_set="ward")
 REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
 
 

@@ -59,7 +59,7 @@ def site(make_site, keys, tmp_path):
         file, *, run="run", card=CARD, key="signing", shown=None, states=None, data_set="ward"
     ):
         signature = sign_model(keys[key][0], run="run", model=file, card=CARD)
-        values = {"card": card, "signature": signature, "site": {"data_set": data_set}}
+        values = {"card": card, "signature": signature, "data_set": data_set}
         vector = torch.from_numpy(np.frombuffer(shown or file, dtype=np.uint8).copy())
         states = {"model": {"uint8": vector}} if states is None else states
         header = Header(run, "hand over", 0, 1, 0, "nonce")

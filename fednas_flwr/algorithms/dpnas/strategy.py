@@ -68,7 +68,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             batch_size=None if self.is_private else settings.batch_size,
             weights=self.client_weights(settings.weights.at_round(server_round, num_rounds)),
             dp_aware=None if self.is_private else settings.dp_aware,
-            site=self.site,
+            data_set=self.data_set,
             sparse=True,
         )
         own = path_states(self.supernet, request.candidates)
@@ -88,7 +88,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
     def _measure(self, paths: Sequence[Path]) -> tuple[list[float], dict[str, float]]:
         """Each candidate's accuracy over all clients' validation records, and metrics."""
         request = RewardCandidates(
-            candidates=[list(path) for path in paths], site=self.site, sparse=True
+            candidates=[list(path) for path in paths], data_set=self.data_set, sparse=True
         )
         own = path_states(self.supernet, paths)
         rewards, metrics = self.reward(request, only=own, paths=paths)

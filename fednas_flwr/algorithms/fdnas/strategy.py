@@ -48,7 +48,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
                 settings.gates, server_round <= settings.warm_up_rounds, self._hardware
             ),
         )
-        request = Search(local=local, sparse=settings.sparse, site=self.site)
+        request = Search(local=local, sparse=settings.sparse, data_set=self.data_set)
         return self.train("train.search", request, settings.weights.momentum)
 
     def average(

@@ -124,7 +124,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             training=local if isinstance(local, rq.LocalTraining) else None,
             trials=[rq.Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
             loss_bound=bound,
-            site=self.site,
+            data_set=self.data_set,
         )
         total = torch.zeros(len(configurations), dtype=torch.float64)
         weight, num_clients = 0.0, 0
@@ -180,8 +180,8 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         """Return action and request of a round of training with a configuration."""
         local = self._local(configuration)
         if isinstance(local, rq.LocalTraining):
-            return "train.weights", rq.Train(local=local, site=self.site)
-        return "train.search", rq.Search(local=local, site=self.site)
+            return "train.weights", rq.Train(local=local, data_set=self.data_set)
+        return "train.search", rq.Search(local=local, data_set=self.data_set)
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
         """Local search or training with a configuration."""

@@ -42,7 +42,7 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
                 temperature=temperature,
             ),
         )
-        request = Search(local=local, site=self.site)
+        request = Search(local=local, data_set=self.data_set)
         return self.train("train.search", request, settings.weights.momentum)
 
     @classmethod

@@ -136,7 +136,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
             split="+".join(trained_on(every)),
             proximal=self.proximal,
         )
-        request = Train(local=local, site=self.site)
+        request = Train(local=local, data_set=self.data_set)
         metrics = self.train("train.weights", request, weights.momentum)
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
@@ -195,7 +195,7 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
                 batch_size=None if self.is_private else retrain.batch_size,
                 auxiliary_weight=retrain.auxiliary_weight,
                 drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
-                site=self.site,
+                data_set=self.data_set,
             )
             replies = self.ask(
                 "train.network_gradient", request, states=self.states, layouts=self.layouts

@@ -57,7 +57,7 @@ class FNAS(GradientStrategy[FNASSettings]):
             batch_size=None if self.is_private else self.settings.batch_size,
             order=self.settings.order,
             inner_lr=sgd.lr,
-            site=self.site,
+            data_set=self.data_set,
         )
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)

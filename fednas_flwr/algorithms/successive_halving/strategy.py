@@ -76,12 +76,12 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
         metrics = {"candidates": float(len(self.pool()))}
         if settings.rewarded == "local":
-            measured = RewardCandidates(training=local, site=self.site)
+            measured = RewardCandidates(training=local, data_set=self.data_set)
         else:
             weights = self.client_weights(settings.weights.at_round(server_round, num_rounds))
-            request = Train(local=replace(local, weights=weights), site=self.site)
+            request = Train(local=replace(local, weights=weights), data_set=self.data_set)
             metrics |= self.train("train.weights", request, settings.weights.momentum)
-            measured = RewardCandidates(network=described, site=self.site)
+            measured = RewardCandidates(network=described, data_set=self.data_set)
         left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
         if left < len(self.pool()):
             metrics |= self._halve(left, measured)
