@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator
-from fednas_flwr.client import admission, kept_models, local_training, noised_measures
+from fednas_flwr.client import kept_models, local_training, noised_measures
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.noised_gradients import NoisedGradients
+from fednas_flwr.client.release_guard import before_reading
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.data.records import count_labels
 from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
@@ -105,7 +106,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
     if client.guard is None:
         raise ConfigError("query.commit is for private clients: this one has no policy.")
     guard, run = client.guard, request.header.run
-    with admission.before_reading(request):
+    with before_reading(request.action):
         covered_steps = guard.covered_steps(asked.releases)
         guard.commit(run, asked.releases, sizes=_search_sizes(client, asked))
         properties: dict[str, Any] = {"awaits": guard.awaited_approval(run)}
@@ -118,7 +119,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
 def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:
     """Return the numbers of weights and alphas of a search that a person is to approve."""
     searches = any(planned.stage == "search" for planned in asked.releases)
-    if not (searches and admission.guard_of(client).allowed.needs_approval):
+    if not (searches and client.private_guard.allowed.needs_approval):
         return {}
     states = st.network_states(client.network({"name": SUPERNET}))
     return {
@@ -156,7 +157,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
     guard, num_columns = client.guard, client.num_columns
     if guard is None:
         raise ConfigError("query.statistics is for private clients: this one has no policy.")
-    with admission.before_reading(request):
+    with before_reading(request.action):
         if not (client.from_ranges and num_columns):
             raise ConfigError(
                 "refused: statistics are told within public ranges only, and this site does not "
@@ -178,7 +179,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
 @answers("query.keep_model")
 def keep_model(client: Client, request: Request, asked: rq.KeepModel) -> Reply:
     """``query.keep_model``: the site takes the model and tests it; the results stay there."""
-    with admission.before_reading(request):
+    with before_reading(request.action):
         new = kept_models.check(client, request, asked)
     folder = kept_models.keep(client, new)
     print(f"kept the model of run {request.header.run!r} as {folder}", file=sys.stderr)
@@ -205,8 +206,8 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
     """
     states = ACTIONS[request.action].gradients_of
     gradients: NoisedGradients | ExactSums
-    with admission.before_reading(request):
-        supernet = admission.sent_network(client, request).train()
+    with before_reading(request.action):
+        supernet = client.sent_network(request).train()
         assert isinstance(supernet, Supernet)
         lrs = {state: asked.local_lrs[state] for state in states}
         if client.guard is None:
@@ -233,8 +234,8 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
     """
     gradients: NoisedGradients | ExactSums
     weight, drop_path_prob = asked.auxiliary_weight, asked.drop_path_prob
-    with admission.before_reading(request):
-        network = admission.sent_network(client, request).train()
+    with before_reading(request.action):
+        network = client.sent_network(request).train()
         network.drop_path_prob = drop_path_prob  # type: ignore[assignment]
         if client.guard is None:
             # A round has many steps: what is drawn must differ between them.
@@ -303,8 +304,8 @@ def search(client: Client, request: Request, asked: rq.Search) -> Reply:
     In private mode each step is a release, from which the states follow; tensors that a sparse
     reply leaves out are those that no release has moved.
     """
-    with admission.before_reading(request):
-        supernet = admission.sent_network(client, request)
+    with before_reading(request.action):
+        supernet = client.sent_network(request)
         needed = {name for name, state in st.network_states(supernet).items() if state}
         if asked.sparse and not needed <= set(request.states):
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
@@ -331,9 +332,9 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
     """
     sgd, paths = asked.weights, asked.candidates
     gradients: Gradients
-    with admission.before_reading(request):
+    with before_reading(request.action):
         supernet, named = path_supernet(client, request, paths, sparse=asked.sparse)
-        admission.check_network(client, request, supernet.train())
+        client.check_network(request, supernet.train())
         steps = len(paths) * asked.local_steps
         if client.guard is not None:
             gradients = noised = NoisedGradients(client, request, steps=steps)
@@ -362,7 +363,7 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
     if asked.training is not None:
         return trained_rewards(client, request, asked.training)
     split = client.data.validation
-    with admission.before_reading(request):
+    with before_reading(request.action):
         described = asked.network or {"name": SUPERNET}
         network: nn.Module
         if asked.candidates is not None:
@@ -373,7 +374,7 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
         else:
             network = request_pool(client, request, described).eval()
             candidates = largest = list(network.members)
-        admission.check_network(client, request, network)
+        client.check_network(request, network)
         if client.guard is not None:
             release = noised_measures.prepare_rewards(
                 client, request, candidates, largest, described
@@ -400,7 +401,7 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
     of which begins with no momentum; steps in place of epochs count as one epoch. All members see
     the same batches. Exact clients only: the loss depends on every record that a step has read.
     """
-    with admission.before_reading(request):
+    with before_reading(request.action):
         pool = request_pool(client, request, training.network)
         if client.guard is not None:
             raise ConfigError(
@@ -444,15 +445,13 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     losses are those with batch norm's running statistics, see ``refresh_statistics``.
     """
     bound, guard, local = asked.loss_bound, client.guard, asked.trainings()[0]
-    with admission.before_reading(request):
-        network = admission.sent_network(client, request)
+    with before_reading(request.action):
+        network = client.sent_network(request)
         trainings = [
             local_training.prepare(client, request, local, network) for local in asked.trainings()
         ]
         if guard is not None:
-            losses = noised_measures.prepare_losses(
-                client, network, admission.description_of(request)
-            )
+            losses = noised_measures.prepare_losses(client, network, request.network)
     split, before, rewards = client.data.validation, torch.zeros(0), []
 
     def exact_losses() -> Tensor:
@@ -463,7 +462,7 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
         nonlocal before
         after = losses()
         if not len(before):
-            admission.sent_network(client, request)
+            client.sent_network(request)
             before = losses()
         return local_training.clipped_decreases(before - after, bound)[rows, None]
 
@@ -471,7 +470,7 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
         before = exact_losses()
     for train in trainings:
         with torch.random.fork_rng():
-            admission.sent_network(client, request)
+            client.sent_network(request)
             train()
             if guard is None:
                 rewards.append(
@@ -492,8 +491,8 @@ def train_weights(client: Client, request: Request, asked: rq.Train) -> Reply:
     With ``validates`` also its mean loss on validation records after it, if the client has any.
     """
     local = asked.local
-    with admission.before_reading(request):
-        network = admission.sent_network(client, request)
+    with before_reading(request.action):
+        network = client.sent_network(request)
         run = local_training.prepare(client, request, local, network)
     descents, metrics = run()
     states = local_training.trained_states(network, descents)
@@ -508,8 +507,8 @@ def train_weights(client: Client, request: Request, asked: rq.Train) -> Reply:
 @answers("evaluate.model")
 def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Reply:
     """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
-    with admission.before_reading(request):
-        network = admission.sent_network(client, request)
+    with before_reading(request.action):
+        network = client.sent_network(request)
         if client.guard is not None:
             release = noised_measures.prepare_metrics(client, request, network, asked.network)
     if client.guard is not None:
@@ -535,7 +534,7 @@ def personalise(client: Client, request: Request, asked: rq.Personalise) -> Repl
 
     What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
     """
-    network = admission.sent_network(client, request)
+    network = client.sent_network(request)
     local_training.prepare(client, request, asked.local, network)()
     metrics = evaluate(network, client.data.test, client.device, objective=client.objective)
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
@@ -570,13 +569,13 @@ def path_supernet(
 def _released_weight(client: Client, request: Request) -> float:
     """Return the number of records that a noised mean stands for: a public one."""
     (kind,) = request.releases.keys() & {"rewards", "metrics", STATISTICS}
-    return admission.guard_of(client).expected_batch(request.releases[kind])
+    return client.private_guard.expected_batch(request.releases[kind])
 
 
 def _num_records(client: Client, split: str) -> int:
     """Return the number of records of a split, of a private client the declared one."""
     if client.guard is not None:
-        return admission.guard_of(client).num_records(split.split("+"))
+        return client.private_guard.num_records(split.split("+"))
     return len(client.split(split))
 
 

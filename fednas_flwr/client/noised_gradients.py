@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import guard_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.rehearsal import rehearse
 from fednas_flwr.client.release_guard import Contributions
@@ -78,7 +77,7 @@ class NoisedGradients:
         auxiliary_weight: float = 0.0,
     ) -> None:
         """See the class."""
-        self._client, self._guard, self._request = client, guard_of(client), request
+        self._client, self._guard, self._request = client, client.private_guard, request
         self._planned, self._steps = request.releases, steps
         self._auxiliary_weight = auxiliary_weight
         self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
@@ -150,7 +149,7 @@ class NoisedGradients:
     def alphas(
         self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
     ) -> Gradient:
-        """Return the noised mean gradient of the alphas, of first order (``admission``)."""
+        """Return the noised mean gradient of the alphas; requests for others are refused."""
         assert isinstance(supernet, Supernet)  # as ``local_training`` has it
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import own_linear_layers
-from fednas_flwr.client.admission import guard_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.rehearsal import rehearse
 from fednas_flwr.data.loaders import Split
@@ -54,7 +53,7 @@ def noised_mean(
         values: Given indices, returns a vector of each record, float64 [N, V].
         norm: Bound to which a unit's vector is clipped; it also scales the noise.
     """
-    guard, planned = guard_of(client), request.releases[kind]
+    guard, planned = client.private_guard, request.releases[kind]
 
     def total(units: Tensor) -> ClippedSum:
         vectors = values(units) if split.persons is None else means(units)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.client.admission import before_reading, guard_of, sent_network
 from fednas_flwr.client.client import Client
+from fednas_flwr.client.release_guard import before_reading
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
@@ -46,10 +46,10 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
             read.
         BudgetExceededError: The budget does not cover it; nothing was read.
     """
-    guard, header, settings = guard_of(client), request.header, request.settings
+    guard, header, settings = client.private_guard, request.header, request.settings
     planned = request.releases
-    with before_reading(request):
-        network = sent_network(client, request)
+    with before_reading(request.action):
+        network = client.sent_network(request)
         if MOMENTS in request.states:
             limit = "none: they would tell of the records without noise"
             raise refused("unit", "moments", "sent", limit)

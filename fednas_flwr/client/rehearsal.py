@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.files import make_folder, write_atomically
-from fednas_flwr.client.admission import guard_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.privacy.self_test import Computation, largest_size, made_up_labels, unwatched
 from fednas_flwr.spaces.latency_tables import machine_name
@@ -54,7 +53,7 @@ def rehearse(
     key = json.dumps([kind, *chosen])
     if key in client.rehearsed:
         return client.rehearsed[key]
-    size = guard_of(client).allowed.micro_batch_size
+    size = client.private_guard.allowed.micro_batch_size
     shape, device = tuple(client.data.train.features.shape[1:]), client.device
     num_classes = len(client.class_names)
     x = torch.zeros(size, *shape, device=device)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -77,6 +78,30 @@ def read_commitment(text: str) -> Commitment:
 def schedule_hash(run: str, text: str) -> str:
     """Return the 32 hex digits by which a person approves a run's commitment."""
     return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def before_reading(action: str) -> Iterator[None]:
+    """Refuse what cannot be computed; inside no record is read, so that the reason may be told.
+
+    A request that failed on some records and not on others would tell which are there; so whatever
+    can fail is tried in here. The ledger's RuntimeError and OSError are the site's own affair.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"refused, the settings do not fit {action}: {type(error).__name__}: "
+            f"{str(error)[:200]}."
+        ) from error
+
+
+def refused_batch_norm() -> ConfigError:
+    """Return the error for a network with batch norm."""
+    reason = "False: it has no per-record gradient and its buffers leak"
+    return refused("no batch_norm", "batch_norm", True, reason)
 
 
 class ReleaseGuard:

@@ -37,8 +37,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import admit, asked_kinds, description_of
-from fednas_flwr.client.answer import answer, begin_sum
+from fednas_flwr.client.answer import admit, answer, asked_kinds, begin_sum
 from fednas_flwr.client.client import Augmentation, Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
@@ -339,7 +338,7 @@ class _Exchange:
             return {}
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            network = client.make_network(description_of(self._request))
+            network = client.make_network(self._request.network)
         if isinstance(network, Pool):
             self._pool = math.sqrt(len(network))
         for module in network.modules():

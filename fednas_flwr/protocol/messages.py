@@ -21,6 +21,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.data.statistics import Statistics
+from fednas_flwr.privacy.actions import SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import Settings, decode
 from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
@@ -72,6 +73,12 @@ class Request(Asked):
     def releases(self) -> Mapping[str, PlannedRelease]:
         """The plan of each kind of release; empty without privacy."""
         return self.planned or {}
+
+    @property
+    def network(self) -> Mapping[str, Any]:
+        """Description of its network, by default that of the supernet."""
+        described = self.settings.described
+        return {"name": SUPERNET} if described is None else described
 
     @property
     def network_states(self) -> dict[str, Packed]:

@@ -19,7 +19,7 @@ from fednas_flwr.algorithms.fedavg import FedAvgSettings
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client import release_guard
-from fednas_flwr.client.admission import check_fields
+from fednas_flwr.client.answer import check_fields
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM

@@ -24,8 +24,7 @@ from torchvision.ops import StochasticDepth
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client import release_guard
-from fednas_flwr.client.admission import asked_kinds
-from fednas_flwr.client.answer import answer
+from fednas_flwr.client.answer import answer, asked_kinds
 from fednas_flwr.client.making import make_client, make_site_guard
 from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.prepared import make_data

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import admit
+from fednas_flwr.client.answer import admit
 from fednas_flwr.client.noised_updates import MOST_CELLS, noised_update
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import of_clients
