@@ -21,12 +21,11 @@ from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SUPERNET
 from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.messages import Reply, Request
+from fednas_flwr.protocol.messages import Reply, Request, restore_sent, round_reply
 from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.protocol.secure_sum.sum_site import Answer
 from fednas_flwr.protocol.sum_encoding import MASKED, NOT_TOLD, Summands, sizes_of
 from fednas_flwr.protocol.sum_requests import PROPERTIES, Kinds, by_text
-from fednas_flwr.protocol.wire import restore_sent, round_reply
 from fednas_flwr.settings.names import CLIENT
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 

@@ -76,7 +76,7 @@ class Client:
         oversample: True if training repeats records of rarer classes.
         precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
         guard: Guard that releases must pass; with one the client answers private actions only.
-        wire: Format of float32 vectors in replies, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors in replies, see :mod:`fednas_flwr.protocol.messages`.
         kept_models: Folder of models that return to the site; None keeps none.
         sums: The client's part of secure sums; with one it answers no other way.
         cache: Folder of what may be computed anew, results of self-tests among it; None for none.

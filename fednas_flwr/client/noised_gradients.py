@@ -32,7 +32,7 @@ from fednas_flwr.privacy.mechanism.clipping import (
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, by_person, sum_of_parts
 from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.protocol.messages import Request
-from fednas_flwr.protocol.secure_sum.grid import Cells
+from fednas_flwr.protocol.secure_sum.masks import Cells
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search.candidate import PREFIX, Pool
 from fednas_flwr.search.gradient_sums import Batch

@@ -23,7 +23,7 @@ from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import Probe
-from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states
 
 MOST_CELLS = 2.0**52  # of a weight that is sent, on the grid of the sum of its updates

@@ -31,7 +31,7 @@ from fednas_flwr.privacy.mechanism.renyi import Release, booked_unit, counted
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
 from fednas_flwr.privacy.policy import Policy, check_action, check_planned, refused
 from fednas_flwr.protocol.messages import Header
-from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.settings.names import RECORD, SPLITS
 from fednas_flwr.settings.parser import parse

@@ -20,7 +20,7 @@ from torch import Tensor
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import Layout, Packed
 from fednas_flwr.protocol.sum_requests import Summed
 

@@ -71,7 +71,7 @@ class Cohort:
         quorum_share: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
-        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.messages`.
         fewest_records: Share of the median client's records that a client must declare.
         most_records: Multiple of them that it may declare.
         largest_share: Of an average, that one client of three or more may have: from above 0 to 1.

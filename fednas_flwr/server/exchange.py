@@ -11,10 +11,9 @@ from flwr.app import Message
 
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.messages import Reply, restore_sent, round_sent
 from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import Layout, Packed
-from fednas_flwr.protocol.wire import restore_sent, round_sent
 from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.limits import Limits, honest_limits, norm
 from fednas_flwr.settings.names import FEWEST_VOTES

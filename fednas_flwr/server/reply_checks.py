@@ -19,11 +19,10 @@ from flwr.app import Message
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
-from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply
+from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply, restore
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Search, decode_properties
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
 from fednas_flwr.protocol.sum_encoding import Summands, check_masked
-from fednas_flwr.protocol.wire import restore
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.limits import Limits, distance
 from fednas_flwr.settings.names import FEWEST_VOTES
@@ -54,7 +53,7 @@ def accept_reply(
             reply from another run, round, phase or client is refused.
         limits: Limits of an honest reply. A tiny or a huge weight would overflow the
             aggregate although every tensor is finite.
-        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.messages`.
         summands: Of a secure sum: the reply is masked, and nothing else can be checked.
 
     Raises:

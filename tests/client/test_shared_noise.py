@@ -16,7 +16,7 @@ from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_nois
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import parse_policy, template
 from fednas_flwr.protocol.messages import Header
-from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.masks import Grid
 
 HEADER = Header("run", "search", 1, 1, 0, "nonce")
 ACTION = "train.weight_gradient"

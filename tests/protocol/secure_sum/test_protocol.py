@@ -9,7 +9,7 @@ import pytest
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.protocol.secure_sum.roster import (
     Context,
     Roster,
