@@ -110,30 +110,26 @@ class AuditTrail:
         """Note a reply before it leaves.
 
         Args:
-            request: The request; with a guard, its terms are those of the releases.
+            request: The request; with a guard, as it was admitted.
             reply: Named are its states, metrics and properties.
             guard: Of a private client; what its budget has paid by now, for all runs, is noted.
         """
-        if self._path is None:
-            return
         private = {}
-        if guard is not None:
-            noise = guard.noise_multipliers(request.header, request.action)
-            kinds = {*reply.states, *(["metrics"] if reply.metrics else [])} & set(noise)
-            if request.summed is not None:
-                kinds = set(noise)  # the masked reply does not show them
-            noise = {kind: noise[kind] for kind in sorted(kinds)}
+        if guard is not None and self._path is not None:
+            carried = {*reply.states, *(["metrics"] if reply.metrics else [])}
+            noise = {
+                kind: planned.noise_multiplier
+                for kind, planned in sorted(request.releases.items())
+                if kind in carried or request.summed is not None  # a masked reply shows no kind
+            }
             private = {"noise_multipliers": noise, "epsilon_spent": guard.spent()}
         names = {"states": sorted(reply.states), "metrics": sorted(reply.metrics)}
-        self._append(
-            "released", **_place(request), **names, properties=sorted(reply.properties), **private
-        )
+        self.helped(request, reply.properties, **names, **private)
 
-    def helped(self, request: Asked, properties: Collection[str]) -> None:
-        """Note an answer that carries nothing of records, before it leaves."""
-        self._append(
-            "released", **_place(request), states=[], metrics=[], properties=sorted(properties)
-        )
+    def helped(self, request: Asked, properties: Collection[str], **carried: Any) -> None:
+        """Note an answer before it leaves, by default one that carries nothing of records."""
+        names = {"states": [], "metrics": [], "properties": sorted(properties)}
+        self._append("released", **_place(request) | names | carried)
 
     def refused(
         self, action: str, request: Asked | None, reason: str, error: Exception | None = None

@@ -311,16 +311,14 @@ def search(client: Client, request: Request, asked: rq.Search) -> Reply:
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
         run = local_training.prepare(client, request, asked.local, supernet)
     descents, metrics = run()
-    states = local_training.trained_states(supernet, descents)
+    states, changed = local_training.trained_states(supernet, descents), {}
+    for name, tensors in states.items() if asked.sparse else ():
+        layout = st.Layout.of(tensors)
+        sent = st.unpack(request.states[name], layout)
+        states[name] = {n: t for n, t in tensors.items() if not torch.equal(t.cpu(), sent[n])}
+        changed[name] = layout.marks(states[name])
     reply = Reply.of(_num_records(client, "train"), states, metrics)
-    if not asked.sparse:
-        return reply
-    packed, digests, changed = {}, {}, {}
-    for name, tensors in states.items():
-        layout, sent = st.Layout.of(tensors), request.states[name]
-        packed[name], changed[name] = st.changed_part(reply.states[name], sent, layout)
-        digests[name] = layout.part(changed[name]).digest
-    return replace(reply, states=packed, digests=digests, properties={"changed": changed})
+    return replace(reply, properties={"changed": changed}) if asked.sparse else reply
 
 
 @answers("train.candidate")

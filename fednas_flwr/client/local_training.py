@@ -186,7 +186,7 @@ def sent_moments(
         return {}
     layout = Layout.of(opt.no_moments(network))
     if only is not None:
-        layout = layout.part(layout.marks(only))
+        layout = layout.part(only)
     moments = unpack(request.states[MOMENTS], layout)
     for name, tensor in moments.items():
         if name.startswith("alphas.step.") and not tensor.item() >= 0:

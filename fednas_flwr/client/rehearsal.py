@@ -99,10 +99,8 @@ def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> i
             known = test()
             if path is not None:
                 make_folder(path.parent)
-                if len(list(path.parent.iterdir())) >= MOST_FILES:
-                    path = None
-            if path is not None:
-                write_atomically(path, json.dumps({"key": text, "size": known}))
+                if len(list(path.parent.iterdir())) < MOST_FILES:
+                    write_atomically(path, json.dumps({"key": text, "size": known}))
         _shown[name] = known
     return _shown[name]
 

@@ -151,7 +151,7 @@ class ReleaseGuard:
         return {
             "splits": dict(allowed.records),
             "data_set": self.data_set,
-            "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
+            "budget": allowed.budget,
             "secure_noise": self.is_secure,
             "unit": allowed.unit,
             "least_noise_multiplier": allowed.least_noise_multiplier,
@@ -251,8 +251,8 @@ class ReleaseGuard:
         stages: dict[str, list[Reading]] = {}
         for planned in plan:
             stages.setdefault(planned.stage, []).append(self._reading(planned, by_split))
-        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
-        return covered_steps(self._ledger.filters(allowed.account, self.unit, **terms), stages)
+        filters = self._ledger.filters(allowed.account, self.unit, **allowed.budget)
+        return covered_steps(filters, stages)
 
     def spent(self) -> float | None:
         """Return the used part of the budget's epsilon, as enforcement counts it.
@@ -260,8 +260,7 @@ class ReleaseGuard:
         None is infinite: the budget has paid for another unit of privacy.
         """
         allowed = self.allowed
-        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
-        spent = self._ledger.spent(allowed.account, self.unit, **terms)
+        spent = self._ledger.spent(allowed.account, self.unit, **allowed.budget)
         return spent if math.isfinite(spent) else None
 
     def uncounted(self) -> dict[str, list[str]]:
@@ -422,9 +421,7 @@ class ReleaseGuard:
             committed_steps=planned.steps,
             unit=self.unit,
         )
-        self._ledger.reserve(
-            entry, epsilon=allowed.epsilon, delta=allowed.delta, assignment=self._assignment
-        )
+        self._ledger.reserve(entry, **allowed.budget, assignment=self._assignment)
         mask = self._generator.poisson_mask(num_units, probability=mechanism.sample_rate)
         sums = clipped_sum(mask.nonzero().flatten())
         if not isinstance(sums, ClippedSum):
@@ -441,15 +438,6 @@ class ReleaseGuard:
         if not planned.shared or self.allowed.secure_sum is None:
             return ""
         return f" (noise of {self.allowed.secure_sum.honest} sites)"
-
-    def noise_multipliers(self, header: Header, action: str) -> dict[str, float | None]:
-        """Return the noise multipliers that a run has committed to for an action, by kind."""
-        commitment = self._commitment(header.run)
-        return {
-            planned.kind: planned.noise_multiplier
-            for planned in (commitment.releases if commitment else ())
-            if (planned.stage, planned.action) == (header.stage, action)
-        }
 
     def _pays_by_split(self) -> bool:
         """Return whether a release is charged only to the splits that it reads."""

@@ -77,6 +77,11 @@ class DataSetPolicy:
     largest_noise_multiplier: float = 100.0
 
     @property
+    def budget(self) -> dict[str, float]:
+        """The budget over the whole life of the data."""
+        return {"epsilon": self.epsilon, "delta": self.delta}
+
+    @property
     def needs_approval(self) -> bool:
         """True if a person must approve each run."""
         return self.approve == MANUAL

@@ -50,17 +50,18 @@ from fednas_flwr.protocol.sum_requests import (
     METRICS,
     NUM_EXAMPLES,
     Asked,
-    Json,
+    RequestValues,
     Summed,
     encode_values,
     read_json,
+    read_values,
     record,
+    refusing_malformed,
 )
 from fednas_flwr.protocol.sum_requests import Header as Header
 from fednas_flwr.settings.parser import parse
 
 STATE_PREFIX = "state."
-MAYBE = {"statistics", "summed"}  # in a request, beside its header and settings
 LONGEST_HEADER = 2**22  # characters of JSON in a reply; parsed it takes ten times as much
 MOST_METRICS = 64  # in a reply, and characters of each name
 BUDGET_SPENT = 1001  # error code of a client that leaves the run: Flower's own are below 1000
@@ -197,12 +198,9 @@ def encode_request(
     summed: Summed | None = None,
 ) -> RecordDict:
     """Return the content of a request; ``states`` comes from :func:`encode_states`."""
-    values: dict[str, Json] = {"header": vars(header), "settings": asdict(settings)}
-    if statistics is not None:
-        values["statistics"] = vars(statistics)
-    if summed is not None:
-        values["summed"] = vars(summed)
-    return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(values)}), **states})
+    standardised = None if statistics is None else asdict(statistics)
+    values = RequestValues(header, asdict(settings), standardised, summed)
+    return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(asdict(values))}), **states})
 
 
 def decode_request(action: str, content: RecordDict) -> Request:
@@ -212,24 +210,13 @@ def decode_request(action: str, content: RecordDict) -> Request:
         ConfigError: It is not one, see :func:`~fednas_flwr.protocol.requests.decode`, or not of the
             form that :func:`encode_request` writes.
     """
-    try:
-        text = read_json(content)
-        json.dumps(text, ensure_ascii=False).encode()  # else no sentence about it could be sent
+    values, statistics = read_values(content), None
+    with refusing_malformed():
         states = _decode_states(content)
-    except Exception as error:  # whatever a server can send, as in decode_reply
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise ConfigError(f"refused, a malformed request: {reason}.") from error
-    if not isinstance(text, dict) or set(text) - MAYBE != {"header", "settings"}:
-        raise ConfigError(
-            "refused: a request has a header, settings and maybe statistics or terms of a sum, and "
-            "nothing else."
-        )
-    header: Header = parse(Header, text["header"], key="header")
-    statistics: Statistics | None = None
-    if "statistics" in text:
-        statistics = parse(Statistics, text["statistics"], key="statistics")
-    summed = parse(Summed, text["summed"], key="summed") if "summed" in text else None
-    return Request(action, header, decode(action, text["settings"]), states, statistics, summed)
+    if values.statistics is not None:
+        statistics = parse(Statistics, values.statistics, key="statistics")
+    settings = decode(action, values.settings)
+    return Request(action, values.header, settings, states, statistics, values.summed)
 
 
 def encode_reply(header: Header, reply: Reply) -> RecordDict:
@@ -258,7 +245,6 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
     """
     try:
         text = read_json(content, longest=LONGEST_HEADER)
-        json.dumps(text, ensure_ascii=False).encode()  # as in decode_request
         header: Header = parse(Header, text["header"], key="header")
         metrics = {
             name: float(cast(float, value))

@@ -92,7 +92,7 @@ def accept_reply(
             raise ReplyError(f"{name}={value} is not from {low:.3g} to {high:.3g}")
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
-    changed = {}
+    changed: dict[str, set[str]] = {}
     if isinstance(exchange.settings, Search) and exchange.settings.sparse:
         changed = _changed(reply.properties, layouts)
     states: dict[str, Packed] = {}
@@ -108,8 +108,8 @@ def accept_reply(
             for dtype, mask in _non_negative(name, layout).items():
                 vector = states[name][dtype]
                 vector[mask & (vector < 0)] = 0
-    for name, chosen in changed.items():
-        states[name] = fill_unchanged(states[name], exchange.states[name], layouts[name], chosen)
+    for name, names in changed.items():
+        states[name] = fill_unchanged(states[name], exchange.states[name], layouts[name], names)
     for name, packed in states.items():
         _check_values(name, packed, layouts[name], limits, base.get(name, {}))
     return replace(reply, states=states)
@@ -149,15 +149,15 @@ def _whole_masks(name: str, layout: Layout) -> Packed:
     return masks
 
 
-def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """Return for every state which of its tensors a reply holds, one digit for each."""
+def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, set[str]]:
+    """Return the names of the tensors of every state that a reply holds."""
     changed: dict[str, str] = properties.get("changed", {})
     if set(changed) != set(layouts):
         raise ReplyError("does not say which tensors of each state have changed")
     for name, layout in layouts.items():
         if len(changed[name]) != len(layout.entries):
             raise ReplyError(f"does not say of each tensor of {name} whether it has changed")
-    return changed
+    return {name: layout.marked(changed[name]) for name, layout in layouts.items()}
 
 
 def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:

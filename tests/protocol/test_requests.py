@@ -160,7 +160,10 @@ gradients = st.builds(
 probes = {"trials": st.lists(trials, min_size=1, max_size=3), "loss_bound": st.floats(1e-3, 1e3)}
 contexts = st.binary(min_size=32, max_size=32).map(bytes.hex)
 indices = st.lists(st.integers(0, 999), max_size=4).map(tuple)
-by_site = st.dictionaries(st.integers(0, 999).map(str), st.binary(max_size=9).map(bytes.hex))
+signatures, boxes = (
+    st.dictionaries(st.integers(0, 999).map(str), st.binary(min_size=n, max_size=n).map(bytes.hex))
+    for n in (64, 49)
+)
 ALL = {
     "query.describe": st.builds(Describe),
     "query.commit": st.builds(
@@ -178,7 +181,7 @@ ALL = {
     ),
     "query.sign_survivors": st.builds(SignSurvivors, context=contexts, survivors=indices),
     "query.open_masks": st.builds(
-        OpenMasks, context=contexts, survivors=indices, signatures=by_site, boxes=by_site
+        OpenMasks, context=contexts, survivors=indices, signatures=signatures, boxes=boxes
     ),
     "train.weight_gradient": gradients,
     "train.alpha_gradient": gradients,
