@@ -21,9 +21,9 @@ from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.client import Client
 from fednas_flwr.models.metrics import detailed, measured, predicted
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_model
+from fednas_flwr.protocol.keys import is_signed
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.requests import LARGEST_MODEL, KeepModel
-from fednas_flwr.protocol.signed_model import is_signed
 
 STATE, DTYPE = "model", "uint8"  # as which the file's bytes travel
 MOST_MODELS = 100  # of a site: a server must not fill its disk

@@ -46,7 +46,7 @@ from fednas_flwr.pipeline.latency import cost_of, with_latency
 from fednas_flwr.pipeline.learning_rates import with_learning_rate
 from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
 from fednas_flwr.protocol import requests as rq
-from fednas_flwr.protocol.signed_model import SIGNING_KEY, sign_model
+from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
 from fednas_flwr.report.model_card import card_of

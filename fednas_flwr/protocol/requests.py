@@ -21,7 +21,7 @@ from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
+from fednas_flwr.protocol.keys import MOST_SITES
 from fednas_flwr.protocol.sum_requests import (
     PROPERTIES,
     REQUESTS,
@@ -387,7 +387,7 @@ class KeepModel(AtSite):
 
     Attributes:
         card: Its model card, Markdown.
-        signature: Of file and card by the server's operator, see ``signed_model``.
+        signature: Of file and card by the server's operator, see ``protocol.keys``.
     """
 
     card: Annotated[

@@ -18,8 +18,8 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.policy import refused
+from fednas_flwr.protocol.keys import MOST_SITES
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES, SECRET_BYTES, Grid
-from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.settings.parser import Between, Checked, Length, Where, parse

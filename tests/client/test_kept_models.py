@@ -22,8 +22,8 @@ from fednas_flwr.models.export import export_safetensors
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.protocol import requests
+from fednas_flwr.protocol.keys import is_signed, make_signing_key, sign_model
 from fednas_flwr.protocol.messages import Header
-from fednas_flwr.protocol.signed_model import is_signed, make_signing_key, sign_model
 
 from .conftest import received
 

@@ -40,6 +40,7 @@ from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import (
     Amount,
@@ -56,7 +57,6 @@ from fednas_flwr.protocol.requests import (
     TrainCandidates,
     Trial,
 )
-from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.protocol.sum_requests import Summed

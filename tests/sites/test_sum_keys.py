@@ -17,8 +17,8 @@ from fednas_flwr.deploy.sites.client_process import answer_sum_message
 from fednas_flwr.deploy.sites.provision import make_sum_key
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.policy import load_policy, template
+from fednas_flwr.protocol.keys import Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.messages import decode_reply
-from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 
 NAMES = ("north", "south", "east")

@@ -11,7 +11,7 @@ every message; it is trusted with nothing. Up to ``colluding`` sites may help it
 
 **Context.** Everything is tied to one exchange: roster, run, attempt, stage, round, phase, the
 participants, and all by which the sites compute their replies and that they must share, such as the
-request and the release that each has committed to (:class:`~.roster.Context`,
+request and the release that each has committed to (``protocol.keys.Context``,
 ``client.answer.agreed``). Sites that were asked different things, have committed to different
 noise, or were told different participants have different contexts: their masks do not cancel, and
 their signatures do not count for one another.

@@ -20,8 +20,8 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.anchor import connect
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.protocol.keys import Context, Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum import masks
-from fednas_flwr.protocol.secure_sum.roster import Context, Roster, SiteKeys, survivors_message
 
 NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
 _SCHEMA = """
