@@ -173,7 +173,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
 
     norm = largest_norm(num_columns)
     means = noised_measures.noised_mean(client, request, STATISTICS, split, values, norm=norm)
-    return Reply.of(_released_weight(client, request), {STATISTICS: {STATISTICS: means}})
+    return _released(client, request, {STATISTICS: {STATISTICS: means}})
 
 
 @answers("query.keep_model")
@@ -214,10 +214,8 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
             gradients = _exact_sums(client, request, asked, supernet)
         else:
             gradients = NoisedGradients(client, request)
-            if "weights" in states:
-                gradients.rehearse_weights(supernet)
-            if "alphas" in states:
-                gradients.rehearse_alphas(supernet)
+            for state in states:
+                gradients.rehearse(state, supernet)
     return _of_sums(
         *(client, request, gradients, supernet, SPLIT_OF[states[0]]),
         steps=asked.local_steps,
@@ -250,7 +248,7 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
             )
         else:
             gradients = NoisedGradients(client, request, auxiliary_weight=weight)
-            gradients.rehearse_weights(network, asked.network, drop_path_prob > 0)
+            gradients.rehearse("weights", network, asked.network, drop_path_prob > 0)
     return _of_sums(client, request, gradients, network, asked.split)
 
 
@@ -297,28 +295,36 @@ def _of_sums(
     return Reply.of(batch_size, sums, gradients.metrics())
 
 
-@answers("train.search")
-def search(client: Client, request: Request, asked: rq.Search) -> Reply:
-    """``train.search``: weights, alphas and buffers after local search.
+@answers("train.search", "train.weights")
+def train(client: Client, request: Request, asked: rq.Search | rq.Train) -> Reply:
+    """``train.search`` and ``train.weights``: the states of a network after local training.
 
     In private mode each step is a release, from which the states follow; tensors that a sparse
-    reply leaves out are those that no release has moved.
+    reply leaves out are those that no release has moved. With ``validates`` the reply also has the
+    mean loss on validation records after training, if the client has any.
     """
+    local, sparse = asked.local, isinstance(asked, rq.Search) and asked.sparse
     with before_reading(request.action):
-        supernet = client.sent_network(request)
-        needed = {name for name, state in st.network_states(supernet).items() if state}
-        if asked.sparse and not needed <= set(request.states):
+        network = client.sent_network(request)
+        needed = {name for name, state in st.network_states(network).items() if state}
+        if sparse and not needed <= set(request.states):
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
-        run = local_training.prepare(client, request, asked.local, supernet)
+        run = local_training.prepare(client, request, local, network)
     descents, metrics = run()
-    states, changed = local_training.trained_states(supernet, descents), {}
-    for name, tensors in states.items() if asked.sparse else ():
+    states, changed = local_training.trained_states(network, descents), {}
+    for name, tensors in states.items() if sparse else ():
         layout = st.Layout.of(tensors)
         sent = st.unpack(request.states[name], layout)
         states[name] = {n: t for n, t in tensors.items() if not torch.equal(t.cpu(), sent[n])}
         changed[name] = layout.marks(states[name])
-    reply = Reply.of(_num_records(client, "train"), states, metrics)
-    return replace(reply, properties={"changed": changed}) if asked.sparse else reply
+    reply = Reply.of(_num_records(client, local.split), states, metrics)
+    if sparse:
+        return replace(reply, properties={"changed": changed})
+    if isinstance(asked, rq.Train) and asked.validates and len(client.data.validation):
+        local_training.refresh_statistics(client, request, network, local.amount.batch_size)
+        loss = float(local_training.validation_losses(client, network).mean())
+        return replace(reply, metrics={**metrics, "validation_loss": loss})
+    return reply
 
 
 @answers("train.candidate")
@@ -338,7 +344,7 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
             gradients = noised = NoisedGradients(client, request, steps=steps)
             # Every op on all edges: no path takes more memory than that of the op that takes most.
             for path in all_alike(supernet):
-                noised.rehearse_weights(Candidate(supernet, path), "candidate", path)
+                noised.rehearse("weights", Candidate(supernet, path), "candidate", path)
         else:
             gradients = _candidate_gradients(client, request, asked, steps)
         weights = supernet.weights()
@@ -362,24 +368,19 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
         return trained_rewards(client, request, asked.training)
     split = client.data.validation
     with before_reading(request.action):
-        described = asked.network or {"name": SUPERNET}
         network: nn.Module
         if asked.candidates is not None:
             network, _ = path_supernet(client, request, asked.candidates, sparse=asked.sparse)
-            network.eval()
             candidates: list[nn.Module] = [Candidate(network, path) for path in asked.candidates]
             largest: list[nn.Module] = [Candidate(network, path) for path in all_alike(network)]
         else:
-            network = request_pool(client, request, described).eval()
+            network = request_pool(client, request)
             candidates = largest = list(network.members)
-        client.check_network(request, network)
+        client.check_network(request, network.eval())
         if client.guard is not None:
-            release = noised_measures.prepare_rewards(
-                client, request, candidates, largest, described
-            )
+            release = noised_measures.prepare_rewards(client, request, candidates, largest)
     if client.guard is not None:
-        rewards = release()
-        return Reply.of(_released_weight(client, request), {"rewards": {"rewards": rewards}})
+        return _released(client, request, {"rewards": {"rewards": release()}})
     measured = [
         evaluate(candidate, split, client.device, objective=client.objective)
         for candidate in candidates
@@ -400,7 +401,7 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
     the same batches. Exact clients only: the loss depends on every record that a step has read.
     """
     with before_reading(request.action):
-        pool = request_pool(client, request, training.network)
+        pool = request_pool(client, request)
         if client.guard is not None:
             raise ConfigError(
                 "refused, training of candidates with privacy=dp: their losses are no planned "
@@ -442,64 +443,45 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     Deviations: the text does not clip, its clients try one configuration per message, and its
     losses are those with batch norm's running statistics, see ``refresh_statistics``.
     """
-    bound, guard, local = asked.loss_bound, client.guard, asked.trainings()[0]
+    bound, split, before = asked.loss_bound, client.data.validation, torch.zeros(0)
     with before_reading(request.action):
         network = client.sent_network(request)
-        trainings = [
-            local_training.prepare(client, request, local, network) for local in asked.trainings()
-        ]
-        if guard is not None:
-            losses = noised_measures.prepare_losses(client, network, request.network)
-    split, before, rewards = client.data.validation, torch.zeros(0), []
+        runs = [local_training.prepare(client, request, t, network) for t in asked.trainings()]
+        if client.guard is not None:
+            noised_losses = noised_measures.prepare_losses(client, request, network)
 
     def exact_losses() -> Tensor:
-        local_training.refresh_statistics(client, request, network, local.amount.batch_size)
+        batch_size = asked.trainings()[0].amount.batch_size
+        local_training.refresh_statistics(client, request, network, batch_size)
         return local_training.validation_losses(client, network)
 
-    def decreases_of(rows: Tensor) -> Tensor:
+    def noised_decreases(rows: Tensor) -> Tensor:
         nonlocal before
-        after = losses()
+        after = noised_losses()
         if not len(before):
             client.sent_network(request)
-            before = losses()
+            before = noised_losses()
         return local_training.clipped_decreases(before - after, bound)[rows, None]
 
-    if guard is None:
+    def reward() -> Tensor:
+        if client.guard is None:
+            return local_training.clipped_decreases(before - exact_losses(), bound).mean()[None]
+        return noised_measures.noised_mean(
+            client, request, "rewards", split, noised_decreases, norm=bound
+        )
+
+    if client.guard is None:
         before = exact_losses()
-    for train in trainings:
+    rewards = []
+    for run in runs:
         with torch.random.fork_rng():
             client.sent_network(request)
-            train()
-            if guard is None:
-                rewards.append(
-                    local_training.clipped_decreases(before - exact_losses(), bound).mean()[None]
-                )
-                continue
-        rewards.append(
-            noised_measures.noised_mean(client, request, "rewards", split, decreases_of, norm=bound)
-        )
-    weight = len(split) if guard is None else _released_weight(client, request)
-    return Reply.of(weight, {"rewards": {"rewards": torch.cat(rewards).float()}})
-
-
-@answers("train.weights")
-def train_weights(client: Client, request: Request, asked: rq.Train) -> Reply:
-    """``train.weights``: the weights of a network after local training.
-
-    With ``validates`` also its mean loss on validation records after it, if the client has any.
-    """
-    local = asked.local
-    with before_reading(request.action):
-        network = client.sent_network(request)
-        run = local_training.prepare(client, request, local, network)
-    descents, metrics = run()
-    states = local_training.trained_states(network, descents)
-    reply = Reply.of(_num_records(client, local.split), states, metrics)
-    if not (asked.validates and len(client.data.validation)):
-        return reply
-    local_training.refresh_statistics(client, request, network, local.amount.batch_size)
-    loss = float(local_training.validation_losses(client, network).mean())
-    return replace(reply, metrics={**metrics, "validation_loss": loss})
+            run()
+            rewards.append(reward())
+    states = {"rewards": {"rewards": torch.cat(rewards).float()}}
+    return (
+        Reply.of(len(split), states) if client.guard is None else _released(client, request, states)
+    )
 
 
 @answers("evaluate.model")
@@ -508,9 +490,9 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
     with before_reading(request.action):
         network = client.sent_network(request)
         if client.guard is not None:
-            release = noised_measures.prepare_metrics(client, request, network, asked.network)
+            release = noised_measures.prepare_metrics(client, request, network)
     if client.guard is not None:
-        return Reply(_released_weight(client, request), release())
+        return replace(_released(client, request, {}), metrics=release())
     if asked.statistics_batch_size is not None:
         local_training.refresh_statistics(client, request, network, asked.statistics_batch_size)
     objective = client.objective
@@ -538,11 +520,11 @@ def personalise(client: Client, request: Request, asked: rq.Personalise) -> Repl
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
 
-def request_pool(client: Client, request: Request, described: Mapping[str, Any]) -> Pool:
-    """Return the pool that is described, with the states that the request carries."""
-    pool = client.network(described, request.network_states)
+def request_pool(client: Client, request: Request) -> Pool:
+    """Return the pool that a request describes, with the states that it carries."""
+    pool = client.network(request.network, request.network_states)
     if not isinstance(pool, Pool):
-        raise ValueError(f"network {described['name']!r} is no pool of candidates")
+        raise ValueError(f"network {request.network['name']!r} is no pool of candidates")
     return pool
 
 
@@ -564,10 +546,10 @@ def path_supernet(
     return network, named
 
 
-def _released_weight(client: Client, request: Request) -> float:
-    """Return the number of records that a noised mean stands for: a public one."""
+def _released(client: Client, request: Request, states: Mapping[str, st.Tensors]) -> Reply:
+    """Return the reply of noised means, which stand for a public number of records."""
     (kind,) = request.releases.keys() & {"rewards", "metrics", STATISTICS}
-    return client.private_guard.expected_batch(request.releases[kind])
+    return Reply.of(client.private_guard.expected_batch(request.releases[kind]), states)
 
 
 def _num_records(client: Client, split: str) -> int:

@@ -82,14 +82,10 @@ class NoisedGradients:
         self._auxiliary_weight = auxiliary_weight
         self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
 
-    def rehearse_weights(self, network: nn.Module, *chosen: Any) -> None:
-        """Try the weights' gradient; ``chosen`` is all that the server has chosen besides."""
-        computation = partial(self._weight_sum, network.train())
-        self._rehearse("weights", computation, network, "weights", *chosen)
-
-    def rehearse_alphas(self, supernet: Supernet) -> None:
-        """Try the alphas' gradient."""
-        self._rehearse("alphas", partial(self._alpha_sum, supernet.train()), supernet, "alphas")
+    def rehearse(self, state: str, network: nn.Module, *chosen: Any) -> None:
+        """Try a state's gradient; ``chosen`` is all that the server has chosen besides."""
+        computation = partial(self._sum_of(state), network.train())
+        self._rehearse(state, computation, network, state, *chosen)
 
     def rehearse_gates(
         self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None, *chosen: Any
@@ -121,15 +117,14 @@ class NoisedGradients:
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """Return a noised sum of gradients, and the expected batch size that it is divided by."""
-        released = self._release(state, partial(self._sum_of(state), network))
-        return released, self._guard.expected_batch(self._planned[state])
+        return self._noised(state, partial(self._sum_of(state), network))
 
     def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
         """Return :meth:`sums` where clients share the noise."""
         split, total = self._contributions(state, partial(self._sum_of(state), network))
-        planned, request = self._planned[state], self._request
-        grid, num_units = request.grids.get(state), split.num_units
-        cells = self._guard.share(planned, request.header, num_units, total, grid=grid)
+        planned, grid = self._planned[state], self._request.grids.get(state)
+        header = self._request.header
+        cells = self._guard.share(planned, header, split.num_units, total, grid=grid)
         return cells, self._guard.expected_batch(planned)
 
     def _sum_of(self, state: str) -> TakeSum:
@@ -174,15 +169,16 @@ class NoisedGradients:
 
     def _mean(self, state: str, take: TakeSum) -> Tensors:
         """Return the noised sum over a Poisson batch, over the batch's expected size."""
-        size = self._guard.expected_batch(self._planned[state])
-        return {name: total / size for name, total in self._release(state, take).items()}
+        sums, size = self._noised(state, take)
+        return {name: total / size for name, total in sums.items()}
 
-    def _release(self, state: str, take: TakeSum) -> Tensors:
-        """Return one release, on the client's device: the noised sum over a Poisson batch."""
+    def _noised(self, state: str, take: TakeSum) -> tuple[Tensors, float]:
+        """Return one release, on the client's device, and the expected size of its batch."""
         split, total = self._contributions(state, take)
         planned, header = self._planned[state], self._request.header
         sums = self._guard.release(planned, header, split.num_units, total)
-        return {name: value.to(self._client.device) for name, value in sums.items()}
+        named = {name: value.to(self._client.device) for name, value in sums.items()}
+        return named, self._guard.expected_batch(planned)
 
     def _contributions(self, state: str, take: TakeSum) -> tuple[Split, Contributions]:
         """Return the split that a release reads, and a function: the clipped sum over some units.
