@@ -479,9 +479,9 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
             run()
             rewards.append(reward())
     states = {"rewards": {"rewards": torch.cat(rewards).float()}}
-    return (
-        Reply.of(len(split), states) if client.guard is None else _released(client, request, states)
-    )
+    if client.guard is None:
+        return Reply.of(len(split), states)
+    return _released(client, request, states)
 
 
 @answers("evaluate.model")
