@@ -60,11 +60,6 @@ class Commitment:
     sizes: dict[str, int]
     unit: str
 
-    @property
-    def plan(self) -> dict[str, PlannedRelease]:
-        """Releases that are allowed, by key."""
-        return {planned.key: planned for planned in self.releases}
-
 
 def read_commitment(text: str) -> Commitment:
     """Return the commitment that a ledger has kept as text."""
@@ -78,6 +73,10 @@ def read_commitment(text: str) -> Commitment:
 def schedule_hash(run: str, text: str) -> str:
     """Return the 32 hex digits by which a person approves a run's commitment."""
     return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
+
+
+def _finite(epsilon: float) -> float | None:
+    return epsilon if math.isfinite(epsilon) else None
 
 
 @contextmanager
@@ -230,17 +229,12 @@ class ReleaseGuard:
             if row.entry.run != run
         ]
         if commitment is not None:
-            by_split = commitment.by_split
-            releases += [self._reading(planned, by_split) for planned in commitment.releases]
-        return {
-            name: {
-                split: epsilon if math.isfinite(epsilon) else None
-                for split, epsilon in epsilon_per_split(
-                    releases, self.allowed.delta, accountant
-                ).items()
-            }
-            for name, accountant in ACCOUNTANTS.items()
-        }
+            releases += [self._reading(p, commitment.by_split) for p in commitment.releases]
+        epsilons = {}
+        for name, accountant in ACCOUNTANTS.items():
+            by_split = epsilon_per_split(releases, self.allowed.delta, accountant)
+            epsilons[name] = {split: _finite(epsilon) for split, epsilon in by_split.items()}
+        return epsilons
 
     def covered_steps(self, plan: Sequence[PlannedRelease]) -> dict[str, int]:
         """Return the number of steps of each stage of a plan that the remaining budget covers.
@@ -260,8 +254,7 @@ class ReleaseGuard:
         None is infinite: the budget has paid for another unit of privacy.
         """
         allowed = self.allowed
-        spent = self._ledger.spent(allowed.account, self.unit, **allowed.budget)
-        return spent if math.isfinite(spent) else None
+        return _finite(self._ledger.spent(allowed.account, self.unit, **allowed.budget))
 
     def uncounted(self) -> dict[str, list[str]]:
         """Return, as a property, the units of releases under this site's other budgets, if any.
@@ -298,8 +291,9 @@ class ReleaseGuard:
         self.check_action(action, self.data_set)
         key = release_key(header.stage, action, kind, splits)
         commitment = self._commitment(header.run)
-        planned = None if commitment is None else commitment.plan.get(key)
-        if commitment is None or planned is None:
+        releases = () if commitment is None else commitment.releases
+        planned = next((planned for planned in releases if planned.key == key), None)
+        if planned is None:
             raise refused("committed values", "release", key, "one in the run's first message")
         if planned.shared and steps != 1:
             raise refused("secure_sum", "steps of shared noise", steps, "1 per request")

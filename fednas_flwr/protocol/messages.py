@@ -364,11 +364,10 @@ def restore_sent(states: Mapping[str, Packed]) -> dict[str, Packed]:
     Raises:
         ConfigError: A rounded vector has not one scale for each block.
     """
-    restored = {}
+    restored = dict(states)
     for name, packed in states.items():
         key = next((f"rounded:{wire}" for wire in LARGEST if f"rounded:{wire}" in packed), None)
         if key is None:
-            restored[name] = packed
             continue
         num_values, num_scales = len(packed[key]), len(packed.get(SCALES, ()))
         if num_scales != math.ceil(num_values / BLOCK):
