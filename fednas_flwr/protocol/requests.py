@@ -83,6 +83,12 @@ def check_private_batch(batch_size: int | None) -> None:
         )
 
 
+def check_one(**values: object) -> None:
+    """Raise ConfigError unless exactly one of the values is given."""
+    if sum(value is not None for value in values.values()) != 1:
+        raise ConfigError(f"{' or '.join(values)} must be given, and only one.")
+
+
 def splits_of(text: str) -> tuple[str, ...]:
     """Splits that a request names, e.g. ``train+validation``."""
     return tuple(text.split("+"))
@@ -106,10 +112,7 @@ class Amount(Checked):
     def __post_init__(self) -> None:
         """Check the ranges, and that one of the two is given."""
         super().__post_init__()
-        if (self.epochs is None) == (self.steps is None):
-            raise ConfigError(
-                f"epochs={self.epochs} with steps={self.steps}: exactly one must be given."
-            )
+        check_one(epochs=self.epochs, steps=self.steps)
 
     def most_steps(self, rows: float) -> int:
         """Steps over so many rows, at most."""
@@ -145,8 +148,7 @@ class LocalSearch:
 
     def __post_init__(self) -> None:
         """Check that it is exactly one of the two."""
-        if (self.alternating is None) == (self.paths is None):
-            raise ConfigError("alternating or paths must be given, and not both.")
+        check_one(alternating=self.alternating, paths=self.paths)
 
     network = None
     split = "train"
@@ -561,8 +563,7 @@ class RewardCandidates(AtSite):
     def __post_init__(self) -> None:
         """Check the ranges, that one of the three is given, and how many candidates there are."""
         super().__post_init__()
-        if [self.candidates, self.network, self.training].count(None) != 2:
-            raise ConfigError("candidates, network or training must be given, and only one.")
+        check_one(candidates=self.candidates, network=self.network, training=self.training)
         if self.candidates is None and self.sparse:
             raise ConfigError("sparse=True is of candidates by their paths: a pool travels whole.")
         if self.candidates is None:
@@ -601,8 +602,7 @@ class Probe(AtSite):
     def __post_init__(self) -> None:
         """Check the ranges, and that one of the two is given."""
         super().__post_init__()
-        if (self.search is None) == (self.training is None):
-            raise ConfigError("search or training must be given, and not both.")
+        check_one(search=self.search, training=self.training)
 
     def released(self, action: str) -> Kinds:
         """Every step of each trial, and its reward."""

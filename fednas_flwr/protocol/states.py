@@ -15,7 +15,6 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +170,7 @@ def load_states(
     network: nn.Module,
     states: Mapping[str, Packed],
     *,
-    only: Mapping[str, Collection[str]] | None = None,
+    only: Mapping[str, Collection[str]] = {},
 ) -> None:
     """Copy packed states into the network's own tensors, in place.
 
@@ -188,20 +187,10 @@ def load_states(
         if name not in present:
             raise ValueError(f"a network has the states {sorted(present)}, got {name!r}")
         layout = Layout.of(present[name])
-        if only is not None and name in only:
+        if name in only:
             layout = layout.part(only[name])
         for key, tensor in unpack(packed, layout).items():
             present[name][key].copy_(tensor)
-
-
-class Average(Protocol):
-    """Aggregation of many clients' states into one."""
-
-    def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
-        """Add one client's states, of so many examples."""
-
-    def result(self) -> dict[str, Packed]:
-        """Return the aggregate, and give up the states."""
 
 
 class WeightedAverage:
@@ -295,6 +284,9 @@ class TrimmedMean:
             }
             for name, packed in states[0].items()
         }
+
+
+Average = WeightedAverage | TrimmedMean  # aggregation of many clients' states into one
 
 
 def _trimmed(vectors: list[Tensor], trim: int) -> Tensor:

@@ -195,5 +195,5 @@ def test_members_are_not_trained_to_be_measured(site, pool, no_record):
 
 @pytest.mark.parametrize("given", [{}, {"candidates": [[0]], "network": {"genotypes": [{}]}}])
 def test_paths_or_a_pool_are_measured_and_not_both(given):
-    with pytest.raises(ConfigError, match="candidates, network or training must be given"):
+    with pytest.raises(ConfigError, match="candidates or network or training must be given"):
         RewardCandidates(**given)

@@ -479,17 +479,17 @@ def test_a_learning_rate_of_no_state_is_refused():
 @pytest.mark.parametrize(
     ("action", "change", "words"),
     [
-        ("train.search", {"amount": {"epochs": 1, "steps": 1, "batch_size": None}}, "exactly one"),
+        ("train.search", {"amount": {"epochs": 1, "steps": 1, "batch_size": None}}, "only one"),
         (
             "train.search",
             {"amount": {"epochs": None, "steps": None, "batch_size": None}},
-            "exactly one must be given",
+            "epochs or steps must be given, and only one",
         ),
-        ("train.search", {"alternating": None}, "alternating or paths must be given, and not both"),
+        ("train.search", {"alternating": None}, "alternating or paths must be given, and only one"),
         (
             "train.search",
             {"paths": {"gates": "two", "warm_up": False, "hardware": None}},
-            "alternating or paths must be given, and not both",
+            "alternating or paths must be given, and only one",
         ),
     ],
 )
@@ -504,7 +504,7 @@ def test_a_probe_is_of_a_search_or_of_a_training():
     values = asdict(AT_LEAST["train.probe"])
     searched = asdict(AT_LEAST["train.search"])["local"]
     for change in ({"training": None}, {"search": searched}):
-        with pytest.raises(ConfigError, match="search or training must be given, and not both"):
+        with pytest.raises(ConfigError, match="search or training must be given, and only one"):
             decode("train.probe", json.loads(json.dumps(values | change)))
 
 
