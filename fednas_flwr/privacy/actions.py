@@ -48,6 +48,15 @@ _MODEL = frozenset({"weights", "alphas", "moments"})
 _TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})
 _MEASURED = frozenset({"loss", "accuracy"})
 METRICS = _TRAIN | _VALIDATION | _MEASURED
+
+
+def _gradients(*states: str, note: str, of_supernet: bool = True, usual: bool = True) -> Action:
+    """Return the action that returns the sums of the gradients of some states."""
+    seen = {"weights": _TRAIN, "alphas": _VALIDATION}
+    metrics = frozenset[str]().union(*(seen[state] for state in states))
+    return Action(frozenset(states), metrics, states, of_supernet, note=note, usual=usual)
+
+
 ACTIONS = {
     "query.describe": Action(note="tells the numbers of this file"),
     "query.commit": Action(note="keeps a run's schedule of releases"),
@@ -60,33 +69,13 @@ ACTIONS = {
     # what masks hide is noised, if at all, before it is masked
     "query.sign_survivors": Action(note="of secure sums, see the end of this file"),
     "query.open_masks": Action(note="of secure sums, too"),
-    "train.weight_gradient": Action(
-        frozenset({"weights"}),
-        _TRAIN,
-        gradients_of=("weights",),
-        of_supernet=True,
-        note="a step's noised sums of gradients of the weights",
+    "train.weight_gradient": _gradients("weights", note="a step's noised gradient of the weights"),
+    "train.alpha_gradient": _gradients("alphas", note="and of the alphas"),
+    "train.gradients": _gradients(
+        "weights", "alphas", note="of both at once (algorithm.fused=true)", usual=False
     ),
-    "train.alpha_gradient": Action(
-        frozenset({"alphas"}),
-        _VALIDATION,
-        gradients_of=("alphas",),
-        of_supernet=True,
-        note="of the alphas",
-    ),
-    "train.gradients": Action(
-        frozenset({"weights", "alphas"}),
-        _TRAIN | _VALIDATION,
-        gradients_of=("weights", "alphas"),
-        of_supernet=True,
-        note="those of weights and alphas at once (algorithm.fused=true)",
-        usual=False,
-    ),
-    "train.network_gradient": Action(
-        frozenset({"weights"}),
-        _TRAIN,
-        gradients_of=("weights",),
-        note="retraining, one step per message (retrain.exchange)",
+    "train.network_gradient": _gradients(
+        "weights", note="retraining, one step per message (retrain.exchange)", of_supernet=False
     ),
     "train.search": Action(
         _MODEL, _TRAIN | _VALIDATION, of_supernet=True, trains=True, note="local steps of both"
@@ -104,10 +93,7 @@ ACTIONS = {
         _MODEL - {"alphas"}, _TRAIN | _VALIDATION, trains=True, note="retraining"
     ),
     "evaluate.candidates": Action(
-        frozenset({"rewards"}),
-        _VALIDATION,
-        note="DPNAS: noised accuracies of such networks",
-        usual=False,
+        frozenset({"rewards"}), _VALIDATION, note="DPNAS: their noised accuracies", usual=False
     ),
     "evaluate.model": Action(_MEASURED, _MEASURED, note="noised loss and accuracy"),
     "evaluate.personalised": Action(_MEASURED, _MEASURED, never_private=True),

@@ -755,11 +755,6 @@ def test_a_search_with_moments_goes_on_where_the_last_request_ended(
         ("train.weights", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
         ("train.search", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
         ("train.probe", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-        (
-            "train.weights",
-            {"epochs": 1},
-            "local.amount.epochs or steps must be given, and only one",
-        ),
         ("train.weights", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
         ("train.search", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
         ("train.probe", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
