@@ -913,8 +913,8 @@ TRAPS = [  # requests that could fail on some records and not on others, and sou
     ("train.weights", {"drop_path_prob": 1}),
     ("train.weights", {"auxiliary_weight": "x"}),
     ("train.weights", {"auxiliary_weight": -1}),
-    ("train.weights", {"site.micro_batch_size": 4}),  # the policy's
-    ("train.alpha_gradient", {"site.threads": 1}),
+    ("train.weights", {"micro_batch_size": 4}),  # the policy's
+    ("train.alpha_gradient", {"threads": 1}),
     ("train.alpha_gradient", {"local_lrs": {"alphas": "x"}}),
     ("train.alpha_gradient", {"local_lrs": {}}),
     ("train.alpha_gradient", {"local_lrs": {"weights": 0.1}}),
