@@ -121,10 +121,10 @@ class NoisedGradients:
 
     def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
         """Return :meth:`sums` where clients share the noise."""
-        split, total = self._contributions(state, partial(self._sum_of(state), network))
-        planned, grid = self._planned[state], self._request.grids.get(state)
-        header = self._request.header
-        cells = self._guard.share(planned, header, split.num_units, total, grid=grid)
+        units = self._contributions(state, partial(self._sum_of(state), network))
+        planned, request = self._planned[state], self._request
+        grid = request.grids.get(state)
+        cells = self._guard.share(planned, request.header, units, grid=grid)
         return cells, self._guard.expected_batch(planned)
 
     def _sum_of(self, state: str) -> TakeSum:
@@ -174,17 +174,13 @@ class NoisedGradients:
 
     def _noised(self, state: str, take: TakeSum) -> tuple[Tensors, float]:
         """Return one release, on the client's device, and the expected size of its batch."""
-        split, total = self._contributions(state, take)
-        planned, header = self._planned[state], self._request.header
-        sums = self._guard.release(planned, header, split.num_units, total)
+        planned, units = self._planned[state], self._contributions(state, take)
+        sums = self._guard.release(planned, self._request.header, units)
         named = {name: value.to(self._client.device) for name, value in sums.items()}
         return named, self._guard.expected_batch(planned)
 
-    def _contributions(self, state: str, take: TakeSum) -> tuple[Split, Contributions]:
-        """Return the split that a release reads, and a function: the clipped sum over some units.
-
-        One micro-batch is in memory at a time.
-        """
+    def _contributions(self, state: str, take: TakeSum) -> Contributions:
+        """Return what a release sums; one micro-batch is in memory at a time."""
         planned, size = self._planned[state], self._sizes[state]
         split = self._client.split("+".join(planned.splits))
 
@@ -195,7 +191,7 @@ class NoisedGradients:
             )
             return sum_of_parts(parts, bound=planned.max_grad_norm)
 
-        return split, total
+        return Contributions(split.num_units, total)
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
         """Return the augmented batch of some rows; nobody can foresee the draws.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fednas_flwr.base.layers import own_linear_layers
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.rehearsal import rehearse
+from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.privacy.mechanism import micro_batches
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, filled
@@ -63,7 +64,7 @@ def noised_mean(
         rows, persons = micro_batches.joined(split.records_of(units))
         return micro_batches.person_means(values(rows), persons)
 
-    sums = guard.release(planned, request.header, split.num_units, total)
+    sums = guard.release(planned, request.header, Contributions(split.num_units, total))
     return sums[kind] / guard.expected_batch(planned)
 
 

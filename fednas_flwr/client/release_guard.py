@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,18 @@ from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.settings.names import RECORD, SPLITS
 from fednas_flwr.settings.parser import parse
 
-# Given int64 rows of units, maybe none: the sum of one clipped contribution of each.
-Contributions = Callable[[Tensor], ClippedSum]
+
+class Contributions(NamedTuple):
+    """What some units may contribute to one release.
+
+    Attributes:
+        num_units: Number of records, or persons; the draw alone depends on it.
+        total: Given int64 rows of units, maybe none, returns the sum of one clipped contribution of
+            each.
+    """
+
+    num_units: int
+    total: Callable[[Tensor], ClippedSum]
 
 
 @dataclass(frozen=True)
@@ -317,20 +327,13 @@ class ReleaseGuard:
             raise refused("committed values", f"number of {kind}", num_values, f"at most {most}")
         check_planned(self.allowed, planned, num_values=num_values)
 
-    def release(
-        self,
-        planned: PlannedRelease,
-        header: Header,
-        num_units: int,
-        clipped_sum: Contributions,
-    ) -> Tensors:
+    def release(self, planned: PlannedRelease, header: Header, units: Contributions) -> Tensors:
         """Book one step, draw its Poisson batch and return the noised sum over it.
 
         Args:
             planned: From :meth:`admit`; its noise is not shared.
             header: Of the request.
-            num_units: Number of records, or persons; the draw alone depends on it.
-            clipped_sum: Given int64 rows of the drawn units (maybe none), returns their sum.
+            units: What is summed.
 
         Returns:
             float32 tensors on the CPU, by name: the sum plus noise of std ``sigma`` times its norm.
@@ -341,7 +344,7 @@ class ReleaseGuard:
         """
         if planned.shared:
             raise ValueError("noise that is shared is no client's whole noise: call share")
-        sums, total = self._booked_sum(planned, header, num_units, clipped_sum)
+        sums, total = self._booked_sum(planned, header, units)
         noised = add_noise(
             total,
             self._generator,
@@ -352,21 +355,14 @@ class ReleaseGuard:
         return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
 
     def share(
-        self,
-        planned: PlannedRelease,
-        header: Header,
-        num_units: int,
-        clipped_sum: Contributions,
-        *,
-        grid: Grid | None,
+        self, planned: PlannedRelease, header: Header, units: Contributions, *, grid: Grid | None
     ) -> Cells:
         """Book one step and return this client's sum with its share of a secure sum's noise.
 
         Args:
             planned: From :meth:`admit`; its noise is shared.
-            header: As the next two of :meth:`release`.
-            num_units: See there.
-            clipped_sum: See there; of contributions of a norm of at most ``max_grad_norm``.
+            header: Of the request.
+            units: What is summed, by contributions of a norm of at most ``max_grad_norm``.
             grid: Of the secure sum; its range has room for what all clients' noise makes of it.
 
         Raises:
@@ -377,7 +373,7 @@ class ReleaseGuard:
         if not planned.shared or terms is None or grid is None or grid.range < needed:
             found = 0.0 if grid is None else grid.range
             raise refused("secure_sum", f"range of {planned.kind}", found, f"{needed:g} or more")
-        sums, total = self._booked_sum(planned, header, num_units, clipped_sum)
+        sums, total = self._booked_sum(planned, header, units)
         if sums.norm > planned.max_grad_norm:
             limit = f"at most the {planned.max_grad_norm:g} that all sites have committed to"
             raise refused("secure_sum", f"norm of {planned.kind}", sums.norm, limit)
@@ -393,11 +389,7 @@ class ReleaseGuard:
         return Cells(noised.numpy())
 
     def _booked_sum(
-        self,
-        planned: PlannedRelease,
-        header: Header,
-        num_units: int,
-        clipped_sum: Contributions,
+        self, planned: PlannedRelease, header: Header, units: Contributions
     ) -> tuple[ClippedSum, Tensor]:
         """Book one step, draw its batch; return the sum over it, and its values, float64 [d]."""
         allowed, commitment = self.allowed, self._commitment(header.run)
@@ -416,8 +408,8 @@ class ReleaseGuard:
             unit=self.unit,
         )
         self._ledger.reserve(entry, **allowed.budget, assignment=self._assignment)
-        mask = self._generator.poisson_mask(num_units, probability=mechanism.sample_rate)
-        sums = clipped_sum(mask.nonzero().flatten())
+        mask = self._generator.poisson_mask(units.num_units, probability=mechanism.sample_rate)
+        sums = units.total(mask.nonzero().flatten())
         if not isinstance(sums, ClippedSum):
             raise TypeError(f"{type(sums).__name__} says no norm that its noise could be scaled by")
         parts = [tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()]

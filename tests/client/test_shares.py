@@ -47,9 +47,9 @@ def asked(site, weight):
     """The request of a training from weights of one size, by all of its sites, as admitted."""
     request = site.request("train.weights", **{TRAINING["train.weights"]: EPOCHS.__dict__})
     packed = request.states["weights"]["float32"]
-    planned = site.guard._commitment("run").plan
-    (key,) = [key for key in planned if key.startswith("retrain/train.weights")]
-    most = planned[key].sum_range(site.guard.allowed.records)
+    releases = site.guard._commitment("run").releases
+    (planned,) = [p for p in releases if p.key.startswith("retrain/train.weights")]
+    most = planned.sum_range(site.guard.allowed.records)
     states = {**request.states, "weights": {"float32": torch.full_like(packed, weight)}}
     summed = Summed("attempt", tuple(range(SITES)), {"weights": most})
     return admit(site.guard, replace(request, states=states, summed=summed))
