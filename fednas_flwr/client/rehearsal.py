@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,27 +54,19 @@ def rehearse(
         return client.rehearsed[key]
     size = client.private_guard.allowed.micro_batch_size
     shape, device = tuple(client.data.train.features.shape[1:]), client.device
-    num_classes = len(client.class_names)
+    classes = len(client.class_names)
+    labels: dict[str, Any] = {"num_classes": classes, "multi_label": client.objective.multi_label}
     x = torch.zeros(size, *shape, device=device)
-    multi_label = client.objective.multi_label
-    y = made_up_labels([num_classes - 1] * size, num_classes, multi_label=multi_label).to(device)
+    y = made_up_labels([classes - 1] * size, **labels).to(device)
+    known_by = [kind, size, shape, *labels.values()]
+    known_by += [*machine(device, client.threads), structure(network)]
+
+    def test() -> int:
+        return largest_size(computation, network, shape, size=size, device=device, **labels)
+
     try:
         computation(x, y, unwatched)
-        client.rehearsed[key] = shown_size(
-            [
-                *(kind, size, shape, num_classes, multi_label),
-                *(*machine(device, client.threads), structure(network)),
-            ],
-            client.cache,
-            partial(
-                largest_size,
-                *(computation, network, shape),
-                num_classes=num_classes,
-                size=size,
-                device=device,
-                multi_label=multi_label,
-            ),
-        )
+        client.rehearsed[key] = shown_size(known_by, client.cache, test)
     except RuntimeError as error:  # of torch
         raise ValueError(error) from error
     return client.rehearsed[key]
