@@ -171,7 +171,7 @@ class AuditTrail:
             end = _End(last.number + 1, seal(key, "audit line", last.mac, text), last.mac)
             os.write(descriptor, f'{text}, "mac": "{end.mac}"}}\n'.encode())
             os.fsync(descriptor)
-            _write_mark(mark, end, key)
+            write_atomically(mark, json.dumps([*end, seal(key, "audit mark", "", [*end])]))
 
     def _key(self) -> bytes:
         """Return the key; on a new site make it."""
@@ -216,13 +216,13 @@ def verify_trail(path: Path, key_path: Path) -> int:
     key = read_key(key_path)
     marked, end = _read_mark(_mark_path(path, key_path), key), _genesis(key)
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        found = _follow(line, end.number, end.mac, key)
-        if found is None:
+        place = _follow(line, end.number, end.mac, key)
+        if place is None:
             raise DamagedError(
                 f"line {number} of {path} is not the one that was written after line {number - 1}: "
                 "lines were edited, removed or moved from there on, or the key is another trail's."
             )
-        end = found
+        end = place
     if marked.mac not in (end.mac, end.previous):  # a crash leaves the mark one behind
         raise _wrong_end(path, end.number, marked)
     return end.number
@@ -316,7 +316,3 @@ def _read_mark(mark: Path, key: bytes) -> _End:
     if not equal(sealed, seal(key, "audit mark", "", place)):
         raise DamagedError(f"the mark {mark} was edited, or the key beside it is another one's.")
     return _End(*place)
-
-
-def _write_mark(mark: Path, end: _End, key: bytes) -> None:
-    write_atomically(mark, json.dumps([*end, seal(key, "audit mark", "", [*end])]))

@@ -216,11 +216,8 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
             gradients = NoisedGradients(client, request)
             for state in states:
                 gradients.rehearse(state, supernet)
-    return _of_sums(
-        *(client, request, gradients, supernet, SPLIT_OF[states[0]]),
-        steps=asked.local_steps,
-        local_lrs=lrs,
-    )
+    split, steps = SPLIT_OF[states[0]], asked.local_steps
+    return _of_sums(client, request, gradients, supernet, split, steps=steps, local_lrs=lrs)
 
 
 @answers("train.network_gradient")
@@ -562,13 +559,9 @@ def _num_records(client: Client, split: str) -> int:
 def _exact_sums(
     client: Client, request: Request, asked: rq.TakeGradients, supernet: Supernet
 ) -> ExactSums:
-    first = asked.step * asked.local_steps
+    first, draws = asked.step * asked.local_steps, partial(client.generator, request.header)
     train, validation = (
-        _step_batches(
-            *(client, name, asked),
-            first=first,
-            generator=client.generator(request.header, name),
-        )
+        _step_batches(client, name, asked, first=first, generator=draws(name))
         for name in ("train", "validation")
     )
     ahead = None

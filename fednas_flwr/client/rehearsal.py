@@ -85,14 +85,14 @@ def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> i
     name = hashlib.sha256(text.encode()).hexdigest()
     if name not in _shown:
         path = None if cache is None else cache / FOLDER / f"{name}.json"
-        known = None if path is None else _read(path, text)
-        if known is None:
-            known = test()
+        size = None if path is None else _read(path, text)
+        if size is None:
+            size = test()
             if path is not None:
                 make_folder(path.parent)
                 if len(list(path.parent.iterdir())) < MOST_FILES:
-                    write_atomically(path, json.dumps({"key": text, "size": known}))
-        _shown[name] = known
+                    write_atomically(path, json.dumps({"key": text, "size": size}))
+        _shown[name] = size
     return _shown[name]
 
 

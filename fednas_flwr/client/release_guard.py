@@ -130,8 +130,8 @@ class ReleaseGuard:
         self, policy: Policy, ledger: Ledger, generator: SecureGenerator, *, data_set: str
     ) -> None:
         if data_set not in policy.data_sets:
-            known = ", ".join(sorted(policy.data_sets))
-            raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {known}.")
+            names = ", ".join(sorted(policy.data_sets))
+            raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {names}.")
         self._ledger, self._generator = ledger, generator
         self.data_set, self.allowed = data_set, policy.data_sets[data_set]
         self._assignment, self.unit = "", booked_unit(self.allowed.unit, "")
@@ -371,8 +371,8 @@ class ReleaseGuard:
         """
         terms, needed = self.allowed.secure_sum, planned.sum_range(self.allowed.records)
         if not planned.shared or terms is None or grid is None or grid.range < needed:
-            found = 0.0 if grid is None else grid.range
-            raise refused("secure_sum", f"range of {planned.kind}", found, f"{needed:g} or more")
+            width = 0.0 if grid is None else grid.range
+            raise refused("secure_sum", f"range of {planned.kind}", width, f"{needed:g} or more")
         sums, total = self._booked_sum(planned, header, units)
         if sums.norm > planned.max_grad_norm:
             limit = f"at most the {planned.max_grad_norm:g} that all sites have committed to"

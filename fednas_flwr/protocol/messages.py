@@ -124,12 +124,12 @@ class Request(Asked):
         statistics = {} if self.statistics is None else vars(self.statistics)
         asked = [self.action, asdict(self.settings), ranges, statistics]
         text = json.dumps(asked, sort_keys=True)
-        found = hashlib.sha256(text.encode())
+        hashed = hashlib.sha256(text.encode())
         for name in sorted(self.states):
             for dtype, vector in sorted(self.states[name].items()):
-                found.update(json.dumps([name, dtype, vector.numel()]).encode())
-                found.update(vector.numpy().data)
-        return found.hexdigest()
+                hashed.update(json.dumps([name, dtype, vector.numel()]).encode())
+                hashed.update(vector.numpy().data)
+        return hashed.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ class SumSite:
         parts = masks.split(seed, [i + 1 for i in asked], threshold=threshold)
         values = (context.hex(), exchange.run, json.dumps(asked), parts[self.index + 1])
         with self._books() as books:
-            known = "SELECT 1 FROM answers WHERE context = ?"
-            if books.execute(known, (context.hex(),)).fetchone() is not None:
+            query = "SELECT 1 FROM answers WHERE context = ?"
+            if books.execute(query, (context.hex(),)).fetchone() is not None:
                 raise ConfigError(
                     "refused: this request was answered before; a secure sum has one answer."
                 )
