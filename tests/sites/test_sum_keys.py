@@ -167,10 +167,11 @@ def test_what_a_site_does_not_sign(node: dict[str, str | int]) -> None:
         (request | {"context": "zz" * 32}, "64 hex digits"),
         (request | {"more": 1}, "unknown"),
         ({}, "missing"),
-        ([], "group of settings"),
+        ([], "wrong type"),
     ):
         assert said in asked(action, settings, node).error.reason, settings
-    assert "header and settings" in asked(action, request, node, summed={}).error.reason
+    summed = {"attempt": "a", "participants": [0, 2], "ranges": {}}
+    assert "header and settings" in asked(action, request, node, summed=summed).error.reason
     policy = Path(str(node["policy"]))
     whole = policy.read_text()
     policy.write_text(whole.replace("      - query.sign_survivors", "      # - none"))

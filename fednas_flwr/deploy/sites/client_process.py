@@ -57,6 +57,8 @@ def answer_sum_message(message: Message, context: Context) -> Message:
     trail = trail_of(node)
     try:
         values = read_values(message.content)
+        if values.statistics is not None or values.summed is not None:
+            raise ConfigError("refused: this request has a header and settings, and nothing else.")
         settings: Settings = parse(REQUESTS[action], values.settings, key="")
         request = Asked(action, values.header, settings)
         trail.asked(request, flower_run=message.metadata.run_id)
