@@ -302,7 +302,7 @@ def test_first_clients_error_is_on_top(
 def test_sweep_goes_on_after_a_failing_job_and_says_so(
     tiny_overrides: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search = handlers.search
+    search = handlers.train
 
     def broken_for_seed_2(client, request, asked):
         if client.seed == 2:

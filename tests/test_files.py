@@ -91,7 +91,7 @@ from fednas_flwr.client.audit_trail import AuditTrail
 from fednas_flwr.client.rehearsal import shown_size
 from fednas_flwr.data.cache import load_or_build
 from fednas_flwr.data.records import Records
-from fednas_flwr.protocol.secure_sum.roster import SiteKeys
+from fednas_flwr.protocol.keys import SiteKeys
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.anchor import connect

@@ -69,10 +69,10 @@ def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
     return evaluate_every > 0 and (last or server_round % evaluate_every == 0)
 
 
-def site_of(config: Config) -> rq.Site | None:
-    """Further terms of a request to private clients; None without privacy."""
+def data_set_of(config: Config) -> str | None:
+    """Id that private sites' policies give their data; None without privacy."""
     privacy = config.privacy
-    return rq.Site(privacy.data_set) if isinstance(privacy, DifferentialPrivacy) else None
+    return privacy.data_set if isinstance(privacy, DifferentialPrivacy) else None
 
 
 def local_steps(config: Config, stage: str) -> int | None:
@@ -371,7 +371,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def _at_site(self, settings: rq.Settings) -> rq.Settings:
         if isinstance(settings, rq.AtSite):
-            return replace(settings, site=site_of(self.config))
+            return replace(settings, data_set=data_set_of(self.config))
         return settings
 
     def candidates(self) -> Sequence[int]:

@@ -13,14 +13,14 @@ from torch import nn
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.client.release_guard import ReleaseGuard
+from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
 from fednas_flwr.data import loaders
 from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.data.schema import CATEGORY, Column
 from fednas_flwr.data.statistics import Moments, Statistics
-from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.states import Packed, load_states
+from fednas_flwr.protocol.states import Packed, load_states, network_states
 from fednas_flwr.search.batch_gradients import Batch
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.settings.names import FLOAT32, SPLITS
@@ -76,7 +76,7 @@ class Client:
         oversample: True if training repeats records of rarer classes.
         precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
         guard: Guard that releases must pass; with one the client answers private actions only.
-        wire: Format of float32 vectors in replies, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors in replies, see :mod:`fednas_flwr.protocol.messages`.
         kept_models: Folder of models that return to the site; None keeps none.
         sums: The client's part of secure sums; with one it answers no other way.
         cache: Folder of what may be computed anew, results of self-tests among it; None for none.
@@ -129,6 +129,32 @@ class Client:
             load_states(network, states)
         return network
 
+    def sent_network(self, request: Request) -> nn.Module:
+        """Return the network that a request describes, with the states that it carries, checked.
+
+        Raises:
+            ConfigError: See :meth:`check_network`.
+            ValueError: The states are not of this network.
+        """
+        network = self.network(request.network, request.network_states)
+        self.check_network(request, network)
+        return network
+
+    def check_network(self, request: Request, network: nn.Module) -> None:
+        """Refuse, at a private client, a network for which no noised release can be made.
+
+        Raises:
+            ConfigError: It has batch norm, or is larger than the run has committed to.
+        """
+        if self.guard is None:
+            return
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
+            raise refused_batch_norm()
+        states = network_states(network)
+        for kind in request.releases.keys() & states.keys():
+            num_values = sum(tensor.numel() for tensor in states[kind].values())
+            self.guard.check_size(request.releases[kind], request.header.run, num_values)
+
     def standardised(self, statistics: Statistics) -> Client:
         """Return the client with its table standardised by the statistics of all clients.
 
@@ -142,6 +168,12 @@ class Client:
             raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
         within = loaders.standardised_within(self.data, statistics, num_columns=self.num_columns)
         return replace(self, data=within)
+
+    @property
+    def private_guard(self) -> ReleaseGuard:
+        """The guard of a private client."""
+        assert self.guard is not None
+        return self.guard
 
     @property
     def part_of_sums(self) -> SumSite:

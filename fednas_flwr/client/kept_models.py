@@ -21,9 +21,9 @@ from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.client import Client
 from fednas_flwr.models.metrics import detailed, measured, predicted
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_model
+from fednas_flwr.protocol.keys import is_signed
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.requests import LARGEST_MODEL, KeepModel
-from fednas_flwr.protocol.signed_model import is_signed
 
 STATE, DTYPE = "model", "uint8"  # as which the file's bytes travel
 MOST_MODELS = 100  # of a site: a server must not fill its disk
@@ -46,16 +46,16 @@ def check(client: Client, request: Request, asked: KeepModel) -> Path:
     """
     if client.kept_models is None:
         raise ConfigError("refused: this site keeps no models.")
-    kept, model = client.kept_models, _bytes(request)
+    site, model = client.kept_models, _bytes(request)
     if not is_signed(
-        kept.signer, asked.signature, run=request.header.run, model=model, card=asked.card
+        site.signer, asked.signature, run=request.header.run, model=model, card=asked.card
     ):
-        raise ConfigError(f"refused: the model is not signed by the owner of {kept.signer.name}.")
-    make_folder(kept.folder)
-    names = {path.name for path in kept.folder.iterdir() if not path.name.startswith(".")}
+        raise ConfigError(f"refused: the model is not signed by the owner of {site.signer.name}.")
+    make_folder(site.folder)
+    names = {path.name for path in site.folder.iterdir() if not path.name.startswith(".")}
     if len(names | {folder_name(model)}) > MOST_MODELS:
         raise ConfigError(f"refused: this site has {len(names)} models, and keeps no more.")
-    new = kept.folder / f".{folder_name(model)}.{os.getpid()}"
+    new = site.folder / f".{folder_name(model)}.{os.getpid()}"
     shutil.rmtree(new, ignore_errors=True)
     make_folder(new)
     try:

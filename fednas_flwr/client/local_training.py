@@ -69,7 +69,7 @@ def prepare_search(
     if isinstance(gradients, NoisedGradients) and paths is not None:
         for active_E1 in covering_paths(supernet, mode="one"):
             network = PathNetwork(supernet.train(), active_E1)
-            gradients.rehearse_weights(network, "path", active_E1.tolist())
+            gradients.rehearse("weights", network, "path", active_E1.tolist())
         for paths_EK in () if paths.warm_up else covering_paths(supernet, mode=paths.gates):
             gradients.rehearse_gates(supernet, paths_EK, hardware, asdict(paths), paths_EK.tolist())
     elif isinstance(gradients, NoisedGradients):
@@ -78,8 +78,8 @@ def prepare_search(
                 f"refused, temperature={local.alternating.temperature}: single paths have no "
                 "private gradient yet; set algorithm.temperatures=null."
             )
-        gradients.rehearse_weights(supernet)
-        gradients.rehearse_alphas(supernet)
+        for state in local.states:
+            gradients.rehearse(state, supernet)
 
     sent = sent_moments(request, supernet)
 
@@ -124,7 +124,7 @@ def prepare_training(
     gradients = _gradients(client, request, local, generator)
     network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
     if isinstance(gradients, NoisedGradients):
-        gradients.rehearse_weights(network, local.network, local.drop_path_prob > 0)
+        gradients.rehearse("weights", network, local.network, local.drop_path_prob > 0)
 
     sent = sent_moments(request, network)
 
@@ -190,7 +190,7 @@ def sent_moments(
         return {}
     layout = Layout.of(opt.no_moments(network))
     if only is not None:
-        layout = layout.part(layout.marks(only))
+        layout = layout.part(only)
     moments = unpack(request.states[MOMENTS], layout)
     for name, tensor in moments.items():
         if name.startswith("alphas.step.") and not tensor.item() >= 0:

@@ -28,7 +28,7 @@ from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy, load_policy, parse_policy
-from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded

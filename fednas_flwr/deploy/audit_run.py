@@ -37,8 +37,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import admit, asked_kinds, description_of
-from fednas_flwr.client.answer import answer, begin_sum
+from fednas_flwr.client.answer import admit, answer, asked_kinds, begin_sum
 from fednas_flwr.client.client import Augmentation, Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
@@ -188,8 +187,8 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
                 retrain(run, description, None)
         if "evaluate" in keys:
             assert isinstance(config.privacy, DifferentialPrivacy)
-            site, header = rq.Site(config.privacy.data_set), Header("", "evaluate", 0, 1, 0, "")
-            settings = rq.Evaluate(network=description, split="test", site=site)
+            data_set, header = config.privacy.data_set, Header("", "evaluate", 0, 1, 0, "")
+            settings = rq.Evaluate(network=description, split="test", data_set=data_set)
             statistics = run.cohort.statistics
             grid.record(Request("evaluate.model", header, settings, statistics=statistics))
         return run.schedule, grid.asked
@@ -339,7 +338,7 @@ class _Exchange:
             return {}
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            network = client.make_network(description_of(self._request))
+            network = client.make_network(self._request.network)
         if isinstance(network, Pool):
             self._pool = math.sqrt(len(network))
         for module in network.modules():

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fednas_flwr.algorithms.base import site_of
+from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.fdnas import FDNASSettings
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.files import write_atomically
@@ -187,7 +187,7 @@ def _ask(run: Run) -> LatencyTable:
     """Return the median of the tables that the run's clients measure."""
     config, space = run.config, supernet_space(run.config, run.prepared)
     assert isinstance(space, MBConvSpace)  # as the configuration has it
-    request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, site=site_of(config))
+    request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, data_set=data_set_of(config))
     tables: list[LatencyTable] = []
     sampling = run.cohort.sampling
     participants = None if sampling is None else sampling.participants("latency", 1)

@@ -23,7 +23,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
-from fednas_flwr.algorithms.base import RoundStrategy, site_of
+from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError
@@ -43,7 +43,7 @@ from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.groups import run_groups
 from fednas_flwr.pipeline.later_settings import cost_of, with_latency, with_learning_rate
 from fednas_flwr.protocol import requests as rq
-from fednas_flwr.protocol.signed_model import SIGNING_KEY, sign_model
+from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
 from fednas_flwr.report.model_card import card_of
@@ -237,13 +237,16 @@ def _evaluate(
                 central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
-        site = site_of(config)
+        data_set = data_set_of(config)
         results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             noises = [p.noise_multiplier for p in run.schedule if p.stage == "evaluate"]
-            if site is None or noises not in ([], [None]):
+            if data_set is None or noises not in ([], [None]):
                 request = rq.Evaluate(
-                    network=description, split="test", site=site, with_scores=shows_clients
+                    network=description,
+                    split="test",
+                    data_set=data_set,
+                    with_scores=shows_clients,
                 )
                 tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
                 if config.secure_sum:
@@ -380,7 +383,7 @@ def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
             f"take {rq.LARGEST_MODEL:,} and {rq.LONGEST_CARD:,}."
         )
     signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
-    return rq.KeepModel(card=card, signature=signature, site=site_of(run.config))
+    return rq.KeepModel(card=card, signature=signature, data_set=data_set_of(run.config))
 
 
 def _report_spending(run: Run) -> None:

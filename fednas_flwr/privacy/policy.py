@@ -120,6 +120,11 @@ class DataSetPolicy(Checked):
         return {split: math.floor(self.records * s + 1e-9) for split, s in shares.items()}
 
     @property
+    def budget(self) -> dict[str, float]:
+        """The budget over the whole life of the data."""
+        return {"epsilon": self.epsilon, "delta": self.delta}
+
+    @property
     def needs_approval(self) -> bool:
         """True if a person must approve each run."""
         return self.approve == MANUAL
@@ -299,10 +304,15 @@ def _name(value: object, where: str) -> str:
 
 
 def template() -> str:
-    """Return a policy to start from, with comments.
+    """Return a policy to start from, with comments, and a line for each private action.
 
     Example:
         >>> parse_policy(template()).data_sets["my-data"].epsilon
         3.0
     """
-    return (files("fednas_flwr.privacy") / "policy.yaml").read_text(encoding="utf-8")
+    text = (files("fednas_flwr.privacy") / "policy.yaml").read_text(encoding="utf-8")
+    lines = []
+    for name in PRIVATE_ACTIONS:
+        item = f"      {'' if ACTIONS[name].usual else '# '}- {name}"
+        lines.append(f"{item:<35} # {ACTIONS[name].note}\n")
+    return text.replace("      # ACTIONS\n", "".join(lines))

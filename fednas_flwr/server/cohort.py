@@ -30,10 +30,10 @@ from fednas_flwr.protocol.messages import (
     encode_request,
     encode_states,
     payload_bytes,
+    restore_sent,
 )
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
-from fednas_flwr.protocol.wire import restore_sent
 from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
 from fednas_flwr.server.limits import honest_limits, norm
 from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
@@ -72,7 +72,7 @@ class Cohort:
         quorum_share: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
-        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.messages`.
         fewest_records: Share of the median client's records that a client must declare.
         most_records: Multiple of them that it may declare.
         largest_share: Largest share of one client of three or more in an average, above 0 to 1.

@@ -18,10 +18,9 @@ from flwr.app import Message
 from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.messages import Reply, round_sent
 from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import Layout, Packed
-from fednas_flwr.protocol.wire import round_sent
 from fednas_flwr.settings.names import BY_SIZE, FEWEST_VOTES, ROUND_ROBIN, UNIFORM
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]

@@ -19,11 +19,10 @@ from flwr.app import Message
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
-from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply
-from fednas_flwr.protocol.requests import MAX_EXAMPLES, decode_properties
+from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply, restore
+from fednas_flwr.protocol.requests import MAX_EXAMPLES, Search, decode_properties
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
 from fednas_flwr.protocol.sum_encoding import Summands, check_masked
-from fednas_flwr.protocol.wire import restore
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.limits import Limits, distance
 from fednas_flwr.settings.names import FEWEST_VOTES
@@ -54,7 +53,7 @@ def accept_reply(
             reply from another run, round, phase or client is refused.
         limits: Limits of an honest reply. A tiny or a huge weight would overflow the
             aggregate although every tensor is finite.
-        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.messages`.
         summands: Encoding of a secure sum: the reply is masked, and nothing else can be checked.
 
     Raises:
@@ -93,8 +92,8 @@ def accept_reply(
             raise ReplyError(f"{name}={value} is not from {low:.3g} to {high:.3g}")
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
-    changed = {}
-    if exchange.settings.leaves_out_unchanged:
+    changed: dict[str, set[str]] = {}
+    if isinstance(exchange.settings, Search) and exchange.settings.sparse:
         changed = _changed(reply.properties, layouts)
     states: dict[str, Packed] = {}
     for name, whole in layouts.items():
@@ -109,8 +108,8 @@ def accept_reply(
             for dtype, mask in _non_negative(name, layout).items():
                 vector = states[name][dtype]
                 vector[mask & (vector < 0)] = 0
-    for name, chosen in changed.items():
-        states[name] = fill_unchanged(states[name], exchange.states[name], layouts[name], chosen)
+    for name, names in changed.items():
+        states[name] = fill_unchanged(states[name], exchange.states[name], layouts[name], names)
     for name, packed in states.items():
         _check_values(name, packed, layouts[name], limits, base.get(name, {}))
     return replace(reply, states=states)
@@ -149,15 +148,15 @@ def _is_non_negative(name: str, key: str) -> bool:
     return any(part in key for part in NON_NEGATIVE.get(name, ()))
 
 
-def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """The marks of the tensors that a reply holds, by state: one digit for each tensor."""
+def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, set[str]]:
+    """The names of the tensors of every state that a reply holds."""
     changed: dict[str, str] = properties.get("changed", {})
     if set(changed) != set(layouts):
         raise ReplyError("does not say which tensors of each state have changed")
     for name, layout in layouts.items():
         if len(changed[name]) != len(layout.entries):
             raise ReplyError(f"does not say of each tensor of {name} whether it has changed")
-    return changed
+    return {name: layout.marked(changed[name]) for name, layout in layouts.items()}
 
 
 def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:

@@ -558,7 +558,7 @@ class Runtime(Checked):
     Attributes:
         device: Device for training; ``auto`` takes CUDA if there is a GPU.
         threads: torch's threads per client, the same in every runtime.
-        wire: Number format of tensors in messages, both ways (:mod:`fednas_flwr.protocol.wire`).
+        wire: Number format of tensors in messages, both ways.
         time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
             would not end in time; the network is then exported as trained so far, or a search is
             left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run

@@ -30,9 +30,9 @@ from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import DataSetPolicy
+from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.requests import Site, TakeGradients
-from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.search.objective import Objective
@@ -45,7 +45,7 @@ SETTINGS = TakeGradients(
     batch_size=None,
     order=1,
     inner_lr=0.1,
-    site=Site("records"),
+    data_set="records",
 )
 PLANNED = PlannedRelease(
     "search", "train.weight_gradient", "weights", ("train",), 8.0, 20, 0.5, 1.5, shared=True

@@ -256,7 +256,7 @@ COSTLY |= {"fixed": 0.5}
         {"alternating": {"rule": "first_order", "validation_weight": 1.0}},
         {"batch_size": 8},
         {"steps": None, "epochs": 1},
-        {"site.micro_batch_size": 4},
+        {"micro_batch_size": 4},
     ],
 )
 def test_whether_a_request_fails_does_not_depend_on_the_records(change, make_site):

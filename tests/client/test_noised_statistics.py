@@ -33,7 +33,7 @@ from fednas_flwr.pipeline.baselines import prepare_baselines
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.plan import statistics_release
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.requests import Describe, Site, TellStatistics
+from fednas_flwr.protocol.requests import Describe, TellStatistics
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import open_run_folder
 
@@ -81,7 +81,7 @@ def site(overrides, tmp_path):
     plan = replace(statistics_release(), noise_multiplier=2.0)
     client.guard.commit("run", [plan])
     header = Header("run", "statistics", 1, 1, 0, "nonce")
-    return client, Request("query.statistics", header, TellStatistics(site=Site("records")))
+    return client, Request("query.statistics", header, TellStatistics(data_set="records"))
 
 
 def exact_sum(client):
@@ -186,7 +186,7 @@ def test_noise_is_of_the_scale_that_is_booked(overrides, tmp_path):
     client = make_client(config, 0, data=make_data(config), networks={})
     client.guard.commit("run", [replace(statistics_release(), noise_multiplier=2.0, steps=100)])
     header = Header("run", "statistics", 1, 1, 0, "nonce")
-    request = Request("query.statistics", header, TellStatistics(site=Site("records")))
+    request = Request("query.statistics", header, TellStatistics(data_set="records"))
     declared = client.guard.allowed.by_split["train"]
     # the filter of so many releases is not what is tested
     client.guard.allowed = replace(client.guard.allowed, epsilon=1e6)

@@ -203,4 +203,4 @@ def test_without_a_target_there_is_no_cost_and_no_question(compose_config, whole
 )
 def test_a_client_measures_within_limits_only(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        decode("query.latency", {"site": None, **settings})
+        decode("query.latency", {"data_set": None, **settings})

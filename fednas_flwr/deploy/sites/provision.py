@@ -32,8 +32,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import OTHERS_WRITE, make_folder, umask, write_atomically, write_secret
 from fednas_flwr.base.foreign import load_json, read_yaml
 from fednas_flwr.privacy.policy import template
-from fednas_flwr.protocol.secure_sum.roster import PublicKeys, Roster, SiteKeys
-from fednas_flwr.protocol.signed_model import make_signing_key
+from fednas_flwr.protocol.keys import PublicKeys, Roster, SiteKeys, make_signing_key
 from fednas_flwr.settings import parser
 
 AUTHORITY_DAYS = 3650
