@@ -16,7 +16,7 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data import loaders
 from fednas_flwr.data.loaders import ClientData, Split
-from fednas_flwr.data.schema import CATEGORY, Column
+from fednas_flwr.data.records import CATEGORY, Column
 from fednas_flwr.data.statistics import Moments, Statistics
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite

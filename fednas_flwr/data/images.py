@@ -20,6 +20,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import tables
 from fednas_flwr.data.decoding import SUFFIXES, decode_images, image_files, part_folders, source_of
 from fednas_flwr.data.records import (
+    Column,
     Records,
     RecordsPair,
     canonical,
@@ -27,7 +28,6 @@ from fednas_flwr.data.records import (
     readable,
     record_ids,
 )
-from fednas_flwr.data.schema import Column
 from fednas_flwr.data.table_files import ANY_FORM, Texts, check_columns, names_in, read_texts
 from fednas_flwr.settings.data_settings import ImageFolder, Images, LabelledImages, Torchvision
 from fednas_flwr.settings.names import TORCHVISION_SETS

@@ -18,8 +18,7 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.records import Records, assign_splits
-from fednas_flwr.data.schema import moved, normalised
+from fednas_flwr.data.records import Records, assign_splits, moved, normalised
 from fednas_flwr.data.statistics import Statistics, are_within, column_moments, pooled
 from fednas_flwr.settings.names import SPLITS
 

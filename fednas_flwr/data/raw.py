@@ -1,7 +1,7 @@
 """Raw data for a trained model: arrays, DataFrames, files and folders, in batches.
 
 What training does to records is done here by the same functions, with what the model's
-:class:`~fednas_flwr.data.schema.Inputs` say. Labels that the data has come along, by name.
+:class:`~fednas_flwr.data.records.Inputs` say. Labels that the data has come along, by name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
 from fednas_flwr.data.npz import channels_first, cut, named
-from fednas_flwr.data.records import label_sets
-from fednas_flwr.data.schema import Inputs, feature_names
+from fednas_flwr.data.records import Inputs, feature_names, label_sets
 from fednas_flwr.data.table_files import ANY_FORM, read_texts, suffix_of, texts_of
 from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.names import TABLE_SUFFIXES

@@ -12,8 +12,15 @@ import numpy as np
 import torch
 
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.records import Records, assign_splits, count_labels
-from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
+from fednas_flwr.data.records import (
+    CATEGORY,
+    DATE,
+    NUMBER,
+    Column,
+    Records,
+    assign_splits,
+    count_labels,
+)
 from fednas_flwr.settings.names import QUANTILES, SPLITS
 
 FEWEST = 20  # training records below which a client is called small

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import records, table_files
-from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
+from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column
 from fednas_flwr.settings.data_settings import CSV, LabelTable
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 

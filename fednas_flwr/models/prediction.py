@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.data.raw import Label, names_of, read_raw
+from fednas_flwr.data.records import Inputs, normalised
 from fednas_flwr.data.scattering import Scattering
-from fednas_flwr.data.schema import Inputs, normalised
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 
 MODEL_FILE = "model.safetensors"
@@ -142,7 +142,7 @@ class Model(nn.Module):
 
         Args:
             x: uint8 ``[N, C, H, W]`` from 0 to 255 or float from 0 to 1; of a table float32
-                ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.schema.feature_names`.
+                ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.records.feature_names`.
         """
         return Objective(multi_label=self.inputs.multi_label).probabilities(self.logits(x))
 

@@ -22,7 +22,7 @@ from fednas_flwr.client.client import Augmentation, Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.release_guard import Commitment
 from fednas_flwr.data.prepared import make_data
-from fednas_flwr.data.schema import Column
+from fednas_flwr.data.records import Column
 from fednas_flwr.data.statistics import Moments, Statistics
 from fednas_flwr.deploy import client_app
 from fednas_flwr.pipeline.beginning import SITE_PROPERTIES

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.data.cache import load_or_build
+from fednas_flwr.data.datasets import load_or_build
 from fednas_flwr.data.records import select_records
 
 
@@ -108,11 +108,11 @@ def test_a_process_killed_while_writing_leaves_nothing_that_is_read(tmp_path: Pa
         import os, signal
         from pathlib import Path
         import torch
-        from fednas_flwr.data.cache import load_or_build
+        from fednas_flwr.data.datasets import load_or_build
         from fednas_flwr.data.records import Records, record_ids
 
         class Killer(dict):
-            def values(self):
+            def __iter__(self):
                 print("written:", len(list(Path({str(tmp_path)!r}).glob("*/*"))), flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 

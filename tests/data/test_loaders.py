@@ -21,8 +21,7 @@ from fednas_flwr.data.loaders import (
     server_split,
     step_batch,
 )
-from fednas_flwr.data.records import Records, record_ids, select_records
-from fednas_flwr.data.schema import Column
+from fednas_flwr.data.records import Column, Records, record_ids, select_records
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

@@ -7,6 +7,8 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.records import (
+    Column,
+    Inputs,
     Records,
     check_alike,
     encode_labels,
@@ -14,7 +16,6 @@ from fednas_flwr.data.records import (
     record_ids,
     select_records,
 )
-from fednas_flwr.data.schema import Column, Inputs
 
 
 def rows(*, classes=("a", "b"), width=2, names=None, count=3) -> Records:
