@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -204,10 +204,10 @@ def intensity_of(dataset: Dataset) -> tuple[float, ...]:
 def find_source(dataset: Dataset, *, sites: bool) -> Path:
     """The folder or file to read, fetched first where that is asked for."""
     name, entry, root = dataset.name, DATA_SETS[dataset.name], dataset.place
-    if root is None and entry.roots:
-        raise ConfigError(f"dataset={name} needs its place on disk: give dataset.root=<path>.")
-    if root is None or not entry.roots:
+    if not entry.roots:
         return root or Path()
+    if root is None:
+        raise ConfigError(f"dataset={name} needs its place on disk: give dataset.root=<path>.")
     if folder := entry.folder:
         if isinstance(dataset, Torchvision) and dataset.download:
             read_torchvision(dataset, root, download=True)
@@ -218,8 +218,7 @@ def find_source(dataset: Dataset, *, sites: bool) -> Path:
             )
         return root
     kinds = ("folder",) if sites else entry.roots
-    found = "folder" if root.is_dir() else "file" if root.is_file() else None
-    if found not in kinds:
+    if ("folder" if root.is_dir() else "file" if root.is_file() else None) not in kinds:
         expected = " or ".join(kinds)
         raise ConfigError(f"dataset.root={root} is not a {expected}: give an existing one.")
     return root
@@ -295,15 +294,33 @@ def _normalisation(
     if scattering_of(dataset):
         return (0.0,), (1.0,)  # features are normalised as they are
     mean, std = (dataset.mean, dataset.std) if isinstance(dataset, Images) else ([], [])
-    statistics = dataset.column_statistics
-    if records.features.dtype.is_floating_point:
-        return _table_statistics(records, statistics, mean=mean, std=std)
-    if statistics:
+    statistics, is_table = dataset.column_statistics, records.features.is_floating_point()
+    if (mean or std) if is_table else statistics:
         raise ConfigError(
-            "dataset.statistics is for tables, and so are ranges: give those of images as "
-            "dataset.mean and dataset.std."
+            f"dataset.mean={mean} and dataset.std={std} are for images, dataset.statistics and "
+            f"dataset.ranges are for tables: these are {'a table' if is_table else 'images'}, so "
+            "remove the others."
         )
-    return _image_statistics(records, mean=mean, std=std)
+    if not is_table:
+        channels = records.features.shape[1]
+        means, stds = (tuple(values) or (0.5,) * channels for values in (mean, std))
+        if not len(means) == len(stds) == channels:
+            raise ConfigError(
+                f"dataset.mean={mean} and dataset.std={std} do not fit images of {channels} "
+                "channels: give one number per channel."
+            )
+        return means, stds
+    if not statistics:
+        return (), ()
+    numeric = records.feature_names[: records.num_numeric]
+    if wrong := sorted(set(statistics) ^ set(numeric)):
+        raise ConfigError(
+            "dataset.statistics or dataset.ranges must name every numeric column once "
+            f"({', '.join(numeric)}): {', '.join(wrong)} is missing or too many."
+        )
+    one_hot = [(0.0, 1.0)] * (len(records.feature_names) - len(numeric))
+    means, stds = zip(*(statistics[name] for name in numeric), *one_hot, strict=True)
+    return means, stds
 
 
 @contextmanager
@@ -325,48 +342,6 @@ def _limited(records: Records, limit: int | None) -> Records:
         return records
     order = np.argsort(hash_positions(records.ids, key=_LIMIT_KEY), kind="stable")
     return select_records(records, np.sort(order[:limit]))
-
-
-def _image_statistics(
-    records: Records, *, mean: Sequence[float], std: Sequence[float]
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std per channel."""
-    channels = records.features.shape[1]
-    means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.5,) * channels
-    if len(means) != channels or len(stds) != channels or min(stds) <= 0:
-        raise ConfigError(
-            f"dataset.mean={list(mean)} and dataset.std={list(std)} do not fit images of "
-            f"{channels} channels: give one number per channel, each std above 0."
-        )
-    return means, stds
-
-
-def _table_statistics(
-    records: Records,
-    statistics: Mapping[str, Sequence[float]],
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std per feature, 0 and 1 for one-hot ones; empty where none are given."""
-    if mean or std:
-        raise ConfigError(
-            f"dataset.mean={list(mean)} and dataset.std={list(std)} are for images: give a "
-            "table's as dataset.statistics={column: [mean, std]}."
-        )
-    if not statistics:
-        return (), ()
-    numeric = records.feature_names[: records.num_numeric]
-    if set(statistics) != set(numeric):
-        wrong = sorted(set(statistics) ^ set(numeric))
-        raise ConfigError(
-            "dataset.statistics or dataset.ranges must name every numeric column once "
-            f"({', '.join(numeric)}): {', '.join(wrong)} is missing or too many."
-        )
-    one_hot = len(records.feature_names) - records.num_numeric
-    means = [statistics[name][0] for name in numeric] + [0.0] * one_hot
-    stds = [statistics[name][1] for name in numeric] + [1.0] * one_hot
-    return tuple(means), tuple(stds)
 
 
 def load_or_build(folder: Path, build: Callable[[], Mapping[str, Records]]) -> dict[str, Records]:

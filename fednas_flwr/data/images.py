@@ -27,6 +27,7 @@ from fednas_flwr.data.records import (
     encode_labels,
     readable,
     record_ids,
+    text_ids,
 )
 from fednas_flwr.data.table_files import ANY_FORM, Texts, check_columns, names_in, read_texts
 from fednas_flwr.settings.data_settings import ImageFolder, Images, LabelledImages, Torchvision
@@ -133,8 +134,8 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
     if id_column is None:
         return records
     persons = np.array([files[i].parent.name for i in decoded.rows], dtype=np.str_)
-    ids = record_ids(text.encode("utf-8", "surrogatepass") for text in persons.tolist())
-    return replace(records, ids=ids, columns={id_column: persons}, id_column=id_column)
+    columns = {id_column: persons}
+    return replace(records, ids=text_ids(persons), columns=columns, id_column=id_column)
 
 
 def _images(root: Path, *, has_persons: bool, skip: bool) -> list[Path]:
@@ -200,11 +201,6 @@ def read_labelled_images(settings: LabelledImages, root: Path) -> RecordsPair:
         ConfigError: The table does not fit the settings, names a file that is not there or one
             twice; or an image cannot be read.
     """
-    if Path(settings.labels_file).name != settings.labels_file:
-        raise ConfigError(
-            f"dataset.labels_file={settings.labels_file} must be the name of a file in "
-            "dataset.root, or in its folders train and test."
-        )
     return _read_parts(settings, root, _read_labelled)
 
 

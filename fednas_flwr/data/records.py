@@ -212,6 +212,11 @@ def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     return np.array(digests, dtype="S32")
 
 
+def text_ids(texts: np.ndarray) -> np.ndarray:
+    """Hash ids that are texts, such as persons' names, by :func:`record_ids`."""
+    return record_ids(text.encode("utf-8", "surrogatepass") for text in texts.tolist())
+
+
 def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return int64 ``[n]``, the records that can be read, and a note on the others, if any.
 
@@ -275,30 +280,23 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
     Raises:
         ConfigError: They differ in classes, labels, feature columns or the form of a record.
     """
-    both = f"{first} and {second} do not have the same"
-    if others.class_names != records.class_names:
-        raise ConfigError(
-            f"{both} classes: {_listed(records.class_names)}, and {_listed(others.class_names)}; "
-            "set dataset.class_names to all of them."
-        )
-    if others.multi_label != records.multi_label:
-        raise ConfigError(
-            f"{both} form of labels: one has a class per record, the other several labels; write "
-            "them in one form."
-        )
-    kinds = [f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others)]
+    one, other = (f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others))
+    only = sorted(set(others.feature_names) ^ set(records.feature_names))
     tables = records.schema and others.schema
-    if others.schema != records.schema and (tables or kinds[0] == kinds[1]):
-        only = set(others.feature_names) ^ set(records.feature_names)
-        raise ConfigError(
-            f"{both} feature columns (they differ in {_listed(sorted(only)) or 'order'}): set "
-            "dataset.numeric, dataset.categorical and dataset.categories to those of all."
-        )
-    if kinds[0] != kinds[1]:
-        raise ConfigError(
-            f"{both} form of records, {kinds[0]} and {kinds[1]}: bring them to one form (images: "
-            "dataset.image_size and dataset.channels)."
-        )
+    differences = {
+        f"classes: {_listed(records.class_names)}, and {_listed(others.class_names)}; set "
+        "dataset.class_names to all of them": others.class_names != records.class_names,
+        "form of labels: one has a class per record, the other several labels; write them in one "
+        "form": others.multi_label != records.multi_label,
+        f"feature columns (they differ in {_listed(only) or 'order'}): set dataset.numeric, "
+        "dataset.categorical and dataset.categories to those of all": others.schema
+        != records.schema
+        and (tables or one == other),
+        f"form of records, {one} and {other}: bring them to one form (images: dataset.image_size "
+        "and dataset.channels)": one != other,
+    }
+    for difference in [text for text, is_so in differences.items() if is_so]:
+        raise ConfigError(f"{first} and {second} do not have the same {difference}.")
 
 
 def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) -> Tensor:
@@ -308,13 +306,18 @@ def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) 
         ConfigError: A name is not among them.
     """
     positions = {name: i for i, name in enumerate(class_names)}
-    unknown = sorted(set(names.tolist()) - positions.keys())
-    if unknown:
-        raise ConfigError(
-            f"{where} has the label {unknown[0]}, which is not in dataset.class_names="
-            f"{_listed(class_names)}: add it there or remove these records."
-        )
+    setting = f"dataset.class_names={_listed(class_names)}"
+    check_known(names.tolist(), class_names, f"{where} has the label", setting)
     return torch.tensor([positions[name] for name in names.tolist()], dtype=torch.int64)
+
+
+def check_known(names: Iterable[str], known: Iterable[str], says: str, setting: str) -> None:
+    """Raise ConfigError for a name in some records, as a sentence says, that a setting lacks."""
+    for name in sorted(set(names) - set(known)):
+        raise ConfigError(
+            f"{says} {name}, which is not in {setting}: add it there, or correct or remove these "
+            "records."
+        )
 
 
 def count_labels(labels: Tensor, num_classes: int) -> list[int]:
@@ -325,25 +328,20 @@ def count_labels(labels: Tensor, num_classes: int) -> list[int]:
         num_classes: Their number.
     """
     counts = labels.sum(0) if labels.dim() == 2 else torch.bincount(labels, minlength=num_classes)
-    found: list[int] = counts.tolist()
-    return found
+    return list(map(int, counts))
 
 
-def label_sets(texts: np.ndarray, separator: str) -> list[tuple[str, ...]]:
-    """Return the labels in each cell, by their names; an empty cell has none.
+def label_sets(texts: np.ndarray, separator: str | None) -> list[tuple[str, ...]]:
+    """List the labels in each cell, by their names; an empty cell has none.
 
     Args:
         texts: Cells such as ``a;b``; spaces around a name do not count.
-        separator: Between names.
+        separator: Between names; None if a cell is a class.
     """
-    return [label_set(text, separator) for text in texts.tolist()]
-
-
-def label_set(text: str, separator: str | None) -> tuple[str, ...]:
-    """Return the labels in one cell; without a separator its class."""
     if separator is None:
-        return (text,)
-    return tuple(name for name in map(str.strip, text.split(separator)) if name)
+        return [(text,) for text in texts.tolist()]
+    cells = [map(str.strip, text.split(separator)) for text in texts.tolist()]
+    return [tuple(name for name in names if name) for names in cells]
 
 
 def encode_label_sets(
@@ -402,9 +400,6 @@ def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
     Returns:
         The parts; their sizes meet the fractions in expectation, not exactly.
 
-    Raises:
-        ConfigError: The fractions are not those three or do not sum to 1.
-
     Example:
         >>> ids = np.array([b"a", b"b", b"c", b"d"])
         >>> shares = {"train": 0.5, "validation": 0.25, "test": 0.25}
@@ -412,13 +407,7 @@ def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
         >>> bool((assign_splits(ids[2:], key=b"secret", fractions=shares) == parts[2:]).all())
         True
     """
-    shares = np.array([fractions.get(name, np.nan) for name in SPLITS], dtype=float)
-    valid = set(fractions) == set(SPLITS) and bool((shares >= 0).all())
-    if not valid or abs(shares.sum() - 1) > 1e-6:
-        raise ConfigError(
-            f"the fractions of a client's records {dict(fractions)} are not usable: give train, "
-            "validation and test, each at least 0, summing to 1."
-        )
+    shares = np.array([fractions[name] for name in SPLITS], dtype=float)
     edges = np.cumsum(shares)[:2]
     # Rounding must not send a record to a part whose share is 0.
     for position in (1, 0):

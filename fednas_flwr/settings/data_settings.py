@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.settings.names import CORRUPT_RULES, DECIMALS, MISSING_RULES
+from fednas_flwr.settings.names import CORRUPT_RULES, DECIMALS, MISSING_RULES, SPLITS
 from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
 from fednas_flwr.settings.parser import (
     Between,
@@ -19,11 +19,23 @@ from fednas_flwr.settings.parser import (
     Names,
     OneOf,
     Text,
+    Where,
     expanded,
 )
 
 # of one side, in pixels: an image of more takes 800 MB
 ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
+Fractions = Annotated[
+    dict[str, Share],
+    Where(
+        lambda shares: shares.keys() == {*SPLITS} and abs(sum(shares.values()) - 1) <= 1e-6,
+        "shares of train, validation and test that sum to 1",
+    ),
+]
+_IN_ROOT = Where(
+    lambda name: Path(name).name == name,
+    "the name of a file in dataset.root, or in its folders train and test",
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class Dataset(Checked):
     server_test: bool
     limit_train: Count | None
     limit_test: Count | None
-    fractions: dict[str, Share]
+    fractions: Fractions
     split_key: Annotated[str, Length(Between(1, 64))]
     linear_baseline: bool
     table: CellAccuracies | None
@@ -350,7 +362,7 @@ class LabelledImages(LabelTable, EncodedImages, Stored):
             the table's folder on, or their bare names where no two images share one.
     """
 
-    labels_file: Text
+    labels_file: Annotated[Text, _IN_ROOT]
 
 
 @dataclass(frozen=True)

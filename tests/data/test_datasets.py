@@ -136,7 +136,7 @@ def test_sites_become_a_partition(cache: Path, tmp_path: Path):
         ({"download": True}, "setting=dataset.download is unknown"),
         ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
         ({"std": (0.5, 0.5)}, "do not fit images of 3 channels"),
-        ({"statistics": {"a": (0, 1)}}, "statistics is for tables"),
+        ({"statistics": {"a": (0, 1)}}, "are for tables: these are images"),
     ],
 )
 def test_settings_that_do_not_fit(cache: Path, npz: Path, settings, message):
