@@ -42,7 +42,7 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
     action, settings = request.action, request.settings
     if action not in PRIVATE_ACTIONS:
         raise unknown_choice("private action", action, PRIVATE_ACTIONS)
-    if request.statistics is not None:  # as public as weights are; standardised_within checks them
+    if request.statistics is not None:  # as public as weights are; the client checks them
         guard.check_action("query.statistics", guard.data_set)
     data_set = settings.of_data_set
     guard.check_action(action, guard.data_set if data_set is None else data_set)

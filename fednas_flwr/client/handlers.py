@@ -87,7 +87,7 @@ def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     labels = torch.cat([split.labels[split.rows] for split in splits.values()])
     properties |= {
-        "class_counts": count_labels(labels, len(client.class_names)),
+        "class_counts": count_labels(labels, len(client.inputs.class_names)),
         "splits": {name: len(split) for name, split in splits.items()},
     }
     if client.moments is not None:

@@ -103,14 +103,8 @@ def _read(client: Client, path: Path) -> Model:
 
 def _check_inputs(client: Client, model: Model) -> None:
     """Refuse a model that takes other records, or names other classes, than the site has."""
-    values = {
-        "class_names": (client.class_names, model.class_names),
-        "schema": (client.schema, model.inputs.schema),
-        "shape": (tuple(client.data.train.features.shape[1:]), model.input_shape),
-        "multi_label": (client.objective.multi_label, model.inputs.multi_label),
-    }
-    for name, (ours, theirs) in values.items():
-        if theirs != ours:
+    for name in ("class_names", "schema", "shape", "scattering", "multi_label"):
+        if getattr(model.inputs, name) != getattr(client.inputs, name):
             raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
 
 

@@ -110,7 +110,7 @@ def make_client(
         index=index,
         seed=config.seed,
         data=client_data,
-        class_names=prepared.train.class_names,
+        inputs=prepared.inputs,
         device=device,
         threads=config.runtime.threads if guard is None else guard.allowed.threads,
         make_network=build_network,
@@ -118,9 +118,6 @@ def make_client(
         augmentation=Augmentation(**config.dataset.augmentation),
         networks=networks,
         tag=site.get("tag", tags[index] if tags else ""),
-        schema=prepared.train.schema,
-        image_shape=prepared.train.image_shape,
-        scattering=prepared.scattering,
         moments=None if prepared.mean else column_moments(prepared.train, client_data.train.rows),
         from_ranges=prepared.from_ranges,
         objective=make_objective(config, prepared.train, device),
@@ -185,28 +182,27 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
         ConfigError: A factor, or ``evaluation.positive``, is of a class that does not exist; or a
             setting is for records of one class, but these can have several labels.
     """
-    given, positive, class_names = config.training.class_factors, None, records.class_names
-    chosen = {
-        f"training.class_factors={show(given)}": given,
+    factors, positive = config.training.class_factors, config.evaluation.positive
+    class_names = records.class_names
+    of_one_class = {
+        f"training.class_factors={show(factors)}": factors,
         "training.oversample=true": config.training.oversample,
     }
-    for setting in [setting for setting, value in chosen.items() if value]:
-        if records.multi_label:
-            raise ConfigError(
-                f"{setting} is for records of one class each, but these can have "
-                "several labels: remove it."
-            )
-    if config.evaluation.positive is not None:
-        if config.evaluation.positive not in class_names:
-            raise unknown_choice("evaluation.positive", config.evaluation.positive, class_names)
-        positive = class_names.index(config.evaluation.positive)
-    for name in given:
-        if name not in class_names:
-            raise unknown_choice("training.class_factors", name, class_names)
-    if not given:
-        return Objective(positive=positive, multi_label=records.multi_label)
-    factors = [given.get(name, 1.0) for name in class_names]
-    return Objective(torch.tensor(factors, device=device), positive)
+    for setting in [text for text, value in of_one_class.items() if value and records.multi_label]:
+        raise ConfigError(
+            f"{setting} is for records of one class each, but these can have several labels: "
+            "remove it."
+        )
+    if positive not in (None, *class_names):
+        raise unknown_choice("evaluation.positive", positive, class_names)
+    for name in [name for name in factors if name not in class_names]:
+        raise unknown_choice("training.class_factors", name, class_names)
+    values = [factors.get(name, 1.0) for name in class_names]
+    return Objective(
+        torch.tensor(values, device=device) if factors else None,
+        None if positive is None else class_names.index(positive),
+        records.multi_label,
+    )
 
 
 def make_site_guard(site: Mapping[str, str]) -> ReleaseGuard | None:

@@ -56,7 +56,7 @@ def rehearse(
         return client.rehearsed[key]
     size = guard_of(client).allowed.micro_batch_size
     shape, device = tuple(client.data.train.features.shape[1:]), client.device
-    num_classes = len(client.class_names)
+    num_classes = len(client.inputs.class_names)
     x = torch.zeros(size, *shape, device=device)
     multi_label = client.objective.multi_label
     y = made_up_labels([num_classes - 1] * size, num_classes, multi_label=multi_label).to(device)

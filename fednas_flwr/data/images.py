@@ -90,8 +90,6 @@ def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
         ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
             image that is not in a person's folder.
     """
-    if not root.is_dir():
-        raise ConfigError(f"dataset.root={root} is not a folder: give one with a folder per class.")
     if not settings.class_names:
         names = [path.name for path in _folders(part_folders(root)[0])]
         settings = replace(settings, class_names=names)

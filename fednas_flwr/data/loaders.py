@@ -7,7 +7,7 @@ Shapes: B batch, C channels, H height, W width, F features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.records import Records, assign_splits, moved, normalised
-from fednas_flwr.data.statistics import Statistics, are_within, column_moments, pooled
+from fednas_flwr.data.statistics import Statistics, column_moments, pooled
 from fednas_flwr.settings.names import SPLITS
 
 _SCANNED = 65536  # records that are looked at together
@@ -115,26 +115,6 @@ class ClientData:
         )
 
 
-def standardised_within(
-    data: ClientData, statistics: Statistics, *, num_columns: int
-) -> ClientData:
-    """Return the records, standardised by statistics that lie within those declared of ranges.
-
-    Args:
-        data: As the ranges have it.
-        statistics: Of a server, which may send anything.
-        num_columns: How many leading features are numbers.
-
-    Raises:
-        ConfigError: They lie beyond.
-    """
-    moved = data.standardised(statistics)
-    ranges = Statistics(data.train.mean, data.train.std)
-    if not are_within(statistics, ranges, num_columns=num_columns):
-        raise ConfigError("refused: statistics beyond this site's dataset.ranges.")
-    return moved
-
-
 def make_client_data(
     prepared: Prepared,
     indices: np.ndarray,
@@ -168,10 +148,7 @@ def make_client_data(
             f"{fractions['train']:g}: raise that share, or give it more records (fewer clients, a "
             "larger partition.min_size)."
         )
-    mean, std = prepared.mean, prepared.std
-    if not mean:
-        found = _statistics_of(records, rows[0])
-        mean, std = found.mean, found.std
+    mean, std = _statistics(records, rows[0], prepared.mean, prepared.std)
     return ClientData(
         *(
             Split(records.features, records.labels, part, mean, std, _persons(records, part))
@@ -197,10 +174,7 @@ def server_split(records: Records, mean: tuple[float, ...], std: tuple[float, ..
         std: ``Prepared.std``.
     """
     rows = torch.arange(len(records))
-    if not mean:
-        found = _statistics_of(records, rows)
-        mean, std = found.mean, found.std
-    return Split(records.features, records.labels, rows, mean, std)
+    return Split(records.features, records.labels, rows, *_statistics(records, rows, mean, std))
 
 
 def concat_splits(a: Split, b: Split) -> Split:
@@ -262,9 +236,7 @@ def epoch_batches(
     if batch_size is None:
         yield torch.arange(num_examples)
         return
-    order = torch.randperm(num_examples, generator=generator)
-    for position in range(_num_batches(num_examples, size)):
-        yield _batch(order, position, size)
+    yield from _batches(torch.randperm(num_examples, generator=generator), size)
 
 
 def step_batch(
@@ -295,20 +267,15 @@ def step_batch(
         raise ValueError(f"step={step} must be at least 0.")
     if batch_size is None:
         return torch.arange(num_examples)
-    epoch, position = divmod(step, _num_batches(num_examples, size))
+    epoch, position = divmod(step, len(_batches(torch.arange(num_examples), size)))
     order = torch.randperm(num_examples, generator=make_generator(seed, *purpose, epoch))
-    return _batch(order, position, size)
+    return _batches(order, size)[position]
 
 
-def _num_batches(num_examples: int, size: int) -> int:
-    whole, rest = divmod(num_examples, size)
-    return max(1, whole + (rest > 1))
-
-
-def _batch(order: Tensor, position: int, size: int) -> Tensor:
-    """Return one batch of an epoch; the last one has what is left over."""
-    last = position == _num_batches(len(order), size) - 1
-    return order[position * size : None if last else (position + 1) * size]
+def _batches(order: Tensor, size: int) -> Sequence[Tensor]:
+    """Cut an epoch into batches; a single example that is left over joins the batch before."""
+    whole, rest = divmod(len(order), size)
+    return order.tensor_split([size * i for i in range(1, max(1, whole + (rest > 1)))])
 
 
 def augment(
@@ -373,9 +340,14 @@ def _covered(centre_B1: Tensor, side: int, size: int) -> Tensor:
     return (place >= start_B1) & (place < start_B1 + side)
 
 
-def _statistics_of(records: Records, rows: Tensor) -> Statistics:
-    """Return the statistics over these rows alone."""
-    return pooled([column_moments(records, rows)], num_features=records.features.shape[1])
+def _statistics(
+    records: Records, rows: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std as given; where none are, those of these rows alone."""
+    if mean:
+        return mean, std
+    of_rows = pooled([column_moments(records, rows)], num_features=records.features.shape[1])
+    return of_rows.mean, of_rows.std
 
 
 def _checked_size(num_examples: int, batch_size: int | None) -> int:

@@ -162,7 +162,7 @@ def _features(
 
 def _unreadable(features: _Features, labels: np.ndarray, num_classes: int) -> dict[str, np.ndarray]:
     """Return which records cannot be read, each by itself, bool ``[N]``, by the reason."""
-    unknown: np.ndarray = np.zeros(len(labels), dtype=bool)
+    unknown: Any = np.zeros(len(labels), dtype=bool)
     infinite = unknown
     if labels.dtype.kind in "biu" and labels.ndim == 2:
         unknown = ~np.isin(labels, (0, 1)).all(axis=1)

@@ -344,13 +344,6 @@ def per_class(
     ]
 
 
-def confusion(predicted_N: Tensor, labels_N: Tensor, *, num_classes: int) -> list[list[int]]:
-    """Return ``[C][C]``: records by true class and, within it, by predicted class."""
-    cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
-    counts: list[list[int]] = cells.view(num_classes, num_classes).tolist()
-    return counts
-
-
 def intervals(
     measure: Callable[[Tensor], Mapping[str, Tensor]], num_records: int, *, seed: int
 ) -> dict[str, list[float]]:
@@ -390,12 +383,12 @@ def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
     for name, score in OWN_SCORES.items():
         try:
             found[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
+            if not math.isfinite(found[name]):
+                raise ValueError(f"it gives {found[name]}")
         except Exception as error:
             raise ConfigError(
                 f"the score {name} of your own fails ({error}): correct it."
             ) from error
-        if not math.isfinite(found[name]):
-            raise ConfigError(f"the score {name} of your own gives {found[name]}: correct it.")
     return found
 
 
@@ -445,7 +438,8 @@ def detailed(
     }
     if not objective.multi_label:
         predicted_N = objective.predictions(logits_NC)
-        found["confusion"] = confusion(predicted_N, labels_N, num_classes=num_classes)
+        cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
+        found["confusion"] = cells.view(num_classes, num_classes).tolist()  # by true class first
     own = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
     named = {name: float(own[name]) for name in ("sensitivity", "specificity") if name in own}
     return found | {name: value for name, value in named.items() if math.isfinite(value)}
