@@ -28,15 +28,6 @@ from fednas_flwr.spaces.space import SearchSpace
 
 
 @dataclass(frozen=True)
-class Augmentation:
-    """Settings of :func:`fednas_flwr.data.loaders.augment` for training batches."""
-
-    crop_padding: int
-    flip: bool
-    cutout: int
-
-
-@dataclass(frozen=True)
 class KeptModels:
     """Folder of the models that a site keeps, and the key that must have signed them.
 
@@ -62,7 +53,7 @@ class Client:
         threads: torch's threads during an action; equal in every runtime, so that sums are equal.
         make_network: Builds a network from its description on the CPU.
         make_space: Returns the run's search space.
-        augmentation: Applied to training batches.
+        augmentation: Settings of :func:`fednas_flwr.data.loaders.augment` for training batches.
         networks: The networks built so far, shared by the clients of one process.
         tag: Name that the site gives itself; empty if none.
         moments: Of a table's numeric columns over the train part, where no statistics are declared;
@@ -91,7 +82,7 @@ class Client:
     threads: int
     make_network: Callable[[Mapping[str, Any]], nn.Module]
     make_space: Callable[[], SearchSpace]
-    augmentation: Augmentation
+    augmentation: Mapping[str, Any]
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""
     moments: list[Moments] | None = None
@@ -202,4 +193,4 @@ class Client:
         """Return the batch ``x`` augmented as the data set's settings say."""
         if x.dim() != 4:
             return x
-        return loaders.augment(x, generator=generator, **asdict(self.augmentation))
+        return loaders.augment(x, generator=generator, **self.augmentation)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,6 @@ def _test(client: Client, folder: Path) -> dict[str, Any]:
             return {"num_examples": 0}
         logits, labels = predicted(network, test, client.device)
         metrics = measured(logits, labels, objective=objective, with_scores=True)
-        return metrics.as_json() | detailed(logits, labels, objective=objective, seed=client.seed)
+        return asdict(metrics) | detailed(logits, labels, objective=objective, seed=client.seed)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}

@@ -15,12 +15,12 @@ from torch import nn
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.base.foreign import dump_yaml
-from fednas_flwr.client.client import Augmentation, Client, KeptModels
+from fednas_flwr.client.client import Client, KeptModels
 from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.npz import holds_encoded
-from fednas_flwr.data.records import Records, assign_splits, assignment_digest, count_labels
+from fednas_flwr.data.records import Records, assignment_digest
 from fednas_flwr.data.statistics import column_moments
 from fednas_flwr.models.networks import Description, make_device, make_network, supernet_space
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
@@ -34,7 +34,7 @@ from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
 from fednas_flwr.settings.data_settings import Npz
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, SPLITS, Unit
+from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, Unit
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -115,7 +115,7 @@ def make_client(
         threads=config.runtime.threads if guard is None else guard.allowed.threads,
         make_network=build_network,
         make_space=lambda: supernet_space(config, prepared),
-        augmentation=Augmentation(**config.dataset.augmentation),
+        augmentation=config.dataset.augmentation,
         networks=networks,
         tag=site.get("tag", tags[index] if tags else ""),
         moments=None if prepared.mean else column_moments(prepared.train, client_data.train.rows),
@@ -150,23 +150,13 @@ def simulated_properties(
     if isinstance(config.privacy, DifferentialPrivacy):
         return None
     prepared, parts = data
-    records, settings = prepared.train, config.dataset
-    assigned = assign_splits(
-        records.ids, key=settings.split_key.encode(), fractions=settings.fractions
-    )
-    names = list(records.class_names)
+    names = list(prepared.train.class_names)
     properties: dict[int, dict[str, Any]] = {}
     for index, rows in enumerate(parts):
-        sizes = np.bincount(assigned[rows], minlength=len(SPLITS)).tolist()
-        properties[index] = {
-            "client": index,
-            "class_names": names,
-            "class_counts": count_labels(records.labels[rows], len(names)),
-            "splits": dict(zip(SPLITS, sizes, strict=True)),
-        }
+        records = make_client_data(prepared, rows, **config.dataset.division, may_be_empty=True)
+        properties[index] = {"client": index, "class_names": names, **records.counts(len(names))}
         if prepared.uses_own_statistics:
-            train = torch.from_numpy(rows[assigned[rows] == SPLITS.index("train")])
-            properties[index]["moments"] = column_moments(records, train)
+            properties[index]["moments"] = column_moments(prepared.train, records.train.rows)
     return properties
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.base.memory import check_fits
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.settings.data_settings import EncodedImages
@@ -110,15 +110,16 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         ids.append(pixels)
         rows.append(i)
     formless = not rows and None in (size, settings.channels)
+    named = listed(broken.values(), _MOST_NAMED)
     if (broken and settings.corrupt != "skip") or formless:
         raise ConfigError(
             f"{len(broken)} of {count} files cannot be read as an image: "
-            f"{_listed(broken.values())}: repair or remove them, or set dataset.corrupt=skip."
+            f"{named}: repair or remove them, or set dataset.corrupt=skip."
         )
     notes = []
     if broken:
         share = f"{len(broken) / count:.1%} of {count:,}"
-        notes = [f"{len(broken)} broken images left out: {_listed(broken.values())}; {share}"]
+        notes = [f"{len(broken)} broken images left out: {named}; {share}"]
     if size is not None and set(sizes) - {(size, size)}:
         notes.append(f"resized to {size}x{size} (bilinear) from {_listed_sizes(sizes)}")
     if modes["16 bit"]:
@@ -252,15 +253,8 @@ def _pixel_bytes(pixels: np.ndarray) -> bytes:
     return np.moveaxis(pixels, -1, 0).tobytes() if pixels.ndim == 3 else pixels.tobytes()
 
 
-def _listed(names: Iterable[str]) -> str:
-    first = list(names)
-    more = f" and {len(first) - _MOST_NAMED} more" if len(first) > _MOST_NAMED else ""
-    return ", ".join(first[:_MOST_NAMED]) + more
-
-
 def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
-    texts = [f"{w}x{h}: {number}" for (w, h), number in sizes.most_common(5)]
-    return ", ".join(texts) + (", ..." if len(sizes) > 5 else "")
+    return listed((f"{w}x{h}: {number}" for (w, h), number in sizes.most_common()), 5)
 
 
 def part_folders(root: Path) -> tuple[Path, Path | None]:

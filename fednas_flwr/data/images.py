@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import tables
 from fednas_flwr.data.decoding import SUFFIXES, decode_images, image_files, part_folders, source_of
 from fednas_flwr.data.records import (
@@ -142,14 +142,14 @@ def _images(root: Path, *, has_persons: bool, skip: bool) -> list[Path]:
     With ``skip`` there may be none, and those in no person's folder are among them.
     """
     class_folders = _folders(root)
-    folders = [p for c in class_folders for p in _folders(c)] if has_persons else class_folders
-    files = [p for folder in folders for p in sorted(folder.iterdir())]
-    files = [path for path in files if path.suffix.lower() in SUFFIXES]
+    persons = [folder for of_class in class_folders for folder in _folders(of_class)]
+    files, stray = (
+        [p for f in folders for p in sorted(f.iterdir()) if p.suffix.lower() in SUFFIXES]
+        for folders in ((persons, class_folders) if has_persons else (class_folders, ()))
+    )
     form = "<class>/<person>/<image>.png" if has_persons else "<class>/<image>.png"
     if not files and not skip:
         raise ConfigError(f"{root} has no images: expected {form}.")
-    stray = [p for c in class_folders for p in sorted(c.iterdir()) if has_persons]
-    stray = [path for path in stray if path.suffix.lower() in SUFFIXES]
     for path in stray if not skip else ():
         raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
     return files + stray
@@ -224,10 +224,9 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     if skip:  # a name that images share would change its meaning with one of them
         missing = [cell for cell in cells if times[cell] > 1]
     if missing:
-        more = ", ..." if len(missing) > 5 else ""
         raise ConfigError(
             f"{path}, column {column}, names {len(missing)} of {len(cells)} images that are not in "
-            f"{path.parent}, or share their names with others: {', '.join(missing[:5])}{more}; "
+            f"{path.parent}, or share their names with others: {listed(missing, 5)}; "
             "give paths from that folder on, and remove rows without an image."
         )
     return {row: known[cell] for row, cell in enumerate(cells) if cell in known}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.records import Records, assign_splits, moved, normalised
+from fednas_flwr.data.records import Records, assign_splits, count_labels, moved, normalised
 from fednas_flwr.data.statistics import Statistics, column_moments, pooled
 from fednas_flwr.settings.names import SPLITS
 
@@ -96,6 +97,15 @@ class ClientData:
     train: Split
     validation: Split
     test: Split
+
+    def counts(self, num_classes: int) -> dict[str, Any]:
+        """Numbers of records by class, ``class_counts``, and by split, ``splits``."""
+        splits = {name: getattr(self, name) for name in SPLITS}
+        labels = torch.cat([split.labels[split.rows] for split in splits.values()])
+        return {
+            "class_counts": count_labels(labels, num_classes),
+            "splits": {name: len(split) for name, split in splits.items()},
+        }
 
     def standardised(self, statistics: Statistics) -> ClientData:
         """Return the same records, standardised by other statistics.

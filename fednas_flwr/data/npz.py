@@ -6,8 +6,7 @@ Nothing is normalised here, and nothing is unpickled.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,30 +30,29 @@ def read_npz(settings: Npz, path: Path) -> RecordsPair:
     """
     if path.suffix == ".xz":
         raise ConfigError(f"dataset.root={path} is still compressed: unpack it with xz -dk first.")
-    with _opened(path) as archive:
-        arrays = {key: archive[key] for key in archive.files}
-    return records_from_npz(settings, arrays, origin=str(path))
+    return records_from_npz(settings, read_arrays(path, "dataset.root="), origin=str(path))
+
+
+def read_arrays(path: Path, setting: str = "") -> dict[str, np.ndarray]:
+    """Arrays in an npz file by their names; that of an npy file is ``x``.
+
+    Raises:
+        ConfigError: The file, which ``setting`` names, is missing or not of this form.
+    """
+    try:
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            return {"x": loaded} if isinstance(loaded, np.ndarray) else dict(loaded.items())
+    except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"{setting}{path} cannot be read as an .npz file of plain arrays: {error}."
+        ) from error
 
 
 def holds_encoded(path: Path) -> bool:
-    """True if the images of an npz file are encoded, by the names of its arrays.
-
-    Raises:
-        ConfigError: The file is missing or not of this form.
-    """
-    with _opened(path) as archive:
-        return any(name.endswith("_bytes") for name in archive.files)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            yield archive
-    except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise ConfigError(
-            f"dataset.root={path} cannot be read as an .npz file of plain arrays: {error}."
-        ) from error
+    """True if the images of an npz file are encoded, by the names of its arrays."""
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("_bytes.npy") for name in archive.namelist())
 
 
 def records_from_npz(

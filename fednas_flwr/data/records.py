@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.parser import Checked, OneOf, parse
 
@@ -228,7 +228,7 @@ def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[st
     if len(rows) == len(wrong):
         return rows, ()
     places = {reason: (np.flatnonzero(of) + 1).tolist() for reason, of in unreadable.items()}
-    causes = [f"{of} {len(at):,} (records {_listed(at)})" for of, at in places.items() if at]
+    causes = [f"{of} {len(at):,} (records {listed(at)})" for of, at in places.items() if at]
     share = f"{wrong.sum():,} of {len(wrong):,} records left out ({wrong.mean():.1%})"
     return rows, (f"{share}, which cannot be read: {'; '.join(causes)}",)
 
@@ -284,11 +284,11 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
     only = sorted(set(others.feature_names) ^ set(records.feature_names))
     tables = records.schema and others.schema
     differences = {
-        f"classes: {_listed(records.class_names)}, and {_listed(others.class_names)}; set "
+        f"classes: {listed(records.class_names)}, and {listed(others.class_names)}; set "
         "dataset.class_names to all of them": others.class_names != records.class_names,
         "form of labels: one has a class per record, the other several labels; write them in one "
         "form": others.multi_label != records.multi_label,
-        f"feature columns (they differ in {_listed(only) or 'order'}): set dataset.numeric, "
+        f"feature columns (they differ in {listed(only) or 'order'}): set dataset.numeric, "
         "dataset.categorical and dataset.categories to those of all": others.schema
         != records.schema
         and (tables or one == other),
@@ -306,7 +306,7 @@ def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) 
         ConfigError: A name is not among them.
     """
     positions = {name: i for i, name in enumerate(class_names)}
-    setting = f"dataset.class_names={_listed(class_names)}"
+    setting = f"dataset.class_names={listed(class_names)}"
     check_known(names.tolist(), class_names, f"{where} has the label", setting)
     return torch.tensor([positions[name] for name in names.tolist()], dtype=torch.int64)
 
@@ -357,11 +357,6 @@ def encode_label_sets(
     labels = torch.zeros(len(sets), len(class_names), dtype=torch.int64)
     labels[torch.from_numpy(rows), encode_labels(names, class_names, where=where)] = 1
     return labels
-
-
-def _listed(names: Sequence[object]) -> str:
-    """Return the names for a message, the first ten of them."""
-    return ", ".join(map(str, names[:10])) + (", ..." if len(names) > 10 else "")
 
 
 def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import records, table_files
-from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column
+from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import CSV, LabelTable
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
@@ -80,31 +80,30 @@ def label_columns(settings: LabelTable) -> list[str]:
 
 def encode_rows(
     texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, where: str
-) -> table_files.Texts:
-    """Return the features of rows by name, float32 ``[N]`` each, in the order of the schema.
+) -> np.ndarray:
+    """Encode rows as float32 ``[N, F]``, by :func:`~fednas_flwr.data.records.feature_names`.
 
     Args:
         texts: The columns' cells; empty ones are missing, and so are a column's missing values.
-        schema: The columns; a category that is none of a column's has no feature.
+        schema: The columns, with a feature or more; a category that is none of a column's has none.
         where: Where the rows come from, for messages.
 
     Raises:
         ConfigError: A column lacks, or a cell of a number or date is none.
     """
     table_files.check_columns(texts, [column.name for column in schema], where=where)
-    numbers, indicators, categories = {}, {}, {}
+    features = {}
     for column in schema:
-        cells = texts[column.name]
+        name, cells = column.name, texts[column.name]
         if column.missing_values:
             cells = np.where(table_files.among(cells, column.missing_values), "", cells)
-        if column.kind == CATEGORY:
-            for value in column.categories:
-                categories[f"{column.name}={value}"] = (cells == value).astype(np.float32)
-            continue
-        numbers[column.name] = _checked_numbers(cells, column=column, where=where)
+        if column.kind != CATEGORY:
+            features[name] = _checked_numbers(cells, column=column, where=where)
+        features |= {f"{name}={value}": cells == value for value in column.categories}
         if column.indicator:
-            indicators[f"{column.name} is missing"] = (cells == "").astype(np.float32)
-    return {**numbers, **indicators, **categories}
+            features[f"{name} is missing"] = cells == ""
+    ordered = [features[name].astype(np.float32) for name in feature_names(schema)]
+    return np.stack(ordered, axis=1)
 
 
 def _parts(root: Path) -> tuple[Path, Path | None]:
@@ -177,11 +176,11 @@ def _records(
 ) -> records.Records:
     """Records of a table whose columns are known."""
     labelled = label_columns(settings)
-    features = list(encode_rows(texts, schema, where=str(path)).values())
-    if not features:
+    if not feature_names(schema):
         raise ConfigError(
             f"{path} has no feature columns besides its label {', '.join(labelled)}: add some."
         )
+    features = torch.from_numpy(encode_rows(texts, schema, where=str(path)))
     labels, classes = read_labels(settings, texts, path)
     numbers = {c.name: table_files.numbers_of(texts[c.name]) for c in schema if c.kind == NUMBER}
     others = {c.name: texts[c.name] for c in schema if c.kind != NUMBER}
@@ -189,7 +188,7 @@ def _records(
     named = [n for n in texts if n not in labelled and n not in fractional]
     return labelled_records(
         settings,
-        features=torch.from_numpy(np.stack(features, axis=1)),
+        features=features,
         labels=labels,
         ids=person_ids(settings, texts, path)
         if settings.id_column is not None

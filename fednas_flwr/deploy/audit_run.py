@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.admission import admit, asked_kinds, description_of
 from fednas_flwr.client.answer import answer, begin_sum
-from fednas_flwr.client.client import Augmentation, Client
+from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.data.loaders import ClientData
@@ -200,7 +200,8 @@ def _clients(config: Config, number: int) -> list[Client]:
     data = make_data(config)
     networks: dict[str, nn.Module] = {}  # clients take turns
     made = [make_client(config, index, data=data, networks=networks) for index in range(number)]
-    return [replace(client, augmentation=Augmentation(0, False, 0)) for client in made]
+    unchanged = {"crop_padding": 0, "flip": False, "cutout": 0}
+    return [replace(client, augmentation=unchanged) for client in made]
 
 
 class _Exchange:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,6 @@ class Metrics:
         """Loss and accuracy by name, as clients send them."""
         return {"loss": self.loss, "accuracy": self.accuracy}
 
-    def as_json(self) -> dict[str, float | None]:
-        """Return all of them by name."""
-        return asdict(self)
-
 
 def accuracies_of_parts(
     network: SkipNetwork, split: Split, device: torch.device, *, objective: Objective
@@ -112,8 +108,8 @@ def evaluate(
     Raises:
         ValueError: The split is empty.
     """
-    logits, labels = predicted(network, split, device)
-    return measured(logits, labels, objective=objective, with_scores=with_scores)
+    outputs = predicted(network, split, device)
+    return measured(*outputs, objective=objective, with_scores=with_scores)
 
 
 def measured(

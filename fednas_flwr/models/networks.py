@@ -28,7 +28,7 @@ from fednas_flwr.settings import (
     conf_folder,
     expanded,
 )
-from fednas_flwr.settings.names import NO_SKIP, Norm
+from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RESNETS
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.spaces.operations import check_norm, every_second, make_norm
@@ -230,13 +230,13 @@ def make_network(description: Description) -> nn.Module:
 def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
     """Return the space whose network of the genotype a description of a derived network means."""
     genotype = from_json(json.dumps(description["genotype"]))
-    known = {"skip": NO_SKIP, **description}  # a model that was exported before there were skips
+    sizes = space_entry(genotype.space).sizes
     space = make_space(
         genotype.space,
         input_shape=tuple(description["input_shape"]),
         num_classes=description["num_classes"],
         norm=description["norm"],
-        **{key: known[key] for key in space_entry(genotype.space).sizes},
+        **{size: description[size] for size in sizes if size in description},  # a skip may lack
     )
     return space, genotype
 

@@ -85,17 +85,14 @@ class Predictions:
         """
         import pandas as pd
 
-        told = "labels" if self.multi_label else "label"
-        columns: dict[str, Any] = {"record": self.names, told: self.labels}
+        columns: dict[str, Any] = {"labels" if self.multi_label else "label": self.labels}
         if self.truth is not None:
             columns["truth"] = self.truth
-        for name in [name for name in (told, "truth") if self.multi_label and name in columns]:
-            columns[name] = [";".join(own) for own in columns[name]]
-        shares = {
-            f"probability of {n}": p
-            for n, p in zip(self.class_names, self.probabilities.T, strict=True)
-        }
-        return pd.DataFrame({**columns, **shares})
+        if self.multi_label:
+            columns = {n: [";".join(labels) for labels in of] for n, of in columns.items()}
+        shares = zip(self.class_names, self.probabilities.T, strict=True)
+        probabilities = {f"probability of {name}": share for name, share in shares}
+        return pd.DataFrame({"record": self.names, **columns, **probabilities})
 
 
 class Model(nn.Module):

@@ -59,12 +59,10 @@ def check_buildable(config: Config) -> Made:
     _check_threads(config)
     data = make_data(config)
     (prepared, parts), genotype = data, nets.given_genotype(config)
-    key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
 
     def clients() -> Iterable[loaders.ClientData]:
-        return (
-            loaders.make_client_data(prepared, part, key=key, fractions=fractions) for part in parts
-        )
+        division = config.dataset.division
+        return (loaders.make_client_data(prepared, part, **division) for part in parts)
 
     if config.secure_sum and prepared.uses_own_statistics:
         raise ConfigError(

@@ -105,6 +105,11 @@ class Dataset(Checked):
         return self
 
     @property
+    def division(self) -> dict[str, Any]:
+        """Key and fractions that fix which record goes where, as ``assign_splits`` takes them."""
+        return {"key": self.split_key.encode(), "fractions": self.fractions}
+
+    @property
     def person_column(self) -> str:
         """Name of the column of persons; empty where every record is a person's own."""
         return ""

@@ -18,7 +18,7 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.answer import agreed, begin_sum
-from fednas_flwr.client.client import Augmentation, Client
+from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.release_guard import Commitment
 from fednas_flwr.data.prepared import make_data
@@ -343,7 +343,7 @@ def test_sites_that_read_and_cache_elsewhere_agree_on_what_the_server_has_sent(
         {"cache": None},
         {"rehearsed": {"x": 1}},
         {"moments": None},
-        {"augmentation": Augmentation(crop_padding=0, flip=False, cutout=0)},
+        {"augmentation": {"crop_padding": 0, "flip": False, "cutout": 0}},
     ],
     ids=str,
 )

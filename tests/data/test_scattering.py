@@ -15,7 +15,6 @@ from torch.nn import functional
 from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.client.client import Augmentation
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import server_split
 from fednas_flwr.data.prepared import make_data
@@ -135,7 +134,7 @@ def test_features_are_not_augmented_and_what_asks_for_it_is_refused(
     made = compose_config("dataset.scattering={scales: 2, angles: 2}")
     made = replace(made, dataset=replace(made.dataset, crop_padding=2, flip=True))
     client = make_client(made, 0, data=make_data(made), networks={})
-    assert client.augmentation == Augmentation(crop_padding=0, flip=0, cutout=0)
+    assert client.augmentation == {"crop_padding": 0, "flip": 0, "cutout": 0}
     for setting in ("dataset.flip=true", "dataset.crop_padding=1", "dataset.mean=[0.5]"):
         overrides = ("dataset.scattering={scales: 2, angles: 8}", setting)
         given = given_settings(overrides)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network: nn.Module) -> None
     assert result.num_examples == 300
     assert result.as_dict() == {"loss": result.loss, "accuracy": result.accuracy}
     no_scores = {"f1": None, "auroc": None, "average_precision": None}
-    assert result.as_json() == {**result.as_dict(), "num_examples": 300, **no_scores}
+    assert asdict(result) == {**result.as_dict(), "num_examples": 300, **no_scores}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -126,7 +126,7 @@ def test_scores_are_those_of_the_networks_logits(network: nn.Module, classes: tu
         expected = slow_scores(network.eval()(x), y.tolist())
     found = evaluate(network, split, CPU, with_scores=True)
     assert {"f1": found.f1, "auroc": found.auroc} == pytest.approx(expected)
-    assert (found.as_json()["auroc"] is None) == (len(classes) == 1)
+    assert (asdict(found)["auroc"] is None) == (len(classes) == 1)
     plain = evaluate(network, split, CPU)
     own = {"f1": found.f1, "auroc": found.auroc, "average_precision": found.average_precision}
     assert found == Metrics(plain.loss, plain.accuracy, len(rows), **own)
