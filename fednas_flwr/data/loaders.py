@@ -188,13 +188,7 @@ def server_split(records: Records, mean: tuple[float, ...], std: tuple[float, ..
 
 
 def concat_splits(a: Split, b: Split) -> Split:
-    """Return the records of both, those of ``a`` first.
-
-    Raises:
-        ValueError: They are not parts of the same records, equally normalised.
-    """
-    if a.features is not b.features or (a.mean, a.std) != (b.mean, b.std):
-        raise ValueError("only parts of the same client's records can be joined.")
+    """Join two parts of a client's records, those of ``a`` first."""
     persons = None
     if a.persons is not None and b.persons is not None:  # nobody is in two parts
         persons = torch.cat([a.persons, b.persons + a.num_units])
@@ -273,8 +267,6 @@ def step_batch(
         int64 ``[B]`` indices.
     """
     size = _checked_size(num_examples, batch_size)
-    if step < 0:
-        raise ValueError(f"step={step} must be at least 0.")
     if batch_size is None:
         return torch.arange(num_examples)
     epoch, position = divmod(step, len(_batches(torch.arange(num_examples), size)))
@@ -307,16 +299,9 @@ def augment(
 
     Returns:
         ``[B, C, H, W]`` on the device of ``x``.
-
-    Raises:
-        ValueError: ``x`` is no batch of images but something is to be done, or a size is negative.
     """
-    if crop_padding < 0 or cutout < 0:
-        raise ValueError(f"crop_padding={crop_padding} and cutout={cutout} must be at least 0.")
     if not (crop_padding or flip or cutout):
         return x
-    if x.dim() != 4:
-        raise ValueError(f"only images [B, C, H, W] can be augmented, got {tuple(x.shape)}.")
     batch, channels, height, width = x.shape
 
     def draw(stop: int) -> Tensor:

@@ -170,8 +170,15 @@ def _divided(records: Records, settings: ds.Partition, clients: int) -> list[np.
         groups = settings.groups or FDNAS_GROUPS
         return _label_groups(records, clients, groups, settings.clients_per_group, rng=rng)
     if isinstance(settings, ds.QuantityPartition):
-        shares = settings.fractions or _drawn_shares(len(records), settings, clients, rng)
-        return _quantity(len(records), clients=clients, shares=np.asarray(shares), rng=rng)
+        size, shares = len(records), np.asarray(settings.fractions)
+        if not settings.fractions:
+            shares = _drawn_shares(size, settings, clients, rng)
+        if len(shares) != clients or abs(shares.sum() - 1) > 1e-6:
+            raise ConfigError(
+                f"partition.fractions={shares.tolist()} must be {clients} shares above 0 that sum "
+                "to 1."
+            )
+        return np.split(rng.permutation(size), _cuts(size, shares)[1:-1])
     if isinstance(settings, ds.DirichletPartition):
         return _dirichlet(records, settings, clients, rng)
     return np.array_split(rng.permutation(len(records)), clients)
@@ -273,17 +280,6 @@ def _drawn_shares(
         if np.diff(_cuts(size, shares)).min() >= settings.min_size:
             return shares
     raise _too_skewed(settings, clients)
-
-
-def _quantity(
-    size: int, *, clients: int, shares: np.ndarray, rng: np.random.Generator
-) -> list[np.ndarray]:
-    """Return random parts of the given shares."""
-    if len(shares) != clients or abs(shares.sum() - 1) > 1e-6:
-        raise ConfigError(
-            f"partition.fractions={shares.tolist()} must be {clients} shares above 0 that sum to 1."
-        )
-    return np.split(rng.permutation(size), _cuts(size, shares)[1:-1])
 
 
 def _cuts(size: int, shares: np.ndarray) -> np.ndarray:

@@ -76,8 +76,7 @@ def accuracies_of_parts(
         objective: Gives the hits.
     """
     skip = network.skip
-    if skip is None:
-        raise ValueError("the network has no skip")
+    assert skip is not None
     alone = nn.Sequential(nn.Flatten(), skip)
     network.skip = None
     try:
@@ -203,24 +202,21 @@ def pooled_baselines(
     found = {}
 
     def fitted(model: Any, y: Tensor, num_classes: int) -> Tensor:
-        """Return test logits [N, classes] of a model that is fitted to classes."""
+        """Test logits [N, classes] of a fitted model; it predicts a class that all records have."""
+        logits = torch.full((len(y_test), num_classes), UNSEEN, dtype=torch.float64)
+        if len(classes := torch.unique(y)) == 1:
+            logits[:, classes] = -UNSEEN
+            return logits
         model.fit(x.numpy(), y.numpy())
         decisions = torch.from_numpy(model.decision_function(x_test.numpy())).double()
         if decisions.dim() == 1:  # of two classes those of the second
             decisions = torch.stack([torch.zeros_like(decisions), decisions], 1)
-        logits = torch.full((len(y_test), num_classes), UNSEEN, dtype=torch.float64)
-        logits[:, torch.from_numpy(model.classes_)] = decisions
+        logits[:, classes] = decisions
         return logits
-
-    def of_label(model: Any, y: Tensor) -> Tensor:
-        """Return test logits [N] of one label; a label that all or none have is predicted so."""
-        if bool((y == y[0]).all()):
-            return torch.full((len(y_test),), UNSEEN if not y.any() else -UNSEEN).double()
-        return fitted(model, y, 2)[:, 1]
 
     for name, model in models.items():
         if objective.multi_label:  # a model per label
-            logits = torch.stack([of_label(model, y[:, c]) for c in range(num_classes)], 1)
+            logits = torch.stack([fitted(model, y[:, c], 2)[:, 1] for c in range(num_classes)], 1)
         else:
             logits = fitted(model, y, num_classes)
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
