@@ -240,8 +240,7 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     skip = settings.corrupt == "skip"
     texts, notes = read_texts(path, replace(LABELS_FORM, corrupt=settings.corrupt))
     settings = replace(settings, label=tables.label_column(settings, texts))
-    columns = tables.label_columns(settings)
-    named = columns if settings.id_column is None else [*columns, settings.id_column]
+    columns, named = tables.label_columns(settings), tables.named_columns(settings)
     check_columns(texts, named, where=str(path))
     if (first := next(iter(texts))) in named:
         raise ConfigError(

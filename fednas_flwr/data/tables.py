@@ -130,15 +130,8 @@ def _part(settings: CSV, texts: table_files.Texts, path: Path) -> records.Record
         **dict.fromkeys(settings.dates, DATE),
         **dict.fromkeys(settings.categorical, CATEGORY),
     }
-    no_features = [*label_columns(settings), *_id_columns(settings), *settings.ignore]
+    no_features = [*named_columns(settings), *settings.ignore]
     table_files.check_columns(texts, [*no_features, *kinds, *settings.categories], where=str(path))
-    for column in kinds:
-        if column in no_features:
-            raise ConfigError(
-                f"column {column} of {path} has two uses: name it in only one of dataset.label, "
-                "dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, "
-                "dataset.categorical and dataset.ignore."
-            )
     names = [n for n in texts if n not in no_features and (n in kinds or not kinds)]
     kinds |= dict.fromkeys(settings.categories, CATEGORY)
     declared = [
@@ -157,8 +150,10 @@ def _part(settings: CSV, texts: table_files.Texts, path: Path) -> records.Record
     return replace(_records(settings, texts, path, tuple(schema)), notes=notes)
 
 
-def _id_columns(settings: LabelTable) -> list[str]:
-    return [] if settings.id_column is None else [settings.id_column]
+def named_columns(settings: LabelTable) -> list[str]:
+    """Names of the columns of labels and persons."""
+    ids = [] if settings.id_column is None else [settings.id_column]
+    return label_columns(settings) + ids
 
 
 def _readable(
@@ -236,8 +231,8 @@ def unreadable_cells(
         sets = records.label_sets(cells, settings.label_separator)
         classes = classes or {name for names in sets for name in names} - {""}
         wrong[name] = np.array([not classes.issuperset(names) for names in sets], bool)
-    for name in _id_columns(settings):
-        wrong[name] = texts[name] == ""
+    if settings.id_column is not None:
+        wrong[settings.id_column] = texts[settings.id_column] == ""
     return wrong
 
 

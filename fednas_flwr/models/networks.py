@@ -20,16 +20,10 @@ from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_metadata, read_model
 from fednas_flwr.search.candidate import Pool
-from fednas_flwr.settings import (
-    CellSpace,
-    Config,
-    GivenNetwork,
-    SearchSpaceSettings,
-    conf_folder,
-    expanded,
-)
+from fednas_flwr.settings import CellSpace, Config, GivenNetwork, SearchSpaceSettings
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RESNETS
+from fednas_flwr.settings.parser import conf_folder, expanded
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.spaces.operations import check_norm, every_second, make_norm
 from fednas_flwr.spaces.space import SearchSpace, Supernet

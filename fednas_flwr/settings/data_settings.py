@@ -447,8 +447,13 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
     def __post_init__(self) -> None:
         """Check that no column has two uses."""
         super().__post_init__()
-        columns = [*self.numeric, *self.dates, *self.categorical, *self.ignore]
-        uses = "numeric, dataset.dates, dataset.categorical and dataset.ignore"
+        label = [self.label] if self.names_label else self.labels
+        others = {*self.ignore, *label, self.person_column} - {""}
+        columns = [*self.numeric, *self.dates, *self.categorical, *sorted(others)]
+        uses = (
+            "label, dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, "
+            "dataset.categorical and dataset.ignore"
+        )
         Distinct().check(uses, columns, "")
 
     @property
