@@ -92,18 +92,17 @@ def encode_rows(
         ConfigError: A column lacks, or a cell of a number or date is none.
     """
     table_files.check_columns(texts, [column.name for column in schema], where=where)
-    features = {}
+    numbers, indicators, categories = [], [], []
     for column in schema:
-        name, cells = column.name, texts[column.name]
+        cells = texts[column.name]
         if column.missing_values:
             cells = np.where(table_files.among(cells, column.missing_values), "", cells)
         if column.kind != CATEGORY:
-            features[name] = _checked_numbers(cells, column=column, where=where)
-        features |= {f"{name}={value}": cells == value for value in column.categories}
+            numbers.append(_checked_numbers(cells, column=column, where=where))
         if column.indicator:
-            features[f"{name} is missing"] = cells == ""
-    ordered = [features[name].astype(np.float32) for name in feature_names(schema)]
-    return np.stack(ordered, axis=1)
+            indicators.append(cells == "")
+        categories += [cells == value for value in column.categories]
+    return np.stack([*numbers, *indicators, *categories], axis=1).astype(np.float32)
 
 
 def _parts(root: Path) -> tuple[Path, Path | None]:
