@@ -32,6 +32,25 @@ Fractions = Annotated[
         "shares of train, validation and test that sum to 1",
     ),
 ]
+Ends = Annotated[
+    list[float],
+    Where(
+        lambda ends: len(ends) == 2 and 0 < ends[1] - ends[0] < math.inf,
+        "finite [low, high], low below high",
+    ),
+]
+_MEAN_AND_STD = Where(lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0")
+_GRAY_OR_COLOUR = Where(lambda channels: channels in (1, 3), "1 or 3")
+
+
+def _is_encoding(name: str) -> bool:
+    try:
+        return bool(codecs.lookup(name))
+    except LookupError:
+        return False
+
+
+_ENCODING = Where(_is_encoding, "one that Python knows, such as utf-8, utf-16 or cp1252")
 _IN_ROOT = Where(
     lambda name: Path(name).name == name,
     "the name of a file in dataset.root, or in its folders train and test",
@@ -200,18 +219,10 @@ class EncodedImages(Images):
     """
 
     image_size: ImageSize | None
-    channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
+    channels: Annotated[int, _GRAY_OR_COLOUR] | None
     class_names: Names
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
-    intensity: Annotated[list[float], Length(Between(2, 2))] | None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        if self.channels == 2:
-            raise ConfigError("channels=2 must be 1 or 3, or null for the images'.")
-        if self.intensity and not self.intensity[0] < self.intensity[1]:
-            raise ConfigError(f"intensity={self.intensity} must be [low, high], low below high.")
+    intensity: Ends | None
 
     @property
     def declared(self) -> dict[str, bool]:
@@ -231,27 +242,17 @@ class Numbers(Dataset):
             what is usual, as numbers beyond them are kept.
     """
 
-    statistics: dict[str, list[float]]
-    ranges: dict[str, list[float]]
+    statistics: dict[str, Annotated[list[float], _MEAN_AND_STD]]
+    ranges: dict[str, Ends]
 
     def __post_init__(self) -> None:
-        """Check that statistics and ranges are some, one of the two for a column."""
+        """Check that a column has only one of the two."""
         super().__post_init__()
-        for column, pair in self.statistics.items():
-            if len(pair) != 2 or not pair[1] > 0:
-                raise ConfigError(
-                    f"statistics.{column}={pair} must be [mean, std] with std above 0."
-                )
-        for column, ends in self.ranges.items():
-            if len(ends) != 2 or not 0 < ends[1] - ends[0] < math.inf:
-                raise ConfigError(
-                    f"ranges.{column}={ends} must be finite [low, high], low below high."
-                )
-            if column in self.statistics:
-                raise ConfigError(
-                    f"ranges.{column} has no effect beside dataset.statistics.{column}: remove one "
-                    "of the two."
-                )
+        for column in sorted(self.ranges.keys() & self.statistics.keys()):
+            raise ConfigError(
+                f"ranges.{column} has no effect beside dataset.statistics.{column}: remove one of "
+                "the two."
+            )
 
     @property
     def column_statistics(self) -> dict[str, list[float]]:
@@ -395,22 +396,10 @@ class TableForm(Checked):
     """
 
     separator: Annotated[str, Length(Between(1, 1))] | None
-    encoding: Text | None
+    encoding: Annotated[Text, _ENCODING] | None
     decimal: Annotated[str, OneOf(DECIMALS)] | None
     missing_values: Names
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
-
-    def __post_init__(self) -> None:
-        """Check that there is such an encoding."""
-        super().__post_init__()
-        if self.encoding is not None:
-            try:
-                codecs.lookup(self.encoding)
-            except LookupError:
-                raise ConfigError(
-                    f"encoding={show(self.encoding)} is unknown: expected one such as utf-8, "
-                    "utf-16 or cp1252, or null to find it."
-                ) from None
 
     @property
     def strict(self) -> bool:
