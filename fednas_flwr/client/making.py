@@ -119,7 +119,7 @@ def make_client(
         networks=networks,
         tag=site.get("tag", tags[index] if tags else ""),
         moments=None if prepared.mean else column_moments(prepared.train, client_data.train.rows),
-        from_ranges=prepared.from_ranges,
+        from_ranges=config.dataset.from_ranges,
         objective=make_objective(config, prepared.train, device),
         oversample=config.training.oversample
         and guard is None,  # a private site reads a record once
@@ -363,7 +363,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
         )
     if not has_real_sites(config):
         noise = getattr(config.privacy, "statistics_noise_multiplier", None)
-        if noise is not None and not prepared.from_ranges:
+        if noise is not None and not config.dataset.from_ranges:
             raise ConfigError(
                 f"privacy.statistics_noise_multiplier={noise:g} without dataset.ranges of every "
                 "column of numbers: noised statistics are told within ranges; declare "

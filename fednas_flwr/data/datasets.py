@@ -67,7 +67,6 @@ class Prepared:
         std: As ``mean``; all above 0.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         scattering: Scales and angles of the transform that made features of images; else empty.
-        from_ranges: True if mean and std of all numbers of a table follow from declared ranges.
     """
 
     train: Records
@@ -76,7 +75,6 @@ class Prepared:
     std: tuple[float, ...]
     intensity: tuple[float, ...] = ()
     scattering: tuple[int, ...] = ()
-    from_ranges: bool = False
 
     @property
     def num_classes(self) -> int:
@@ -165,7 +163,6 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
         std,
         intensity=intensity_of(dataset),
         scattering=scattering_of(dataset),
-        from_ranges=dataset.from_ranges,
     )
 
 

@@ -247,14 +247,14 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
             f"{path} begins with the column {first}, which is to name the images: put the column "
             "with the files' names first."
         )
-    found = files_of(texts, path, skip=skip)
+    paths = files_of(texts, path, skip=skip)
     if skip:
         wrong = tables.unreadable_cells(settings, texts, ())
-        wrong[first] = np.array([row not in found for row in range(len(texts[first]))], dtype=bool)
+        wrong[first] = np.array([row not in paths for row in range(len(texts[first]))], dtype=bool)
         rows, left_out = readable(wrong)
         texts, notes = {name: cells[rows] for name, cells in texts.items()}, notes + left_out
-        found = {row: found[row] for row in rows.tolist()}
-    files = list(found.values())
+        paths = {row: paths[row] for row in rows.tolist()}
+    files = list(paths.values())
     if len(set(files)) < len(files) and not skip:
         twice = Counter(files).most_common(1)[0][0]
         raise ConfigError(f"{path} names the image {twice.name} in more than one row: keep one.")

@@ -176,12 +176,12 @@ def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
     present = []
     for part in ("train", "test", "val"):
         forms = {f"x_{part}", f"y_{part}"}, {f"{part}_bytes", f"{part}_off", f"y_{part}"}
-        found = set.union(*forms) & arrays.keys()
-        if found or part == "train":
+        names = set.union(*forms) & arrays.keys()
+        if names or part == "train":
             present.append(part)
-            if found not in forms:
+            if names not in forms:
                 raise ConfigError(
-                    f"{origin} holds {', '.join(sorted(found or arrays))}: a part needs x_{part} "
+                    f"{origin} holds {', '.join(sorted(names or arrays))}: a part needs x_{part} "
                     f"and y_{part}, or {part}_bytes, {part}_off and y_{part}; add what is missing, "
                     "or remove the rest."
                 )

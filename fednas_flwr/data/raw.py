@@ -103,10 +103,10 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         )
     names = [str(file.relative_to(path)) if path.is_dir() else str(file) for file in files]
     parents = [set(Path(name).parts[:-1]) & set(inputs.class_names) for name in names]
-    labelled = all(len(found) == 1 for found in parents)
+    labelled = all(len(classes) == 1 for classes in parents)
     return RawData(
         names,
-        [found.pop() for found in parents] if labelled else None,
+        [classes.pop() for classes in parents] if labelled else None,
         _decoded(source_of(files), len(files), inputs),
     )
 

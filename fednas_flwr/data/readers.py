@@ -126,14 +126,14 @@ def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
         ConfigError: The file cannot be read, a setting is wrong, or that of a table does not say
             which column gives ids.
     """
-    given = read_yaml(path, f"the site's dataset settings {path}")
-    check_resolved(given, str(path))
-    if not isinstance(given, Mapping):
+    written = read_yaml(path, f"the site's dataset settings {path}")
+    check_resolved(written, str(path))
+    if not isinstance(written, Mapping):
         raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
-    choose_kind({"dataset": given}, "dataset", {n: e.settings for n, e in DATA_SETS.items()})
-    name = given["name"]
+    choose_kind({"dataset": written}, "dataset", {n: e.settings for n, e in DATA_SETS.items()})
+    name = written["name"]
     check_sites(name)
-    if name == "csv" and "id_column" not in given:
+    if name == "csv" and "id_column" not in written:
         raise ConfigError(
             f"{path} lacks id_column: name the column (of patients, cards, ...) whose value is the "
             "same in every export, which alone keeps records in their parts; null if there is "
@@ -148,11 +148,11 @@ def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
         "there",
     }
     for setting, leak in leaks.items():
-        if given.get(setting, fixed.get(setting)) != fixed.get(setting):
+        if written.get(setting, fixed.get(setting)) != fixed.get(setting):
             raise ConfigError(
-                f"dataset.{setting}={show(given[setting])} in {path}: leave it out, since {leak}."
+                f"dataset.{setting}={show(written[setting])} in {path}: leave it out, since {leak}."
             )
-    return data_settings(name, {**fixed, **given})
+    return data_settings(name, {**fixed, **written})
 
 
 @dataclass(frozen=True)

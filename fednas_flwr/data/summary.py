@@ -1,6 +1,7 @@
 """Summary of a data set in sentences: columns or classes, missing cells, division over clients.
 
-:func:`found` is what a run tells before it begins, :func:`summary` what ``fednas data`` prints.
+:func:`reading_notes` is what a run tells before it begins, :func:`summary` what ``fednas data``
+prints.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RARE = 0.3  # of an equal share of all classes, below which one is called rare
 _MOST = 12  # names in one sentence
 
 
-def found(prepared: Prepared) -> list[str]:
+def reading_notes(prepared: Prepared) -> list[str]:
     """Sentences on what a reader has found, for users before a run; none of arrays."""
     records = prepared.train
     lines = list(records.notes)
@@ -81,7 +82,7 @@ def summary(
         + (f", {len(test):,} in the server's test set" if test is not None else "")
         + f"; shape of one: {'x'.join(map(str, prepared.input_shape))}"
     ]
-    lines += found(prepared)
+    lines += reading_notes(prepared)
     if not records.label and not (records.schema and records.multi_label):
         lines.append(
             f"{'labels' if records.multi_label else 'classes'}: {listed(_classes(records), _MOST)}"

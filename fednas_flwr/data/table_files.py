@@ -135,12 +135,12 @@ def _read_csv(path: Path, form: TableForm) -> tuple[Any, tuple[str, ...]]:
     decimal = form.decimal or ("comma" if has_commas else "point")
     if decimal == "comma":
         table = table.replace(f"^{_COMMA_NUMBER}$", r"\1.\2", regex=True)
-    found = {
+    remarks = {
         f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
         f"encoding {encoding}": encoding not in ("utf-8", "utf-8-sig"),
         "decimal comma": decimal == "comma",
     }
-    unusual = [note for note, holds in found.items() if holds]
+    unusual = [note for note, holds in remarks.items() if holds]
     return table, (f"{path.name}: {', '.join(unusual)}",) if unusual else ()
 
 

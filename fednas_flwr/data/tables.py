@@ -137,10 +137,10 @@ def _part(settings: CSV, texts: table_files.Texts, path: Path) -> records.Record
         Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
     ]
     texts, notes = _readable(settings, texts, declared)
-    found = {n: kinds.get(n) or _kind(texts[n], name=n, path=path) for n in names}
+    kind_of = {n: kinds.get(n) or _kind(texts[n], name=n, path=path) for n in names}
     missing_values, indicator = tuple(settings.missing_values), settings.missing == "indicator"
     schema = []
-    for n, kind in sorted(found.items(), key=lambda item: item[1] == CATEGORY):  # those last
+    for n, kind in sorted(kind_of.items(), key=lambda item: item[1] == CATEGORY):  # those last
         if kind == CATEGORY:
             values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
             schema.append(Column(n, kind, values, missing_values=missing_values))
@@ -246,8 +246,8 @@ def read_labels(
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
         sets = records.label_sets(cells, separator)
-        found = sorted({name for names in sets for name in names})
-        classes = tuple(settings.class_names or found)
+        names_there = sorted({name for names in sets for name in names})
+        classes = tuple(settings.class_names or names_there)
         if len(classes) < 2:
             raise ConfigError(
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
@@ -331,19 +331,19 @@ def _categories(
     texts: np.ndarray, given: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Values of a categorical column; a missing value belongs to none of them."""
-    found = sorted(set(texts.tolist()) - {""})
+    values = sorted(set(texts.tolist()) - {""})
     if given is not None:
         records.check_known(
-            found, given, f"column {name} of {path} holds", f"dataset.categories.{name}"
+            values, given, f"column {name} of {path} holds", f"dataset.categories.{name}"
         )
         return tuple(given)
-    if len(found) > _MOST_CATEGORIES:
+    if len(values) > _MOST_CATEGORIES:
         raise ConfigError(
-            f"column {name} of {path} has {len(found)} different texts, too many for one-hot "
+            f"column {name} of {path} has {len(values)} different texts, too many for one-hot "
             f"features (at most {_MOST_CATEGORIES}): list it in dataset.ignore, correct "
             f"it if it should be numeric, or give dataset.categories.{name}."
         )
-    return tuple(found)
+    return tuple(values)
 
 
 def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:

@@ -199,7 +199,7 @@ def pooled_baselines(
     models = {"linear": LogisticRegression(max_iter=1000)}
     if test.features.dim() == 2:
         models["trees"] = HistGradientBoostingClassifier(random_state=0)
-    found = {}
+    results = {}
 
     def fitted(model: Any, y: Tensor, num_classes: int) -> Tensor:
         """Test logits [N, classes] of a fitted model; it predicts a class that all records have."""
@@ -220,8 +220,8 @@ def pooled_baselines(
         else:
             logits = fitted(model, y, num_classes)
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
-        found[name] = {"accuracy": accuracy, **objective.scores(logits, y_test)}
-    return found
+        results[name] = {"accuracy": accuracy, **objective.scores(logits, y_test)}
+    return results
 
 
 def histogram(probabilities_N: Tensor, positive_N: Tensor) -> list[list[int]]:
@@ -278,12 +278,12 @@ def shares_at(counts: Sequence[Sequence[int]], threshold: float) -> dict[str, fl
     """Return :func:`at_threshold` of a :func:`histogram`; what is of no record is left out."""
     negatives, positives = counts
     first = round(threshold * BINS)
-    found = {}
+    shares = {}
     if sum(positives):
-        found["sensitivity"] = sum(positives[first:]) / sum(positives)
+        shares["sensitivity"] = sum(positives[first:]) / sum(positives)
     if sum(negatives):
-        found["specificity"] = sum(negatives[:first]) / sum(negatives)
-    return found
+        shares["specificity"] = sum(negatives[:first]) / sum(negatives)
+    return shares
 
 
 def calibration(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, Any]:
@@ -371,17 +371,17 @@ def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
     Raises:
         ConfigError: One fails, or gives no finite number.
     """
-    found = {}
+    results = {}
     for name, score in OWN_SCORES.items():
         try:
-            found[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
-            if not math.isfinite(found[name]):
-                raise ValueError(f"it gives {found[name]}")
+            results[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
+            if not math.isfinite(results[name]):
+                raise ValueError(f"it gives {results[name]}")
         except Exception as error:
             raise ConfigError(
                 f"the score {name} of your own fails ({error}): correct it."
             ) from error
-    return found
+    return results
 
 
 def detailed(
@@ -408,19 +408,19 @@ def detailed(
     is_positive_N = None if positive is None else objective.members(labels_N, positive)
 
     def measure(weights_RN: Tensor) -> dict[str, Tensor]:
-        found = {"accuracy": weights_RN @ hit_N / weights_RN.sum(1)}
-        found |= objective.weighted_scores(logits_NC, labels_N, weights_RN)
+        numbers = {"accuracy": weights_RN @ hit_N / weights_RN.sum(1)}
+        numbers |= objective.weighted_scores(logits_NC, labels_N, weights_RN)
         if is_positive_N is not None and threshold is not None:
             shares_N = probabilities_NC[:, positive]
-            found |= at_threshold(shares_N, is_positive_N, threshold, weights_RN)
-        return found
+            numbers |= at_threshold(shares_N, is_positive_N, threshold, weights_RN)
+        return numbers
 
     if objective.multi_label:  # each label of each record is a prediction of its own
         sure_NC = torch.stack([1 - probabilities_NC, probabilities_NC], dim=2)
         calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())
     else:
         calibrated = calibration(probabilities_NC, labels_N)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,
         "intervals": intervals(measure, len(labels_N), seed=seed),
@@ -431,7 +431,7 @@ def detailed(
     if not objective.multi_label:
         predicted_N = objective.predictions(logits_NC)
         cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
-        found["confusion"] = cells.view(num_classes, num_classes).tolist()  # by true class first
-    own = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
-    named = {name: float(own[name]) for name in ("sensitivity", "specificity") if name in own}
-    return found | {name: value for name, value in named.items() if math.isfinite(value)}
+        results["confusion"] = cells.view(num_classes, num_classes).tolist()  # by true class first
+    whole = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
+    named = {name: float(whole[name]) for name in ("sensitivity", "specificity") if name in whole}
+    return results | {name: value for name, value in named.items() if math.isfinite(value)}

@@ -66,11 +66,11 @@ def make_space(name: str, **settings: Any) -> SearchSpace:
 
 def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
     """Return the search space at the supernet's size for the prepared data."""
-    own = config.search_space
+    settings = config.search_space
     return make_space(
-        own.name,
-        norm=own.norm,
-        **supernet_sizes(own),
+        settings.name,
+        norm=settings.norm,
+        **supernet_sizes(settings),
         input_shape=prepared.input_shape,
         num_classes=prepared.num_classes,
     )

@@ -170,14 +170,14 @@ class Model(nn.Module):
         raw = read_raw(data, self.inputs)
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
-        found: list[Tensor] = [torch.zeros(0, len(self.class_names))]
+        outputs: list[Tensor] = [torch.zeros(0, len(self.class_names))]
         done = 0
         for x in raw.batches(batch_size):
-            found.append(self(x.to(device)).float().cpu())
+            outputs.append(self(x.to(device)).float().cpu())
             done += len(x)
             if progress is not None:
                 progress(done, len(raw))
-        probabilities = torch.cat(found).numpy()
+        probabilities = torch.cat(outputs).numpy()
         truth = None if raw.labels is None else tuple(raw.labels)
         names, several = tuple(raw.names), self.inputs.multi_label
         return Predictions(self.class_names, names, probabilities, truth, several)

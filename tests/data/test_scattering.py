@@ -19,7 +19,6 @@ from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import server_split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.scattering import Scattering, num_paths
-from fednas_flwr.data.summary import found
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import parse_config
@@ -118,7 +117,7 @@ def test_prepared_features_are_those_of_the_raw_images(tmp_path: Path) -> None:
         x, y = split.batch(torch.tensor([1, 3]), "cpu")
         assert torch.equal(x, made.features[[1, 3]])
         assert torch.equal(y, raw.labels[[1, 3]])
-    (note,) = found(features)
+    (note,) = reading_notes(features)
     assert re.fullmatch(r"scattering features: \(\d+, \d+, \d+\), \d+ MB, [\d.]+ s", note)
     again = prepared(**settings, scattering={"scales": 1, "angles": 3})
     assert again.input_shape == (4, 4, 4)
