@@ -19,6 +19,7 @@ from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import server_split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.scattering import Scattering, num_paths
+from fednas_flwr.data.summary import reading_notes
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import parse_config
