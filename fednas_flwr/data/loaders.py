@@ -168,7 +168,7 @@ def make_client_data(
 
 
 def _persons(records: Records, rows: Tensor) -> Tensor | None:
-    """Return whose each row is, numbered from 0; None where nobody says."""
+    """Number the persons of some rows from 0; None where nobody says whose a record is."""
     if not records.by_person:
         return None
     _, persons = np.unique(records.ids[rows.numpy()], return_inverse=True)

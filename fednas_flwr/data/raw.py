@@ -188,23 +188,18 @@ def _array(
     data: Any, inputs: Inputs, *, where: str, labels: Sequence[Label] | None = None
 ) -> RawData:
     array = np.asarray(data.numpy() if isinstance(data, Tensor) else data)
-    if inputs.is_table:
-        array = _checked_table(array, inputs, where=where)
-    else:
-        array = _checked_images(array, inputs, where=where)
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return RawData(_numbers(tensor), labels, tensor.__getitem__)
-
-
-def _checked_table(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
-    """Return float32 ``[N, F]`` rows whose columns are the features."""
     names = feature_names(inputs.schema)
-    if array.ndim != 2 or array.shape[1] != len(names) or array.dtype.kind not in "fiub":
+    if not inputs.is_table:
+        array = _checked_images(array, inputs, where=where)
+    elif array.ndim != 2 or array.shape[1] != len(names) or array.dtype.kind not in "fiub":
         raise ConfigError(
             f"{where} is {array.dtype} of shape {array.shape}: expected numbers "
             f"[N, {len(names)}], whose columns are {', '.join(names[:20])}; or a DataFrame."
         )
-    return array.astype(np.float32)
+    else:
+        array = array.astype(np.float32)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return RawData(_numbers(tensor), labels, tensor.__getitem__)
 
 
 def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:

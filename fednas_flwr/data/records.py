@@ -4,6 +4,10 @@ A record's id is stable: it depends on that record alone. The part, train, valid
 function of that id and the site's key, never of other records, their order or a run's seed: a
 record read as training data once is never test data later, and a privacy ledger can add up what was
 spent on each part (:func:`assign_splits`).
+
+:class:`Column` is one column of a table, :class:`Inputs` all that a model needs to know of its raw
+inputs; both are JSON in an exported model. :func:`normalised` is the one place where numbers are
+standardised, in training as in prediction.
 """
 
 from __future__ import annotations

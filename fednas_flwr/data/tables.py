@@ -136,7 +136,10 @@ def _part(settings: CSV, texts: table_files.Texts, path: Path) -> records.Record
     declared = [
         Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
     ]
-    texts, notes = _readable(settings, texts, declared)
+    notes: tuple[str, ...] = ()
+    if settings.corrupt == "skip":
+        rows, notes = records.readable(unreadable_cells(settings, texts, declared))
+        texts = {name: cells[rows] for name, cells in texts.items()}
     kind_of = {n: kinds.get(n) or _kind(texts[n], name=n, path=path) for n in names}
     missing_values, indicator = tuple(settings.missing_values), settings.missing == "indicator"
     schema = []
@@ -153,16 +156,6 @@ def named_columns(settings: LabelTable) -> list[str]:
     """Names of the columns of labels and persons."""
     ids = [] if settings.id_column is None else [settings.id_column]
     return label_columns(settings) + ids
-
-
-def _readable(
-    settings: CSV, texts: table_files.Texts, schema: Sequence[Column]
-) -> tuple[table_files.Texts, tuple[str, ...]]:
-    """The rows that can be read, with a note on the others, if these are to be left out."""
-    if settings.corrupt != "skip":
-        return texts, ()
-    rows, notes = records.readable(unreadable_cells(settings, texts, schema))
-    return {name: cells[rows] for name, cells in texts.items()}, notes
 
 
 def _records(

@@ -1,4 +1,4 @@
-"""Devices, search spaces and networks.
+"""Devices, search spaces and networks, with those that are given, the papers' baselines.
 
 A network is built from its description, JSON values that also travel to clients and into files.
 """
