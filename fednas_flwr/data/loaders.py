@@ -7,7 +7,7 @@ Shapes: B batch, C channels, H height, W width, F features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -240,7 +240,9 @@ def epoch_batches(
     if batch_size is None:
         yield torch.arange(num_examples)
         return
-    yield from _batches(torch.randperm(num_examples, generator=generator), size)
+    order = torch.randperm(num_examples, generator=generator)
+    for position in range(_num_batches(num_examples, size)):
+        yield _batch(order, position, size)
 
 
 def step_batch(
@@ -269,15 +271,20 @@ def step_batch(
     size = _checked_size(num_examples, batch_size)
     if batch_size is None:
         return torch.arange(num_examples)
-    epoch, position = divmod(step, len(_batches(torch.arange(num_examples), size)))
+    epoch, position = divmod(step, _num_batches(num_examples, size))
     order = torch.randperm(num_examples, generator=make_generator(seed, *purpose, epoch))
-    return _batches(order, size)[position]
+    return _batch(order, position, size)
 
 
-def _batches(order: Tensor, size: int) -> Sequence[Tensor]:
-    """Cut an epoch into batches; a single example that is left over joins the batch before."""
-    whole, rest = divmod(len(order), size)
-    return order.tensor_split([size * i for i in range(1, max(1, whole + (rest > 1)))])
+def _num_batches(num_examples: int, size: int) -> int:
+    whole, rest = divmod(num_examples, size)
+    return max(1, whole + (rest > 1))
+
+
+def _batch(order: Tensor, position: int, size: int) -> Tensor:
+    """Cut one batch out of an epoch; the last one has what is left over."""
+    last = position == _num_batches(len(order), size) - 1
+    return order[position * size : None if last else (position + 1) * size]
 
 
 def augment(
