@@ -19,7 +19,7 @@ from fednas_flwr import api, cli
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client import handlers
-from fednas_flwr.data.schema import Inputs
+from fednas_flwr.data.records import Inputs
 from fednas_flwr.models.export import export_safetensors
 from fednas_flwr.models.networks import describe_derived, make_network, make_space, supernet_sizes
 from fednas_flwr.models.prediction import Model

@@ -29,7 +29,7 @@ from fednas_flwr.base.foreign import (
 from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import load_partition
 from fednas_flwr.data.readers import site_dataset
-from fednas_flwr.data.schema import Column, Inputs
+from fednas_flwr.data.records import Column, Inputs
 from fednas_flwr.deploy.sites.provision import load_sites
 from fednas_flwr.models.export import export_safetensors
 from fednas_flwr.models.networks import make_network

@@ -84,6 +84,13 @@ def check_choice(what: str, value: object, allowed: Collection[str]) -> None:
         raise unknown_choice(what, value, allowed)
 
 
+def listed(names: Iterable[object], most: int = 10) -> str:
+    """Join the first of some names for a sentence, and say how many more there are."""
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
 def show(value: object) -> str:
     """Return a short text for a value that may be of any type and size, as overrides spell it.
 

@@ -255,9 +255,7 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     check_names(tree, given_settings(overrides).typed)
     config = parse_config(tree)
     prepared, parts = make_data(config)
-    dataset = config.dataset
-    key, fractions = dataset.split_key.encode(), dataset.fractions
-    for line in summary(prepared, parts, key=key, fractions=fractions):
+    for line in summary(prepared, parts, **config.dataset.division):
         print(line)
     return 0
 

@@ -27,7 +27,6 @@ from fednas_flwr.client.client import Client
 from fednas_flwr.client.noised_gradients import NoisedGradients
 from fednas_flwr.client.release_guard import before_reading
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.data.records import count_labels
 from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
 from fednas_flwr.models.metrics import evaluate, histogram, measured, predicted
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF, SUPERNET
@@ -91,16 +90,10 @@ def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
     if guard is not None:
         properties |= guard.properties
         return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
-    data = client.data
-    splits = {"train": data.train, "validation": data.validation, "test": data.test}
-    labels = torch.cat([split.labels[split.rows] for split in splits.values()])
-    properties |= {
-        "class_counts": count_labels(labels, len(client.class_names)),
-        "splits": {name: len(split) for name, split in splits.items()},
-    }
+    properties |= client.data.counts(len(client.inputs.class_names))
     if client.moments is not None:
         properties["moments"] = [asdict(of) for of in client.moments]
-    return Reply(max(1, len(labels)), properties=properties)
+    return Reply(max(1, sum(properties["splits"].values())), properties=properties)
 
 
 @answers("query.commit")

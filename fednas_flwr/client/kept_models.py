@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +103,8 @@ def _read(client: Client, path: Path) -> Model:
 
 def _check_inputs(client: Client, model: Model) -> None:
     """Refuse a model that takes other records, or names other classes, than the site has."""
-    values = {
-        "class_names": (client.class_names, model.class_names),
-        "schema": (client.schema, model.inputs.schema),
-        "shape": (tuple(client.data.train.features.shape[1:]), model.input_shape),
-        "multi_label": (client.objective.multi_label, model.inputs.multi_label),
-    }
-    for name, (ours, theirs) in values.items():
-        if theirs != ours:
+    for name in ("class_names", "schema", "shape", "scattering", "multi_label"):
+        if getattr(model.inputs, name) != getattr(client.inputs, name):
             raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
 
 
@@ -128,6 +122,6 @@ def _test(client: Client, folder: Path) -> dict[str, Any]:
             return {"num_examples": 0}
         logits, labels = predicted(network, test, client.device)
         metrics = measured(logits, labels, objective=objective, with_scores=True)
-        return metrics.as_json() | detailed(logits, labels, objective=objective, seed=client.seed)
+        return asdict(metrics) | detailed(logits, labels, objective=objective, seed=client.seed)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}

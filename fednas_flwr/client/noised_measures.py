@@ -112,7 +112,7 @@ def prepare_metrics(
     A record's loss counts for at most twice that of guessing, and so does one that is not finite.
     """
     objective = client.objective
-    bound = 2 * objective.guessing_loss(len(client.class_names))
+    bound = 2 * objective.guessing_loss(len(client.inputs.class_names))
 
     def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
         """Return (loss / bound, correct) of every record, each from 0 to 1; float64 [B, 2]."""

@@ -54,7 +54,7 @@ def rehearse(
         return client.rehearsed[key]
     size = client.private_guard.allowed.micro_batch_size
     shape, device = tuple(client.data.train.features.shape[1:]), client.device
-    classes = len(client.class_names)
+    classes = len(client.inputs.class_names)
     labels: dict[str, Any] = {"num_classes": classes, "multi_label": client.objective.multi_label}
     x = torch.zeros(size, *shape, device=device)
     y = made_up_labels([classes - 1] * size, **labels).to(device)

@@ -1,12 +1,12 @@
 """Raw data for a trained model: arrays, DataFrames, files and folders, in batches.
 
 What training does to records is done here by the same functions, with what the model's
-:class:`~fednas_flwr.data.schema.Inputs` say. Labels that the data has come along, by name.
+:class:`~fednas_flwr.data.records.Inputs` say. Labels that the data has come along, by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,8 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
-from fednas_flwr.data.npz import channels_first, cut, named
-from fednas_flwr.data.records import label_sets
-from fednas_flwr.data.schema import Inputs, feature_names
+from fednas_flwr.data.npz import channels_first, cut, named, read_arrays
+from fednas_flwr.data.records import Inputs, feature_names, label_sets
 from fednas_flwr.data.table_files import ANY_FORM, read_texts, suffix_of, texts_of
 from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.names import TABLE_SUFFIXES
@@ -104,23 +103,16 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         )
     names = [str(file.relative_to(path)) if path.is_dir() else str(file) for file in files]
     parents = [set(Path(name).parts[:-1]) & set(inputs.class_names) for name in names]
-    labelled = all(len(found) == 1 for found in parents)
+    labelled = all(len(classes) == 1 for classes in parents)
     return RawData(
         names,
-        [found.pop() for found in parents] if labelled else None,
+        [classes.pop() for classes in parents] if labelled else None,
         _decoded(source_of(files), len(files), inputs),
     )
 
 
 def _numpy_file(path: Path, inputs: Inputs) -> RawData:
-    try:
-        loaded = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"{path} cannot be read as plain arrays: {error}.") from error
-    if isinstance(loaded, np.ndarray):
-        return _array(loaded, inputs, where=str(path))
-    with loaded:
-        arrays = {name: loaded[name] for name in loaded.files}
+    arrays = read_arrays(path)
     for part in ("", "_test", "_val", "_train"):
         labels = _label_names(arrays.get(f"y{part}"), inputs)
         if f"x{part}" in arrays:
@@ -128,9 +120,8 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
         encoded = part.removeprefix("_")
         if f"{encoded}_bytes" in arrays:
             contents = cut(arrays[f"{encoded}_bytes"], arrays[f"{encoded}_off"], origin=str(path))
-            names = [str(i) for i in range(len(contents))]
             source = partial(named, contents, str(path))
-            return RawData(names, labels, _decoded(source, len(contents), inputs))
+            return RawData(_numbers(contents), labels, _decoded(source, len(contents), inputs))
     raise ConfigError(f"{path} holds the arrays {', '.join(arrays)}: expected x.")
 
 
@@ -159,11 +150,13 @@ def _decoded(
 
 
 def _rows(texts: dict[str, np.ndarray], inputs: Inputs, *, where: str) -> RawData:
-    num_rows = len(next(iter(texts.values()), []))
-    features = encode_rows(texts, inputs.schema, where=where)
-    rows = torch.from_numpy(np.stack(list(features.values()), axis=1))
-    labels = _row_labels(texts, inputs, where=where)
-    return RawData([str(i) for i in range(num_rows)], labels, lambda chosen: rows[chosen])
+    rows = torch.from_numpy(encode_rows(texts, inputs.schema, where=where))
+    return RawData(_numbers(rows), _row_labels(texts, inputs, where=where), rows.__getitem__)
+
+
+def _numbers(records: Sized) -> list[str]:
+    """Names of records that have none: their numbers."""
+    return [str(i) for i in range(len(records))]
 
 
 def _row_labels(
@@ -178,18 +171,12 @@ def _row_labels(
         return names_of(np.stack(marks, axis=1), names)
     if not inputs.label or inputs.label not in texts:
         return None
-    cells = texts[inputs.label]
-    if inputs.multi_label:
-        sets = label_sets(cells, inputs.label_separator)
-        order = {name: i for i, name in enumerate(names)}
-        known = {name for labels in sets for name in labels} <= order.keys()
-        return (
-            [tuple(sorted(set(labels), key=order.__getitem__)) for labels in sets]
-            if known
-            else None
-        )
-    classes: list[str] = cells.tolist()
-    return classes if set(classes) <= set(names) else None
+    sets = label_sets(texts[inputs.label], inputs.label_separator or None)
+    if not {name for labels in sets for name in labels} <= {*names}:
+        return None
+    if not inputs.multi_label:
+        return [name for (name,) in sets]
+    return [tuple(sorted({*labels}, key=names.index)) for labels in sets]
 
 
 def names_of(marks: np.ndarray, names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -201,23 +188,18 @@ def _array(
     data: Any, inputs: Inputs, *, where: str, labels: Sequence[Label] | None = None
 ) -> RawData:
     array = np.asarray(data.numpy() if isinstance(data, Tensor) else data)
-    if inputs.is_table:
-        array = _checked_table(array, inputs, where=where)
-    else:
-        array = _checked_images(array, inputs, where=where)
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return RawData([str(i) for i in range(len(array))], labels, lambda chosen: tensor[chosen])
-
-
-def _checked_table(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
-    """Return float32 ``[N, F]`` rows whose columns are the features."""
     names = feature_names(inputs.schema)
-    if array.ndim != 2 or array.shape[1] != len(names) or array.dtype.kind not in "fiub":
+    if not inputs.is_table:
+        array = _checked_images(array, inputs, where=where)
+    elif array.ndim != 2 or array.shape[1] != len(names) or array.dtype.kind not in "fiub":
         raise ConfigError(
             f"{where} is {array.dtype} of shape {array.shape}: expected numbers "
             f"[N, {len(names)}], whose columns are {', '.join(names[:20])}; or a DataFrame."
         )
-    return array.astype(np.float32)
+    else:
+        array = array.astype(np.float32)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return RawData(_numbers(tensor), labels, tensor.__getitem__)
 
 
 def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:

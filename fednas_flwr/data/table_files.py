@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
@@ -135,12 +135,12 @@ def _read_csv(path: Path, form: TableForm) -> tuple[Any, tuple[str, ...]]:
     decimal = form.decimal or ("comma" if has_commas else "point")
     if decimal == "comma":
         table = table.replace(f"^{_COMMA_NUMBER}$", r"\1.\2", regex=True)
-    found = {
+    remarks = {
         f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
         f"encoding {encoding}": encoding not in ("utf-8", "utf-8-sig"),
         "decimal comma": decimal == "comma",
     }
-    unusual = [note for note, holds in found.items() if holds]
+    unusual = [note for note, holds in remarks.items() if holds]
     return table, (f"{path.name}: {', '.join(unusual)}",) if unusual else ()
 
 
@@ -218,10 +218,10 @@ def _days(text: str) -> float:
     if _DOTTED_DATE.fullmatch(text):
         text = "-".join(part.zfill(2) for part in reversed(text.split(".")))
     try:
-        since = datetime.fromisoformat(text) - _EPOCH if _ISO_DATE.fullmatch(text) else None
+        is_date = _ISO_DATE.fullmatch(text)
+        return (datetime.fromisoformat(text) - _EPOCH) / timedelta(days=1) if is_date else math.nan
     except ValueError:
-        since = None
-    return math.nan if since is None else since / timedelta(days=1)
+        return math.nan
 
 
 def names_in(texts: Texts, columns: Sequence[str]) -> dict[str, np.ndarray]:
@@ -232,8 +232,7 @@ def names_in(texts: Texts, columns: Sequence[str]) -> dict[str, np.ndarray]:
 
 def rows_text(texts: np.ndarray, rows: np.ndarray, *, most: int = 10) -> str:
     """Return cells with their rows, from 1, for a message: ``yes in row 1, no in row 3``."""
-    cells = [f"{texts[row]} in row {int(row) + 1}" for row in rows[:most]]
-    return ", ".join(cells) + (f" and {len(rows) - most} more" if len(rows) > most else "")
+    return listed((f"{texts[row]} in row {int(row) + 1}" for row in rows), most)
 
 
 def check_columns(texts: Mapping[str, np.ndarray], names: Sequence[str], *, where: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import records, table_files
-from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
+from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import CSV, LabelTable
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
@@ -46,13 +47,25 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
     train_path, test_path = _parts(path)
     texts, notes = table_files.read_texts(train_path, settings)
     settings = replace(settings, label=label_column(settings, texts))
-    train = _train_part(settings, texts, train_path)
+    train = _part(settings, texts, train_path)
     train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
+    names = {kind: [c.name for c in train.schema if c.kind == kind] for kind in KINDS}
+    settings = replace(
+        settings,
+        class_names=[] if settings.labels else list(train.class_names),
+        numeric=names[NUMBER],
+        dates=names[DATE],
+        categorical=names[CATEGORY],
+        categories={c.name: list(c.categories) for c in train.schema if c.kind == CATEGORY},
+        ignore=[],
+    )
     texts, _ = table_files.read_texts(test_path, settings)
-    classes = [] if settings.labels else list(train.class_names)
-    return train, _test_part(replace(settings, class_names=classes), texts, test_path, train.schema)
+    features = [column.name for column in train.schema]
+    table_files.check_columns(texts, features, where=str(test_path))
+    in_order = {name: texts[name] for name in (*features, *texts)}
+    return train, _part(settings, in_order, test_path)
 
 
 def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
@@ -67,31 +80,29 @@ def label_columns(settings: LabelTable) -> list[str]:
 
 def encode_rows(
     texts: Mapping[str, np.ndarray], schema: Sequence[Column], *, where: str
-) -> table_files.Texts:
-    """Return the features of rows by name, float32 ``[N]`` each, in the order of the schema.
+) -> np.ndarray:
+    """Encode rows as float32 ``[N, F]``, by :func:`~fednas_flwr.data.records.feature_names`.
 
     Args:
         texts: The columns' cells; empty ones are missing, and so are a column's missing values.
-        schema: The columns; a category that is none of a column's has no feature.
+        schema: The columns, with a feature or more; a category that is none of a column's has none.
         where: Where the rows come from, for messages.
 
     Raises:
         ConfigError: A column lacks, or a cell of a number or date is none.
     """
     table_files.check_columns(texts, [column.name for column in schema], where=where)
-    numbers, indicators, categories = {}, {}, {}
+    numbers, indicators, categories = [], [], []
     for column in schema:
         cells = texts[column.name]
         if column.missing_values:
             cells = np.where(table_files.among(cells, column.missing_values), "", cells)
-        if column.kind == CATEGORY:
-            for value in column.categories:
-                categories[f"{column.name}={value}"] = (cells == value).astype(np.float32)
-            continue
-        numbers[column.name] = _checked_numbers(cells, column=column, where=where)
+        if column.kind != CATEGORY:
+            numbers.append(_checked_numbers(cells, column=column, where=where))
         if column.indicator:
-            indicators[f"{column.name} is missing"] = (cells == "").astype(np.float32)
-    return {**numbers, **indicators, **categories}
+            indicators.append(cells == "")
+        categories += [cells == value for value in column.categories]
+    return np.stack([*numbers, *indicators, *categories], axis=1).astype(np.float32)
 
 
 def _parts(root: Path) -> tuple[Path, Path | None]:
@@ -111,66 +122,40 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
     return found["train"][0], found["test"][0] if found["test"] else None
 
 
-def _train_part(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:
+def _part(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:
     """Records whose columns are those that the settings name, or are found."""
     kinds = {
         **dict.fromkeys(settings.numeric, NUMBER),
         **dict.fromkeys(settings.dates, DATE),
         **dict.fromkeys(settings.categorical, CATEGORY),
     }
-    no_features = [*label_columns(settings), *_id_columns(settings), *settings.ignore]
+    no_features = [*named_columns(settings), *settings.ignore]
     table_files.check_columns(texts, [*no_features, *kinds, *settings.categories], where=str(path))
-    for column in kinds:
-        if column in no_features:
-            raise ConfigError(
-                f"column {column} of {path} has two uses: name it in only one of dataset.label, "
-                "dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, "
-                "dataset.categorical and dataset.ignore."
-            )
     names = [n for n in texts if n not in no_features and (n in kinds or not kinds)]
     kinds |= dict.fromkeys(settings.categories, CATEGORY)
     declared = [
         Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
     ]
-    texts, notes = _readable(settings, texts, declared)
-    found = {n: kinds.get(n) or _kind(texts[n], name=n, path=path) for n in names}
+    notes: tuple[str, ...] = ()
+    if settings.corrupt == "skip":
+        rows, notes = records.readable(unreadable_cells(settings, texts, declared))
+        texts = {name: cells[rows] for name, cells in texts.items()}
+    kind_of = {n: kinds.get(n) or _kind(texts[n], name=n, path=path) for n in names}
     missing_values, indicator = tuple(settings.missing_values), settings.missing == "indicator"
-    schema = [
-        Column(n, kind, (), indicator, missing_values)
-        for n, kind in found.items()
-        if kind != CATEGORY
-    ]
-    for n in (n for n, kind in found.items() if kind == CATEGORY):
-        values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
-        schema.append(Column(n, CATEGORY, values, missing_values=missing_values))
+    schema = []
+    for n, kind in sorted(kind_of.items(), key=lambda item: item[1] == CATEGORY):  # those last
+        if kind == CATEGORY:
+            values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
+            schema.append(Column(n, kind, values, missing_values=missing_values))
+        else:
+            schema.append(Column(n, kind, (), indicator, missing_values))
     return replace(_records(settings, texts, path, tuple(schema)), notes=notes)
 
 
-def _test_part(
-    settings: CSV, texts: table_files.Texts, path: Path, schema: tuple[Column, ...]
-) -> records.Records:
-    """Records whose columns are those of the train part."""
-    names = [*label_columns(settings), *_id_columns(settings), *(c.name for c in schema)]
-    table_files.check_columns(texts, names, where=str(path))
-    texts, notes = _readable(settings, texts, schema)
-    for column in schema:
-        if column.kind == CATEGORY:
-            _categories(texts[column.name], column.categories, name=column.name, path=path)
-    return replace(_records(settings, texts, path, schema), notes=notes)
-
-
-def _id_columns(settings: LabelTable) -> list[str]:
-    return [] if settings.id_column is None else [settings.id_column]
-
-
-def _readable(
-    settings: CSV, texts: table_files.Texts, schema: Sequence[Column]
-) -> tuple[table_files.Texts, tuple[str, ...]]:
-    """The rows that can be read, with a note on the others, if these are to be left out."""
-    if settings.corrupt != "skip":
-        return texts, ()
-    rows, notes = records.readable(unreadable_cells(settings, texts, schema))
-    return {name: cells[rows] for name, cells in texts.items()}, notes
+def named_columns(settings: LabelTable) -> list[str]:
+    """Names of the columns of labels and persons."""
+    ids = [] if settings.id_column is None else [settings.id_column]
+    return label_columns(settings) + ids
 
 
 def _records(
@@ -178,11 +163,11 @@ def _records(
 ) -> records.Records:
     """Records of a table whose columns are known."""
     labelled = label_columns(settings)
-    features = list(encode_rows(texts, schema, where=str(path)).values())
-    if not features:
+    if not feature_names(schema):
         raise ConfigError(
             f"{path} has no feature columns besides its label {', '.join(labelled)}: add some."
         )
+    features = torch.from_numpy(encode_rows(texts, schema, where=str(path)))
     labels, classes = read_labels(settings, texts, path)
     numbers = {c.name: table_files.numbers_of(texts[c.name]) for c in schema if c.kind == NUMBER}
     others = {c.name: texts[c.name] for c in schema if c.kind != NUMBER}
@@ -190,7 +175,7 @@ def _records(
     named = [n for n in texts if n not in labelled and n not in fractional]
     return labelled_records(
         settings,
-        features=torch.from_numpy(np.stack(features, axis=1)),
+        features=features,
         labels=labels,
         ids=person_ids(settings, texts, path)
         if settings.id_column is not None
@@ -235,11 +220,11 @@ def unreadable_cells(
         cells, classes = texts[name], set(settings.class_names)
         if settings.labels:
             cells, classes = _lowered(cells), {*_YES, *_NO}
-        sets = [records.label_set(cell, settings.label_separator) for cell in cells.tolist()]
+        sets = records.label_sets(cells, settings.label_separator)
         classes = classes or {name for names in sets for name in names} - {""}
         wrong[name] = np.array([not classes.issuperset(names) for names in sets], bool)
-    for name in _id_columns(settings):
-        wrong[name] = texts[name] == ""
+    if settings.id_column is not None:
+        wrong[settings.id_column] = texts[settings.id_column] == ""
     return wrong
 
 
@@ -254,17 +239,15 @@ def read_labels(
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
         sets = records.label_sets(cells, separator)
-        found = sorted({name for names in sets for name in names})
-        classes = tuple(settings.class_names or found)
+        names_there = sorted({name for names in sets for name in names})
+        classes = tuple(settings.class_names or names_there)
         if len(classes) < 2:
             raise ConfigError(
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
                 "at least 2; correct dataset.label_separator, or name them in dataset.class_names."
             )
         return records.encode_label_sets(sets, classes, where=where), classes
-    if (cells == "").any():
-        row = int(np.argmax(cells == ""))
-        raise ConfigError(f"{path} has no label ({column}) in row {row + 1}: fill or remove it.")
+    _check_filled(cells, f"label ({column})", path)
     classes = tuple(settings.class_names) or _sorted_classes(cells)
     return records.encode_labels(cells, classes, where=where), classes
 
@@ -341,22 +324,19 @@ def _categories(
     texts: np.ndarray, given: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Values of a categorical column; a missing value belongs to none of them."""
-    found = sorted(set(texts.tolist()) - {""})
+    values = sorted(set(texts.tolist()) - {""})
     if given is not None:
-        unknown = sorted(set(found) - set(given))
-        if unknown:
-            raise ConfigError(
-                f"column {name} of {path} holds {unknown[0]}, which is not in "
-                f"dataset.categories.{name}: add it there or correct the file."
-            )
+        records.check_known(
+            values, given, f"column {name} of {path} holds", f"dataset.categories.{name}"
+        )
         return tuple(given)
-    if len(found) > _MOST_CATEGORIES:
+    if len(values) > _MOST_CATEGORIES:
         raise ConfigError(
-            f"column {name} of {path} has {len(found)} different texts, too many for one-hot "
+            f"column {name} of {path} has {len(values)} different texts, too many for one-hot "
             f"features (at most {_MOST_CATEGORIES}): list it in dataset.ignore, correct "
             f"it if it should be numeric, or give dataset.categories.{name}."
         )
-    return tuple(found)
+    return tuple(values)
 
 
 def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
@@ -371,23 +351,22 @@ def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
 def person_ids(settings: LabelTable, texts: table_files.Texts, path: Path) -> np.ndarray:
     """Ids that the column of persons gives."""
     cells = texts[settings.person_column]
+    _check_filled(cells, f"id ({settings.id_column})", path)
+    return records.text_ids(cells)
+
+
+def _check_filled(cells: np.ndarray, what: str, path: Path) -> None:
     if (cells == "").any():
         row = int(np.argmax(cells == ""))
-        raise ConfigError(
-            f"{path} has no id ({settings.id_column}) in row {row + 1}: fill or remove it."
-        )
-    return records.record_ids(text.encode("utf-8", "surrogatepass") for text in cells.tolist())
+        raise ConfigError(f"{path} has no {what} in row {row + 1}: fill or remove it.")
 
 
 def _feature_ids(texts: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return hashes of parsed rows, given the categorical and the numeric columns by name."""
     values = [records.canonical(numbers[name]) for name in sorted(numbers)]
-    others = ["\x1f".join(row) for row in zip(*(texts[n] for n in sorted(texts)), strict=True)]
-    if not values:
-        return records.record_ids(other.encode() for other in others)
-    rows = np.stack(values, axis=1)
-    if not others:
-        return records.record_ids(row.tobytes() for row in rows)
+    cells = [texts[name].tolist() for name in sorted(texts)]
+    rows = (row.tobytes() for row in np.stack(values, axis=1)) if values else repeat(b"")
+    others = map("\x1f".join, zip(*cells, strict=True)) if cells else repeat("")
     return records.record_ids(
-        row.tobytes() + other.encode() for row, other in zip(rows, others, strict=True)
+        row + other.encode() for row, other in zip(rows, others, strict=False)
     )

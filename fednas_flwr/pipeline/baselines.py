@@ -17,8 +17,7 @@ import torch
 
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.models.networks import described_space, load_description
+from fednas_flwr.models.networks import FIXED_NETWORKS, described_space, load_description
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.schedule import paying
 from fednas_flwr.runs.events import Event

@@ -21,7 +21,7 @@ from fednas_flwr.client.making import simulated_properties
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.data.summary import found, summarised
+from fednas_flwr.data.summary import reading_notes, summarised
 from fednas_flwr.pipeline import pooled_statistics, schedule
 from fednas_flwr.pipeline.feasible import given_table
 from fednas_flwr.pipeline.schedule import Schedule
@@ -151,7 +151,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     private = isinstance(config.privacy, DifferentialPrivacy)
-    if len(prepared.train) and not private and (lines := found(prepared)):
+    if len(prepared.train) and not private and (lines := reading_notes(prepared)):
         log.emit("data", found=lines)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from fednas_flwr.data import statistics as stats
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.schema import feature_names
+from fednas_flwr.data.records import feature_names
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.requests import TellStatistics
 from fednas_flwr.protocol.states import Layout, unpack

@@ -230,7 +230,7 @@ def _evaluate(
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             logits, labels = metrics.predicted(network.to(device), test, device)
             scores = metrics.measured(logits, labels, objective=objective, with_scores=True)
-            central = scores.as_json() | detailed(
+            central = asdict(scores) | detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
             if isinstance(network, SkipNetwork) and network.skip is not None:
@@ -403,12 +403,8 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
     prepared = run.prepared
     if prepared.server_test is None:
         return {}
-    settings, held_out = run.config.dataset, run.config.retrain.evaluate_every > 0
-    key, fractions = settings.split_key.encode(), settings.fractions
-    clients = (
-        make_client_data(prepared, part, key=key, fractions=fractions)
-        for part in make_data(run.config)[1]
-    )
+    division, held_out = run.config.dataset.division, run.config.retrain.evaluate_every > 0
+    clients = (make_client_data(prepared, part, **division) for part in make_data(run.config)[1])
     train = [
         client.train if held_out else concat_splits(client.train, client.validation)
         for client in clients

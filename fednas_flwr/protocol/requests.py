@@ -15,7 +15,7 @@ from functools import partial
 from typing import Annotated, Any, Self, TypedDict
 
 from fednas_flwr.base.errors import ConfigError, MissingSettingError, ReplyError, unknown_choice
-from fednas_flwr.data.schema import Column
+from fednas_flwr.data.records import Column
 from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
 from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF

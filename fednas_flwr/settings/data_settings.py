@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fednas_flwr.base.errors import show
-from fednas_flwr.settings.names import CORRUPT_RULES, DECIMALS, MISSING_RULES
+from fednas_flwr.settings.names import CORRUPT_RULES, DECIMALS, MISSING_RULES, SPLITS
 from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
 from fednas_flwr.settings.parser import (
     Between,
@@ -26,6 +26,13 @@ from fednas_flwr.settings.parser import (
 
 # of one side, in pixels: an image of more takes 800 MB
 ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
+Fractions = Annotated[
+    dict[str, Share],
+    Where(
+        lambda shares: shares.keys() == {*SPLITS} and abs(sum(shares.values()) - 1) <= 1e-6,
+        "shares of train, validation and test that sum to 1",
+    ),
+]
 Ends = Annotated[
     list[float],
     Where(
@@ -33,10 +40,8 @@ Ends = Annotated[
         "finite [low, high], low below high",
     ),
 ]
-MeanAndStd = Annotated[
-    list[float],
-    Where(lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0"),
-]
+_MEAN_AND_STD = Where(lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0")
+_GRAY_OR_COLOUR = Where(lambda channels: channels in (1, 3), "1 or 3")
 
 
 def _is_encoding(name: str) -> bool:
@@ -44,6 +49,13 @@ def _is_encoding(name: str) -> bool:
         return bool(codecs.lookup(name))
     except LookupError:
         return False
+
+
+_ENCODING = Where(_is_encoding, "one that Python knows, such as utf-8, utf-16 or cp1252")
+_IN_ROOT = Where(
+    lambda name: Path(name).name == name,
+    "the name of a file in dataset.root, or in its folders train and test",
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ class Dataset(Checked):
     server_test: bool
     limit_train: Count | None
     limit_test: Count | None
-    fractions: dict[str, Share]
+    fractions: Fractions
     split_key: Annotated[str, Length(Between(1, 64))]
     linear_baseline: bool
     table: CellAccuracies | None
@@ -111,6 +123,11 @@ class Dataset(Checked):
     def at(self, root: str) -> Dataset:
         """The same settings of data in another place; of no effect where data needs none."""
         return self
+
+    @property
+    def division(self) -> dict[str, Any]:
+        """Key and fractions that fix which record goes where, as ``assign_splits`` takes them."""
+        return {"key": self.split_key.encode(), "fractions": self.fractions}
 
     @property
     def person_column(self) -> str:
@@ -203,7 +220,7 @@ class EncodedImages(Images):
     """
 
     image_size: ImageSize | None
-    channels: Annotated[int, Where(lambda number: number in (1, 3), "1 or 3")] | None
+    channels: Annotated[int, _GRAY_OR_COLOUR] | None
     class_names: Names
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
     intensity: Ends | None
@@ -226,7 +243,7 @@ class Numbers(Dataset):
             what is usual, as numbers beyond them are kept.
     """
 
-    statistics: dict[str, MeanAndStd]
+    statistics: dict[str, Annotated[list[float], _MEAN_AND_STD]]
     ranges: dict[str, Ends]
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
@@ -352,7 +369,7 @@ class LabelledImages(LabelTable, EncodedImages, Stored):
             the table's folder on, or their bare names where no two images share one.
     """
 
-    labels_file: Text
+    labels_file: Annotated[Text, _IN_ROOT]
 
 
 @dataclass(frozen=True)
@@ -380,7 +397,7 @@ class TableForm(Checked):
     """
 
     separator: Annotated[str, Length(Between(1, 1))] | None
-    encoding: Annotated[str, Where(_is_encoding, "one such as utf-8, utf-16 or cp1252")] | None
+    encoding: Annotated[Text, _ENCODING] | None
     decimal: Annotated[str, OneOf(DECIMALS)] | None
     missing_values: Names
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
@@ -420,8 +437,13 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
     def __post_init__(self) -> None:
         """Check that no column has two uses."""
         super().__post_init__()
-        columns = [*self.numeric, *self.dates, *self.categorical, *self.ignore]
-        uses = "numeric, dataset.dates, dataset.categorical and dataset.ignore"
+        label = [self.label] if self.names_label else self.labels
+        others = {*self.ignore, *label, self.person_column} - {""}
+        columns = [*self.numeric, *self.dates, *self.categorical, *sorted(others)]
+        uses = (
+            "label, dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, "
+            "dataset.categorical and dataset.ignore"
+        )
         Distinct().check(uses, columns, "")
 
     @property

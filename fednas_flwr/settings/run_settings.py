@@ -430,7 +430,7 @@ class GivenNetwork(AlgorithmSettings):
     """Base of those that do not search: they train a network that is given by name.
 
     Attributes:
-        network: A name of ``models.fixed_networks.FIXED_NETWORKS``, where no genotype is given.
+        network: A name of ``models.networks.FIXED_NETWORKS``, where no genotype is given.
     """
 
     network: str

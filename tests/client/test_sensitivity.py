@@ -28,8 +28,8 @@ from fednas_flwr.client.answer import answer, asked_kinds
 from fednas_flwr.client.making import make_client, make_site_guard
 from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.prepared import make_data
-from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.models.networks import (
+    FIXED_NETWORKS,
     describe_derived,
     describe_pool,
     make_network,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.models.networks import FIXED_NETWORKS
 from fednas_flwr.settings.names import SKIPS
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.spaces.genotype import from_json, to_json

@@ -21,7 +21,6 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.audit_trail import verify_trail
-from fednas_flwr.client.client import Augmentation
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import (
     PRIVATE_SITE_KEYS,
@@ -986,7 +985,7 @@ def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
         properties.append(cohort.properties[0])
         client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
         assert client.data.train.mean == (0.5, 0.5, 0.5)
-        assert client.augmentation == Augmentation(crop_padding=0, flip=False, cutout=0)
+        assert client.augmentation == {"crop_padding": 0, "flip": False, "cutout": 0}
         assert sum(len(s) for s in vars(client.data).values()) == 80
     assert properties[0] == properties[1]
     assert properties[0]["class_names"] == ["red", "green", "blue"]

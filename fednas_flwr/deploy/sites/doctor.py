@@ -200,7 +200,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.data.loaders import make_client_data
     from fednas_flwr.data.prepared import make_site_data
     from fednas_flwr.data.readers import site_dataset
-    from fednas_flwr.data.summary import found
+    from fednas_flwr.data.summary import reading_notes
     from fednas_flwr.pipeline.feasible import check_features
     from fednas_flwr.privacy.policy import load_policy
     from fednas_flwr.server.limits import MORE_RECORDS
@@ -222,7 +222,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     key = folder / "state" / "split.key"
     text = key.read_text() if key.exists() else "none yet"  # the first start makes it
     parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
-    told = found(prepared)
+    told = reading_notes(prepared)
     try:
         check_features(prepared, [parts])
     except ConfigError as error:
