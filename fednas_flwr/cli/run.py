@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr import api
-from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.cli import RUN_FAILED, Commands, add_command, fail, take_files
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
@@ -128,7 +129,7 @@ def sweep(asked: Arguments) -> int:
     Raises:
         ConfigError: An override is wrong, or all jobs have settings without effect.
     """
-    overrides = [_sweep_folder(text) for text in asked.overrides]
+    overrides = [re.sub("^run_dir=", "hydra.sweep.dir=", text) for text in asked.overrides]
     fixed = without_sweeps(overrides)
     planned = compose_sweep(fixed, asked.source)
     optuna = "optuna" in planned.sweeper
@@ -185,11 +186,6 @@ def run_job(tree: Any) -> float | list[float] | None:
     return reached[0] if isinstance(metric, str) else reached
 
 
-def _sweep_folder(text: str) -> str:
-    """Return an override; ``run_dir`` of a sweep is the folder of its jobs."""
-    return f"hydra.sweep.dir={text.partition('=')[2]}" if text.startswith("run_dir=") else text
-
-
 def _direction(name: str) -> str:
     """Say whether a sweep makes a metric as large or as small as it can.
 
@@ -197,8 +193,7 @@ def _direction(name: str) -> str:
         ConfigError: There is no metric of that name.
     """
     scores = {SEARCH_LOSS: False} | {metric.name: metric.is_score for metric in METRICS}
-    if name not in scores:
-        raise unknown_choice("sweep.metric", name, scores)
+    check_choice("sweep.metric", name, scores)
     return "maximize" if scores[name] else "minimize"
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.handlers import ANSWERS
@@ -87,8 +87,7 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
         ConfigError: There is no such private action, or the policy refuses the request.
     """
     action, settings = request.action, request.settings
-    if action not in PRIVATE_ACTIONS:
-        raise unknown_choice("private action", action, PRIVATE_ACTIONS)
+    check_choice("private action", action, PRIVATE_ACTIONS)
     if request.statistics is not None:  # as public as weights are; standardised_within checks them
         guard.check_action("query.statistics", guard.data_set)
     data_set = guard.data_set if settings.of_any_site else getattr(settings, "data_set", None)

@@ -64,7 +64,10 @@ def check(client: Client, request: Request, asked: KeepModel) -> Path:
         signed = {"run": request.header.run, "signature": asked.signature}
         signed["sha256"] = hashlib.sha256(model).hexdigest()
         write_atomically(new / SIGNATURE_FILE, json.dumps(signed, indent=2) + "\n")
-        _check_inputs(client, _read(client, new / MODEL_FILE))
+        inputs = _read(client, new / MODEL_FILE).inputs
+        for name in ("class_names", "schema", "shape", "scattering", "multi_label"):
+            if getattr(inputs, name) != getattr(client.inputs, name):
+                raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -99,13 +102,6 @@ def _read(client: Client, path: Path) -> Model:
     except Exception as error:  # whatever a server can put into a file
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise ConfigError(f"refused: the model cannot be read ({reason}).") from error
-
-
-def _check_inputs(client: Client, model: Model) -> None:
-    """Refuse a model that takes other records, or names other classes, than the site has."""
-    for name in ("class_names", "schema", "shape", "scattering", "multi_label"):
-        if getattr(model.inputs, name) != getattr(client.inputs, name):
-            raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
 
 
 def _test(client: Client, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.base.foreign import dump_yaml
 from fednas_flwr.client.client import Client, KeptModels
@@ -183,10 +183,10 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
             f"{setting} is for records of one class each, but these can have several labels: "
             "remove it."
         )
-    if positive not in (None, *class_names):
-        raise unknown_choice("evaluation.positive", positive, class_names)
-    for name in [name for name in factors if name not in class_names]:
-        raise unknown_choice("training.class_factors", name, class_names)
+    if positive is not None:
+        check_choice("evaluation.positive", positive, class_names)
+    for name in factors:
+        check_choice("training.class_factors", name, class_names)
     values = [factors.get(name, 1.0) for name in class_names]
     return Objective(
         torch.tensor(values, device=device) if factors else None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.base.foreign import check_resolved, read_yaml
 from fednas_flwr.settings import data_settings as ds
 from fednas_flwr.settings.names import TABLE_SUFFIXES, TORCHVISION_SETS
@@ -191,8 +191,7 @@ def own_reader(
         neutral |= _neutral(kind)
     taken = list(names)
     for setting in taken:
-        if setting not in hints:
-            raise unknown_choice("setting", setting, list(hints))
+        check_choice("setting", setting, hints)
 
     def read(settings: ds.Dataset, path: Path) -> RecordsPair:
         return reader(path, **{setting: getattr(settings, setting) for setting in taken})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, unknown_choice
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_metadata, read_model
@@ -123,8 +123,7 @@ def describe_network(
     if genotype is None:
         if not isinstance(config.algorithm, GivenNetwork):
             raise ValueError("only fedavg and fedex have a network without a genotype")
-        if config.algorithm.network not in FIXED_NETWORKS:
-            raise unknown_choice("algorithm.network", config.algorithm.network, FIXED_NETWORKS)
+        check_choice("algorithm.network", config.algorithm.network, FIXED_NETWORKS)
         description = {"name": config.algorithm.network, **shapes}
         if config.algorithm.network in NORMED_NETWORKS:
             description["norm"] = config.retrain.norm

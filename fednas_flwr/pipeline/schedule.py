@@ -37,13 +37,6 @@ Schedule = list[PlannedRelease]
 Turns = Mapping[str, Sequence[int]]  # by stage, the rounds in which a client may be asked
 
 
-def make_schedule(
-    config: Config, records: Records, *, done: Mapping[str, int], spare: bool = False
-) -> Schedule:
-    """Every kind of release of a client that is asked in every round: :func:`make_schedules`."""
-    return make_schedules(config, records, done=done, spare=spare)[0]
-
-
 def make_schedules(
     config: Config,
     records: Records,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Self, TypedDict
 
-from fednas_flwr.base.errors import ConfigError, MissingSettingError, ReplyError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, MissingSettingError, ReplyError, check_choice
 from fednas_flwr.data.records import Column
 from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
 from fednas_flwr.models.metrics import BINS
@@ -425,8 +425,7 @@ class TakeGradients(AtSite):
         """Check the ranges, and the names of states."""
         super().__post_init__()
         for state in self.local_lrs:
-            if state not in SPLIT_OF:
-                raise unknown_choice("local_lrs", state, SPLIT_OF)
+            check_choice("local_lrs", state, SPLIT_OF)
 
     def released(self, action: str) -> Kinds:
         """A sum of each gradient in every step."""
@@ -717,8 +716,7 @@ def decode(action: str, values: object) -> Settings:
     Raises:
         ConfigError: There is no such action, or the values are not such a request.
     """
-    if action not in REQUESTS:
-        raise unknown_choice("action", action, REQUESTS)
+    check_choice("action", action, REQUESTS)
     request: Settings = parse(REQUESTS[action], values, key="")
     return request
 

@@ -110,7 +110,10 @@ def _graph(edges: Sequence[Mapping[str, Any]]) -> tuple[list[_Box], list[_Wire]]
     if joined:
         names.append("c(k)")
         depth.append(max(depth) + 1)
-    boxes = [_node_box(name, 2 * level) for name, level in zip(names, depth, strict=True)]
+    boxes = [
+        _Box("node", 2 * level, name, max(HEIGHT["node"], 14 + CHARACTER_WIDTH * len(name)))
+        for name, level in zip(names, depth, strict=True)
+    ]
     wires = []
     for edge in edges:
         source, target, op = edge["source"], edge["target"], str(edge["op"])
@@ -121,10 +124,6 @@ def _graph(edges: Sequence[Mapping[str, Any]]) -> tuple[list[_Box], list[_Wire]]
         passes = _passes(boxes, 2 * depth[node] + 1, 2 * depth[-1])
         wires.append(_Wire((node, *passes, last + 1), ""))
     return boxes, wires
-
-
-def _node_box(name: str, column: int) -> _Box:
-    return _Box("node", column, name, max(HEIGHT["node"], 14 + CHARACTER_WIDTH * len(name)))
 
 
 def _passes(boxes: list[_Box], start: int, stop: int) -> list[int]:

@@ -23,7 +23,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from fednas_flwr.base.errors import ConfigError, MissingSettingError, show, unknown_choice
+from fednas_flwr.base.errors import (
+    ConfigError,
+    MissingSettingError,
+    check_choice,
+    show,
+    unknown_choice,
+)
 
 NOT_TEXT = ", not text"  # ends the error of a text that looks like the number that is expected
 MISSING = "???"  # Hydra's value for what the user must give
@@ -90,8 +96,7 @@ class OneOf:
 
     def check(self, key: str, value: Any, alternative: str) -> None:
         """Raise ConfigError, with the nearest spelling, for another name."""
-        if value not in self.names:
-            raise unknown_choice(key, value, self.names)
+        check_choice(key, value, self.names)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fednas_flwr.base.errors import unknown_choice
+from fednas_flwr.base.errors import check_choice
 from fednas_flwr.settings import BlockSpace, CellSpace, DPCells, SearchSpaceSettings
 from fednas_flwr.settings.registry import TABLES, imported, register
 
@@ -50,10 +50,8 @@ def _mbconv(*, skeleton: str, candidates: str, **settings: Any) -> SearchSpace:
     """Return the MBConv space with the named skeleton and candidates."""
     from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 
-    if skeleton not in SKELETONS:
-        raise unknown_choice("search_space.skeleton", skeleton, SKELETONS)
-    if candidates not in CANDIDATES:
-        raise unknown_choice("search_space.candidates", candidates, CANDIDATES)
+    check_choice("search_space.skeleton", skeleton, SKELETONS)
+    check_choice("search_space.candidates", candidates, CANDIDATES)
     return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
 
 
@@ -85,6 +83,5 @@ def space_entry(name: str) -> SpaceEntry:
     Raises:
         ConfigError: There is no space of this name.
     """
-    if name not in SEARCH_SPACES:
-        raise unknown_choice("search_space.name", name, SEARCH_SPACES)
+    check_choice("search_space.name", name, SEARCH_SPACES)
     return SEARCH_SPACES[name]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.settings import Hardware, expanded
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.latency_tables import (
@@ -141,8 +141,7 @@ class HardwareLoss:
     def check(self) -> None:
         """Raise ConfigError if no network reaches the target, or a logarithm is not positive."""
         costs = self.costs
-        if self.form not in LOSSES:
-            raise unknown_choice("hardware.loss", self.form, LOSSES)
+        check_choice("hardware.loss", self.form, LOSSES)
         if not costs.lowest <= self.target <= costs.highest:
             raise ConfigError(
                 f"hardware.target={self.target:g} {self.unit} cannot be reached: networks of this "
@@ -293,8 +292,7 @@ def check_hardware(losses: Iterable[Hardware], space: SearchSpace) -> None:
     For targets in ms without a table the latter is known when clients have measured.
     """
     for hardware in losses:
-        if hardware.loss not in LOSSES:
-            raise unknown_choice("algorithm.hardware.loss", hardware.loss, LOSSES)
+        check_choice("algorithm.hardware.loss", hardware.loss, LOSSES)
         if hardware.table is not None or hardware.unit != "ms":
             hardware_loss(hardware, space)
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import OneOf
@@ -86,8 +86,7 @@ class DPCellSpace(SearchSpace):
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
         super().__post_init__()
-        if self.activation not in ACTIVATIONS:
-            raise unknown_choice("search_space.activation", self.activation, ACTIVATIONS)
+        check_choice("search_space.activation", self.activation, ACTIVATIONS)
         if len(self.widths) != BLOCKS or min(self.widths) < 1:
             raise ConfigError(
                 f"search_space.widths={list(self.widths)} must be {BLOCKS} numbers of channels, "

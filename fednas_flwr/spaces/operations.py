@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import unknown_choice
+from fednas_flwr.base.errors import check_choice
 from fednas_flwr.base.layers import Stack, depthwise, linear
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
 from fednas_flwr.spaces.genotype import Edge
@@ -53,8 +53,7 @@ def make_norm(
     Raises:
         ConfigError: There is no such norm.
     """
-    if norm not in NORMS:
-        raise unknown_choice("search_space.norm", norm, NORMS)
+    check_choice("search_space.norm", norm, NORMS)
     if norm == GROUP:
         return nn.GroupNorm(num_groups(channels, most=most_groups), channels, affine=affine)
     return nn.BatchNorm2d(channels, affine=affine)

@@ -35,7 +35,7 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline import beginning
 from fednas_flwr.pipeline.beginning import commit, make_cohort
-from fednas_flwr.pipeline.schedule import make_schedule
+from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
@@ -54,6 +54,12 @@ from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
+
+
+def make_schedule(*args, **settings):
+    """The releases of a client that is asked in every round."""
+    return make_schedules(*args, **settings)[0]
+
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 DP = [

@@ -12,12 +12,18 @@ from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.base import local_steps as steps_of
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.pipeline.schedule import make_schedule, paying
+from fednas_flwr.pipeline.schedule import make_schedules, paying
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter, filter_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
 from fednas_flwr.search.bandit import Bandit
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
+
+
+def make_schedule(*args, **settings):
+    """The releases of a client that is asked in every round."""
+    return make_schedules(*args, **settings)[0]
+
 
 RECORDS = [
     {"train": 4000, "validation": 3000, "test": 900},

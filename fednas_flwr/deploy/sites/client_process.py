@@ -45,11 +45,6 @@ if TYPE_CHECKING:
 NAME = "fednas-message"  # that ``ps -o comm`` shows
 
 
-def _is_of_sum(message: Message, context: Context) -> bool:
-    """Return whether a message asks for a signature or an opening, at a site with a policy."""
-    return message.metadata.message_type in SUM_ACTIONS and "policy" in context.node_config
-
-
 def answer_sum_message(message: Message, context: Context) -> Message:
     """Return the reply to a request for a signature or an opening, or the error of a refusal."""
     node = {key: str(value) for key, value in context.node_config.items()}
@@ -115,7 +110,7 @@ def _answer(message: Message, context: Context) -> Message:
     """
     action, begun = message.metadata.message_type, time.monotonic()
     log(INFO, "%s: begun %.2f s after the start of its process", action, _age_s())
-    if _is_of_sum(message, context):
+    if action in SUM_ACTIONS and "policy" in context.node_config:
         reply = answer_sum_message(message, context)
     else:
         from fednas_flwr.deploy.client_app import app
