@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
 from fednas_flwr.data import loaders
@@ -197,8 +197,7 @@ class Client:
 
     def split(self, name: str) -> Split:
         """Return one split; ``train+validation`` is what retraining uses."""
-        if name not in (names := (*SPLITS, "train+validation")):
-            raise unknown_choice("split", name, names)
+        check_choice("split", name, (*SPLITS, "train+validation"))
         first, *rest = (getattr(self.data, part) for part in name.split("+"))
         return loaders.concat_splits(first, *rest) if rest else first
 

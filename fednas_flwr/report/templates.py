@@ -205,7 +205,8 @@ def sentence(name: str, *values: object) -> str:
 
 @cache
 def _sentences() -> Any:
-    environment = _environment(autoescape=False, finalize=_one_line)  # no word begins a paragraph
+    # no word begins a paragraph
+    environment = _environment(autoescape=False, finalize=lambda x: " ".join(str(x).split()))
     return environment.from_string(read_part("sentences.j2")).module
 
 
@@ -225,10 +226,6 @@ def as_json(value: object) -> Markup:
     """Write JSON that cannot end the script element it stands in."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
-
-
-def _one_line(value: object) -> str:
-    return " ".join(str(value).split())
 
 
 def _markdown(value: object) -> Markup:

@@ -309,7 +309,9 @@ class Cohort:
             for client, answer in self._exchange(exchange, asked, pending):
                 if isinstance(answer, Reply):
                     accepted += 1
-                    self._report_back(client, exchange)
+                    if client in self._missed:
+                        self._missed.remove(client)
+                        self._report("client_back", client, exchange)
                     if pending is None:
                         yield client, answer
                 else:
@@ -467,12 +469,6 @@ class Cohort:
                 exchange.weights.get(client, client_limits.examples),
             )
         return requests
-
-    def _report_back(self, client: int, exchange: Exchange) -> None:
-        """Emit that a client has answered again that did not before."""
-        if client in self._missed:
-            self._missed.remove(client)
-            self._report("client_back", client, exchange)
 
     def _report_failure(self, client: int, exchange: Exchange, reason: str) -> None:
         """Emit that a client gave no accepted reply, and remember it."""
