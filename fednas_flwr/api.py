@@ -29,7 +29,7 @@ from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import NO_SKIP
 from fednas_flwr.settings.registry import Algorithm, algorithms, carry, register
 from fednas_flwr.settings.unused import without_effect
-from fednas_flwr.spaces.space_entries import SpaceEntry
+from fednas_flwr.spaces import SpaceEntry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,7 +131,7 @@ def run(
     if isinstance(config, Config):
         if strategy is not None:
             config = _with_strategy(config, strategy)
-        check([config])
+        check(config)
         config = create_run_folder(config)
     else:
         if strategy is not None:
@@ -142,26 +142,23 @@ def run(
     return Result(Path(str(config.run_dir)))
 
 
-def check(configs: Iterable[Config]) -> None:
+def check(config: Config) -> None:
     """Raise ConfigError for what settings, files, data or device rule out, in the same order."""
     from fednas_flwr.report.trackers import check_trackers
     from fednas_flwr.runs.run_folder import check_free
 
-    configs = list(configs)
-    for config in configs:
-        check_combinations(config)
-        check_free(config)
-        if config.runtime.name != "deployment":  # whose server is on another machine
-            check_trackers(config.trackers)
-    from fednas_flwr.deploy.ray_clusters import check_cluster
+    here = config.runtime.name != "deployment"  # else server, data and genotype are elsewhere
+    check_combinations(config)
+    check_free(config)
+    if here:
+        check_trackers(config.trackers)
+    from fednas_flwr.deploy.grids import check_cluster
 
-    for config in configs:
-        check_cluster(config)
-    from fednas_flwr.pipeline.feasible import check_run
+    check_cluster(config)
+    if here:
+        from fednas_flwr.pipeline.feasible import check_run
 
-    for config in configs:
-        if config.runtime.name != "deployment":  # data and genotype lie on other machines
-            check_run(config)
+        check_run(config)
 
 
 def execute(
@@ -185,7 +182,7 @@ def execute(
     try:
         with ProgressDisplay() as display:
             _launch(config, listeners=[display, *listeners], resumed=resumed)
-        _train_baselines(config, told=partial(print, flush=True))
+        _train_baselines(config, tell=partial(print, flush=True))
     except KeyboardInterrupt:
         print(f"\nTo go on: {go_on}", file=sys.stderr)
         raise
@@ -204,7 +201,7 @@ def _launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> 
         launch(config, listeners=listeners, resumed=resumed)
 
 
-def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda line: None) -> None:
+def _train_baselines(config: Config, *, tell: Callable[[str], None] = lambda line: None) -> None:
     """Train the networks that the run's own is compared with, and write its report anew."""
     if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
         return
@@ -212,7 +209,7 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
     from fednas_flwr.models.prediction import MODEL_FILE
     from fednas_flwr.pipeline.baselines import num_random, prepare_baselines
     from fednas_flwr.report.html_report import write_report
-    from fednas_flwr.report.quantities import percent
+    from fednas_flwr.report.templates import percent
     from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, read_run
     from fednas_flwr.runs.run_folder import open_run_folder
     from fednas_flwr.server.cohort import QuorumError
@@ -221,7 +218,7 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
     if not is_complete(whole) or not (number := num_random(config)):  # or out of time
         return
     if config.runtime.name == "deployment" and not (whole / MODEL_FILE).exists():
-        told(
+        tell(
             f"evaluation.baselines={number}: none are trained from here, since the model lies on "
             "the "
             f"SuperLink's machine; type `fednas run resume={whole}` there."
@@ -234,10 +231,10 @@ def _train_baselines(config: Config, *, told: Callable[[str], None] = lambda lin
             try:
                 launch(open_run_folder(str(folder)), listeners=(), resumed=begun)
             except (ConfigError, QuorumError) as error:
-                told(f"baseline {folder.name}: {error}")
+                tell(f"baseline {folder.name}: {error}")
                 continue
         accuracy = percent(read_run(folder).accuracy())
-        told(f"baseline {folder.name}: {accuracy}")
+        tell(f"baseline {folder.name}: {accuracy}")
     if folders:
         write_report(whole)
 
@@ -403,7 +400,7 @@ def _register_again(strategy: type[RoundStrategy[Any]], folder: str) -> None:
     from fednas_flwr.runs.run_folder import read_config_file
 
     algorithm = read_config_file(folder).get("algorithm")
-    found = str(algorithm.get("name")) if isinstance(algorithm, dict) else ""
-    name = _register_strategy(strategy, found.partition(".")[0])
-    if name != found:
-        raise ConfigError(f"{folder} holds a run of algorithm={found}, which is not {name}.")
+    earlier = str(algorithm.get("name")) if isinstance(algorithm, dict) else ""
+    name = _register_strategy(strategy, earlier.partition(".")[0])
+    if name != earlier:
+        raise ConfigError(f"{folder} holds a run of algorithm={earlier}, which is not {name}.")

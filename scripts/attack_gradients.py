@@ -46,10 +46,10 @@ from fednas_flwr.data.loaders import server_split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
-from fednas_flwr.pipeline.learning_rates import learning_rate, noise_per_step
+from fednas_flwr.pipeline.later_settings import learning_rate, noise_per_step
 from fednas_flwr.pipeline.schedule import Schedule, make_schedule
 from fednas_flwr.protocol.messages import Header, Reply, Request
-from fednas_flwr.protocol.requests import Amount, Describe, LocalTraining, Site, Train
+from fednas_flwr.protocol.requests import Amount, Describe, LocalTraining, Train
 from fednas_flwr.protocol.states import load_states, network_states, pack
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.optimizers import SGD
@@ -105,7 +105,7 @@ def trained(
         assert client.guard is not None
         schedule = schedule_of(config, json.dumps(splits))
         client.guard.commit("attack", schedule)
-        asked = Train(local=rated(local, schedule, splits), site=Site(privacy.data_set))
+        asked = Train(local=rated(local, schedule, splits), data_set=privacy.data_set)
     load_states(after, ask(client, "train.weights", asked, states).states)
     return before, after
 

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from bench_overhead import compare, configured
 
+from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.dpnas import DPNASSettings
-from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
@@ -95,20 +95,19 @@ def make_steps(config: Config) -> partial[object]:
     generator = make_generator(0, "paths")
     algorithm = config.algorithm
     assert isinstance(algorithm, DPNASSettings)
-    header, site = Header("bench", "search", 1, 1, 0, "nonce"), None
+    header, data_set = Header("bench", "search", 1, 1, 0, "nonce"), data_set_of(config)
     if client.guard is not None:
         records = {split: client.guard.num_records([split]) for split in SPLITS}
         schedule = make_schedule(config, [records], done={})
         client.guard.commit(header.run, schedule)
-        site = site_of(config)
     settings = TrainCandidates(
         candidates=[space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
         step=0,
         local_steps=LOCAL_STEPS,
-        batch_size=algorithm.batch_size if site is None else None,
+        batch_size=algorithm.batch_size if data_set is None else None,
         weights=algorithm.weights,
         dp_aware=None,
-        site=site,
+        data_set=data_set,
     )
     return partial(answer, client, Request("train.candidate", header, settings, states))
 

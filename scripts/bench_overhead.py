@@ -39,8 +39,7 @@ from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.ray_grid import ray_grid
+from fednas_flwr.deploy.grids import InProcessGrid, ray_grid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.protocol.messages import (

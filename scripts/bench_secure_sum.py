@@ -17,8 +17,8 @@ import numpy as np
 
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, share_sigma
-from fednas_flwr.protocol.secure_sum.grid import Grid
-from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.keys import Roster, SiteKeys
+from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.server.secure_sums import MaskedSum
 

@@ -25,10 +25,10 @@ from fednas_flwr.data.readers import DATA_SETS
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import CHOICES
 from fednas_flwr.settings.hydra_config import compose_tree
-from fednas_flwr.settings.network_settings import Retrain
-from fednas_flwr.settings.parser import Between, Length, OneOf
+from fednas_flwr.settings.parser import Between, Length, OneOf, Where
 from fednas_flwr.settings.registry import algorithms
-from fednas_flwr.spaces.space_entries import SEARCH_SPACES
+from fednas_flwr.settings.run_settings import Retrain
+from fednas_flwr.spaces import SEARCH_SPACES
 
 os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.cache
 CONF = Path(__file__).parents[1] / "conf"
@@ -223,8 +223,8 @@ def allowed(hint: Any) -> str:
         return f"mapping to {allowed(inner[1])}{size}"
     if is_dataclass(kind):
         return "mapping"
-    between = [f" ({c})" for c in bounds if isinstance(c, Between)]
-    return KINDS.get(kind, "value") + "".join(between)
+    ranges = [f" ({c})" for c in bounds if isinstance(c, Between | Where)]
+    return KINDS.get(kind, "value") + "".join(ranges)
 
 
 def meanings(kind: type) -> dict[str, str]:

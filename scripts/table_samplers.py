@@ -26,7 +26,7 @@ from tables import append_result, start_results
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.report.lookup import CellTable, read_table
-from fednas_flwr.search.samplers import Controller, RandomSampler, Sampler
+from fednas_flwr.search.samplers import Controller, Sampler
 from fednas_flwr.search.samplers import Path as Candidate
 from fednas_flwr.settings.optimizers import ControllerSettings
 from fednas_flwr.spaces.latency_tables import machine_name
@@ -105,7 +105,7 @@ def record(table: CellTable, name: str, spread: float, *, seed: int, source: str
 def make_sampler(name: str, seed: int) -> Sampler:
     """Return one of the controllers, initialised from the seed, or random draws."""
     if name not in CONTROLLERS:
-        return RandomSampler(CHOICES)
+        return Sampler(CHOICES)
     with seeded(seed, "sampler"):
         return Controller(CHOICES, CONTROLLERS[name])
 

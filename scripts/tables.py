@@ -40,7 +40,7 @@ from scipy import stats  # type: ignore[import-untyped,unused-ignore]
 
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.report.comparison import markdown_table
-from fednas_flwr.report.quantities import DASH, duration, mean_and_deviation
+from fednas_flwr.report.templates import DASH, duration, mean_and_deviation
 
 RUN_FIELDS = {"settings", "group", "seed", "commit", "machine", "seconds", "metrics"}
 MARKER = re.compile(r"^<!-- (/?)table:([\w-]+) -->$", re.MULTILINE)

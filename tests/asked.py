@@ -20,7 +20,6 @@ from fednas_flwr.protocol.requests import (
     RewardCandidates,
     Search,
     Settings,
-    Site,
     TakeGradients,
     TakeNetworkGradient,
     TellStatistics,
@@ -41,7 +40,7 @@ SUPERNET = {"name": "supernet"}
 
 
 def smallest(
-    site: Site | None = None,
+    data_set: str | None = None,
     *,
     network: Mapping[str, Any] | None = None,
     split: str = "train",
@@ -58,14 +57,14 @@ def smallest(
         batch_size=None,
         order=1,
         inner_lr=0.1,
-        site=site,
+        data_set=data_set,
     )
     asked: dict[str, Settings] = {
         "query.describe": Describe(),
-        "query.commit": Commit(data_set="records" if site is None else site.data_set, releases=()),
-        "query.latency": MeasureLatency(batch_size=1, passes=2, site=site),
-        "query.statistics": TellStatistics(site=site),
-        "query.keep_model": KeepModel(card="# A model", signature="ab" * 64, site=site),
+        "query.commit": Commit(data_set=data_set or "records", releases=()),
+        "query.latency": MeasureLatency(batch_size=1, passes=2, data_set=data_set),
+        "query.statistics": TellStatistics(data_set=data_set),
+        "query.keep_model": KeepModel(card="# A model", signature="ab" * 64, data_set=data_set),
         "query.sign_survivors": SignSurvivors(context="ab" * 32, survivors=(0, 1)),
         "query.open_masks": OpenMasks(context="ab" * 32, survivors=(0, 1), signatures={}, boxes={}),
         "train.weight_gradient": gradients,
@@ -78,9 +77,9 @@ def smallest(
             batch_size=None,
             auxiliary_weight=0.0,
             drop_path_prob=0.0,
-            site=site,
+            data_set=data_set,
         ),
-        "train.search": Search(local=search, site=site),
+        "train.search": Search(local=search, data_set=data_set),
         "train.candidate": TrainCandidates(
             candidates=[[0]],
             step=0,
@@ -88,18 +87,18 @@ def smallest(
             batch_size=None,
             weights=weights,
             dp_aware=None,
-            site=site,
+            data_set=data_set,
         ),
         "train.probe": Probe(
             search=search,
             training=None,
             trials=[Trial(weights, ALPHAS, 0.0)],
             loss_bound=loss_bound,
-            site=site,
+            data_set=data_set,
         ),
-        "train.weights": Train(local=training, site=site),
-        "evaluate.candidates": RewardCandidates(candidates=[[0]], site=site),
-        "evaluate.model": Evaluate(network=SUPERNET, split="validation", site=site),
+        "train.weights": Train(local=training, data_set=data_set),
+        "evaluate.candidates": RewardCandidates(candidates=[[0]], data_set=data_set),
+        "evaluate.model": Evaluate(network=SUPERNET, split="validation", data_set=data_set),
         "evaluate.personalised": Personalise(local=training),
     }
     return asked

@@ -23,7 +23,7 @@ from fednas_flwr.models.networks import (
     supernet_space,
 )
 from fednas_flwr.pipeline.beginning import make_cohort
-from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.settings import Config, Dataset, conf_folder
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree

@@ -19,7 +19,7 @@ from fednas_flwr import api, cli
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client import handlers
-from fednas_flwr.data.schema import Inputs
+from fednas_flwr.data.records import Inputs
 from fednas_flwr.models.export import export_safetensors
 from fednas_flwr.models.networks import describe_derived, make_network, make_space, supernet_sizes
 from fednas_flwr.models.prediction import Model
@@ -94,8 +94,8 @@ MISTAKES = {  # overrides: what the sentence must say
     "algorithm.alphas.lr=-1": ["algorithm.alphas.lr=-1", "0 to 10000"],
     "runtime.quorum=2": ["runtime.quorum=2.0", "above 0, at most 1"],
     "runtime.device=cuda:1": [
-        "runtime.device=cuda:1 is unknown: set runtime.device=cuda",
-        "CUDA_VISIBLE_DEVICES=1.",
+        "runtime.device=cuda:1 is out of range: expected cuda, ",
+        "CUDA_VISIBLE_DEVICES.",
     ],
     "runtime=deployment runtime.superlink=nowhere": ["runtime.superlink=nowhere is unknown: ch"],
     "runtime.device=gpu": ["runtime.device=gpu", "auto, cpu, cuda", "(nearest: cuda)"],
@@ -302,7 +302,7 @@ def test_first_clients_error_is_on_top(
 def test_sweep_goes_on_after_a_failing_job_and_says_so(
     tiny_overrides: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search = handlers.search
+    search = handlers.train
 
     def broken_for_seed_2(client, request, asked):
         if client.seed == 2:
@@ -438,9 +438,9 @@ def test_calibrate_prints_noise_that_keeps_the_target(capsys: pytest.CaptureFixt
     [
         ("--delta", "1", "delta"),
         ("--rate", "0", "sample_rate must be above 0"),
-        *(("--steps", number, "--steps must be from") for number in ("0", "1000000001", "9" * 400)),
+        *(("--steps", number, "--steps=") for number in ("0", "1000000001", "9" * 400)),
         *(
-            ("--epsilon", number, "--epsilon must be from .001 to 1e6, got ")
+            ("--epsilon", number, "is out of range: expected 0.001 to 1000000")
             for number in ("-1", "nan", "inf", "1e-4", "1.1e6")
         ),
     ],
@@ -552,9 +552,9 @@ def test_looking_for_a_ledger_that_is_not_there_creates_nothing(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--account", "home"], "on the account home; there is lab, ward.\n"),
-        (["--delta", "1"], "--delta must lie strictly between 0 and 1, got 1.\n"),
-        (["--delta", "nan"], "--delta must lie strictly between 0 and 1, got nan.\n"),
+        (["--account", "home"], "--account=home is unknown: choose one of lab, ward.\n"),
+        (["--delta", "1"], "--delta=1.0 is out of range: expected above 0, below 1.\n"),
+        (["--delta", "nan"], "--delta=nan is out of range: expected above 0, below 1.\n"),
     ],
 )
 def test_ledger_show_refuses_unknown_accounts_and_wrong_deltas(
@@ -603,6 +603,6 @@ def test_latency_measure_writes_a_table_of_the_composed_space(
     assert cli.main([*measure, "search_space=darts"]) == cli.USER_ERROR
     assert "search_space=darts has no latency table" in capsys.readouterr().err
     assert cli.main([*measure, "--batch-size", "0", *space]) == cli.USER_ERROR
-    assert "--batch-size must be at least 1, got 0." in capsys.readouterr().err
+    assert "--batch-size=0 is out of range: expected 1 or more." in capsys.readouterr().err
     assert cli.main([*measure, "--passes", "1", *space]) == cli.USER_ERROR
-    assert "--passes must be at least 2, got 1." in capsys.readouterr().err
+    assert "--passes=1 is out of range: expected 2 or more." in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_a_process_killed_while_writing_leaves_the_old_content(tmp_path):
 
 
 def test_no_other_module_renames_files():
-    own = {"base/files.py", "data/cache.py"}  # the cache renames folders
+    own = {"base/files.py", "data/datasets.py"}  # the cache renames folders
     others = [p for p in PACKAGE.rglob("*.py") if str(p.relative_to(PACKAGE)) not in own]
     calls = ("os.rename(", "os.replace(", "temporary.replace(", ".rename(")
     assert [p for p in others if any(call in p.read_text() for call in calls)] == []
@@ -89,9 +89,9 @@ from pathlib import Path
 import numpy as np, torch
 from fednas_flwr.client.audit_trail import AuditTrail
 from fednas_flwr.client.rehearsal import shown_size
-from fednas_flwr.data.cache import load_or_build
+from fednas_flwr.data.datasets import load_or_build
 from fednas_flwr.data.records import Records
-from fednas_flwr.protocol.secure_sum.roster import SiteKeys
+from fednas_flwr.protocol.keys import SiteKeys
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.anchor import connect

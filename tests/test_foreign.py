@@ -29,13 +29,13 @@ from fednas_flwr.base.foreign import (
 from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import load_partition
 from fednas_flwr.data.readers import site_dataset
-from fednas_flwr.data.schema import Column, Inputs
+from fednas_flwr.data.records import Column, Inputs
 from fednas_flwr.deploy.sites.provision import load_sites
 from fednas_flwr.models.export import export_safetensors
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.models.prediction import METADATA_KEY, Model, read_metadata
 from fednas_flwr.privacy.policy import load_policy
-from fednas_flwr.protocol.secure_sum.roster import Roster
+from fednas_flwr.protocol.keys import Roster
 from fednas_flwr.report.comparison import compare_runs
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run

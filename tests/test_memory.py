@@ -10,7 +10,7 @@ import torch
 from flwr.app import RecordDict
 
 from fednas_flwr.base.memory import described, keep_freed_memory
-from fednas_flwr.cli.commands import fail
+from fednas_flwr.cli import fail
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 

@@ -14,8 +14,7 @@ from hydra.core.config_store import ConfigStore
 
 from fednas_flwr import register_score
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.cli import main
-from fednas_flwr.cli.commands import VARIABLE, _taken
+from fednas_flwr.cli import VARIABLE, _taken, main
 from fednas_flwr.models.metrics import OWN_SCORES
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings.registry import OWN, TABLES

@@ -19,7 +19,7 @@ import pytest
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
-from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import Config, NoPrivacy, dump_config

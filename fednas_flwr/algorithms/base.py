@@ -12,7 +12,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Generic, TypeVar, cast, get_args
 
@@ -22,10 +22,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fednas_flwr.algorithms.private_rounds import PrivateRound, local_steps, site_of
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import Description
-from fednas_flwr.privacy.actions import SUPERNET
+from fednas_flwr.privacy.actions import SPLIT_OF, SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Reply
@@ -45,13 +44,12 @@ from fednas_flwr.protocol.states import (
     unpack,
 )
 from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
-from fednas_flwr.search.architect import alpha_entropy
-from fednas_flwr.search.optimizer_step import no_moments
-from fednas_flwr.server.client_sampling import Participants
+from fednas_flwr.search.batch_gradients import alpha_entropy
+from fednas_flwr.search.optimizer_step import after_prefix, no_moments
 from fednas_flwr.server.cohort import TOTAL, Cohort
-from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.exchange import Exchange, Participants
 from fednas_flwr.settings import AlgorithmSettings, Config, DifferentialPrivacy
-from fednas_flwr.settings.incompatible import follows_noise
+from fednas_flwr.settings.incompatible import by_record, follows_noise
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.run_settings import TrimmedMeanSettings
@@ -66,9 +64,105 @@ ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
 def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
-    """Return whether a model is evaluated after a round: every so many and the last; 0 is never."""
+    """True if a model is evaluated after a round: every so many and the last; 0 is never."""
     last = server_round == num_rounds
     return evaluate_every > 0 and (last or server_round % evaluate_every == 0)
+
+
+def data_set_of(config: Config) -> str | None:
+    """Id that private sites' policies give their data; None without privacy."""
+    privacy = config.privacy
+    return privacy.data_set if isinstance(privacy, DifferentialPrivacy) else None
+
+
+def local_steps(config: Config, stage: str) -> int | None:
+    """Noised steps of a local training, in place of epochs.
+
+    None without privacy, and where its unit is the client, which trains by epochs.
+    """
+    privacy = config.privacy
+    if not isinstance(privacy, DifferentialPrivacy) or not by_record(config):
+        return None
+    return privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
+
+
+def expected_batch(config: Config, stage: str) -> float | None:
+    """Size of the batch of a step of ``search`` or ``retrain`` at a client, expected with privacy.
+
+    Below 1 it is the rate at which each record is drawn; None takes all records.
+    """
+    terms: object = config.privacy
+    batch_size: int | None = getattr(config.algorithm, "batch_size", None)
+    if stage == "retrain":
+        terms, batch_size = getattr(terms, "retrain", None), config.retrain.batch_size
+    rate: float | None = getattr(terms, "rate", None)
+    if rate is None:
+        return batch_size
+    return rate if rate < 1 else None
+
+
+@dataclass(frozen=True)
+class PrivateRound:
+    """A round of a stage of a private run, from whose configuration its releases follow.
+
+    Attributes:
+        config: Settings of the run.
+        privacy: Privacy of the run.
+        stage: ``search`` or ``retrain``.
+        number: Number of the round, from 1.
+        num_rounds: Rounds of the stage.
+    """
+
+    config: Config
+    privacy: DifferentialPrivacy
+    stage: str
+    number: int
+    num_rounds: int
+
+    @property
+    def local_steps(self) -> int:
+        """Noised steps of a local training, also where the client then takes epochs."""
+        terms = self.privacy.retrain if self.stage == "retrain" else self.privacy
+        return terms.local_steps
+
+    def gradients(
+        self,
+        actions: Mapping[str, str],
+        *,
+        steps: int | None = None,
+        splits: Sequence[str] = (),
+        shared: bool = False,
+    ) -> list[PlannedRelease]:
+        """The releases of the gradients of steps, each of which releases every named state.
+
+        Args:
+            actions: By state, ``weights`` or ``alphas``, the action.
+            steps: Steps of each state; None takes those of a local training.
+            splits: The splits that are read; none: the one of the state in a search.
+            shared: True if clients share the noise, see
+                :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
+        """
+        norms = self.privacy.search_norms
+        if self.stage == "retrain":
+            norms = {"weights": self.privacy.retrain.max_grad_norm}
+        return [
+            PlannedRelease(
+                self.stage,
+                action,
+                state,
+                tuple(splits) or (SPLIT_OF[state],),
+                expected_batch(self.config, self.stage),
+                self.local_steps if steps is None else steps,
+                norms[state],
+                shared=shared,
+            )
+            for state, action in actions.items()
+        ]
+
+    def rewards(self, action: str, steps: int = 1) -> PlannedRelease:
+        """Releases of rewards over all validation records."""
+        norm = self.privacy.search_norms["rewards"]
+        return PlannedRelease(self.stage, action, "rewards", ("validation",), None, steps, norm)
 
 
 S = TypeVar("S", bound=AlgorithmSettings)
@@ -110,13 +204,13 @@ class RoundStrategy(Strategy, Generic[S]):
         settings: The algorithm's settings.
         stage: Name of the stage in events and checkpoints.
         is_private: True if clients release noised sums.
-        description: Of what clients build the network from: the supernet in a search.
+        description: Description from which clients build the network; a search has the supernet's.
         states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments``
             where they travel.
         layouts: The tensors of each state.
         values: JSON values that belong to the state and go into checkpoints.
-        ends_at: Of ``time.monotonic()``: a round that would not end before is not begun, unless it
-            is the first; None is no limit.
+        ends_at: End by ``time.monotonic()``: a round that would not end before is not begun, unless
+            it is the first; None is no limit.
         rounds_done: Rounds that the state has been through.
     """
 
@@ -185,11 +279,6 @@ class RoundStrategy(Strategy, Generic[S]):
         """Refuse a search that is impossible with the run's data and search space."""
 
     @property
-    def site(self) -> rq.Site | None:
-        """Additional terms of requests to private clients, None without privacy."""
-        return site_of(self.config)
-
-    @property
     def model(self) -> dict[str, Packed]:
         """The states of the global model that are a network's."""
         return {name: state for name, state in self.states.items() if name != MOMENTS}
@@ -207,7 +296,7 @@ class RoundStrategy(Strategy, Generic[S]):
         return self.config.training.momentum or ("averaged" if averages else "reset")
 
     def amount(self, local_epochs: int, batch_size: int | None) -> rq.Amount:
-        """Return the amount of local training: epochs of batches, or with privacy steps."""
+        """The amount of local training: epochs of batches, or with privacy steps."""
         steps = local_steps(self.config, self.stage)
         if steps is None:
             return rq.Amount(local_epochs, None, batch_size)
@@ -230,11 +319,11 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def noise_multiplier(self, kind: str) -> float | None:
         """Sigma of a kind of release of the stage, None if it has none of it."""
-        found = [p for p in self.schedule if (p.stage, p.kind) == (self.stage, kind)]
-        return found[0].noise_multiplier if found else None
+        plans = [p for p in self.schedule if (p.stage, p.kind) == (self.stage, kind)]
+        return plans[0].noise_multiplier if plans else None
 
     def server_tensors(self) -> Tensors:
-        """Return further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
+        """Further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
         return {}
 
     def load_server_tensors(self, tensors: Tensors) -> None:
@@ -252,7 +341,10 @@ class RoundStrategy(Strategy, Generic[S]):
         states: Mapping[str, Packed] = {},
         layouts: Mapping[str, Layout] = {},
     ) -> Iterator[tuple[int, Reply]]:
-        """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`."""
+        """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`.
+
+        Requests to private clients get the id of their data set.
+        """
         self._phase += 1
         answered = set()
         exchange = Exchange(
@@ -260,8 +352,8 @@ class RoundStrategy(Strategy, Generic[S]):
             stage=self.stage,
             server_round=self._round,
             phase=self._phase,
-            settings=settings,
-            settings_of=settings_of,
+            settings=self._at_site(settings),
+            settings_of={client: self._at_site(of) for client, of in settings_of.items()},
             states=states,
             layouts=layouts,
             whole=self.layouts,
@@ -277,8 +369,13 @@ class RoundStrategy(Strategy, Generic[S]):
             self._asked |= {*self._participants.clients, *answered}
             self._participants = self._participants.after(answered)
 
+    def _at_site(self, settings: rq.Settings) -> rq.Settings:
+        if isinstance(settings, rq.AtSite):
+            return replace(settings, data_set=data_set_of(self.config))
+        return settings
+
     def candidates(self) -> Sequence[int]:
-        """Return the clients that the round may ask."""
+        """The clients that the round may ask."""
         return self.cohort.clients if self._participants is None else self._participants.candidates
 
     def train(
@@ -292,11 +389,11 @@ class RoundStrategy(Strategy, Generic[S]):
         """Have all clients train the global model, and make their average the new one.
 
         Args:
-            action: That answers with the model's states.
+            action: Action whose replies are the model's states.
             settings: The request.
-            momentum: Of the server, where the server has it.
-            only: Of some states the names of the tensors that are sent and come back; all others
-                stay as they are.
+            momentum: Momentum of the server, where the server has it.
+            only: By state the names of the tensors that are sent and come back; all others stay as
+                they are. A state that is not named travels whole.
 
         Returns:
             The clients' metrics, averaged.
@@ -315,14 +412,14 @@ class RoundStrategy(Strategy, Generic[S]):
         by_median: bool = False,
         **names: Any,
     ) -> tuple[list[float], dict[str, float]]:
-        """Each candidate's accuracy over all clients' validation records, also told in an event.
+        """Each candidate's accuracy over all clients' validation records, also in an event.
 
         The event has the standard deviation of the noise on each, null where it depends on how the
         clients' values lie.
 
         Args:
             request: Names the candidates.
-            only: Of some states the names of the tensors that are sent.
+            only: By state the names of the tensors that are sent.
             by_median: True if three or more clients without privacy count by
                 :func:`~fednas_flwr.protocol.states.median_rewards` in place of the mean, so
                 that none of them decides which candidate is best.
@@ -333,29 +430,22 @@ class RoundStrategy(Strategy, Generic[S]):
         """
         layout = Layout.of({"rewards": torch.zeros(request.count)})
         bounds = NOISY_REWARDS if self.is_private else EXACT_REWARDS
-        average, replies, own_rewards = self.new_average(), [], []
-        for _, reply in self.ask(
-            "evaluate.candidates",
-            request,
-            states=Part({n: self.layouts[n] for n in self.model}, only).of(self.model),
-            layouts={"rewards": layout},
-        ):
-            own = {
-                dtype: vector.clamp(*bounds) for dtype, vector in reply.states["rewards"].items()
-            }
-            average.add({"rewards": own}, weight=reply.num_examples)
-            own_rewards.append(unpack(own, layout)["rewards"])
+        average, replies, votes = self.new_average(), list[Reply](), list[Tensor]()
+        states = Part({n: self.layouts[n] for n in self.model}, only).of(self.model)
+        layouts = {"rewards": layout}
+        for _, reply in self.ask("evaluate.candidates", request, states=states, layouts=layouts):
+            vote = {d: vector.clamp(*bounds) for d, vector in reply.states["rewards"].items()}
+            average.add({"rewards": vote}, weight=reply.num_examples)
+            votes.append(unpack(vote, layout)["rewards"])
             replies.append(replace(reply, states={}))
-        weight = sum(reply.num_examples for reply in replies)
         rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
-        if by_median and not self.is_private and len(own_rewards) >= FEWEST_VOTES:
-            rewards = median_rewards(torch.stack(own_rewards).double()).tolist()
-        noise: float | None = 0.0
-        if self.is_private and not isinstance(average, WeightedAverage):
-            noise = None
-        elif self.is_private:
+        if by_median and not self.is_private and len(votes) >= FEWEST_VOTES:
+            rewards = median_rewards(torch.stack(votes).double()).tolist()
+        noise: float | None = None
+        if not self.is_private or isinstance(average, WeightedAverage):
             sigma = self.noise_multiplier("rewards") or 0.0
             sites = sum(reply.sites for reply in replies)
+            weight = sum(reply.num_examples for reply in replies)
             noise = sigma * math.sqrt(request.count * sites) / weight
         place = {"stage": self.stage, "round": self._round}
         self.cohort.emit("rewarded", **place, **names, rewards=rewards, noise=noise)
@@ -369,14 +459,14 @@ class RoundStrategy(Strategy, Generic[S]):
         None in others, and with privacy unless noised metrics are planned.
 
         Args:
-            evaluate_every: See :func:`evaluates`.
+            evaluate_every: Rounds between evaluations, see :func:`evaluates`.
             server_round: From 1.
             num_rounds: Rounds of the stage.
         """
         hidden = self.is_private and self.noise_multiplier("metrics") is None
         if hidden or not evaluates(evaluate_every, server_round, num_rounds):
             return {}
-        request = rq.Evaluate(network=self.description, split="validation", site=self.site)
+        request = rq.Evaluate(network=self.description, split="validation")
         replies = self.ask("evaluate.model", request, states=self.states)
         metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}
@@ -384,7 +474,7 @@ class RoundStrategy(Strategy, Generic[S]):
     def average(
         self, replies: Iterable[tuple[int, Reply]]
     ) -> tuple[dict[str, Packed], dict[str, float]]:
-        """Return the average of the replies' states, and of their metrics weighted by examples.
+        """The average of the replies' states, and of their metrics weighted by examples.
 
         A reply's states are dropped once they are added.
         """
@@ -395,7 +485,7 @@ class RoundStrategy(Strategy, Generic[S]):
         return average.result(), mean_metrics(metrics)
 
     def client_weights(self, weights: SGD) -> SGD:
-        """Return the constants that clients step by: without momentum where the server has it."""
+        """The constants that clients step by: without momentum where the server has it."""
         return replace(weights, momentum=0.0) if self.momentum == "server" else weights
 
     def move(self, average: dict[str, Packed], momentum: float) -> None:
@@ -509,7 +599,7 @@ class RoundStrategy(Strategy, Generic[S]):
                 self.states[state][dtype].copy_(vector)
 
     def derive(self) -> Genotype:
-        """Return the architecture that the search has found.
+        """The architecture that the search has found.
 
         Raises:
             ValueError: The strategy has no search space.
@@ -520,15 +610,15 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def tell_best(self, genotype: Genotype, server_round: int) -> None:
         """Emit the best architecture so far, of a search that has neither alphas nor a pool."""
-        told = json.loads(to_json(genotype))
-        self.cohort.emit("best", stage=self.stage, round=server_round, genotype=told)
+        fields = json.loads(to_json(genotype))
+        self.cohort.emit("best", stage=self.stage, round=server_round, genotype=fields)
 
     def configuration(self) -> Configuration | None:
-        """Return the hyper-parameters that the search has found for retraining, None if none."""
+        """The hyper-parameters that the search has found for retraining, None if none."""
         return None
 
     def alphas(self) -> Tensors:
-        """Return the architecture parameters by cell kind, views of the global state."""
+        """The architecture parameters by cell kind, views of the global state."""
         return unpack(self.states["alphas"], self.layouts["alphas"])
 
     def load_into(self, network: nn.Module) -> None:
@@ -536,7 +626,7 @@ class RoundStrategy(Strategy, Generic[S]):
         load_states(network, self.model)
 
     def named_arrays(self) -> ArrayRecord:
-        """Return the global model as named tensors, ``<state>.<tensor>``."""
+        """The global model as named tensors, ``<state>.<tensor>``."""
         return ArrayRecord(
             {
                 f"{state}.{name}": tensor
@@ -555,7 +645,7 @@ class RoundStrategy(Strategy, Generic[S]):
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _unused
 
     def _initial(self, network: nn.Module) -> tuple[dict[str, Layout], dict[str, Packed]]:
-        """Return layouts and packed states of a network, and of its moments if they travel."""
+        """Layouts and packed states of a network, and of its moments if they travel."""
         tensors = {name: state for name, state in network_states(network).items() if state}
         if self.momentum == "averaged":
             tensors[MOMENTS] = no_moments(network)
@@ -583,8 +673,8 @@ class RoundStrategy(Strategy, Generic[S]):
     def _save(self, server_round: int) -> None:
         if self.checkpoints is None:
             return
-        kept = self.states | {VELOCITY: self._velocity}
-        tensors = {f"{n}.{dtype}": v for n, packed in kept.items() for dtype, v in packed.items()}
+        states = self.states | {VELOCITY: self._velocity}
+        tensors = {f"{n}.{dtype}": v for n, packed in states.items() for dtype, v in packed.items()}
         tensors |= {f"{SERVER}{name}": tensor for name, tensor in self.server_tensors().items()}
         self.checkpoints.save(Checkpoint(self.stage, server_round, tensors, self.values))
 
@@ -610,27 +700,21 @@ class RoundStrategy(Strategy, Generic[S]):
 
 
 def server_state(checkpoint: Checkpoint) -> Tensors:
-    """Return the :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
+    """The :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
     return after_prefix(checkpoint.tensors, SERVER)
 
 
-def after_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
-    """The tensors whose names begin with a prefix, without it."""
-    named = tensors.items()
-    return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
-
-
 def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
-    """Return the mean of every metric over the replies that have it, weighted by examples.
+    """The mean of every metric over the replies that have it, weighted by examples.
 
     None counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.
     """
-    told: dict[str, list[tuple[float, float]]] = {}
+    values: dict[str, list[tuple[float, float]]] = {}
     for reply in replies:
         for name, value in reply.metrics.items():
-            told.setdefault(name, []).append((reply.num_examples, value))
+            values.setdefault(name, []).append((reply.num_examples, value))
     means = {}
-    for name, pairs in told.items():
+    for name, pairs in values.items():
         most = FARTHEST * max(1.0, median(value for _, value in pairs))
         means[name] = sum(n * min(value, most) for n, value in pairs) / sum(n for n, _ in pairs)
     return means

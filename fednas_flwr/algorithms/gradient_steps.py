@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import RoundStrategy, S, after_prefix
+from fednas_flwr.algorithms.base import RoundStrategy, S
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.states import Tensors, WeightedAverage
-from fednas_flwr.search.optimizer_step import clip_gradients
+from fednas_flwr.search.optimizer_step import after_prefix, clip_gradients
 
 
 class GradientStrategy(RoundStrategy[S]):
@@ -27,7 +27,7 @@ class GradientStrategy(RoundStrategy[S]):
     def _momentum(self) -> str:
         return "reset"
 
-    def descend(
+    def step_along(
         self,
         replies: Iterable[tuple[int, Reply]],
         states: Sequence[str],
@@ -41,7 +41,7 @@ class GradientStrategy(RoundStrategy[S]):
         Args:
             replies: Each has sums of gradients over a batch, and the batch's size B_k. They are
                 added in their order.
-            states: Of which there are sums G_k, and that step, in this order.
+            states: The states that have sums G_k and step, in this order.
             clip_norm: Largest norm of the gradient of the weights; None does not clip.
             reduce: ``mean`` is ``sum_k G_k / sum_k B_k``, ``sum`` is ``sum_k G_k / B_k``.
             added: By state, to its gradient; with ``sum`` once for every reply, of which each
@@ -79,17 +79,17 @@ class GradientStrategy(RoundStrategy[S]):
         return stripped
 
     def server_tensors(self) -> Tensors:
-        """Return the optimisers' moments, as ``<state>.<moment>``."""
+        """The optimisers' moments, as ``<state>.<moment>``."""
         return {
             f"{state}.{name}": value
             for state, optimizer in self.optimizers.items()
-            for kept in optimizer.state_dict()["state"].values()
-            for name, value in kept.items()
+            for moments in optimizer.state_dict()["state"].values()
+            for name, value in moments.items()
             if isinstance(value, Tensor)
         }
 
     def load_server_tensors(self, tensors: Tensors) -> None:
-        """Take back the optimisers' moments and bind them to the restored vectors."""
+        """Restore the optimisers' moments and bind them to the restored vectors."""
         for state, optimizer in self.optimizers.items():
             (vector,) = self.states[state].values()
             optimizer.param_groups[0]["params"] = [vector]

@@ -13,26 +13,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fdnas import whole_search
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, expected_batch
 from fednas_flwr.algorithms.fedavg.strategy import FedAvg, FedSGD, trained_on
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
-from fednas_flwr.algorithms.private_rounds import PrivateRound, expected_batch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models import networks
 from fednas_flwr.privacy.plan import PlannedRelease, of_clients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.numbers import EVENTS_FILE, Run, read_run
-from fednas_flwr.server.client_sampling import Sampling
 from fednas_flwr.server.cohort import Cohort
+from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import by_client, retrains_by_gradients
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import Configuration, PriorSettings
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of, imported
-from fednas_flwr.spaces.cell_graph import CellGraphSpace, WholeGraphSpace, lead
 from fednas_flwr.spaces.genotype import from_json
+from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import SearchSpace
 
 
@@ -63,7 +61,7 @@ def make_search(
 
     Args:
         config: The run's configuration; of CFDNAS the strategy is that of all clients.
-        prepared: Gives shape and number of classes.
+        prepared: Data of the run, with shape and number of classes.
         cohort: Reaches the clients.
         checkpoints: Folder of the state after every round.
         schedule: Everything that a private run releases.
@@ -71,7 +69,7 @@ def make_search(
     Raises:
         ValueError: The algorithm does not search.
     """
-    config = whole_search(config)
+    config = config.algorithm.whole_search(config)
     strategy, space = strategy_of(config, "search"), networks.supernet_space(config, prepared)
     network = nn.Module()
     if algorithm_of(config).trains == SUPERNET:
@@ -135,7 +133,7 @@ def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[
 
 
 def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampling | None:
-    """Return the sampling of clients of a run, None if every round asks all.
+    """The sampling of clients of a run, None if every round asks all.
 
     Args:
         config: The run's configuration.
@@ -144,7 +142,7 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     settings = config.sampling
     if settings is None or not config.samples:
         return None
-    records = {name: np.array([own.get(name, 0) for own in splits]) for name in SPLITS}
+    records = {name: np.array([declared.get(name, 0) for declared in splits]) for name in SPLITS}
     names = trained_on(config.retrain.evaluate_every)
     trained = np.sum([records[name] for name in names], axis=0)
     search, retrain = records["train"], trained
@@ -166,7 +164,7 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
 
 
 def _at_most(records: NDArray[np.int64], batch: float | None) -> NDArray[np.int64]:
-    """Return the sizes of the clients' batches; a batch below 1 is a share of the records."""
+    """The sizes of the clients' batches; a batch below 1 is a share of the records."""
     return records if batch is None or batch < 1 else np.minimum(records, int(batch))
 
 
@@ -203,18 +201,18 @@ def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
     if prior is None:
         return {}
     key = f"algorithm.prior.run={prior.run}"
-    if not isinstance(space, CellGraphSpace | WholeGraphSpace):
+    if isinstance(space, MBConvSpace):
         raise ConfigError(
             f"{key} with search_space={space.name}: alphas begin with a lead in spaces of cells "
             "only; set algorithm.prior=null."
         )
     run = _earlier_run(config, key, prior.run)
-    found = {} if run is None else run.last("derived")
-    if not found:
+    derived = {} if run is None else run.last("derived")
+    if not derived:
         raise ConfigError(f"{key} has found no architecture: give the folder of a search.")
-    genotype = from_json(json.dumps(found["genotype"]), origin=key)
+    genotype = from_json(json.dumps(derived["genotype"]), origin=key)
     space.check(genotype)
-    return lead(genotype, prior.margin, ops=space.ops, nodes=space.nodes)
+    return space.lead(genotype, prior.margin)
 
 
 def _earlier_run(config: Config, key: str, folder: str) -> Run | None:

@@ -3,11 +3,15 @@
 Everything else raises a built-in exception. Imported by every layer, imports none of them.
 """
 
-import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import is_dataclass
+from difflib import get_close_matches
 
-MEANT = {"gpu": "cuda"}  # names that others use
+MEANT = {  # names that others use, or that have been
+    "gpu": "cuda",
+    "feathers_paper_faithful": "experiment=feathers/paper_faithful",
+}
 
 
 class ConfigError(ValueError):
@@ -68,11 +72,23 @@ def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigEr
         algorithm=fed_dart is unknown: choose one of fed_darts, fnas (nearest: fed_darts).
     """
     names, given = sorted(allowed), show(value)
-    meant = [MEANT[given]] if MEANT.get(given) in names else []
-    nearest = meant or difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    nearest = [MEANT[given]] if given in MEANT else get_close_matches(given, names, cutoff=0.5)
     hint = f" (nearest: {nearest[0]})" if nearest else ""
     choice = f"choose one of {', '.join(names)}" if names else "there is none"
     return ConfigError(f"{what}={given} is unknown: {choice}{hint}.")
+
+
+def check_choice(what: str, value: object, allowed: Collection[str]) -> None:
+    """Raise :func:`unknown_choice` for a name that is not among the allowed ones."""
+    if value not in allowed:
+        raise unknown_choice(what, value, allowed)
+
+
+def listed(names: Iterable[object], most: int = 10) -> str:
+    """Join the first of some names for a sentence, and say how many more there are."""
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def show(value: object) -> str:
@@ -87,6 +103,9 @@ def show(value: object) -> str:
 
 class _Spelling(reprlib.Repr):
     """Values as Hydra reads them."""
+
+    def repr_instance(self, value: object, level: int) -> str:
+        return "{...}" if is_dataclass(value) else super().repr_instance(value, level)
 
     def repr_tuple(self, value: tuple[object, ...], level: int) -> str:
         return self.repr_list([*value], level)

@@ -1,4 +1,4 @@
-"""The command ``fednas``.
+"""The command ``fednas``, and the parts that all its commands share.
 
 A mistake of the user's ends in one sentence and exit code 2, a run that failed in one sentence and
 exit code 1; ``--debug`` shows the full trace. torch is imported only when a run begins, so that
@@ -8,15 +8,31 @@ mistakes are told at once.
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
+import runpy
+import signal
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
 
 from fednas_flwr import __version__
+from fednas_flwr.base.errors import ConfigError, DamagedError
 from fednas_flwr.base.files import OTHERS_WRITE
-from fednas_flwr.cli.commands import RUN_FAILED, STOPPED, USER_ERROR, fail, take_files
+from fednas_flwr.base.foreign import terminal
+from fednas_flwr.base.memory import described
 
-__all__ = ["RUN_FAILED", "STOPPED", "USER_ERROR", "main"]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Handler = Callable[[argparse.Namespace, list[str]], int]
+
+RUN_FAILED = 1
+USER_ERROR = 2
+INCONCLUSIVE = 3  # of `fednas audit`
+STOPPED = 128 + signal.SIGINT
+VARIABLE = "FEDNAS_WITH"  # by which the processes of a sweep's jobs learn of the files
+_taken: set[str] = set()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,3 +67,87 @@ def _main(arguments: Sequence[str] | None) -> int:
         return int(options.handler(options, overrides))
     except Exception as error:
         return fail(error, debug=options.debug)
+
+
+def add_command(
+    commands: Commands, name: str, handler: Handler, *, takes_overrides: bool = False
+) -> argparse.ArgumentParser:
+    """Add a command and return its parser, for its own arguments.
+
+    Args:
+        commands: The commands, or the actions of a command, to add to.
+        name: What the user writes.
+        handler: Does it, given the options and the overrides; returns the exit code. Its docstring
+            is the command's help: a line for the list of commands, and what follows the arguments.
+        takes_overrides: True if further arguments are overrides of the configuration.
+    """
+    summary, _, epilog = (inspect.getdoc(handler) or "").partition("\n\n")
+    parser = commands.add_parser(
+        name,
+        help=summary[:1].lower() + summary[1:].removesuffix("."),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=not takes_overrides,
+    )
+    parser.add_argument("--debug", action="store_true", help="show the full trace of an error")
+    parser.add_argument(
+        "--with",
+        dest="own",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="Python file that registers a data set, search space, algorithm or score of your own",
+    )
+    parser.set_defaults(handler=handler, takes_overrides=takes_overrides)
+    return parser
+
+
+def take_files(paths: Sequence[str] = ()) -> None:
+    """Run Python files that call ``fednas_flwr.register_...``, each once in this process.
+
+    Those that ``FEDNAS_WITH`` lists come first, as ``PATH`` lists folders; it lists all of them
+    afterwards. The code runs with the rights of whoever calls, like every script that is started:
+    a file is only ever named on one's own command line, never by a server.
+
+    Raises:
+        ConfigError: A file does not exist or fails.
+    """
+    listed = [text for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+    listed += [str(Path(path).expanduser().absolute()) for path in paths]
+    for path in dict.fromkeys(listed):
+        if path not in _taken:
+            _run(path)
+            _taken.add(path)
+    if listed:
+        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys(listed))
+
+
+def _run(path: str) -> None:
+    if not Path(path).is_file():
+        raise ConfigError(f"--with {path} is no file: give one of Python that registers your own.")
+    try:
+        # Not kept as a module: Ray then sends its classes by value.
+        runpy.run_path(path, run_name="fednas_own")
+    except ConfigError as error:
+        raise ConfigError(f"--with {path}: {error}") from error
+    except Exception as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+        place = f" in line {lines[-1]}" if lines else ""
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"--with {path} fails{place}: {type(error).__name__}: {reason}; correct it."
+        ) from error
+
+
+def fail(error: Exception, *, debug: bool) -> int:
+    """Print one error with its notes, and return the exit code.
+
+    Its kind is printed unless it is a sentence of ours.
+    """
+    if debug:
+        traceback.print_exception(error)
+    is_sentence = isinstance(error, ConfigError | DamagedError)
+    text = str(error) if is_sentence else described(error)
+    sentence = "; ".join([f"fednas: {text}", *getattr(error, "__notes__", ())])
+    print(terminal(sentence), file=sys.stderr)
+    return USER_ERROR if isinstance(error, ConfigError) else RUN_FAILED

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.cli.commands import RUN_FAILED, Commands, add_command
+from fednas_flwr.cli import RUN_FAILED, Commands, add_command
+from fednas_flwr.settings.parser import Between
 
 if TYPE_CHECKING:
     from fednas_flwr.spaces.mbconv import MBConvSpace
@@ -18,48 +19,30 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Add them."""
-    parser = add_command(
-        commands,
-        "provision",
-        provision_machines,
-        help="what each machine of a deployment needs, in a folder for each",
-    )
+    parser = add_command(commands, "provision", provision_machines)
     parser.add_argument("sites", type=Path, help="YAML file; see docker/README.md")
     parser.add_argument("--output", type=Path, default=Path("deployment"), help="folder")
     parser.add_argument("--zip", action="store_true", help="archives instead of folders")
     parser.add_argument(
         "--sum-keys", type=Path, help="folder of the sites' <site>.pub, for secure sums"
     )
-    parser = add_command(
-        commands, "key", make_key, help="make the key by which a server knows this site's node"
-    )
+    parser = add_command(commands, "key", make_key)
     parser.add_argument("path", type=Path, help="file of the new key")
     parser.add_argument(
         "--sum",
         action="store_true",
         help="make the keys of secure sums, by which other sites know this one",
     )
-    parser = add_command(
-        commands, "doctor", doctor, help="what is wrong with this machine, and what to do"
-    )
+    parser = add_command(commands, "doctor", doctor)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
     latency = commands.add_parser(
         "latency", help="what the ops of a search space cost on a machine"
     )
     actions = latency.add_subparsers(dest="action", required=True, metavar="action")
-    parser = add_command(
-        actions, "predict", predict_latency, help="what a run's network takes on each machine"
-    )
+    parser = add_command(actions, "predict", predict_latency)
     parser.add_argument("run_folder", type=Path, help="of a finished run, or of a group's")
     parser.add_argument("tables", type=Path, nargs="+", help="made by `fednas latency measure`")
-    parser = add_command(
-        actions,
-        "measure",
-        measure_latency,
-        help="time every op on this machine and write the table",
-        epilog="Takes overrides of `fednas run`: search_space, device and threads matter.",
-        takes_overrides=True,
-    )
+    parser = add_command(actions, "measure", measure_latency, takes_overrides=True)
     shape = ("CHANNELS", "HEIGHT", "WIDTH")
     parser.add_argument("--shape", type=int, nargs=3, metavar=shape, default=[3, 32, 32])
     parser.add_argument("--classes", type=int, default=10, help="default: %(default)d")
@@ -71,19 +54,18 @@ def add_commands(commands: Commands) -> None:
 
 
 def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Measure the composed search space, and how well the table predicts three networks of it."""
+    """Time every op on this machine, write the table, and try it on three random networks.
+
+    Takes overrides of `fednas run`: search_space, device and threads matter.
+    """
     config = compose(*overrides)
-    for name, value, least in (
-        ("batch-size", options.batch_size, 1),
-        ("passes", options.passes, 2),
-    ):
-        if value < least:
-            raise ConfigError(f"--{name} must be at least {least}, got {value}.")
+    Between(1).check("--batch-size", options.batch_size)
+    Between(2).check("--passes", options.passes)
     from fednas_flwr.base.files import write_atomically
     from fednas_flwr.base.randomness import make_generator
     from fednas_flwr.models.networks import make_device, make_space
+    from fednas_flwr.spaces.costs import measure_space, space_costs
     from fednas_flwr.spaces.latency_tables import to_json
-    from fednas_flwr.spaces.space_costs import measure_space, space_costs
 
     space = _timed(
         make_space(
@@ -117,9 +99,9 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the latency of a run's exported network by each table."""
+    """Print what a run's network takes on each machine, by its table."""
     from fednas_flwr.models.networks import described_space, load_description
-    from fednas_flwr.spaces.space_costs import read_table, space_costs
+    from fednas_flwr.spaces.costs import read_table, space_costs
 
     description = load_description(options.run_folder)
     if description["name"] != "derived":
@@ -146,7 +128,7 @@ def _timed(space: SearchSpace) -> MBConvSpace:
 
 
 def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Write each machine's folder."""
+    """Write what each machine of a deployment needs, in a folder for each."""
     from fednas_flwr.deploy.sites.provision import AUTHORITY, load_sites, provision, read_roster
 
     deployment = load_sites(options.sites)
@@ -161,7 +143,7 @@ def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int
 
 
 def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Make a node's key and say where its public half goes."""
+    """Make the key by which a server knows this site's node."""
     from fednas_flwr.deploy.sites.provision import make_node_key, make_sum_key
 
     knows = "other sites" if options.sum else "the server"
@@ -180,7 +162,7 @@ def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print one line per check; exit code 1 when something is broken."""
+    """Print what is wrong with this machine, and what to do; exit code 1 if anything is."""
     from fednas_flwr.deploy.sites.doctor import examine
 
     findings = examine(options.folder)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.cli.commands import INCONCLUSIVE, RUN_FAILED, Commands, add_command
+from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, Commands, add_command
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
+from fednas_flwr.settings.parser import Between
 
 if TYPE_CHECKING:
     from fednas_flwr.client.release_guard import Commitment, ReleaseGuard
@@ -31,35 +32,14 @@ STATEMENT_HEAD += ["noise multiplier", "rate", "first (UTC)", "last (UTC)"]
 
 def add_commands(commands: Commands) -> None:
     """Add them."""
-    parser = add_command(
-        commands,
-        "audit",
-        audit,
-        help="plant canaries in a private run: is every release as committed to?",
-        epilog=(
-            "Takes the overrides of `fednas run`. Exit codes: 0 if nothing is refuted and each\n"
-            "kind of release could have been, 1 if one is refuted, 3 if one, or a fault of it,\n"
-            "could not have been seen: inconclusive."
-        ),
-        takes_overrides=True,
-    )
+    parser = add_command(commands, "audit", audit, takes_overrides=True)
     parser.add_argument(
         "--confidence",
         type=float,
         default=0.9999,
         help="with which an honest client passes (default: %(default)g)",
     )
-    parser = add_command(
-        commands,
-        "calibrate",
-        calibrate,
-        help="the least noise that keeps an epsilon: of a run, or of a number of steps",
-        epilog=(
-            "With the overrides of `fednas run` it tells what follows from records, budget and\n"
-            "noise in that run, and why; else give --epsilon, --delta, --rate and --steps."
-        ),
-        takes_overrides=True,
-    )
+    parser = add_command(commands, "calibrate", calibrate, takes_overrides=True)
     for name, kind, meaning in (
         ("epsilon", float, "the target"),
         ("delta", float, "of the target, above 0, below 1"),
@@ -73,13 +53,7 @@ def add_commands(commands: Commands) -> None:
         default=PRV,
         help="how epsilon is counted; a site's own budget is counted by filter (default: prv)",
     )
-    approval = add_command(
-        commands,
-        "approve",
-        approve,
-        help="what runs wait for a person's approval at this site; with a hash, approve one",
-        epilog="Without options it is for the folder of a provisioned site.",
-    )
+    approval = add_command(commands, "approve", approve)
     approval.add_argument(
         "hash", nargs="?", help="hash of the schedule, as the run and this list print it"
     )
@@ -93,26 +67,25 @@ def add_commands(commands: Commands) -> None:
         )
     ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
     actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
-    show = add_command(
-        actions, "show", show_ledger, help="table of what was booked, and its epsilon"
-    )
+    show = add_command(actions, "show", show_ledger)
     show.add_argument("--account", help="only this budget, as the site's policy names it")
     show.add_argument("--delta", type=float, default=1e-5, help="of epsilon (default: %(default)g)")
-    verify = add_command(
-        actions, "verify", verify_ledger, help="check every row, the totals and the mark"
-    )
+    verify = add_command(actions, "verify", verify_ledger)
     for action in (show, verify):
         action.add_argument("ledger", type=Path, help="the ledger's file")
         action.add_argument("--key", type=Path, required=True, help="its secret key")
-    trail = add_command(
-        actions, "trail", verify_trail, help="check every line and the end of a site's audit trail"
-    )
+    trail = add_command(actions, "trail", verify_trail)
     trail.add_argument("trail", type=Path, help="the file, audit.jsonl beside the ledger")
     trail.add_argument("--key", type=Path, required=True, help="the ledger's secret key")
 
 
 def audit(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Audit a run's releases; print a finding for each, and what was not audited."""
+    """Plant canaries in a private run: is every release as committed to?
+
+    Takes the overrides of `fednas run`. Exit codes: 0 if nothing is refuted and each kind of
+    release could have been, 1 if one is refuted, 3 if one, or a fault of it, could not have been
+    seen: inconclusive.
+    """
     config = compose(*overrides)
     from fednas_flwr.deploy.audit_run import audit_run
 
@@ -139,7 +112,11 @@ def audit(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the private terms of a run, or a noise multiplier for a number of steps."""
+    """Print the least noise that keeps an epsilon: of a run, or of a number of steps.
+
+    With the overrides of `fednas run` it tells what follows from records, budget and noise in that
+    run, and why; else give --epsilon, --delta, --rate and --steps.
+    """
     steps = {name: getattr(options, name) for name in ("epsilon", "delta", "rate", "steps")}
     if all(value is None for value in steps.values()):
         config = compose(*overrides)
@@ -167,12 +144,10 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
         rdp_epsilon,
     )
     from fednas_flwr.privacy.mechanism.renyi import Release
-    from fednas_flwr.report.quantities import epsilon_text
+    from fednas_flwr.report.templates import epsilon_text
 
-    if not LEAST_EPSILON <= options.epsilon <= LARGEST_EPSILON:
-        raise ConfigError(f"--epsilon must be from .001 to 1e6, got {options.epsilon:g}.")
-    if not 1 <= options.steps <= MOST_STEPS:
-        raise ConfigError(f"--steps must be from 1 to {MOST_STEPS:,}, got {show(options.steps)}.")
+    Between(LEAST_EPSILON, LARGEST_EPSILON).check("--epsilon", options.epsilon)
+    Between(1, MOST_STEPS).check("--steps", options.steps)
     accountants = {PRV: prv_epsilon, RDP: rdp_epsilon, "filter": filter_epsilon}
     try:
         least = calibrate_noise(
@@ -201,7 +176,10 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
 
 
 def approve(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the schedules that wait for approval; approve the one of a hash."""
+    """Print what runs wait for a person's approval at this site; with a hash, approve one.
+
+    Without options it is for the folder of a provisioned site.
+    """
     from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment, schedule_hash
     from fednas_flwr.privacy.mechanism.noise import SecureGenerator
     from fednas_flwr.privacy.policy import load_policy
@@ -234,17 +212,13 @@ def approve(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def show_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what a ledger holds, of one account or of all."""
-    if not 0 < options.delta < 1:
-        raise ConfigError(f"--delta must lie strictly between 0 and 1, got {options.delta:g}.")
+    """Print what was booked, on one account or on all, and its epsilon."""
+    Between(0, 1, above=True, below=True).check("--delta", options.delta)
     with _opened(options) as ledger:
         rows = ledger.entries()  # all: a damaged row of another account is damage, too
     accounts = sorted({row.entry.account for row in rows})
     if options.account is not None and options.account not in accounts:
-        raise ConfigError(
-            f"nothing is booked on the account {options.account}; there is "
-            f"{', '.join(accounts) or 'no row at all'}."
-        )
+        raise unknown_choice("--account", options.account, accounts)
     if rows:
         _print_statement(rows, options.delta, options.account)
     else:
@@ -253,14 +227,14 @@ def show_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def verify_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Check every row of a ledger."""
+    """Check every row, the totals and the mark."""
     with _opened(options) as ledger:
         print(f"{ledger.verify()} rows, all intact.")
     return 0
 
 
 def verify_trail(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Check every line of an audit trail, and that none is missing at its end."""
+    """Check every line and the end of a site's audit trail."""
     from fednas_flwr.client import audit_trail
 
     print(f"{audit_trail.verify_trail(options.trail, options.key)} lines, all intact.")
@@ -283,8 +257,7 @@ def _print_schedule(
     schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, guard: ReleaseGuard
 ) -> None:
     """Print everything that a run may release, and what that costs."""
-    from fednas_flwr.report.quantities import epsilon_text
-    from fednas_flwr.report.templates import sentence
+    from fednas_flwr.report.templates import epsilon_text, sentence
     from fednas_flwr.report.terminal import print_table, table_console
     from fednas_flwr.settings.names import SPLITS
 
@@ -292,7 +265,7 @@ def _print_schedule(
     print(f"run: {terminal(run)}")
     spent = epsilon_text(guard.spent())
     print(
-        f"data set: {allowed.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
+        f"data set: {guard.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
         f"delta {allowed.delta:g} for one {allowed.unit}, of which {spent} is spent"
     )
     rows = [
@@ -300,8 +273,8 @@ def _print_schedule(
             *(planned.stage, planned.action, planned.kind, ", ".join(planned.splits)),
             *(f"{planned.steps:,}", f"{planned.noise_multiplier:.4g}"),
             f"{planned.max_grad_norm:g}",
-            f"{planned.expected_batch(allowed.records):,.4g}",
-            f"{planned.rate(allowed.records):.4g}",
+            f"{planned.expected_batch(allowed.by_split):,.4g}",
+            f"{planned.rate(allowed.by_split):.4g}",
         ]
         for planned in commitment.releases
     ]
@@ -325,7 +298,7 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
         account: The only one to print; None prints all.
     """
     from fednas_flwr.privacy.books.ledger import make_statement
-    from fednas_flwr.report.quantities import epsilon_text
+    from fednas_flwr.report.templates import epsilon_text
     from fednas_flwr.report.terminal import print_table
 
     statement = make_statement(rows, delta=delta)
@@ -340,13 +313,11 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
         times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
         booked.append([*names, *steps, *noise, *(f"{time:%Y-%m-%d %H:%M}" for time in times)])
     print_table("what was booked", STATEMENT_HEAD, booked)
-    shown = {
-        pair: found for pair, found in statement.epsilons.items() if account in (None, pair[0])
-    }
+    shown = [pair for pair in statement.epsilons if account in (None, pair[0])]
     costs = [
         [paying, split, epsilon_text(epsilon if math.isfinite(epsilon) else None), unit]
-        for (paying, unit), epsilons in shown.items()
-        for split, epsilon in epsilons.items()
+        for paying, unit in shown
+        for split, epsilon in statement.epsilons[paying, unit].items()
     ]
     head = ("account", "split", "epsilon (PRV)", "for one")
     print_table(f"all together, at delta {delta:g}", head, costs)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import csv_cell
-from fednas_flwr.cli.commands import Commands, add_command
+from fednas_flwr.cli import Commands, add_command
+from fednas_flwr.settings.parser import Between
 
 
 def add_commands(commands: Commands) -> None:
     """Add them."""
-    parser = add_command(
-        commands, "predict", predict, help="labels and probabilities of raw data by a run's model"
-    )
+    parser = add_command(commands, "predict", predict)
     parser.add_argument("run_folder", type=Path, help="or a folder made by fednas export")
     parser.add_argument(
         "data", type=Path, help="table, image, folder of images, or npz file, as the model takes it"
@@ -25,30 +24,19 @@ def add_commands(commands: Commands) -> None:
     )
     parser.add_argument("--batch-size", type=int, default=256, help="(default: 256)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
-    parser = add_command(
-        commands, "export", export, help="put a run's model and its card into a folder to publish"
-    )
+    parser = add_command(commands, "export", export)
     parser.add_argument("run_folder", type=Path, help="folder of a run")
     parser.add_argument("--to", type=Path, required=True, help="a new folder")
-    parser = add_command(commands, "report", report, help="write report.html of a run again")
+    parser = add_command(commands, "report", report)
     parser.add_argument("run_folder", type=Path, help="folder of a run")
-    parser = add_command(
-        commands, "watch", watch, help="show a run's report in the browser, renewed as it goes on"
-    )
+    parser = add_command(commands, "watch", watch)
     parser.add_argument("run_folder", type=Path, help="folder of a run")
     parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1, this machine)")
     parser.add_argument("--port", type=int, default=8642, help="(default: 8642)")
-    parser = add_command(
-        commands, "compare", compare, help="table of several runs, mean over seeds"
-    )
+    parser = add_command(commands, "compare", compare)
     parser.add_argument("run_folders", type=Path, nargs="+", help="run folders or sweeps")
     parser.add_argument("--output", type=Path, help="folder for compare.csv, .md, .json and .html")
-    parser = add_command(
-        commands,
-        "lookup",
-        lookup,
-        help="published accuracy of found NAS-Bench-201 cells",
-    )
+    parser = add_command(commands, "lookup", lookup)
     parser.add_argument("run_folders", type=Path, nargs="+", help="run folders or sweeps")
     parser.add_argument(
         "--table",
@@ -67,7 +55,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def predict(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Write a table of predictions; print their accuracy where the data has labels."""
+    """Write a table of a model's predictions: labels and probabilities of raw data.
+
+    Where the data has labels, the accuracy is printed.
+    """
     from rich.progress import Progress
 
     from fednas_flwr.models.networks import load, make_device
@@ -81,22 +72,22 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
         def progress(done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)
 
-        found = model.predict(options.data, batch_size=options.batch_size, progress=progress)
+        predictions = model.predict(options.data, batch_size=options.batch_size, progress=progress)
     try:
-        table = found.table()
+        table = predictions.table()
         for name in table.select_dtypes(exclude="number"):
             table[name] = table[name].map(csv_cell)
         table.to_csv(options.output, index=False, header=[csv_cell(name) for name in table])
     except OSError as error:
         raise ConfigError(f"--output={options.output} cannot be written: {error}.") from error
-    print(f"{len(found):,} records: {options.output}")
-    if found.accuracy is not None:
-        print(f"accuracy by the labels in {options.data}: {100 * found.accuracy:.1f} %")
+    print(f"{len(predictions):,} records: {options.output}")
+    if predictions.accuracy is not None:
+        print(f"accuracy by the labels in {options.data}: {100 * predictions.accuracy:.1f} %")
     return 0
 
 
 def export(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Copy a run's model files, and write its card as the README of a model repository."""
+    """Put a run's model and its card, as a README, into a folder to publish."""
     from fednas_flwr.report.model_card import export_model
 
     for path in export_model(options.run_folder, options.to):
@@ -105,7 +96,7 @@ def export(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def report(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Write a run's report again."""
+    """Write report.html of a run again."""
     from fednas_flwr.report.html_report import write_report
 
     _check_run(options.run_folder)
@@ -114,15 +105,14 @@ def report(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def watch(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Serve a page of a run until Ctrl-C."""
+    """Show a run's report in the browser, renewed as it goes on, until Ctrl-C."""
     import socket
 
     from fednas_flwr.report.watch import serve
 
     _check_run(options.run_folder)
     host, port = options.host, options.port
-    if not 0 < port < 65536:
-        raise ConfigError(f"--port={port} must be from 1 to 65535.")
+    Between(1, 65535).check("--port", port)
     try:
         with socket.create_server((host, port)):
             pass
@@ -143,7 +133,7 @@ def _check_run(folder: Path) -> None:
 
 
 def compare(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the table of several runs, and write it where asked to."""
+    """Print a table of several runs, mean over seeds."""
     from fednas_flwr.report.comparison import compare_runs, print_comparison, write_comparison
 
     comparison = compare_runs(options.run_folders)
@@ -155,7 +145,7 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def lookup(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the published accuracies of the cells that runs have found."""
+    """Print the published accuracies of NAS-Bench-201 cells that runs have found."""
     from fednas_flwr.report.comparison import run_folders
     from fednas_flwr.report.lookup import print_lookup, read_table
     from fednas_flwr.runs.numbers import EVENTS_FILE, read_run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr import api
-from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, unknown_choice
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.cli.commands import RUN_FAILED, Commands, add_command, fail, take_files
+from fednas_flwr.cli import RUN_FAILED, Commands, add_command, fail, take_files
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import check_names, parse_config
@@ -35,52 +36,37 @@ from fednas_flwr.settings.hydra_config import (
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
 
-RUN_HELP = """
-overrides:
-  group=name            one file of conf/<group>: algorithm, dataset, partition, search_space,
-                        privacy, runtime, retrain, server_optimizer, experiment
-  key=value             any key of the composed configuration, e.g. seed=2 clients=5
-                        algorithm.weights.lr=.05; shown by `fednas run --cfg job`
-  config=<file>         the config.yaml of a run in place of conf/, to repeat it
-  resume=<run folder>   continue a run that was stopped; its own configuration is used
-  resume=auto           continue the newest unfinished run of these overrides, else begin one
-  -m key=a,b            sweep: one run per combination, each in its own folder
-
-Options and overrides are those of Hydra: -m with hydra/launcher=joblib hydra/sweeper=optuna (extra
-`sweeps`), --cfg job --resolve, --info, --config-dir, --config-name, --package, +key, ++key, ~key,
-glob(), hydra.sweep.dir; --shell-completion install=bash prints a completion script.
-"""
-
 
 def add_commands(commands: Commands) -> None:
     """Add ``run`` and ``data``."""
-    parser = add_command(
-        commands,
-        "run",
-        run,
-        help="search, retrain, evaluate and export; without arguments the quickstart",
-        epilog=RUN_HELP,
-        takes_overrides=True,
-    )
+    parser = add_command(commands, "run", run, takes_overrides=True)
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="only estimate what the run would take: time, traffic, memory, disk and epsilon",
     )
-    parser = add_command(
-        commands,
-        "data",
-        data,
-        help="what a data set holds, and how clients would divide it",
-        epilog="DATA is a table, an npz file or a folder of images; overrides as of fednas run, "
-        "such as clients=5 partition=dirichlet dataset.label=outcome",
-        takes_overrides=True,
-    )
+    parser = add_command(commands, "data", data, takes_overrides=True)
     parser.add_argument("data", type=Path, help="file or folder of the data")
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Resume a run, or compose, check and run the configuration, or let Hydra sweep or inform."""
+    """Search, retrain, evaluate and export; without arguments the quickstart.
+
+    overrides:
+      group=name            one file of conf/<group>: algorithm, dataset, partition, search_space,
+                            privacy, runtime, retrain, server_optimizer, experiment
+      key=value             any key of the composed configuration, e.g. seed=2 clients=5
+                            algorithm.weights.lr=.05; shown by `fednas run --cfg job`
+      config=<file>         the config.yaml of a run in place of conf/, to repeat it
+      resume=<run folder>   continue a run that was stopped; its own configuration is used
+      resume=auto           continue the newest unfinished run of these overrides, else begin one
+      -m key=a,b            sweep: one run per combination, each in its own folder
+
+    Options and overrides are those of Hydra: -m with hydra/launcher=joblib hydra/sweeper=optuna
+    (extra `sweeps`), --cfg job --resolve, --info, --config-dir, --config-name, --package, +key,
+    ++key, ~key, glob(), hydra.sweep.dir; --shell-completion install=bash prints a completion
+    script.
+    """
     asked = read_arguments(arguments)
     overrides, source = asked.overrides, asked.source
     resumes = [text for text in overrides if text.startswith("resume=")]
@@ -90,9 +76,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from fednas_flwr.runs.run_folder import find_unfinished
 
         overrides = [text for text in overrides if text != "resume=auto"]
-        found = find_unfinished(configured(overrides, source))
-        if found is not None:
-            api.run(str(found.run_dir), quiet=False)
+        unfinished = find_unfinished(configured(overrides, source))
+        if unfinished is not None:
+            api.run(str(unfinished.run_dir), quiet=False)
             return 0
     elif resumes:
         if len(overrides) > 1 or asked.flags:
@@ -114,7 +100,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             raise NoEffectError(f"{text} has no effect on a single run: add -m, or remove it.")
     config = configured(overrides, source)
     if options.dry_run:
-        api.check([config])
+        api.check(config)
         from fednas_flwr.deploy.dry_run import estimate
 
         print("\n".join(estimate(config).lines()))
@@ -127,10 +113,10 @@ def configured(overrides: Sequence[str], source: Source, *, tell: bool = True) -
     """Return the checked configuration of overrides, and print its warnings."""
     overrides = [text for text in overrides if not text.lstrip("+").startswith("sweep.")]
     tree = compose_tree(overrides, source)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NoEffectWarning)
         config = parse_config(tree, given=given_settings(overrides, source))
-    for warning in told if tell else ():
+    for warning in caught if tell else ():
         print(f"fednas: warning: {warning.message}", file=sys.stderr)
     return config
 
@@ -144,7 +130,7 @@ def sweep(asked: Arguments) -> int:
     Raises:
         ConfigError: An override is wrong, or all jobs have settings without effect.
     """
-    overrides = [_sweep_folder(text) for text in asked.overrides]
+    overrides = [re.sub("^run_dir=", "hydra.sweep.dir=", text) for text in asked.overrides]
     fixed = without_sweeps(overrides)
     planned = compose_sweep(fixed, asked.source)
     optuna = "optuna" in planned.sweeper
@@ -165,10 +151,10 @@ def sweep(asked: Arguments) -> int:
         more += [f"hydra.sweeper.direction={best[0] if len(best) == 1 else several}"]
         more += ["hydra.sweeper.max_failure_rate=1.0"]
     more = [text for text in more if text.partition("=")[0] not in names]
-    kept = for_hydra(overrides, asked.source, planned.known)
-    kept = [text for text in kept if not text.startswith("hydra.sweep.dir=")]
+    forced = for_hydra(overrides, asked.source, planned.known)
+    forced = [text for text in forced if not text.startswith("hydra.sweep.dir=")]
     try:
-        run_hydra(run_job, [*kept, *more, f"hydra.sweep.dir={planned.folder}", *asked.flags])
+        run_hydra(run_job, [*forced, *more, f"hydra.sweep.dir={planned.folder}", *asked.flags])
     except ValueError as error:  # of Optuna, where no trial has succeeded: they have told why
         if isinstance(error, ConfigError) or not optuna:
             raise
@@ -201,11 +187,6 @@ def run_job(tree: Any) -> float | list[float] | None:
     return reached[0] if isinstance(metric, str) else reached
 
 
-def _sweep_folder(text: str) -> str:
-    """Return an override; ``run_dir`` of a sweep is the folder of its jobs."""
-    return f"hydra.sweep.dir={text.partition('=')[2]}" if text.startswith("run_dir=") else text
-
-
 def _direction(name: str) -> str:
     """Say whether a sweep makes a metric as large or as small as it can.
 
@@ -213,22 +194,19 @@ def _direction(name: str) -> str:
         ConfigError: There is no metric of that name.
     """
     scores = {SEARCH_LOSS: False} | {metric.name: metric.is_score for metric in METRICS}
-    if name not in scores:
-        raise unknown_choice("sweep.metric", name, scores)
+    check_choice("sweep.metric", name, scores)
     return "maximize" if scores[name] else "minimize"
 
 
 def _check_jobs(jobs: Sequence[Sequence[str]], source: Source) -> None:
     """Refuse mistakes that can be known before a job begins."""
-    configs, refused = [], []
+    refused = []
     for job in jobs:
         try:
-            config = configured(job, source, tell=False)
-            api.check([config])
-            configs.append(config)
+            api.check(configured(job, source, tell=False))
         except NoEffectError as error:
             refused.append(error)
-    if refused and not configs:
+    if refused and len(refused) == len(jobs):
         raise refused[0]
 
 
@@ -257,23 +235,25 @@ def _tell_end(folder: Path) -> int:
 
 
 def data(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what a data set holds, its division over clients, and suggested settings."""
+    """Print what a data set holds, how clients would divide it, and suggested settings.
+
+    DATA is a table, an npz file or a folder of images; overrides as of fednas run, such as
+    clients=5 partition=dirichlet dataset.label=outcome
+    """
     from fednas_flwr.data.prepared import make_data
     from fednas_flwr.data.summary import summary
 
     has_table = any(override.startswith("dataset.labels_file=") for override in overrides)
     name = "labelled_images" if has_table else _data_set(options.data)
     table = ["search_space=mlp_small"] if name == "csv" else []
-    given = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
-    tree = compose_tree(given)
+    whole = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
+    tree = compose_tree(whole)
     check_names(tree, given_settings(overrides).typed)
     config = parse_config(tree)
-    dataset = config.dataset
-    if isinstance(dataset, CSV) and config.partition.name == "sites":
-        _compare_sites(dataset)
+    if isinstance(config.dataset, CSV) and config.partition.name == "sites":
+        _compare_sites(config.dataset)
     prepared, parts = make_data(config)
-    key, fractions = dataset.split_key.encode(), dataset.fractions
-    for line in summary(prepared, parts, key=key, fractions=fractions):
+    for line in summary(prepared, parts, **config.dataset.division):
         print(line)
     return 0
 
@@ -283,25 +263,19 @@ def _compare_sites(dataset: CSV) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from fednas_flwr.data import site_tables
     from fednas_flwr.data.datasets import find_source
-    from fednas_flwr.data.site_tables import (
-        SITES_FILE,
-        as_yaml,
-        proposals,
-        read_site_tables,
-        side_by_side,
-    )
 
     root = find_source(dataset, sites=True)
-    tables = read_site_tables(dataset, root)
-    header, *rows = side_by_side(tables)
+    tables = site_tables.read_site_tables(dataset, root)
+    header, *rows = site_tables.side_by_side(tables)
     grid = Table(*header)
     for row in rows:
         grid.add_row(*row)
     Console().print(grid)
-    if said := proposals(tables):
-        print(f"These lines of {root / SITES_FILE} would join the sites; check each:")
-        print("\n".join(f"  {line}" for line in as_yaml(said)))
+    if said := site_tables.proposals(tables):
+        print(f"These lines of {root / site_tables.SITES_FILE} would join the sites; check each:")
+        print("\n".join(f"  {line}" for line in site_tables.as_yaml(said)))
 
 
 def _data_set(path: Path) -> str:

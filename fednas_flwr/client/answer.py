@@ -1,30 +1,33 @@
-"""The one entrance to all actions, for every runtime, and replies that are masked for a secure sum.
+"""The one entrance to all actions, for every runtime: admission, answer, and a secure sum's mask.
 
-Main function: :func:`answer`.
+A private site admits a request by its policy and the run's commitment (:func:`admit`) before it
+reads a record. Main function: :func:`answer`.
 """
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.randomness import derive_seed
-from fednas_flwr.client.admission import admit, check_fields
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.noised_updates import noised_update
-from fednas_flwr.privacy.actions import ACTIONS
+from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
+from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SUPERNET
+from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.messages import Reply, Request
+from fednas_flwr.protocol.messages import Reply, Request, restore_sent, round_reply
+from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.protocol.secure_sum.sum_site import Answer
 from fednas_flwr.protocol.sum_encoding import MASKED, NOT_TOLD, Summands, sizes_of
-from fednas_flwr.protocol.sum_requests import by_text
-from fednas_flwr.protocol.wire import restore_sent, round_reply
+from fednas_flwr.protocol.sum_requests import PROPERTIES, Kinds, by_text
 from fednas_flwr.settings.names import CLIENT
+from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 
 
 def answer(client: Client, request: Request) -> Reply:
@@ -70,6 +73,72 @@ def answer(client: Client, request: Request) -> Reply:
         torch.set_num_threads(threads)
 
 
+def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = None) -> Request:
+    """Return the request with the plan of each kind of release; without any it releases nothing.
+
+    Called once, before a site loads its records; ``Client.check_network`` follows.
+
+    Args:
+        guard: The site's.
+        request: The request.
+        supernet_norm: Normalisation of the run's supernet, if it is known.
+
+    Raises:
+        ConfigError: There is no such private action, or the policy refuses the request.
+    """
+    action, settings = request.action, request.settings
+    check_choice("private action", action, PRIVATE_ACTIONS)
+    if request.statistics is not None:  # as public as weights are; standardised_within checks them
+        guard.check_action("query.statistics", guard.data_set)
+    data_set = guard.data_set if settings.of_any_site else getattr(settings, "data_set", None)
+    if data_set is None:
+        raise refused("data_sets", "data set", None, "an id that this site's policy gives")
+    guard.check_action(action, data_set)
+    if isinstance(settings, Commit):
+        guard.check_plan(settings.releases)
+    if ACTIONS[action].is_public:
+        return replace(request, planned={})
+    if _norm(request, supernet_norm) == "batch":
+        raise refused_batch_norm()
+    kinds = asked_kinds(request, of_client=guard.allowed.unit == CLIENT)
+    planned = {
+        kind: guard.admit(
+            *(request.header, action, kind),
+            splits=splits,
+            steps=steps,
+            num_values={"metrics": 2, "rewards": settings.count}.get(kind, 1),
+        )
+        for kind, (splits, steps) in kinds.items()
+    }
+    return replace(request, planned=planned)
+
+
+def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
+    """Kinds of release that a private request asks for: splits that are read, number of releases.
+
+    Args:
+        request: Of a private action.
+        of_client: True if the client is protected as a whole.
+
+    Raises:
+        ConfigError: It asks for what a private client does not do.
+    """
+    settings = request.settings
+    return (settings.client_releases if of_client else settings.released)(request.action)
+
+
+def _norm(request: Request, supernet_norm: str | None) -> str | None:
+    """Return the kind of normalisation of a request's network; None without a network."""
+    if STATISTICS in ACTIONS[request.action].releases:
+        return None
+    described = request.network
+    name = described.get("name", SUPERNET)
+    if ACTIONS[request.action].of_supernet or name == SUPERNET:
+        return supernet_norm
+    norm: str | None = described.get("norm", "batch" if name in NORMED_NETWORKS else None)
+    return norm
+
+
 def _answered(client: Client, request: Request) -> Reply:
     """Return the action's reply, where the unit of privacy is the client as one noised update."""
 
@@ -80,6 +149,18 @@ def _answered(client: Client, request: Request) -> Reply:
     if whole and not ACTIONS[request.action].is_public:
         return noised_update(client, request, exact)
     return exact(client)
+
+
+def check_fields(action: str, reply: Reply) -> None:
+    """Raise RuntimeError when a private reply has a field that may not leave."""
+    leaving = {*reply.states, *reply.shares, *reply.metrics}
+    listed, (_, properties) = ACTIONS[action], PROPERTIES[action]
+    if not (
+        set(reply.properties) <= set(get_type_hints(properties))
+        and leaving <= listed.releases
+        and set(reply.digests) <= leaving
+    ):
+        raise RuntimeError(f"{action} must not return {sorted({*reply.properties, *leaving})}")
 
 
 def agreed(client: Client, request: Request) -> dict[str, Any]:

@@ -110,30 +110,26 @@ class AuditTrail:
         """Note a reply before it leaves.
 
         Args:
-            request: The request; with a guard, its terms are those of the releases.
+            request: The request; with a guard, as it was admitted.
             reply: Named are its states, metrics and properties.
             guard: Of a private client; what its budget has paid by now, for all runs, is noted.
         """
-        if self._path is None:
-            return
         private = {}
-        if guard is not None:
-            noise = guard.noise_multipliers(request.header, request.action)
-            kinds = {*reply.states, *(["metrics"] if reply.metrics else [])} & set(noise)
-            if request.summed is not None:
-                kinds = set(noise)  # the masked reply does not show them
-            noise = {kind: noise[kind] for kind in sorted(kinds)}
+        if guard is not None and self._path is not None:
+            carried = {*reply.states, *(["metrics"] if reply.metrics else [])}
+            noise = {
+                kind: planned.noise_multiplier
+                for kind, planned in sorted(request.releases.items())
+                if kind in carried or request.summed is not None  # a masked reply shows no kind
+            }
             private = {"noise_multipliers": noise, "epsilon_spent": guard.spent()}
         names = {"states": sorted(reply.states), "metrics": sorted(reply.metrics)}
-        self._append(
-            "released", **_place(request), **names, properties=sorted(reply.properties), **private
-        )
+        self.helped(request, reply.properties, **names, **private)
 
-    def helped(self, request: Asked, properties: Collection[str]) -> None:
-        """Note an answer that carries nothing of records, before it leaves."""
-        self._append(
-            "released", **_place(request), states=[], metrics=[], properties=sorted(properties)
-        )
+    def helped(self, request: Asked, properties: Collection[str], **carried: Any) -> None:
+        """Note an answer before it leaves, by default one that carries nothing of records."""
+        names = {"states": [], "metrics": [], "properties": sorted(properties)}
+        self._append("released", **_place(request) | names | carried)
 
     def refused(
         self, action: str, request: Asked | None, reason: str, error: Exception | None = None
@@ -175,7 +171,7 @@ class AuditTrail:
             end = _End(last.number + 1, seal(key, "audit line", last.mac, text), last.mac)
             os.write(descriptor, f'{text}, "mac": "{end.mac}"}}\n'.encode())
             os.fsync(descriptor)
-            _write_mark(mark, end, key)
+            write_atomically(mark, json.dumps([*end, seal(key, "audit mark", "", [*end])]))
 
     def _key(self) -> bytes:
         """Return the key; on a new site make it."""
@@ -220,13 +216,13 @@ def verify_trail(path: Path, key_path: Path) -> int:
     key = read_key(key_path)
     marked, end = _read_mark(_mark_path(path, key_path), key), _genesis(key)
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        found = _follow(line, end.number, end.mac, key)
-        if found is None:
+        place = _follow(line, end.number, end.mac, key)
+        if place is None:
             raise DamagedError(
                 f"line {number} of {path} is not the one that was written after line {number - 1}: "
                 "lines were edited, removed or moved from there on, or the key is another trail's."
             )
-        end = found
+        end = place
     if marked.mac not in (end.mac, end.previous):  # a crash leaves the mark one behind
         raise _wrong_end(path, end.number, marked)
     return end.number
@@ -320,7 +316,3 @@ def _read_mark(mark: Path, key: bytes) -> _End:
     if not equal(sealed, seal(key, "audit mark", "", place)):
         raise DamagedError(f"the mark {mark} was edited, or the key beside it is another one's.")
     return _End(*place)
-
-
-def _write_mark(mark: Path, end: _End, key: bytes) -> None:
-    write_atomically(mark, json.dumps([*end, seal(key, "audit mark", "", [*end])]))

@@ -11,29 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.client.release_guard import ReleaseGuard
+from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
 from fednas_flwr.data import loaders
 from fednas_flwr.data.loaders import ClientData, Split
-from fednas_flwr.data.schema import CATEGORY, Column
-from fednas_flwr.data.statistics import Moments, Statistics
-from fednas_flwr.protocol.messages import Header
+from fednas_flwr.data.records import CATEGORY, Inputs
+from fednas_flwr.data.statistics import Moments, Statistics, are_within
+from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.states import Packed, load_states
-from fednas_flwr.search.gradient_sums import Batch
+from fednas_flwr.protocol.states import Packed, load_states, network_states
+from fednas_flwr.search.batch_gradients import Batch
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.settings.names import FLOAT32, SPLITS
 from fednas_flwr.spaces.space import SearchSpace
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """Settings of :func:`fednas_flwr.data.loaders.augment` for training batches."""
-
-    crop_padding: int
-    flip: bool
-    cutout: int
 
 
 @dataclass(frozen=True)
@@ -57,17 +48,14 @@ class Client:
         index: Index of the client, from 0.
         seed: The run's seed; every draw comes from (seed, round, client, purpose).
         data: The client's own records, split into train, validation and test.
-        class_names: Names of the classes, the same for all clients.
+        inputs: What the records are, alike for all clients of a run.
         device: Device of tensors during an action.
         threads: torch's threads during an action; equal in every runtime, so that sums are equal.
         make_network: Builds a network from its description on the CPU.
         make_space: Returns the run's search space.
-        augmentation: Applied to training batches.
+        augmentation: Settings of :func:`fednas_flwr.data.loaders.augment` for training batches.
         networks: The networks built so far, shared by the clients of one process.
         tag: Name that the site gives itself; empty if none.
-        schema: Columns of a table, the same for all clients; empty for images.
-        image_shape: Of the images that a transform made features of; else empty.
-        scattering: Scales and angles of that transform; else empty.
         moments: Of a table's numeric columns over the train part, where no statistics are declared;
             else None.
         from_ranges: True if its table is standardised by declared ranges, within which it may tell
@@ -76,7 +64,7 @@ class Client:
         oversample: True if training repeats records of rarer classes.
         precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
         guard: Guard that releases must pass; with one the client answers private actions only.
-        wire: Format of float32 vectors in replies, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors in replies, see :mod:`fednas_flwr.protocol.messages`.
         kept_models: Folder of models that return to the site; None keeps none.
         sums: The client's part of secure sums; with one it answers no other way.
         cache: Folder of what may be computed anew, results of self-tests among it; None for none.
@@ -89,17 +77,14 @@ class Client:
     index: int
     seed: int
     data: ClientData
-    class_names: tuple[str, ...]
+    inputs: Inputs
     device: torch.device
     threads: int
     make_network: Callable[[Mapping[str, Any]], nn.Module]
     make_space: Callable[[], SearchSpace]
-    augmentation: Augmentation
+    augmentation: Mapping[str, Any]
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""
-    schema: tuple[Column, ...] = ()
-    image_shape: tuple[int, ...] = ()
-    scattering: tuple[int, ...] = ()
     moments: list[Moments] | None = None
     from_ranges: bool = False
     objective: Objective = CLASSIFICATION
@@ -129,6 +114,32 @@ class Client:
             load_states(network, states)
         return network
 
+    def sent_network(self, request: Request) -> nn.Module:
+        """Return the network that a request describes, with the states that it carries, checked.
+
+        Raises:
+            ConfigError: See :meth:`check_network`.
+            ValueError: The states are not of this network.
+        """
+        network = self.network(request.network, request.network_states)
+        self.check_network(request, network)
+        return network
+
+    def check_network(self, request: Request, network: nn.Module) -> None:
+        """Refuse, at a private client, a network for which no noised release can be made.
+
+        Raises:
+            ConfigError: It has batch norm, or is larger than the run has committed to.
+        """
+        if self.guard is None:
+            return
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
+            raise refused_batch_norm()
+        states = network_states(network)
+        for kind in request.releases.keys() & states.keys():
+            num_values = sum(tensor.numel() for tensor in states[kind].values())
+            self.guard.check_size(request.releases[kind], request.header.run, num_values)
+
     def standardised(self, statistics: Statistics) -> Client:
         """Return the client with its table standardised by the statistics of all clients.
 
@@ -136,12 +147,21 @@ class Client:
             ConfigError: They are of another table or, where a private client has declared ranges,
                 beyond these; or it has declared statistics, by which it stays.
         """
-        if self.guard is None:
-            return replace(self, data=self.data.standardised(statistics))
-        if not self.from_ranges:
+        if self.guard is not None and not self.from_ranges:
             raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
-        within = loaders.standardised_within(self.data, statistics, num_columns=self.num_columns)
-        return replace(self, data=within)
+        data = self.data.standardised(statistics)
+        ranges = Statistics(self.data.train.mean, self.data.train.std)
+        if self.guard is not None and not are_within(
+            statistics, ranges, num_columns=self.num_columns
+        ):
+            raise ConfigError("refused: statistics beyond this site's dataset.ranges.")
+        return replace(self, data=data)
+
+    @property
+    def private_guard(self) -> ReleaseGuard:
+        """The guard of a private client."""
+        assert self.guard is not None
+        return self.guard
 
     @property
     def part_of_sums(self) -> SumSite:
@@ -158,27 +178,26 @@ class Client:
     def data_form(self) -> dict[str, Any]:
         """Form of the client's records, as declared: the same for all clients of a run."""
         # what follows from records are moments, of which the server makes one mean
-        declared = self.moments is None
+        declared, inputs, train = self.moments is None, self.inputs, self.data.train
         return {
-            "input_shape": list(self.data.train.features.shape[1:]),
-            "image_shape": list(self.image_shape),
-            "scattering": list(self.scattering),
-            "schema": [asdict(column) for column in self.schema],
-            "mean": list(self.data.train.mean) if declared else [],
-            "std": list(self.data.train.std) if declared else [],
-            "class_names": list(self.class_names),
-            "multi_label": self.objective.multi_label,
+            "input_shape": list(train.features.shape[1:]),
+            "image_shape": list(inputs.shape if inputs.scattering else ()),
+            "scattering": list(inputs.scattering),
+            "schema": [asdict(column) for column in inputs.schema],
+            "mean": list(train.mean) if declared else [],
+            "std": list(train.std) if declared else [],
+            "class_names": list(inputs.class_names),
+            "multi_label": inputs.multi_label,
         }
 
     @property
     def num_columns(self) -> int:
         """Number of leading features of a table that are numbers to standardise."""
-        return sum(column.kind != CATEGORY for column in self.schema)
+        return sum(column.kind != CATEGORY for column in self.inputs.schema)
 
     def split(self, name: str) -> Split:
         """Return one split; ``train+validation`` is what retraining uses."""
-        if name not in (names := (*SPLITS, "train+validation")):
-            raise unknown_choice("split", name, names)
+        check_choice("split", name, (*SPLITS, "train+validation"))
         first, *rest = (getattr(self.data, part) for part in name.split("+"))
         return loaders.concat_splits(first, *rest) if rest else first
 
@@ -205,4 +224,4 @@ class Client:
         """Return the batch ``x`` augmented as the data set's settings say."""
         if x.dim() != 4:
             return x
-        return loaders.augment(x, generator=generator, **asdict(self.augmentation))
+        return loaders.augment(x, generator=generator, **self.augmentation)

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator
-from fednas_flwr.client import admission, kept_models, local_training, noised_measures
+from fednas_flwr.client import kept_models, local_training, noised_measures
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.noised_gradients import NoisedGradients
+from fednas_flwr.client.release_guard import before_reading
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.data.records import count_labels
 from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
 from fednas_flwr.models.metrics import evaluate, histogram, measured, predicted
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF, SUPERNET
@@ -35,19 +35,26 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol import states as st
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.sum_requests import Settings, answer_sum
-from fednas_flwr.search.candidate import Candidate, Pool, all_alike, path_states, train_candidates
+from fednas_flwr.search.batch_gradients import Batch, periodic_gradients
+from fednas_flwr.search.candidate import Candidate, Pool, all_alike
 from fednas_flwr.search.exact_gradients import (
     ClippedGradients,
     ExactGradients,
     ExactSums,
     LookAhead,
 )
-from fednas_flwr.search.gradient_sums import Batch, periodic_gradients
-from fednas_flwr.search.optimizer_step import Descent, Descents, Gradients, make_sgd
+from fednas_flwr.search.local_search import train_candidates
+from fednas_flwr.search.optimizer_step import (
+    Gradients,
+    Optimizer,
+    Optimizers,
+    make_sgd,
+    path_states,
+)
+from fednas_flwr.spaces.costs import measure_space
 from fednas_flwr.spaces.latency_tables import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import Supernet
-from fednas_flwr.spaces.space_costs import measure_space
 
 Handler = Callable[[Client, Request, Any], Reply]
 ANSWERS: dict[str, Handler] = {}  # by action
@@ -82,17 +89,11 @@ def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
         properties["keeps_model"] = True
     if guard is not None:
         properties |= guard.properties
-        return Reply(guard.num_records(tuple(guard.allowed.records)), properties=properties)
-    data = client.data
-    splits = {"train": data.train, "validation": data.validation, "test": data.test}
-    labels = torch.cat([split.labels[split.rows] for split in splits.values()])
-    properties |= {
-        "class_counts": count_labels(labels, len(client.class_names)),
-        "splits": {name: len(split) for name, split in splits.items()},
-    }
+        return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
+    properties |= client.data.counts(len(client.inputs.class_names))
     if client.moments is not None:
         properties["moments"] = [asdict(of) for of in client.moments]
-    return Reply(max(1, len(labels)), properties=properties)
+    return Reply(max(1, sum(properties["splits"].values())), properties=properties)
 
 
 @answers("query.commit")
@@ -105,20 +106,20 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
     if client.guard is None:
         raise ConfigError("query.commit is for private clients: this one has no policy.")
     guard, run = client.guard, request.header.run
-    with admission.before_reading(request):
+    with before_reading(request.action):
         covered_steps = guard.covered_steps(asked.releases)
         guard.commit(run, asked.releases, sizes=_search_sizes(client, asked))
         properties: dict[str, Any] = {"awaits": guard.awaited_approval(run)}
         if properties["awaits"] is None:
             properties = {"epsilon": guard.epsilons(run), "covered_steps": covered_steps}
             properties |= guard.uncounted()
-    return Reply(guard.num_records(tuple(guard.allowed.records)), properties=properties)
+    return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
 
 
 def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:
     """Return the numbers of weights and alphas of a search that a person is to approve."""
     searches = any(planned.stage == "search" for planned in asked.releases)
-    if not (searches and admission.guard_of(client).allowed.needs_approval):
+    if not (searches and client.private_guard.allowed.needs_approval):
         return {}
     states = st.network_states(client.network({"name": SUPERNET}))
     return {
@@ -156,7 +157,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
     guard, num_columns = client.guard, client.num_columns
     if guard is None:
         raise ConfigError("query.statistics is for private clients: this one has no policy.")
-    with admission.before_reading(request):
+    with before_reading(request.action):
         if not (client.from_ranges and num_columns):
             raise ConfigError(
                 "refused: statistics are told within public ranges only, and this site does not "
@@ -172,13 +173,13 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
 
     norm = largest_norm(num_columns)
     means = noised_measures.noised_mean(client, request, STATISTICS, split, values, norm=norm)
-    return Reply.of(_released_weight(client, request), {STATISTICS: {STATISTICS: means}})
+    return _released(client, request, {STATISTICS: {STATISTICS: means}})
 
 
 @answers("query.keep_model")
 def keep_model(client: Client, request: Request, asked: rq.KeepModel) -> Reply:
     """``query.keep_model``: the site takes the model and tests it; the results stay there."""
-    with admission.before_reading(request):
+    with before_reading(request.action):
         new = kept_models.check(client, request, asked)
     folder = kept_models.keep(client, new)
     print(f"kept the model of run {request.header.run!r} as {folder}", file=sys.stderr)
@@ -205,23 +206,18 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
     """
     states = ACTIONS[request.action].gradients_of
     gradients: NoisedGradients | ExactSums
-    with admission.before_reading(request):
-        supernet = admission.sent_network(client, request).train()
+    with before_reading(request.action):
+        supernet = client.sent_network(request).train()
         assert isinstance(supernet, Supernet)
         lrs = {state: asked.local_lrs[state] for state in states}
         if client.guard is None:
             gradients = _exact_sums(client, request, asked, supernet)
         else:
             gradients = NoisedGradients(client, request)
-            if "weights" in states:
-                gradients.rehearse_weights(supernet)
-            if "alphas" in states:
-                gradients.rehearse_alphas(supernet)
-    return _of_sums(
-        *(client, request, gradients, supernet, SPLIT_OF[states[0]]),
-        steps=asked.local_steps,
-        local_lrs=lrs,
-    )
+            for state in states:
+                gradients.rehearse(state, supernet)
+    split, steps = SPLIT_OF[states[0]], asked.local_steps
+    return _of_sums(client, request, gradients, supernet, split, steps=steps, local_lrs=lrs)
 
 
 @answers("train.network_gradient")
@@ -233,8 +229,8 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
     """
     gradients: NoisedGradients | ExactSums
     weight, drop_path_prob = asked.auxiliary_weight, asked.drop_path_prob
-    with admission.before_reading(request):
-        network = admission.sent_network(client, request).train()
+    with before_reading(request.action):
+        network = client.sent_network(request).train()
         network.drop_path_prob = drop_path_prob  # type: ignore[assignment]
         if client.guard is None:
             # A round has many steps: what is drawn must differ between them.
@@ -249,7 +245,7 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
             )
         else:
             gradients = NoisedGradients(client, request, auxiliary_weight=weight)
-            gradients.rehearse_weights(network, asked.network, drop_path_prob > 0)
+            gradients.rehearse("weights", network, asked.network, drop_path_prob > 0)
     return _of_sums(client, request, gradients, network, asked.split)
 
 
@@ -296,30 +292,36 @@ def _of_sums(
     return Reply.of(batch_size, sums, gradients.metrics())
 
 
-@answers("train.search")
-def search(client: Client, request: Request, asked: rq.Search) -> Reply:
-    """``train.search``: weights, alphas and buffers after local search.
+@answers("train.search", "train.weights")
+def train(client: Client, request: Request, asked: rq.Search | rq.Train) -> Reply:
+    """``train.search`` and ``train.weights``: the states of a network after local training.
 
     In private mode each step is a release, from which the states follow; tensors that a sparse
-    reply leaves out are those that no release has moved.
+    reply leaves out are those that no release has moved. With ``validates`` the reply also has the
+    mean loss on validation records after training, if the client has any.
     """
-    with admission.before_reading(request):
-        supernet = admission.sent_network(client, request)
-        needed = {name for name, state in st.network_states(supernet).items() if state}
-        if asked.sparse and not needed <= set(request.states):
+    local, sparse = asked.local, isinstance(asked, rq.Search) and asked.sparse
+    with before_reading(request.action):
+        network = client.sent_network(request)
+        needed = {name for name, state in st.network_states(network).items() if state}
+        if sparse and not needed <= set(request.states):
             raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
-        run = local_training.prepare(client, request, asked.local, supernet)
-    descents, metrics = run()
-    states = local_training.trained_states(supernet, descents)
-    reply = Reply.of(_num_records(client, "train"), states, metrics)
-    if not asked.sparse:
-        return reply
-    packed, digests, changed = {}, {}, {}
-    for name, tensors in states.items():
-        layout, sent = st.Layout.of(tensors), request.states[name]
-        packed[name], changed[name] = st.changed_part(reply.states[name], sent, layout)
-        digests[name] = layout.part(changed[name]).digest
-    return replace(reply, states=packed, digests=digests, properties={"changed": changed})
+        run = local_training.prepare(client, request, local, network)
+    optimizers, metrics = run()
+    states, changed = local_training.trained_states(network, optimizers), {}
+    for name, tensors in states.items() if sparse else ():
+        layout = st.Layout.of(tensors)
+        sent = st.unpack(request.states[name], layout)
+        states[name] = {n: t for n, t in tensors.items() if not torch.equal(t.cpu(), sent[n])}
+        changed[name] = layout.marks(states[name])
+    reply = Reply.of(_num_records(client, local.split), states, metrics)
+    if sparse:
+        return replace(reply, properties={"changed": changed})
+    if isinstance(asked, rq.Train) and asked.validates and len(client.data.validation):
+        local_training.refresh_statistics(client, request, network, local.amount.batch_size)
+        loss = float(local_training.validation_losses(client, network).mean())
+        return replace(reply, metrics={**metrics, "validation_loss": loss})
+    return reply
 
 
 @answers("train.candidate")
@@ -331,23 +333,23 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
     """
     sgd, paths = asked.weights, asked.candidates
     gradients: Gradients
-    with admission.before_reading(request):
+    with before_reading(request.action):
         supernet, named = path_supernet(client, request, paths, sparse=asked.sparse)
-        admission.check_network(client, request, supernet.train())
+        client.check_network(request, supernet.train())
         steps = len(paths) * asked.local_steps
         if client.guard is not None:
             gradients = noised = NoisedGradients(client, request, steps=steps)
             # Every op on all edges: no path takes more memory than that of the op that takes most.
             for path in all_alike(supernet):
-                noised.rehearse_weights(Candidate(supernet, path), "candidate", path)
+                noised.rehearse("weights", Candidate(supernet, path), "candidate", path)
         else:
             gradients = _candidate_gradients(client, request, asked, steps)
         weights = supernet.weights()
-        descent = Descent(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
+        optimizer = Optimizer(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
         moments = local_training.sent_moments(request, supernet, only=named.get(st.MOMENTS))
-        descents = Descents(descent, sent=moments)
-    train_candidates(supernet, paths, gradients, descent, steps=asked.local_steps)
-    states = local_training.trained_states(supernet, descents, without=("alphas", "buffers"))
+        optimizers = Optimizers(optimizer, sent=moments)
+    train_candidates(supernet, paths, gradients, optimizer, steps=asked.local_steps)
+    states = local_training.trained_states(supernet, optimizers, without=("alphas", "buffers"))
     if asked.sparse:
         states["weights"] = {n: w for n, w in states["weights"].items() if n in named["weights"]}
     return Reply.of(_num_records(client, "train"), states, gradients.metrics())
@@ -362,25 +364,20 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
     if asked.training is not None:
         return trained_rewards(client, request, asked.training)
     split = client.data.validation
-    with admission.before_reading(request):
-        described = asked.network or {"name": SUPERNET}
+    with before_reading(request.action):
         network: nn.Module
         if asked.candidates is not None:
             network, _ = path_supernet(client, request, asked.candidates, sparse=asked.sparse)
-            network.eval()
             candidates: list[nn.Module] = [Candidate(network, path) for path in asked.candidates]
             largest: list[nn.Module] = [Candidate(network, path) for path in all_alike(network)]
         else:
-            network = request_pool(client, request, described).eval()
+            network = request_pool(client, request)
             candidates = largest = list(network.members)
-        admission.check_network(client, request, network)
+        client.check_network(request, network.eval())
         if client.guard is not None:
-            release = noised_measures.prepare_rewards(
-                client, request, candidates, largest, described
-            )
+            release = noised_measures.prepare_rewards(client, request, candidates, largest)
     if client.guard is not None:
-        rewards = release()
-        return Reply.of(_released_weight(client, request), {"rewards": {"rewards": rewards}})
+        return _released(client, request, {"rewards": {"rewards": release()}})
     measured = [
         evaluate(candidate, split, client.device, objective=client.objective)
         for candidate in candidates
@@ -400,8 +397,8 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
     of which begins with no momentum; steps in place of epochs count as one epoch. All members see
     the same batches. Exact clients only: the loss depends on every record that a step has read.
     """
-    with admission.before_reading(request):
-        pool = request_pool(client, request, training.network)
+    with before_reading(request.action):
+        pool = request_pool(client, request)
         if client.guard is not None:
             raise ConfigError(
                 "refused, training of candidates with privacy=dp: their losses are no planned "
@@ -443,77 +440,56 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     Deviations: the text does not clip, its clients try one configuration per message, and its
     losses are those with batch norm's running statistics, see ``refresh_statistics``.
     """
-    bound, batch_size, guard = asked.loss_bound, asked.amount.batch_size, client.guard
-    with admission.before_reading(request):
-        network = admission.sent_network(client, request)
-        trainings = [
-            local_training.prepare(client, request, local, network) for local in asked.trainings()
-        ]
-        if guard is not None:
-            losses = noised_measures.prepare_losses(
-                client, network, admission.description_of(request)
-            )
-    split, before, rewards = client.data.validation, torch.zeros(0), []
+    bound, split, before = asked.loss_bound, client.data.validation, torch.zeros(0)
+    with before_reading(request.action):
+        network = client.sent_network(request)
+        runs = [local_training.prepare(client, request, t, network) for t in asked.trainings()]
+        if client.guard is not None:
+            noised_losses = noised_measures.prepare_losses(client, request, network)
 
     def exact_losses() -> Tensor:
+        batch_size = asked.trainings()[0].amount.batch_size
         local_training.refresh_statistics(client, request, network, batch_size)
         return local_training.validation_losses(client, network)
 
-    def decreases_of(rows: Tensor) -> Tensor:
+    def noised_decreases(rows: Tensor) -> Tensor:
         nonlocal before
-        after = losses()
+        after = noised_losses()
         if not len(before):
-            admission.sent_network(client, request)
-            before = losses()
+            client.sent_network(request)
+            before = noised_losses()
         return local_training.clipped_decreases(before - after, bound)[rows, None]
 
-    if guard is None:
-        before = exact_losses()
-    for train in trainings:
-        with torch.random.fork_rng():
-            admission.sent_network(client, request)
-            train()
-            if guard is None:
-                rewards.append(
-                    local_training.clipped_decreases(before - exact_losses(), bound).mean()[None]
-                )
-                continue
-        rewards.append(
-            noised_measures.noised_mean(client, request, "rewards", split, decreases_of, norm=bound)
+    def reward() -> Tensor:
+        if client.guard is None:
+            return local_training.clipped_decreases(before - exact_losses(), bound).mean()[None]
+        return noised_measures.noised_mean(
+            client, request, "rewards", split, noised_decreases, norm=bound
         )
-    weight = len(split) if guard is None else _released_weight(client, request)
-    return Reply.of(weight, {"rewards": {"rewards": torch.cat(rewards).float()}})
 
-
-@answers("train.weights")
-def train_weights(client: Client, request: Request, asked: rq.Train) -> Reply:
-    """``train.weights``: the weights of a network after local training.
-
-    With ``validates`` also its mean loss on validation records after it, if the client has any.
-    """
-    local = asked.local
-    with admission.before_reading(request):
-        network = admission.sent_network(client, request)
-        run = local_training.prepare(client, request, local, network)
-    descents, metrics = run()
-    states = local_training.trained_states(network, descents)
-    reply = Reply.of(_num_records(client, local.split), states, metrics)
-    if not (asked.validates and len(client.data.validation)):
-        return reply
-    local_training.refresh_statistics(client, request, network, local.amount.batch_size)
-    loss = float(local_training.validation_losses(client, network).mean())
-    return replace(reply, metrics={**metrics, "validation_loss": loss})
+    if client.guard is None:
+        before = exact_losses()
+    rewards = []
+    for run in runs:
+        with torch.random.fork_rng():
+            client.sent_network(request)
+            run()
+            rewards.append(reward())
+    states = {"rewards": {"rewards": torch.cat(rewards).float()}}
+    if client.guard is None:
+        return Reply.of(len(split), states)
+    return _released(client, request, states)
 
 
 @answers("evaluate.model")
 def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Reply:
     """``evaluate.model``: loss and accuracy of a network or supernet on one of the splits."""
-    with admission.before_reading(request):
-        network = admission.sent_network(client, request)
+    with before_reading(request.action):
+        network = client.sent_network(request)
         if client.guard is not None:
-            release = noised_measures.prepare_metrics(client, request, network, asked.network)
+            release = noised_measures.prepare_metrics(client, request, network)
     if client.guard is not None:
-        return Reply(_released_weight(client, request), release())
+        return replace(_released(client, request, {}), metrics=release())
     if asked.statistics_batch_size is not None:
         local_training.refresh_statistics(client, request, network, asked.statistics_batch_size)
     objective = client.objective
@@ -535,17 +511,17 @@ def personalise(client: Client, request: Request, asked: rq.Personalise) -> Repl
 
     What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
     """
-    network = admission.sent_network(client, request)
+    network = client.sent_network(request)
     local_training.prepare(client, request, asked.local, network)()
     metrics = evaluate(network, client.data.test, client.device, objective=client.objective)
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
 
-def request_pool(client: Client, request: Request, described: Mapping[str, Any]) -> Pool:
-    """Return the pool that is described, with the states that the request carries."""
-    pool = client.network(described, request.network_states)
+def request_pool(client: Client, request: Request) -> Pool:
+    """Return the pool that a request describes, with the states that it carries."""
+    pool = client.network(request.network, request.network_states)
     if not isinstance(pool, Pool):
-        raise ValueError(f"network {described['name']!r} is no pool of candidates")
+        raise ValueError(f"network {request.network['name']!r} is no pool of candidates")
     return pool
 
 
@@ -567,29 +543,25 @@ def path_supernet(
     return network, named
 
 
-def _released_weight(client: Client, request: Request) -> float:
-    """Return the number of records that a noised mean stands for: a public one."""
+def _released(client: Client, request: Request, states: Mapping[str, st.Tensors]) -> Reply:
+    """Return the reply of noised means, which stand for a public number of records."""
     (kind,) = request.releases.keys() & {"rewards", "metrics", STATISTICS}
-    return admission.guard_of(client).expected_batch(request.releases[kind])
+    return Reply.of(client.private_guard.expected_batch(request.releases[kind]), states)
 
 
 def _num_records(client: Client, split: str) -> int:
     """Return the number of records of a split, of a private client the declared one."""
     if client.guard is not None:
-        return admission.guard_of(client).num_records(split.split("+"))
+        return client.private_guard.num_records(split.split("+"))
     return len(client.split(split))
 
 
 def _exact_sums(
     client: Client, request: Request, asked: rq.TakeGradients, supernet: Supernet
 ) -> ExactSums:
-    first = asked.step * asked.local_steps
+    first, draws = asked.step * asked.local_steps, partial(client.generator, request.header)
     train, validation = (
-        _step_batches(
-            *(client, name, asked),
-            first=first,
-            generator=client.generator(request.header, name),
-        )
+        _step_batches(client, name, asked, first=first, generator=draws(name))
         for name in ("train", "validation")
     )
     ahead = None
@@ -615,11 +587,11 @@ def _candidate_gradients(
     batches = partial(_step_batches, client, "train", asked, first=first, generator=generator)
     if asked.dp_aware is None:
         return ExactGradients(
-            batches, epochs=None, steps=steps, objective=objective, precision=client.precision
+            batches, num_steps=steps, objective=objective, precision=client.precision
         )
     noise = client.generator(request.header, "noise")
     return ClippedGradients(
-        batches, steps=steps, dp_aware=asked.dp_aware, generator=noise, objective=objective
+        batches, num_steps=steps, dp_aware=asked.dp_aware, generator=noise, objective=objective
     )
 
 

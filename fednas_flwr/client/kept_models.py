@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.client import Client
 from fednas_flwr.models.metrics import detailed, measured, predicted
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_model
+from fednas_flwr.protocol.keys import is_signed
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.requests import LARGEST_MODEL, KeepModel
-from fednas_flwr.protocol.signed_model import is_signed
 
 STATE, DTYPE = "model", "uint8"  # as which the file's bytes travel
 MOST_MODELS = 100  # of a site: a server must not fill its disk
@@ -46,16 +46,16 @@ def check(client: Client, request: Request, asked: KeepModel) -> Path:
     """
     if client.kept_models is None:
         raise ConfigError("refused: this site keeps no models.")
-    kept, model = client.kept_models, _bytes(request)
+    site, model = client.kept_models, _bytes(request)
     if not is_signed(
-        kept.signer, asked.signature, run=request.header.run, model=model, card=asked.card
+        site.signer, asked.signature, run=request.header.run, model=model, card=asked.card
     ):
-        raise ConfigError(f"refused: the model is not signed by the owner of {kept.signer.name}.")
-    make_folder(kept.folder)
-    names = {path.name for path in kept.folder.iterdir() if not path.name.startswith(".")}
+        raise ConfigError(f"refused: the model is not signed by the owner of {site.signer.name}.")
+    make_folder(site.folder)
+    names = {path.name for path in site.folder.iterdir() if not path.name.startswith(".")}
     if len(names | {folder_name(model)}) > MOST_MODELS:
         raise ConfigError(f"refused: this site has {len(names)} models, and keeps no more.")
-    new = kept.folder / f".{folder_name(model)}.{os.getpid()}"
+    new = site.folder / f".{folder_name(model)}.{os.getpid()}"
     shutil.rmtree(new, ignore_errors=True)
     make_folder(new)
     try:
@@ -64,7 +64,10 @@ def check(client: Client, request: Request, asked: KeepModel) -> Path:
         signed = {"run": request.header.run, "signature": asked.signature}
         signed["sha256"] = hashlib.sha256(model).hexdigest()
         write_atomically(new / SIGNATURE_FILE, json.dumps(signed, indent=2) + "\n")
-        _check_inputs(client, _read(client, new / MODEL_FILE))
+        inputs = _read(client, new / MODEL_FILE).inputs
+        for name in ("class_names", "schema", "shape", "scattering", "multi_label"):
+            if getattr(inputs, name) != getattr(client.inputs, name):
+                raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -101,19 +104,6 @@ def _read(client: Client, path: Path) -> Model:
         raise ConfigError(f"refused: the model cannot be read ({reason}).") from error
 
 
-def _check_inputs(client: Client, model: Model) -> None:
-    """Refuse a model that takes other records, or names other classes, than the site has."""
-    values = {
-        "class_names": (client.class_names, model.class_names),
-        "schema": (client.schema, model.inputs.schema),
-        "shape": (tuple(client.data.train.features.shape[1:]), model.input_shape),
-        "multi_label": (client.objective.multi_label, model.inputs.multi_label),
-    }
-    for name, (ours, theirs) in values.items():
-        if theirs != ours:
-            raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
-
-
 def _test(client: Client, folder: Path) -> dict[str, Any]:
     """Return the model's results on the site's test records, as JSON values.
 
@@ -128,6 +118,6 @@ def _test(client: Client, folder: Path) -> dict[str, Any]:
             return {"num_examples": 0}
         logits, labels = predicted(network, test, client.device)
         metrics = measured(logits, labels, objective=objective, with_scores=True)
-        return metrics.as_json() | detailed(logits, labels, objective=objective, seed=client.seed)
+        return asdict(metrics) | detailed(logits, labels, objective=objective, seed=client.seed)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}

@@ -28,7 +28,9 @@ from fednas_flwr.search.local_search import alternate
 from fednas_flwr.search.proxyless import PathNetwork, covering_paths, search_paths
 from fednas_flwr.spaces.space import Supernet
 
-Training = Callable[[], tuple[opt.Descents, dict[str, float]]]  # trains; returns also what was seen
+Training = Callable[
+    [], tuple[opt.Optimizers, dict[str, float]]
+]  # trains; returns also what was seen
 
 
 def prepare(
@@ -61,11 +63,13 @@ def prepare_search(
     generator = client.generator(request.header, "search")
     paths = local.paths
     gradients = _gradients(client, request, local, generator)
-    hardware = None if paths is None or paths.hardware is None else paths.hardware.loss()
+    hardware = None if paths is None else paths.hardware
+    if hardware is not None:
+        hardware.check()
     if isinstance(gradients, NoisedGradients) and paths is not None:
         for active_E1 in covering_paths(supernet, mode="one"):
             network = PathNetwork(supernet.train(), active_E1)
-            gradients.rehearse_weights(network, "path", active_E1.tolist())
+            gradients.rehearse("weights", network, "path", active_E1.tolist())
         for paths_EK in () if paths.warm_up else covering_paths(supernet, mode=paths.gates):
             gradients.rehearse_gates(supernet, paths_EK, hardware, asdict(paths), paths_EK.tolist())
     elif isinstance(gradients, NoisedGradients):
@@ -74,31 +78,29 @@ def prepare_search(
                 f"refused, temperature={local.alternating.temperature}: single paths have no "
                 "private gradient yet; set algorithm.temperatures=null."
             )
-        gradients.rehearse_weights(supernet)
-        gradients.rehearse_alphas(supernet)
+        for state in local.states:
+            gradients.rehearse(state, supernet)
 
     sent = sent_moments(request, supernet)
 
-    def search() -> tuple[opt.Descents, dict[str, float]]:
+    def search() -> tuple[opt.Optimizers, dict[str, float]]:
         nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)
         weights, alphas = supernet.weights(), supernet.alphas()
-        descents = opt.Descents(
-            opt.Descent(
+        optimizers = opt.Optimizers(
+            opt.Optimizer(
                 weights,
                 opt.make_sgd(weights.values(), local.weights, nesterov=nesterov),
                 local.weights.clip_norm,
             ),
-            opt.Descent(alphas, opt.make_adam(alphas.values(), local.alphas, beta=beta)),
+            opt.Optimizer(alphas, opt.make_adam(alphas.values(), local.alphas, beta=beta)),
             sent,
         )
         if paths is None:
             assert local.alternating is not None
-            alternate(supernet, gradients, descents, local.alternating, generator=generator)
+            alternate(supernet, gradients, optimizers, local.alternating, generator=generator)
         else:
-            search_paths(
-                supernet, gradients, descents, paths, hardware=hardware, generator=generator
-            )
-        return descents, gradients.metrics()
+            search_paths(supernet, gradients, optimizers, paths, generator=generator)
+        return optimizers, gradients.metrics()
 
     return search
 
@@ -122,19 +124,21 @@ def prepare_training(
     gradients = _gradients(client, request, local, generator)
     network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
     if isinstance(gradients, NoisedGradients):
-        gradients.rehearse_weights(network, local.network, local.drop_path_prob > 0)
+        gradients.rehearse("weights", network, local.network, local.drop_path_prob > 0)
 
     sent = sent_moments(request, network)
 
-    def train_weights() -> tuple[opt.Descents, dict[str, float]]:
+    def train_weights() -> tuple[opt.Optimizers, dict[str, float]]:
         network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
         weights = opt.trainable_weights(network)
         members = network.members if isinstance(network, Pool) else [network]
         groups = [{"params": list(opt.trainable_weights(member).values())} for member in members]
-        descent = opt.Descent(weights, opt.make_sgd(groups, local.weights), local.weights.clip_norm)
-        descents = opt.Descents(descent, sent=sent)
-        opt.train(network, gradients, descent, local.proximal)
-        return descents, gradients.metrics()
+        optimizer = opt.Optimizer(
+            weights, opt.make_sgd(groups, local.weights), local.weights.clip_norm
+        )
+        optimizers = opt.Optimizers(optimizer, sent=sent)
+        opt.train(network, gradients, optimizer, local.proximal)
+        return optimizers, gradients.metrics()
 
     return train_weights
 
@@ -162,7 +166,7 @@ def _gradients(
         partial(batches, client.split(local.split)),
         partial(batches, client.data.validation) if "alphas" in local.states else None,
         epochs=amount.epochs,
-        steps=amount.steps,
+        num_steps=amount.steps,
         objective=client.objective,
         auxiliary_weight=auxiliary_weight,
         precision=client.precision,
@@ -186,7 +190,7 @@ def sent_moments(
         return {}
     layout = Layout.of(opt.no_moments(network))
     if only is not None:
-        layout = layout.part(layout.marks(only))
+        layout = layout.part(only)
     moments = unpack(request.states[MOMENTS], layout)
     for name, tensor in moments.items():
         if name.startswith("alphas.step.") and not tensor.item() >= 0:
@@ -195,16 +199,16 @@ def sent_moments(
 
 
 def trained_states(
-    network: nn.Module, descents: opt.Descents, *, without: tuple[str, ...] = ()
+    network: nn.Module, optimizers: opt.Optimizers, *, without: tuple[str, ...] = ()
 ) -> dict[str, Tensors]:
     """Return the states of a trained network that hold any tensor, and its moments if they travel.
 
     Args:
         network: Trained.
-        descents: That have trained it.
+        optimizers: That have trained it.
         without: States that are left out.
     """
-    states = {**network_states(network), MOMENTS: descents.moments()}
+    states = {**network_states(network), MOMENTS: optimizers.moments()}
     return {name: state for name, state in states.items() if state and name not in without}
 
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.base.foreign import dump_yaml
-from fednas_flwr.client.client import Augmentation, Client, KeptModels
+from fednas_flwr.client.client import Client, KeptModels
 from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.npz import holds_encoded
-from fednas_flwr.data.records import Records, assign_splits, assignment_digest, count_labels
+from fednas_flwr.data.records import Records, assignment_digest
 from fednas_flwr.data.statistics import column_moments
 from fednas_flwr.models.networks import Description, make_device, make_network, supernet_space
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
@@ -28,13 +28,13 @@ from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy, load_policy, parse_policy
-from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
 from fednas_flwr.settings.data_settings import Npz
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, SPLITS, Unit
+from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, Unit
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -110,19 +110,16 @@ def make_client(
         index=index,
         seed=config.seed,
         data=client_data,
-        class_names=prepared.train.class_names,
+        inputs=prepared.inputs,
         device=device,
         threads=config.runtime.threads if guard is None else guard.allowed.threads,
         make_network=build_network,
         make_space=lambda: supernet_space(config, prepared),
-        augmentation=Augmentation(**config.dataset.augmentation),
+        augmentation=config.dataset.augmentation,
         networks=networks,
         tag=site.get("tag", tags[index] if tags else ""),
-        schema=prepared.train.schema,
-        image_shape=prepared.train.image_shape,
-        scattering=prepared.scattering,
         moments=None if prepared.mean else column_moments(prepared.train, client_data.train.rows),
-        from_ranges=prepared.from_ranges,
+        from_ranges=config.dataset.from_ranges,
         objective=make_objective(config, prepared.train, device),
         oversample=config.training.oversample
         and guard is None,  # a private site reads a record once
@@ -153,23 +150,13 @@ def simulated_properties(
     if isinstance(config.privacy, DifferentialPrivacy):
         return None
     prepared, parts = data
-    records, settings = prepared.train, config.dataset
-    assigned = assign_splits(
-        records.ids, key=settings.split_key.encode(), fractions=settings.fractions
-    )
-    names = list(records.class_names)
+    names = list(prepared.train.class_names)
     properties: dict[int, dict[str, Any]] = {}
     for index, rows in enumerate(parts):
-        sizes = np.bincount(assigned[rows], minlength=len(SPLITS)).tolist()
-        properties[index] = {
-            "client": index,
-            "class_names": names,
-            "class_counts": count_labels(records.labels[rows], len(names)),
-            "splits": dict(zip(SPLITS, sizes, strict=True)),
-        }
+        records = make_client_data(prepared, rows, **config.dataset.division, may_be_empty=True)
+        properties[index] = {"client": index, "class_names": names, **records.counts(len(names))}
         if prepared.uses_own_statistics:
-            train = torch.from_numpy(rows[assigned[rows] == SPLITS.index("train")])
-            properties[index]["moments"] = column_moments(records, train)
+            properties[index]["moments"] = column_moments(prepared.train, records.train.rows)
     return properties
 
 
@@ -185,28 +172,27 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
         ConfigError: A factor, or ``evaluation.positive``, is of a class that does not exist; or a
             setting is for records of one class, but these can have several labels.
     """
-    given, positive, class_names = config.training.class_factors, None, records.class_names
-    chosen = {
-        f"training.class_factors={show(given)}": given,
+    factors, positive = config.training.class_factors, config.evaluation.positive
+    class_names = records.class_names
+    of_one_class = {
+        f"training.class_factors={show(factors)}": factors,
         "training.oversample=true": config.training.oversample,
     }
-    for setting in [setting for setting, value in chosen.items() if value]:
-        if records.multi_label:
-            raise ConfigError(
-                f"{setting} is for records of one class each, but these can have "
-                "several labels: remove it."
-            )
-    if config.evaluation.positive is not None:
-        if config.evaluation.positive not in class_names:
-            raise unknown_choice("evaluation.positive", config.evaluation.positive, class_names)
-        positive = class_names.index(config.evaluation.positive)
-    for name in given:
-        if name not in class_names:
-            raise unknown_choice("training.class_factors", name, class_names)
-    if not given:
-        return Objective(positive=positive, multi_label=records.multi_label)
-    factors = [given.get(name, 1.0) for name in class_names]
-    return Objective(torch.tensor(factors, device=device), positive)
+    for setting in [text for text, value in of_one_class.items() if value and records.multi_label]:
+        raise ConfigError(
+            f"{setting} is for records of one class each, but these can have several labels: "
+            "remove it."
+        )
+    if positive is not None:
+        check_choice("evaluation.positive", positive, class_names)
+    for name in factors:
+        check_choice("training.class_factors", name, class_names)
+    values = [factors.get(name, 1.0) for name in class_names]
+    return Objective(
+        torch.tensor(values, device=device) if factors else None,
+        None if positive is None else class_names.index(positive),
+        records.multi_label,
+    )
 
 
 def make_site_guard(site: Mapping[str, str]) -> ReleaseGuard | None:
@@ -377,7 +363,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
         )
     if not has_real_sites(config):
         noise = getattr(config.privacy, "statistics_noise_multiplier", None)
-        if noise is not None and not prepared.from_ranges:
+        if noise is not None and not config.dataset.from_ranges:
             raise ConfigError(
                 f"privacy.statistics_noise_multiplier={noise:g} without dataset.ranges of every "
                 "column of numbers: noised statistics are told within ranges; declare "

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import guard_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.rehearsal import rehearse
 from fednas_flwr.client.release_guard import Contributions
@@ -33,13 +32,12 @@ from fednas_flwr.privacy.mechanism.clipping import (
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, by_person, sum_of_parts
 from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.protocol.messages import Request
-from fednas_flwr.protocol.secure_sum.grid import Cells
+from fednas_flwr.protocol.secure_sum.masks import Cells
 from fednas_flwr.protocol.states import Tensors
-from fednas_flwr.search.candidate import PREFIX, Pool
-from fednas_flwr.search.gradient_sums import Batch
-from fednas_flwr.search.gumbel import Relaxed
+from fednas_flwr.search.batch_gradients import Batch
+from fednas_flwr.search.candidate import PREFIX, Pool, Relaxed
 from fednas_flwr.search.objective import Output
-from fednas_flwr.search.optimizer_step import Descent, Gradient, trainable_weights
+from fednas_flwr.search.optimizer_step import Gradient, Optimizer, trainable_weights
 from fednas_flwr.search.proxyless import (
     PathNetwork,
     active_gates,
@@ -78,19 +76,15 @@ class NoisedGradients:
         auxiliary_weight: float = 0.0,
     ) -> None:
         """See the class."""
-        self._client, self._guard, self._request = client, guard_of(client), request
+        self._client, self._guard, self._request = client, client.private_guard, request
         self._planned, self._steps = request.releases, steps
         self._auxiliary_weight = auxiliary_weight
         self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
 
-    def rehearse_weights(self, network: nn.Module, *chosen: Any) -> None:
-        """Try the weights' gradient; ``chosen`` is all that the server has chosen besides."""
-        computation = partial(self._weight_sum, network.train())
-        self._rehearse("weights", computation, network, "weights", *chosen)
-
-    def rehearse_alphas(self, supernet: Supernet) -> None:
-        """Try the alphas' gradient."""
-        self._rehearse("alphas", partial(self._alpha_sum, supernet.train()), supernet, "alphas")
+    def rehearse(self, state: str, network: nn.Module, *chosen: Any) -> None:
+        """Try a state's gradient; ``chosen`` is all that the server has chosen besides."""
+        computation = partial(self._sum_of(state), network.train())
+        self._rehearse(state, computation, network, state, *chosen)
 
     def rehearse_gates(
         self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None, *chosen: Any
@@ -122,15 +116,14 @@ class NoisedGradients:
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """Return a noised sum of gradients, and the expected batch size that it is divided by."""
-        released = self._release(state, partial(self._sum_of(state), network))
-        return released, self._guard.expected_batch(self._planned[state])
+        return self._noised(state, partial(self._sum_of(state), network))
 
     def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
         """Return :meth:`sums` where clients share the noise."""
-        split, total = self._contributions(state, partial(self._sum_of(state), network))
+        units = self._contributions(state, partial(self._sum_of(state), network))
         planned, request = self._planned[state], self._request
-        grid, num_units = request.grids.get(state), split.num_units
-        cells = self._guard.share(planned, request.header, num_units, total, grid=grid)
+        grid = request.grids.get(state)
+        cells = self._guard.share(planned, request.header, units, grid=grid)
         return cells, self._guard.expected_batch(planned)
 
     def _sum_of(self, state: str) -> TakeSum:
@@ -148,9 +141,9 @@ class NoisedGradients:
         return self._mean("weights", partial(self._weight_sum, network))
 
     def alphas(
-        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
-        """Return the noised mean gradient of the alphas, of first order (``admission``)."""
+        """Return the noised mean gradient of the alphas; requests for others are refused."""
         assert isinstance(supernet, Supernet)  # as ``local_training`` has it
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 
@@ -175,21 +168,18 @@ class NoisedGradients:
 
     def _mean(self, state: str, take: TakeSum) -> Tensors:
         """Return the noised sum over a Poisson batch, over the batch's expected size."""
-        size = self._guard.expected_batch(self._planned[state])
-        return {name: total / size for name, total in self._release(state, take).items()}
+        sums, size = self._noised(state, take)
+        return {name: total / size for name, total in sums.items()}
 
-    def _release(self, state: str, take: TakeSum) -> Tensors:
-        """Return one release, on the client's device: the noised sum over a Poisson batch."""
-        split, total = self._contributions(state, take)
-        planned, header = self._planned[state], self._request.header
-        sums = self._guard.release(planned, header, split.num_units, total)
-        return {name: value.to(self._client.device) for name, value in sums.items()}
+    def _noised(self, state: str, take: TakeSum) -> tuple[Tensors, float]:
+        """Return one release, on the client's device, and the expected size of its batch."""
+        planned, units = self._planned[state], self._contributions(state, take)
+        sums = self._guard.release(planned, self._request.header, units)
+        named = {name: value.to(self._client.device) for name, value in sums.items()}
+        return named, self._guard.expected_batch(planned)
 
-    def _contributions(self, state: str, take: TakeSum) -> tuple[Split, Contributions]:
-        """Return the split that a release reads, and a function: the clipped sum over some units.
-
-        One micro-batch is in memory at a time.
-        """
+    def _contributions(self, state: str, take: TakeSum) -> Contributions:
+        """Return what a release sums; one micro-batch is in memory at a time."""
         planned, size = self._planned[state], self._sizes[state]
         split = self._client.split("+".join(planned.splits))
 
@@ -200,7 +190,7 @@ class NoisedGradients:
             )
             return sum_of_parts(parts, bound=planned.max_grad_norm)
 
-        return split, total
+        return Contributions(split.num_units, total)
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
         """Return the augmented batch of some rows; nobody can foresee the draws.

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import own_linear_layers
-from fednas_flwr.client.admission import guard_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.rehearsal import rehearse
+from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.privacy.mechanism import micro_batches
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, filled
@@ -54,7 +54,7 @@ def noised_mean(
         values: Given indices, returns a vector of each record, float64 [N, V].
         norm: Bound to which a unit's vector is clipped; it also scales the noise.
     """
-    guard, planned = guard_of(client), request.releases[kind]
+    guard, planned = client.private_guard, request.releases[kind]
 
     def total(units: Tensor) -> ClippedSum:
         vectors = values(units) if split.persons is None else means(units)
@@ -64,60 +64,55 @@ def noised_mean(
         rows, persons = micro_batches.joined(split.records_of(units))
         return micro_batches.person_means(values(rows), persons)
 
-    sums = guard.release(planned, request.header, split.num_units, total)
+    sums = guard.release(planned, request.header, Contributions(split.num_units, total))
     return sums[kind] / guard.expected_batch(planned)
 
 
-class Measurement:
-    """Values of the records of a split, as networks in evaluation mode give them.
+def prepare_values(
+    client: Client,
+    split: Split,
+    networks: nn.Module,
+    measure: Measure,
+    *chosen: Any,
+    tried: Measure | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """Return a function: the values [N, V] of some rows, as networks in evaluation mode give them.
 
-    The constructor tries the computation on made-up records and reads none.
+    The computation is tried on made-up records; no record is read yet.
 
     Args:
         client: With a guard.
         split: Of the records.
         networks: The networks to compute with.
         measure: The computation.
-        tried: One of the same kind that takes as much memory as any; None is ``measure``.
         chosen: Its name, and all that the server has chosen of it besides.
+        tried: One of the same kind that takes as much memory as any; None is ``measure``.
     """
-
-    def __init__(
-        self,
-        client: Client,
-        split: Split,
-        networks: nn.Module,
-        measure: Measure,
-        *chosen: Any,
-        tried: Measure | None = None,
-    ) -> None:
-        """See the class."""
-        self._client, self._split = client, split
-        self._networks, self._measure = networks, measure
-        with torch.no_grad(), _measuring(networks):
-            self._size = rehearse(client, tried or measure, networks, *chosen)
+    with torch.no_grad(), _measuring(networks):
+        size = rehearse(client, tried or measure, networks, *chosen)
 
     @torch.no_grad()
-    def of(self, rows: Tensor) -> Tensor:
-        """Return the values of some rows [N, V], in micro-batches of exactly one size."""
-        values, size = [], self._size
-        with _measuring(self._networks):
+    def values(rows: Tensor) -> Tensor:
+        parts = []  # micro-batches of exactly one size
+        with _measuring(networks):
             for part in torch.split(rows, size) if len(rows) else (rows,):
-                x, y = self._split.batch(part, self._client.device)
-                measured = self._measure(filled(x, size), filled(y, size), unwatched)
-                values.append(measured[: len(part)])
-        return torch.cat(values)
+                x, y = split.batch(part, client.device)
+                measured = measure(filled(x, size), filled(y, size), unwatched)
+                parts.append(measured[: len(part)])
+        return torch.cat(parts)
+
+    return values
 
 
 def prepare_metrics(
-    client: Client, request: Request, network: nn.Module, description: object
+    client: Client, request: Request, network: nn.Module
 ) -> Callable[[], dict[str, float]]:
     """Return a function that releases a network's loss and accuracy; reads no record itself.
 
     A record's loss counts for at most twice that of guessing, and so does one that is not finite.
     """
     objective = client.objective
-    bound = 2 * objective.guessing_loss(len(client.class_names))
+    bound = 2 * objective.guessing_loss(len(client.inputs.class_names))
 
     def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
         """Return (loss / bound, correct) of every record, each from 0 to 1; float64 [B, 2]."""
@@ -130,17 +125,17 @@ def prepare_metrics(
         return values_B2
 
     split = client.split("+".join(request.releases["metrics"].splits))
-    values = Measurement(client, split, network, measure, "metrics", description)
+    values = prepare_values(client, split, network, measure, "metrics", request.network)
 
     def release() -> dict[str, float]:
-        means = noised_mean(client, request, "metrics", split, values.of, norm=METRICS_NORM)
+        means = noised_mean(client, request, "metrics", split, values, norm=METRICS_NORM)
         loss, accuracy = means.tolist()
         return {"loss": loss * bound, "accuracy": accuracy}
 
     return release
 
 
-def prepare_losses(client: Client, network: nn.Module, description: object) -> Callable[[], Tensor]:
+def prepare_losses(client: Client, request: Request, network: nn.Module) -> Callable[[], Tensor]:
     """Return a function: the loss of every validation record, times its class's factor.
 
     Its result is float64 [N] on the CPU, in evaluation mode. Reads no record itself.
@@ -158,8 +153,8 @@ def prepare_losses(client: Client, network: nn.Module, description: object) -> C
         return values_B1
 
     split = client.data.validation
-    values = Measurement(client, split, network, measure, "losses", description)
-    return lambda: values.of(torch.arange(len(split)))[:, 0]
+    values = prepare_values(client, split, network, measure, "losses", request.network)
+    return lambda: values(torch.arange(len(split)))[:, 0]
 
 
 def prepare_rewards(
@@ -167,7 +162,6 @@ def prepare_rewards(
     request: Request,
     candidates: Sequence[nn.Module],
     largest: Sequence[nn.Module],
-    description: object,
 ) -> Callable[[], Tensor]:
     """Return a function that releases every candidate's accuracy on validation records, [M].
 
@@ -179,7 +173,6 @@ def prepare_rewards(
         request: As the guard has admitted it.
         candidates: M networks in evaluation mode.
         largest: Candidates which take as much memory as any; they are tried before.
-        description: All that the server has chosen of them besides.
     """
 
     def correct(measured: Sequence[nn.Module], x: Tensor, y: Tensor, watch: Watch) -> Tensor:
@@ -194,9 +187,11 @@ def prepare_rewards(
 
     networks, split = nn.ModuleList([*candidates, *largest]).eval(), client.data.validation
     measure, tried = partial(correct, candidates), partial(correct, largest)
-    values = Measurement(client, split, networks, measure, "rewards", description, tried=tried)
+    values = prepare_values(
+        client, split, networks, measure, "rewards", request.network, tried=tried
+    )
     norm = math.sqrt(len(candidates))
-    return lambda: noised_mean(client, request, "rewards", split, values.of, norm=norm)
+    return lambda: noised_mean(client, request, "rewards", split, values, norm=norm)
 
 
 @contextmanager

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.client.admission import before_reading, guard_of, sent_network
 from fednas_flwr.client.client import Client
+from fednas_flwr.client.release_guard import Contributions, before_reading
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import Probe
-from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states
 
 MOST_CELLS = 2.0**52  # of a weight that is sent, on the grid of the sum of its updates
@@ -46,10 +46,10 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
             read.
         BudgetExceededError: The budget does not cover it; nothing was read.
     """
-    guard, header, settings = guard_of(client), request.header, request.settings
+    guard, header, settings = client.private_guard, request.header, request.settings
     planned = request.releases
-    with before_reading(request):
-        network = sent_network(client, request)
+    with before_reading(request.action):
+        network = client.sent_network(request)
         if MOMENTS in request.states:
             limit = "none: they would tell of the records without noise"
             raise refused("unit", "moments", "sent", limit)
@@ -80,17 +80,15 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
     states: dict[str, Packed] = {}
     shares: dict[str, Cells] = {}
     for kind, plan in planned.items():
-        contribution = partial(moved, kind, plan.max_grad_norm)
+        units = Contributions(1, partial(moved, kind, plan.max_grad_norm))
         if isinstance(settings, Probe):
-            each = [
-                guard.release(plan, header, 1, partial(reward, trial, settings.loss_bound))
-                for trial in range(len(settings.trials))
-            ]
+            rewards = [partial(reward, i, settings.loss_bound) for i in range(len(settings.trials))]
+            each = [guard.release(plan, header, Contributions(1, total)) for total in rewards]
             states[kind] = {"float32": torch.stack([noised["float32"] for noised in each])}
         elif plan.shared:
-            shares[kind] = guard.share(plan, header, 1, contribution, grid=grids.get(kind))
+            shares[kind] = guard.share(plan, header, units, grid=grids.get(kind))
         else:
-            noised = guard.release(plan, header, 1, contribution)
+            noised = guard.release(plan, header, units)
             states[kind] = {d: base[kind][d] + noise for d, noise in noised.items()}
     return Reply(1.0, {}, states, digests, shares=shares)
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.files import make_folder, write_atomically
-from fednas_flwr.client.admission import guard_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.privacy.self_test import Computation, largest_size, made_up_labels, unwatched
 from fednas_flwr.spaces.latency_tables import machine_name
@@ -54,29 +52,21 @@ def rehearse(
     key = json.dumps([kind, *chosen])
     if key in client.rehearsed:
         return client.rehearsed[key]
-    size = guard_of(client).allowed.micro_batch_size
+    size = client.private_guard.allowed.micro_batch_size
     shape, device = tuple(client.data.train.features.shape[1:]), client.device
-    num_classes = len(client.class_names)
+    classes = len(client.inputs.class_names)
+    labels: dict[str, Any] = {"num_classes": classes, "multi_label": client.objective.multi_label}
     x = torch.zeros(size, *shape, device=device)
-    multi_label = client.objective.multi_label
-    y = made_up_labels([num_classes - 1] * size, num_classes, multi_label=multi_label).to(device)
+    y = made_up_labels([classes - 1] * size, **labels).to(device)
+    known_by = [kind, size, shape, *labels.values()]
+    known_by += [*machine(device, client.threads), structure(network)]
+
+    def test() -> int:
+        return largest_size(computation, network, shape, size=size, device=device, **labels)
+
     try:
         computation(x, y, unwatched)
-        client.rehearsed[key] = shown_size(
-            [
-                *(kind, size, shape, num_classes, multi_label),
-                *(*machine(device, client.threads), structure(network)),
-            ],
-            client.cache,
-            partial(
-                largest_size,
-                *(computation, network, shape),
-                num_classes=num_classes,
-                size=size,
-                device=device,
-                multi_label=multi_label,
-            ),
-        )
+        client.rehearsed[key] = shown_size(known_by, client.cache, test)
     except RuntimeError as error:  # of torch
         raise ValueError(error) from error
     return client.rehearsed[key]
@@ -95,16 +85,14 @@ def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> i
     name = hashlib.sha256(text.encode()).hexdigest()
     if name not in _shown:
         path = None if cache is None else cache / FOLDER / f"{name}.json"
-        known = None if path is None else _read(path, text)
-        if known is None:
-            known = test()
+        size = None if path is None else _read(path, text)
+        if size is None:
+            size = test()
             if path is not None:
                 make_folder(path.parent)
-                if len(list(path.parent.iterdir())) >= MOST_FILES:
-                    path = None
-            if path is not None:
-                write_atomically(path, json.dumps({"key": text, "size": known}))
-        _shown[name] = known
+                if len(list(path.parent.iterdir())) < MOST_FILES:
+                    write_atomically(path, json.dumps({"key": text, "size": size}))
+        _shown[name] = size
     return _shown[name]
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +31,23 @@ from fednas_flwr.privacy.mechanism.renyi import Release, booked_unit, counted
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
 from fednas_flwr.privacy.policy import Policy, check_action, check_planned, refused
 from fednas_flwr.protocol.messages import Header
-from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.settings.names import RECORD, SPLITS
 from fednas_flwr.settings.parser import parse
 
-# Given int64 rows of units, maybe none: the sum of one clipped contribution of each.
-Contributions = Callable[[Tensor], ClippedSum]
+
+class Contributions(NamedTuple):
+    """What some units may contribute to one release.
+
+    Attributes:
+        num_units: Number of records, or persons; the draw alone depends on it.
+        total: Given int64 rows of units, maybe none, returns the sum of one clipped contribution of
+            each.
+    """
+
+    num_units: int
+    total: Callable[[Tensor], ClippedSum]
 
 
 @dataclass(frozen=True)
@@ -59,11 +70,6 @@ class Commitment:
     sizes: dict[str, int]
     unit: str
 
-    @property
-    def plan(self) -> dict[str, PlannedRelease]:
-        """Releases that are allowed, by key."""
-        return {planned.key: planned for planned in self.releases}
-
 
 def read_commitment(text: str) -> Commitment:
     """Return the commitment that a ledger has kept as text."""
@@ -77,6 +83,34 @@ def read_commitment(text: str) -> Commitment:
 def schedule_hash(run: str, text: str) -> str:
     """Return the 32 hex digits by which a person approves a run's commitment."""
     return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
+
+
+def _finite(epsilon: float) -> float | None:
+    return epsilon if math.isfinite(epsilon) else None
+
+
+@contextmanager
+def before_reading(action: str) -> Iterator[None]:
+    """Refuse what cannot be computed; inside no record is read, so that the reason may be told.
+
+    A request that failed on some records and not on others would tell which are there; so whatever
+    can fail is tried in here. The ledger's RuntimeError and OSError are the site's own affair.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"refused, the settings do not fit {action}: {type(error).__name__}: "
+            f"{str(error)[:200]}."
+        ) from error
+
+
+def refused_batch_norm() -> ConfigError:
+    """Return the error for a network with batch norm."""
+    reason = "False: it has no per-record gradient and its buffers leak"
+    return refused("no batch_norm", "batch_norm", True, reason)
 
 
 class ReleaseGuard:
@@ -96,8 +130,8 @@ class ReleaseGuard:
         self, policy: Policy, ledger: Ledger, generator: SecureGenerator, *, data_set: str
     ) -> None:
         if data_set not in policy.data_sets:
-            known = ", ".join(sorted(policy.data_sets))
-            raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {known}.")
+            names = ", ".join(sorted(policy.data_sets))
+            raise ConfigError(f"data set {data_set!r} is not in the site's policy: it has {names}.")
         self._ledger, self._generator = ledger, generator
         self.data_set, self.allowed = data_set, policy.data_sets[data_set]
         self._assignment, self.unit = "", booked_unit(self.allowed.unit, "")
@@ -124,9 +158,9 @@ class ReleaseGuard:
         allowed = self.allowed
         terms = allowed.secure_sum
         return {
-            "splits": dict(allowed.records),
+            "splits": dict(allowed.by_split),
             "data_set": self.data_set,
-            "budget": {"epsilon": allowed.epsilon, "delta": allowed.delta},
+            "budget": allowed.budget,
             "secure_noise": self.is_secure,
             "unit": allowed.unit,
             "least_noise_multiplier": allowed.least_noise_multiplier,
@@ -135,11 +169,11 @@ class ReleaseGuard:
 
     def num_records(self, splits: Sequence[str]) -> int:
         """Return the declared number of records of some splits."""
-        return sum(self.allowed.records[split] for split in splits)
+        return sum(self.allowed.by_split[split] for split in splits)
 
     def expected_batch(self, planned: PlannedRelease) -> float:
         """Return the expected size of a Poisson batch, by which sums are divided: public."""
-        return planned.expected_batch(self.allowed.records)
+        return planned.expected_batch(self.allowed.by_split)
 
     def check_action(self, action: str, data_set: str) -> None:
         """Refuse an action unless the policy allows it, and another data set.
@@ -205,17 +239,12 @@ class ReleaseGuard:
             if row.entry.run != run
         ]
         if commitment is not None:
-            by_split = commitment.by_split
-            releases += [self._reading(planned, by_split) for planned in commitment.releases]
-        return {
-            name: {
-                split: epsilon if math.isfinite(epsilon) else None
-                for split, epsilon in epsilon_per_split(
-                    releases, self.allowed.delta, accountant
-                ).items()
-            }
-            for name, accountant in ACCOUNTANTS.items()
-        }
+            releases += [self._reading(p, commitment.by_split) for p in commitment.releases]
+        epsilons = {}
+        for name, accountant in ACCOUNTANTS.items():
+            by_split = epsilon_per_split(releases, self.allowed.delta, accountant)
+            epsilons[name] = {split: _finite(epsilon) for split, epsilon in by_split.items()}
+        return epsilons
 
     def covered_steps(self, plan: Sequence[PlannedRelease]) -> dict[str, int]:
         """Return the number of steps of each stage of a plan that the remaining budget covers.
@@ -226,8 +255,8 @@ class ReleaseGuard:
         stages: dict[str, list[Reading]] = {}
         for planned in plan:
             stages.setdefault(planned.stage, []).append(self._reading(planned, by_split))
-        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
-        return covered_steps(self._ledger.filters(allowed.account, self.unit, **terms), stages)
+        filters = self._ledger.filters(allowed.account, self.unit, **allowed.budget)
+        return covered_steps(filters, stages)
 
     def spent(self) -> float | None:
         """Return the used part of the budget's epsilon, as enforcement counts it.
@@ -235,9 +264,7 @@ class ReleaseGuard:
         None is infinite: the budget has paid for another unit of privacy.
         """
         allowed = self.allowed
-        terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
-        spent = self._ledger.spent(allowed.account, self.unit, **terms)
-        return spent if math.isfinite(spent) else None
+        return _finite(self._ledger.spent(allowed.account, self.unit, **allowed.budget))
 
     def uncounted(self) -> dict[str, list[str]]:
         """Return, as a property, the units of releases under this site's other budgets, if any.
@@ -274,8 +301,9 @@ class ReleaseGuard:
         self.check_action(action, self.data_set)
         key = release_key(header.stage, action, kind, splits)
         commitment = self._commitment(header.run)
-        planned = None if commitment is None else commitment.plan.get(key)
-        if commitment is None or planned is None:
+        releases = () if commitment is None else commitment.releases
+        planned = next((planned for planned in releases if planned.key == key), None)
+        if planned is None:
             raise refused("committed values", "release", key, "one in the run's first message")
         if planned.shared and steps != 1:
             raise refused("secure_sum", "steps of shared noise", steps, "1 per request")
@@ -299,20 +327,13 @@ class ReleaseGuard:
             raise refused("committed values", f"number of {kind}", num_values, f"at most {most}")
         check_planned(self.allowed, planned, num_values=num_values)
 
-    def release(
-        self,
-        planned: PlannedRelease,
-        header: Header,
-        num_units: int,
-        clipped_sum: Contributions,
-    ) -> Tensors:
+    def release(self, planned: PlannedRelease, header: Header, units: Contributions) -> Tensors:
         """Book one step, draw its Poisson batch and return the noised sum over it.
 
         Args:
             planned: From :meth:`admit`; its noise is not shared.
             header: Of the request.
-            num_units: Number of records, or persons; the draw alone depends on it.
-            clipped_sum: Given int64 rows of the drawn units (maybe none), returns their sum.
+            units: What is summed.
 
         Returns:
             float32 tensors on the CPU, by name: the sum plus noise of std ``sigma`` times its norm.
@@ -323,51 +344,44 @@ class ReleaseGuard:
         """
         if planned.shared:
             raise ValueError("noise that is shared is no client's whole noise: call share")
-        sums, total = self._booked_sum(planned, header, num_units, clipped_sum)
+        sums, total = self._booked_sum(planned, header, units)
         noised = add_noise(
             total,
             self._generator,
-            noise_multiplier=planned.release(self.allowed.records).noise_multiplier,
+            noise_multiplier=planned.release(self.allowed.by_split).noise_multiplier,
             max_grad_norm=sums.norm,
         ).float()
         parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
         return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
 
     def share(
-        self,
-        planned: PlannedRelease,
-        header: Header,
-        num_units: int,
-        clipped_sum: Contributions,
-        *,
-        grid: Grid | None,
+        self, planned: PlannedRelease, header: Header, units: Contributions, *, grid: Grid | None
     ) -> Cells:
         """Book one step and return this client's sum with its share of a secure sum's noise.
 
         Args:
             planned: From :meth:`admit`; its noise is shared.
-            header: As the next two of :meth:`release`.
-            num_units: See there.
-            clipped_sum: See there; of contributions of a norm of at most ``max_grad_norm``.
+            header: Of the request.
+            units: What is summed, by contributions of a norm of at most ``max_grad_norm``.
             grid: Of the secure sum; its range has room for what all clients' noise makes of it.
 
         Raises:
             BudgetExceededError: The budget does not cover the step; nothing was read.
             ConfigError: The run has booked all steps that it committed to, or the sum has no room.
         """
-        terms, needed = self.allowed.secure_sum, planned.sum_range(self.allowed.records)
+        terms, needed = self.allowed.secure_sum, planned.sum_range(self.allowed.by_split)
         if not planned.shared or terms is None or grid is None or grid.range < needed:
-            found = 0.0 if grid is None else grid.range
-            raise refused("secure_sum", f"range of {planned.kind}", found, f"{needed:g} or more")
-        sums, total = self._booked_sum(planned, header, num_units, clipped_sum)
+            width = 0.0 if grid is None else grid.range
+            raise refused("secure_sum", f"range of {planned.kind}", width, f"{needed:g} or more")
+        sums, total = self._booked_sum(planned, header, units)
         if sums.norm > planned.max_grad_norm:
             limit = f"at most the {planned.max_grad_norm:g} that all sites have committed to"
             raise refused("secure_sum", f"norm of {planned.kind}", sums.norm, limit)
-        most = planned.clipped_range(self.allowed.records)
+        most = planned.clipped_range(self.allowed.by_split)
         noised = add_shared_noise(
             total.clamp(-most, most),  # before the noise: no two totals come to lie further apart
             self._generator,
-            noise_multiplier=planned.release(self.allowed.records).noise_multiplier,
+            noise_multiplier=planned.release(self.allowed.by_split).noise_multiplier,
             max_grad_norm=planned.max_grad_norm,
             cell=grid.cell,
             honest=terms.honest,
@@ -375,11 +389,7 @@ class ReleaseGuard:
         return Cells(noised.numpy())
 
     def _booked_sum(
-        self,
-        planned: PlannedRelease,
-        header: Header,
-        num_units: int,
-        clipped_sum: Contributions,
+        self, planned: PlannedRelease, header: Header, units: Contributions
     ) -> tuple[ClippedSum, Tensor]:
         """Book one step, draw its batch; return the sum over it, and its values, float64 [d]."""
         allowed, commitment = self.allowed, self._commitment(header.run)
@@ -397,11 +407,9 @@ class ReleaseGuard:
             committed_steps=planned.steps,
             unit=self.unit,
         )
-        self._ledger.reserve(
-            entry, epsilon=allowed.epsilon, delta=allowed.delta, assignment=self._assignment
-        )
-        mask = self._generator.poisson_mask(num_units, probability=mechanism.sample_rate)
-        sums = clipped_sum(mask.nonzero().flatten())
+        self._ledger.reserve(entry, **allowed.budget, assignment=self._assignment)
+        mask = self._generator.poisson_mask(units.num_units, probability=mechanism.sample_rate)
+        sums = units.total(mask.nonzero().flatten())
         if not isinstance(sums, ClippedSum):
             raise TypeError(f"{type(sums).__name__} says no norm that its noise could be scaled by")
         parts = [tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()]
@@ -417,22 +425,13 @@ class ReleaseGuard:
             return ""
         return f" (noise of {self.allowed.secure_sum.honest} sites)"
 
-    def noise_multipliers(self, header: Header, action: str) -> dict[str, float | None]:
-        """Return the noise multipliers that a run has committed to for an action, by kind."""
-        commitment = self._commitment(header.run)
-        return {
-            planned.kind: planned.noise_multiplier
-            for planned in (commitment.releases if commitment else ())
-            if (planned.stage, planned.action) == (header.stage, action)
-        }
-
     def _pays_by_split(self) -> bool:
         """Return whether a release is charged only to the splits that it reads."""
         return self._ledger.is_first(self.allowed.account, self._assignment)
 
     def _reading(self, planned: PlannedRelease, by_split: bool) -> tuple[Release, tuple[str, ...]]:
         """Return the release of all steps of a plan, and the splits that it is charged to."""
-        return planned.release(self.allowed.records), planned.splits if by_split else SPLITS
+        return planned.release(self.allowed.by_split), planned.splits if by_split else SPLITS
 
     def _commitment(self, run: str) -> Commitment | None:
         """Return the commitment of a run, None if there is none.

@@ -9,18 +9,24 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.cache import load_or_build
+from fednas_flwr.base.files import make_folder, sync
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.readers import DATA_SETS, check_sites
 from fednas_flwr.data.records import (
+    Inputs,
     Records,
     RecordsPair,
     check_alike,
@@ -29,10 +35,10 @@ from fednas_flwr.data.records import (
     select_records,
 )
 from fednas_flwr.data.scattering import make_transform, transformed
-from fednas_flwr.data.schema import Inputs
 from fednas_flwr.data.site_tables import join_tables, read_site_tables
 from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torchvision
+from fednas_flwr.settings.parser import parse
 
 # Changes whenever the same source would give other prepared records.
 _CACHE_VERSION = 8
@@ -40,6 +46,8 @@ _CACHE_VERSION = 8
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
 _SERVER_TEST_SHARE = 0.2
+_ATTEMPTS = 3  # of reading what was stored
+_ARRAYS = dict.fromkeys(("features", "labels", "ids", "columns"), Any)  # fields of records
 # Settings that change no prepared record; of the root its files count.
 _SHAPE_NOTHING = {
     *("cache", "root", "download", "fractions", "split_key", "linear_baseline", "table"),
@@ -60,7 +68,6 @@ class Prepared:
         std: As ``mean``; all above 0.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         scattering: Scales and angles of the transform that made features of images; else empty.
-        from_ranges: True if mean and std of all numbers of a table follow from declared ranges.
     """
 
     train: Records
@@ -69,7 +76,6 @@ class Prepared:
     std: tuple[float, ...]
     intensity: tuple[float, ...] = ()
     scattering: tuple[int, ...] = ()
-    from_ranges: bool = False
 
     @property
     def num_classes(self) -> int:
@@ -142,9 +148,7 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
     try:
         parts = load_or_build(
             cache / f"{name}-{key.hexdigest()}",
-            lambda: _built(
-                dataset, load_sites(dataset, source, read=read) if sites else read(source)
-            ),
+            lambda: _built(dataset, _read_sites(dataset, source, read) if sites else read(source)),
         )
     except OSError as error:
         raise ConfigError(
@@ -159,7 +163,6 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
         std,
         intensity=intensity_of(dataset),
         scattering=scattering_of(dataset),
-        from_ranges=dataset.from_ranges,
     )
 
 
@@ -198,10 +201,10 @@ def intensity_of(dataset: Dataset) -> tuple[float, ...]:
 def find_source(dataset: Dataset, *, sites: bool) -> Path:
     """The folder or file to read, fetched first where that is asked for."""
     name, entry, root = dataset.name, DATA_SETS[dataset.name], dataset.place
-    if root is None and entry.roots:
-        raise ConfigError(f"dataset={name} needs its place on disk: give dataset.root=<path>.")
-    if root is None or not entry.roots:
+    if not entry.roots:
         return root or Path()
+    if root is None:
+        raise ConfigError(f"dataset={name} needs its place on disk: give dataset.root=<path>.")
     if folder := entry.folder:
         if isinstance(dataset, Torchvision) and dataset.download:
             read_torchvision(dataset, root, download=True)
@@ -212,8 +215,7 @@ def find_source(dataset: Dataset, *, sites: bool) -> Path:
             )
         return root
     kinds = ("folder",) if sites else entry.roots
-    found = "folder" if root.is_dir() else "file" if root.is_file() else None
-    if found not in kinds:
+    if ("folder" if root.is_dir() else "file" if root.is_file() else None) not in kinds:
         expected = " or ".join(kinds)
         raise ConfigError(f"dataset.root={root} is not a {expected}: give an existing one.")
     return root
@@ -234,34 +236,33 @@ def digest_records(parts: RecordsPair) -> str:
     """Hex blake2b-128 of all that the parts of a data set hold."""
     digest = hashlib.blake2b(digest_size=16)
     for records in parts:
-        if records is None:
-            continue
-        arrays = [records.features.numpy(), records.labels.numpy(), records.ids]
-        arrays += [values.astype(np.str_) for values in records.columns.values()]
-        schema = [asdict(column) for column in records.schema]
-        names = (records.class_names, list(records.columns), schema)
-        shapes = [(str(array.dtype), array.shape) for array in arrays]
-        digest.update(json.dumps([names, shapes]).encode())
-        for array in arrays:
-            digest.update(array.tobytes())
+        if records is not None:
+            arrays = _arrays(records)
+            shapes = [(name, str(array.dtype), array.shape) for name, array in arrays.items()]
+            digest.update(json.dumps([_description(records), shapes]).encode())
+            for array in arrays.values():
+                digest.update(array.tobytes())
     return digest.hexdigest()
 
 
-def load_sites(dataset: Dataset, root: Path, *, read: Callable[[Path], RecordsPair]) -> RecordsPair:
+def _read_sites(dataset: Dataset, root: Path, read: Callable[[Path], RecordsPair]) -> RecordsPair:
+    if isinstance(dataset, CSV):
+        return join_tables(read_site_tables(dataset, root), dataset, root), None
+    return load_sites(root, name=dataset.name, read=read)
+
+
+def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) -> RecordsPair:
     """Records of all sites in a folder, sorted by site name, with a column ``site``.
 
     Args:
-        dataset: Settings of a data set that can be divided by sites.
         root: One sub-folder per site for images, one file per site for npz and csv.
+        name: Of a data set that can be divided by sites.
         read: Reads one site.
 
     Raises:
         ConfigError: No sites, sites that do not fit together, or one with its own test part.
     """
-    name = dataset.name
     check_sites(name)
-    if isinstance(dataset, CSV):
-        return join_tables(read_site_tables(dataset, root), dataset, root), None
     patterns = DATA_SETS[name].sites
     paths = sorted(path for pattern in patterns for path in root.glob(pattern))
     paths = [path for path in paths if path.name[0] not in "._"]
@@ -296,15 +297,33 @@ def _normalisation(
     if scattering_of(dataset):
         return (0.0,), (1.0,)  # features are normalised as they are
     mean, std = (dataset.mean, dataset.std) if isinstance(dataset, Images) else ([], [])
-    statistics = dataset.column_statistics
-    if records.features.dtype.is_floating_point:
-        return _table_statistics(records, statistics, mean=mean, std=std)
-    if statistics:
+    statistics, is_table = dataset.column_statistics, records.features.is_floating_point()
+    if (mean or std) if is_table else statistics:
         raise ConfigError(
-            "dataset.statistics is for tables, and so are ranges: give those of images as "
-            "dataset.mean and dataset.std."
+            f"dataset.mean={mean} and dataset.std={std} are for images, dataset.statistics and "
+            f"dataset.ranges are for tables: these are {'a table' if is_table else 'images'}, so "
+            "remove the others."
         )
-    return _image_statistics(records, mean=mean, std=std)
+    if not is_table:
+        channels = records.features.shape[1]
+        means, stds = (tuple(values) or (0.5,) * channels for values in (mean, std))
+        if not len(means) == len(stds) == channels:
+            raise ConfigError(
+                f"dataset.mean={mean} and dataset.std={std} do not fit images of {channels} "
+                "channels: give one number per channel."
+            )
+        return means, stds
+    if not statistics:
+        return (), ()
+    numeric = records.feature_names[: records.num_numeric]
+    if wrong := sorted(set(statistics) ^ set(numeric)):
+        raise ConfigError(
+            "dataset.statistics or dataset.ranges must name every numeric column once "
+            f"({', '.join(numeric)}): {', '.join(wrong)} is missing or too many."
+        )
+    one_hot = [(0.0, 1.0)] * (len(records.feature_names) - len(numeric))
+    means, stds = zip(*(statistics[name] for name in numeric), *one_hot, strict=True)
+    return means, stds
 
 
 @contextmanager
@@ -328,43 +347,121 @@ def _limited(records: Records, limit: int | None) -> Records:
     return select_records(records, np.sort(order[:limit]))
 
 
-def _image_statistics(
-    records: Records, *, mean: Sequence[float], std: Sequence[float]
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std per channel."""
-    channels = records.features.shape[1]
-    means, stds = tuple(mean) or (0.5,) * channels, tuple(std) or (0.5,) * channels
-    if len(means) != channels or len(stds) != channels or min(stds) <= 0:
-        raise ConfigError(
-            f"dataset.mean={list(mean)} and dataset.std={list(std)} do not fit images of "
-            f"{channels} channels: give one number per channel, each std above 0."
-        )
-    return means, stds
+def load_or_build(folder: Path, build: Callable[[], Mapping[str, Records]]) -> dict[str, Records]:
+    """Load the records in the folder, memory-mapped; build and store them where it is missing.
+
+    The folder holds .npy files and an index, nothing is pickled. It appears under its name only
+    when all of it is on disk, so a half-written one is never read, and processes that prepare the
+    same data at once end with one of their equal copies.
+
+    Args:
+        folder: Its name must change whenever the result of ``build`` does.
+        build: Makes the records, by part, e.g. ``train``.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    for _ in range(_ATTEMPTS):
+        records = _read(folder)
+        if records is not None:
+            return records
+        _discard(folder)
+        _write(folder, build())
+    raise OSError(f"the prepared data in {folder} cannot be read back: remove that folder.")
 
 
-def _table_statistics(
-    records: Records,
-    statistics: Mapping[str, Sequence[float]],
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std per feature, 0 and 1 for one-hot ones; empty where none are given."""
-    if mean or std:
-        raise ConfigError(
-            f"dataset.mean={list(mean)} and dataset.std={list(std)} are for images: give a "
-            "table's as dataset.statistics={column: [mean, std]}."
+def _arrays(records: Records) -> dict[str, np.ndarray]:
+    """The arrays of some records by the names of their files."""
+    columns = [values.astype(np.str_) for values in records.columns.values()]
+    features, labels = records.features.numpy(), records.labels.numpy()
+    return {"features": features, "labels": labels, "ids": records.ids} | {
+        f"column{i}": values for i, values in enumerate(columns)
+    }
+
+
+def _description(records: Records) -> dict[str, Any]:
+    """All else that records hold, as JSON values."""
+    values = {field.name: getattr(records, field.name) for field in fields(records)}
+    texts = {name: value for name, value in values.items() if name not in _ARRAYS}
+    columns = {"columns": list(records.columns), "schema": [asdict(c) for c in records.schema]}
+    return texts | columns | {"form": asdict(records.form)}
+
+
+def _write(folder: Path, parts: Mapping[str, Records]) -> None:
+    """Write the records beside the folder, bring them to disk, and rename."""
+    make_folder(folder.parent)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for part, records in parts.items():
+            for name, array in _arrays(records).items():
+                np.save(unfinished / f"{part}-{name}.npy", array)
+        files = {path.name: _facts(path) for path in sorted(unfinished.iterdir())}
+        described = {part: _description(records) for part, records in parts.items()}
+        index = unfinished / "index.json"
+        index.write_text(json.dumps({"files": files, "parts": described}), encoding="utf-8")
+        for path in (*unfinished.iterdir(), unfinished):
+            sync(path)
+        os.rename(unfinished, folder)
+    except OSError:
+        # Renaming on a full folder fails: another process was first, with the same content.
+        if not (folder / "index.json").exists():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _read(folder: Path) -> dict[str, Records] | None:
+    """The records, or None where the folder is missing or a file is not as written."""
+    try:
+        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        if not all(_is_whole(folder / name, facts) for name, facts in index["files"].items()):
+            return None
+        return {part: _mapped(folder, part, about) for part, about in index["parts"].items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, LookupError, TypeError, AttributeError):  # another form: damaged
+        return None
+
+
+def _mapped(folder: Path, part: str, description: dict[str, Any]) -> Records:
+    """Map one part's records copy-on-write: torch wants writable memory, files must not change."""
+
+    def array(name: str) -> np.ndarray:
+        mapped: np.ndarray = np.load(
+            folder / f"{part}-{name}.npy", mmap_mode="c", allow_pickle=False
         )
-    if not statistics:
-        return (), ()
-    numeric = records.feature_names[: records.num_numeric]
-    if set(statistics) != set(numeric):
-        wrong = sorted(set(statistics) ^ set(numeric))
-        raise ConfigError(
-            "dataset.statistics or dataset.ranges must name every numeric column once "
-            f"({', '.join(numeric)}): {', '.join(wrong)} is missing or too many."
-        )
-    one_hot = len(records.feature_names) - records.num_numeric
-    means = [statistics[name][0] for name in numeric] + [0.0] * one_hot
-    stds = [statistics[name][1] for name in numeric] + [1.0] * one_hot
-    return tuple(means), tuple(stds)
+        return mapped
+
+    tensors = {name: torch.from_numpy(array(name)) for name in ("features", "labels")}
+    columns = {name: array(f"column{i}") for i, name in enumerate(description["columns"])}
+    values = {**description, **tensors, "ids": array("ids"), "columns": columns}
+    records: Records = parse(Records, values, key="records", hints=_ARRAYS)
+    return records
+
+
+def _facts(path: Path) -> list[object]:
+    """A file's size in bytes, time of change in ns and hash."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, _digest(path)]
+
+
+def _is_whole(path: Path, facts: list[object]) -> bool:
+    """True if a file is as it was written; its bytes are read only if its time differs."""
+    stat, (size, time_ns, digest) = path.stat(), facts
+    return stat.st_size == size and (stat.st_mtime_ns == time_ns or _digest(path) == digest)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _discard(folder: Path) -> None:
+    """Remove a damaged folder in one step, so that nobody reads half of it."""
+    if folder.exists():
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            os.rename(folder, aside / "damaged")
+        except FileNotFoundError:
+            pass  # another process removed it first
+        shutil.rmtree(aside, ignore_errors=True)

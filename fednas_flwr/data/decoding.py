@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.base.memory import check_fits
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.settings.data_settings import EncodedImages
@@ -26,6 +27,7 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".dcm"}
 FULL_RANGE = (0.0, 65535.0)  # of 16 bits
 _MOST_NAMED = 20
 
+T = TypeVar("T")
 Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded image
 
 
@@ -68,19 +70,23 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             ``image_size``, or do not fit into memory; or none is left, and their form not given.
     """
     broken: dict[int, str] = {}
-    sizes: Counter[tuple[int, int]] = Counter()
-    modes: Counter[str] = Counter()
-    turned = 0
-    for i in range(count):
-        name, content = source(i)
-        try:
-            upright_size, mode, is_turned = _header(content, name)
-        except _BrokenError as error:
-            broken[i] = f"{name} ({error})"
-            continue
-        sizes[upright_size] += 1
-        modes[mode] += 1
-        turned += is_turned
+
+    def whole(read: Callable[[bytes, str], T]) -> Iterator[tuple[int, T]]:
+        """Yield what is read of every image, and its number; those that cannot be are broken."""
+        for i in range(count):
+            if i not in broken:
+                name, content = source(i)
+                try:
+                    result = read(content, name)
+                except _BrokenError as error:
+                    broken[i] = f"{name} ({error})"
+                else:
+                    yield i, result
+
+    headers = [header for _, header in whole(_header)]
+    sizes = Counter(size for size, _, _ in headers)
+    modes = Counter(mode for _, mode, _ in headers)
+    turned = sum(is_turned for _, _, is_turned in headers)
     size = settings.image_size
     channels = settings.channels or (3 if modes["colour"] else 1)
     if size is None and len(sizes) > 1:
@@ -99,28 +105,21 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         images = np.empty((count, channels, height, width), dtype=np.uint8)
     ids: list[bytes] = []
     rows: list[int] = []
-    for i in range(count):
-        if i in broken:
-            continue
-        name, content = source(i)
-        try:
-            image, pixels = _open(content, name, settings.intensity)
-        except _BrokenError as error:
-            broken[i] = f"{name} ({error})"
-            continue
+    for i, (image, pixels) in whole(partial(_open, intensity=settings.intensity)):
         images[len(rows)] = _fitted(image, channels, images.shape[2:])
         ids.append(pixels)
         rows.append(i)
     formless = not rows and None in (size, settings.channels)
+    named = listed(broken.values(), _MOST_NAMED)
     if (broken and settings.corrupt != "skip") or formless:
         raise ConfigError(
             f"{len(broken)} of {count} files cannot be read as an image: "
-            f"{_listed(broken.values())}: repair or remove them, or set dataset.corrupt=skip."
+            f"{named}: repair or remove them, or set dataset.corrupt=skip."
         )
     notes = []
     if broken:
         share = f"{len(broken) / count:.1%} of {count:,}"
-        notes = [f"{len(broken)} broken images left out: {_listed(broken.values())}; {share}"]
+        notes = [f"{len(broken)} broken images left out: {named}; {share}"]
     if size is not None and set(sizes) - {(size, size)}:
         notes.append(f"resized to {size}x{size} (bilinear) from {_listed_sizes(sizes)}")
     if modes["16 bit"]:
@@ -132,12 +131,8 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         notes.append(f"{gray} gray and {modes['colour']} colour images: all become {become}")
     if turned:
         notes.append(f"{turned} images turned upright as their EXIF orientation says")
-    return Decoded(
-        images[: len(rows)],
-        record_ids(ids),
-        np.array(rows, dtype=np.int64),
-        tuple(notes),
-    )
+    chosen = np.array(rows, dtype=np.int64)
+    return Decoded(images[: len(rows)], record_ids(ids), chosen, tuple(notes))
 
 
 def decode_like(
@@ -258,15 +253,8 @@ def _pixel_bytes(pixels: np.ndarray) -> bytes:
     return np.moveaxis(pixels, -1, 0).tobytes() if pixels.ndim == 3 else pixels.tobytes()
 
 
-def _listed(names: Iterable[str]) -> str:
-    first = list(names)
-    more = f" and {len(first) - _MOST_NAMED} more" if len(first) > _MOST_NAMED else ""
-    return ", ".join(first[:_MOST_NAMED]) + more
-
-
 def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
-    texts = [f"{w}x{h}: {number}" for (w, h), number in sizes.most_common(5)]
-    return ", ".join(texts) + (", ..." if len(sizes) > 5 else "")
+    return listed((f"{w}x{h}: {number}" for (w, h), number in sizes.most_common()), 5)
 
 
 def part_folders(root: Path) -> tuple[Path, Path | None]:

@@ -16,18 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import tables
 from fednas_flwr.data.decoding import SUFFIXES, decode_images, image_files, part_folders, source_of
 from fednas_flwr.data.records import (
+    Column,
     Records,
     RecordsPair,
     canonical,
     encode_labels,
     readable,
     record_ids,
+    text_ids,
 )
-from fednas_flwr.data.schema import Column
 from fednas_flwr.data.table_files import (
     Texts,
     check_columns,
@@ -101,8 +102,6 @@ def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
         ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
             image that is not in a person's folder.
     """
-    if not root.is_dir():
-        raise ConfigError(f"dataset.root={root} is not a folder: give one with a folder per class.")
     if not settings.class_names:
         names = [path.name for path in _folders(part_folders(root)[0])]
         settings = replace(settings, class_names=names)
@@ -145,8 +144,8 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
     if id_column is None:
         return records
     persons = np.array([files[i].parent.name for i in decoded.rows], dtype=np.str_)
-    ids = record_ids(text.encode("utf-8", "surrogatepass") for text in persons.tolist())
-    return replace(records, ids=ids, columns={id_column: persons}, id_column=id_column)
+    columns = {id_column: persons}
+    return replace(records, ids=text_ids(persons), columns=columns, id_column=id_column)
 
 
 def _images(root: Path, *, has_persons: bool, skip: bool) -> list[Path]:
@@ -155,14 +154,14 @@ def _images(root: Path, *, has_persons: bool, skip: bool) -> list[Path]:
     With ``skip`` there may be none, and those in no person's folder are among them.
     """
     class_folders = _folders(root)
-    folders = [p for c in class_folders for p in _folders(c)] if has_persons else class_folders
-    files = [p for folder in folders for p in sorted(folder.iterdir())]
-    files = [path for path in files if path.suffix.lower() in SUFFIXES]
+    persons = [folder for of_class in class_folders for folder in _folders(of_class)]
+    files, stray = (
+        [p for f in folders for p in sorted(f.iterdir()) if p.suffix.lower() in SUFFIXES]
+        for folders in ((persons, class_folders) if has_persons else (class_folders, ()))
+    )
     form = "<class>/<person>/<image>.png" if has_persons else "<class>/<image>.png"
     if not files and not skip:
         raise ConfigError(f"{root} has no images: expected {form}.")
-    stray = [p for c in class_folders for p in sorted(c.iterdir()) if has_persons]
-    stray = [path for path in stray if path.suffix.lower() in SUFFIXES]
     for path in stray if not skip else ():
         raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
     return files + stray
@@ -212,11 +211,6 @@ def read_labelled_images(settings: LabelledImages, root: Path) -> RecordsPair:
         ConfigError: The table does not fit the settings, names a file that is not there or one
             twice; or an image cannot be read.
     """
-    if Path(settings.labels_file).name != settings.labels_file:
-        raise ConfigError(
-            f"dataset.labels_file={settings.labels_file} must be the name of a file in "
-            "dataset.root, or in its folders train and test."
-        )
     return _read_parts(settings, root, _read_labelled)
 
 
@@ -242,10 +236,9 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     if skip:  # a name that images share would change its meaning with one of them
         missing = [cell for cell in cells if times[cell] > 1]
     if missing:
-        more = ", ..." if len(missing) > 5 else ""
         raise ConfigError(
             f"{path}, column {column}, names {len(missing)} of {len(cells)} images that are not in "
-            f"{path.parent}, or share their names with others: {', '.join(missing[:5])}{more}; "
+            f"{path.parent}, or share their names with others: {listed(missing, 5)}; "
             "give paths from that folder on, and remove rows without an image."
         )
     return {row: known[cell] for row, cell in enumerate(cells) if cell in known}
@@ -261,22 +254,21 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     texts, _, notes = read_texts(path, form)
     texts = without_missing(texts, form)
     settings = replace(settings, label=tables.label_column(settings, texts))
-    columns = tables.label_columns(settings)
-    named = columns if settings.id_column is None else [*columns, settings.id_column]
+    columns, named = tables.label_columns(settings), tables.named_columns(settings)
     check_columns(texts, named, where=str(path))
     if (first := next(iter(texts))) in named:
         raise ConfigError(
             f"{path} begins with the column {first}, which is to name the images: put the column "
             "with the files' names first."
         )
-    found = files_of(texts, path, skip=skip)
+    paths = files_of(texts, path, skip=skip)
     if skip:
         wrong = tables.unreadable_cells(settings, texts, ())
-        wrong[first] = np.array([row not in found for row in range(len(texts[first]))], dtype=bool)
+        wrong[first] = np.array([row not in paths for row in range(len(texts[first]))], dtype=bool)
         rows, left_out = readable(wrong)
         texts, notes = {name: cells[rows] for name, cells in texts.items()}, notes + left_out
-        found = {row: found[row] for row in rows.tolist()}
-    files = list(found.values())
+        paths = {row: paths[row] for row in rows.tolist()}
+    files = list(paths.values())
     if len(set(files)) < len(files) and not skip:
         twice = Counter(files).most_common(1)[0][0]
         raise ConfigError(f"{path} names the image {twice.name} in more than one row: keep one.")

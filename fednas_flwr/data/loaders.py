@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +19,8 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.records import Records, assign_splits
-from fednas_flwr.data.schema import moved, normalised
-from fednas_flwr.data.statistics import Statistics, are_within, column_moments, pooled
+from fednas_flwr.data.records import Records, assign_splits, count_labels, moved, normalised
+from fednas_flwr.data.statistics import Statistics, column_moments, pooled
 from fednas_flwr.settings.names import SPLITS
 
 _SCANNED = 65536  # records that are looked at together
@@ -98,6 +98,15 @@ class ClientData:
     validation: Split
     test: Split
 
+    def counts(self, num_classes: int) -> dict[str, Any]:
+        """Numbers of records by class, ``class_counts``, and by split, ``splits``."""
+        splits = {name: getattr(self, name) for name in SPLITS}
+        labels = torch.cat([split.labels[split.rows] for split in splits.values()])
+        return {
+            "class_counts": count_labels(labels, num_classes),
+            "splits": {name: len(split) for name, split in splits.items()},
+        }
+
     def standardised(self, statistics: Statistics) -> ClientData:
         """Return the same records, standardised by other statistics.
 
@@ -114,26 +123,6 @@ class ClientData:
         return ClientData(
             *(replace(part, mean=statistics.mean, std=statistics.std) for part in parts)
         )
-
-
-def standardised_within(
-    data: ClientData, statistics: Statistics, *, num_columns: int
-) -> ClientData:
-    """Return the records, standardised by statistics that lie within those declared of ranges.
-
-    Args:
-        data: As the ranges have it.
-        statistics: Of a server, which may send anything.
-        num_columns: How many leading features are numbers.
-
-    Raises:
-        ConfigError: They lie beyond.
-    """
-    moved = data.standardised(statistics)
-    ranges = Statistics(data.train.mean, data.train.std)
-    if not are_within(statistics, ranges, num_columns=num_columns):
-        raise ConfigError("refused: statistics beyond this site's dataset.ranges.")
-    return moved
 
 
 def make_client_data(
@@ -169,10 +158,7 @@ def make_client_data(
             f"{fractions['train']:g}: raise that share, or give it more records (fewer clients, a "
             "larger partition.min_size)."
         )
-    mean, std = prepared.mean, prepared.std
-    if not mean:
-        found = _statistics_of(records, rows[0])
-        mean, std = found.mean, found.std
+    mean, std = _statistics(records, rows[0], prepared.mean, prepared.std)
     return ClientData(
         *(
             Split(records.features, records.labels, part, mean, std, _persons(records, part))
@@ -182,7 +168,7 @@ def make_client_data(
 
 
 def _persons(records: Records, rows: Tensor) -> Tensor | None:
-    """Return whose each row is, numbered from 0; None where nobody says."""
+    """Number the persons of some rows from 0; None where nobody says whose a record is."""
     if not records.by_person:
         return None
     _, persons = np.unique(records.ids[rows.numpy()], return_inverse=True)
@@ -198,20 +184,11 @@ def server_split(records: Records, mean: tuple[float, ...], std: tuple[float, ..
         std: ``Prepared.std``.
     """
     rows = torch.arange(len(records))
-    if not mean:
-        found = _statistics_of(records, rows)
-        mean, std = found.mean, found.std
-    return Split(records.features, records.labels, rows, mean, std)
+    return Split(records.features, records.labels, rows, *_statistics(records, rows, mean, std))
 
 
 def concat_splits(a: Split, b: Split) -> Split:
-    """Return the records of both, those of ``a`` first.
-
-    Raises:
-        ValueError: They are not parts of the same records, equally normalised.
-    """
-    if a.features is not b.features or (a.mean, a.std) != (b.mean, b.std):
-        raise ValueError("only parts of the same client's records can be joined.")
+    """Join two parts of a client's records, those of ``a`` first."""
     persons = None
     if a.persons is not None and b.persons is not None:  # nobody is in two parts
         persons = torch.cat([a.persons, b.persons + a.num_units])
@@ -292,8 +269,6 @@ def step_batch(
         int64 ``[B]`` indices.
     """
     size = _checked_size(num_examples, batch_size)
-    if step < 0:
-        raise ValueError(f"step={step} must be at least 0.")
     if batch_size is None:
         return torch.arange(num_examples)
     epoch, position = divmod(step, _num_batches(num_examples, size))
@@ -307,7 +282,7 @@ def _num_batches(num_examples: int, size: int) -> int:
 
 
 def _batch(order: Tensor, position: int, size: int) -> Tensor:
-    """Return one batch of an epoch; the last one has what is left over."""
+    """Cut one batch out of an epoch; the last one has what is left over."""
     last = position == _num_batches(len(order), size) - 1
     return order[position * size : None if last else (position + 1) * size]
 
@@ -331,16 +306,9 @@ def augment(
 
     Returns:
         ``[B, C, H, W]`` on the device of ``x``.
-
-    Raises:
-        ValueError: ``x`` is no batch of images but something is to be done, or a size is negative.
     """
-    if crop_padding < 0 or cutout < 0:
-        raise ValueError(f"crop_padding={crop_padding} and cutout={cutout} must be at least 0.")
     if not (crop_padding or flip or cutout):
         return x
-    if x.dim() != 4:
-        raise ValueError(f"only images [B, C, H, W] can be augmented, got {tuple(x.shape)}.")
     batch, channels, height, width = x.shape
 
     def draw(stop: int) -> Tensor:
@@ -374,9 +342,14 @@ def _covered(centre_B1: Tensor, side: int, size: int) -> Tensor:
     return (place >= start_B1) & (place < start_B1 + side)
 
 
-def _statistics_of(records: Records, rows: Tensor) -> Statistics:
-    """Return the statistics over these rows alone."""
-    return pooled([column_moments(records, rows)], num_features=records.features.shape[1])
+def _statistics(
+    records: Records, rows: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std as given; where none are, those of these rows alone."""
+    if mean:
+        return mean, std
+    of_rows = pooled([column_moments(records, rows)], num_features=records.features.shape[1])
+    return of_rows.mean, of_rows.std
 
 
 def _checked_size(num_examples: int, batch_size: int | None) -> int:

@@ -234,6 +234,13 @@ def code_key(codes: Sequence[str]) -> Callable[[str], object]:
     return key if len({key(code) for code in codes}) == len(codes) else str
 
 
+def places_among(cells: np.ndarray, codes: Sequence[str]) -> np.ndarray:
+    """Which of some codes each cell is, int64 ``[N]``, -1 where it is none of them."""
+    key = code_key(codes)
+    places = {key(code): i for i, code in enumerate(codes)}
+    return np.array([places.get(key(text), -1) for text in cells.tolist()], dtype=np.int64)
+
+
 def _code(codes: Sequence[str]) -> Callable[[str], object]:
     if codes and are_numbers(codes).all():
         return _number

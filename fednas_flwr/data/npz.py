@@ -6,9 +6,8 @@ Nothing is normalised here, and nothing is unpickled.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.records import Records, RecordsPair, readable
 from fednas_flwr.settings.data_settings import Arrays, Npz
 
+_Features = np.ndarray | list[tuple[str, bytes]]  # images or rows, or encoded images with names
+
 
 def read_npz(settings: Npz, path: Path) -> RecordsPair:
     """Train and test parts of an npz file, see :func:`records_from_npz`.
@@ -29,30 +30,29 @@ def read_npz(settings: Npz, path: Path) -> RecordsPair:
     """
     if path.suffix == ".xz":
         raise ConfigError(f"dataset.root={path} is still compressed: unpack it with xz -dk first.")
-    with _opened(path) as archive:
-        arrays = {key: archive[key] for key in archive.files}
-    return records_from_npz(settings, arrays, origin=str(path))
+    return records_from_npz(settings, read_arrays(path, "dataset.root="), origin=str(path))
+
+
+def read_arrays(path: Path, setting: str = "") -> dict[str, np.ndarray]:
+    """Arrays in an npz file by their names; that of an npy file is ``x``.
+
+    Raises:
+        ConfigError: The file, which ``setting`` names, is missing or not of this form.
+    """
+    try:
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            return {"x": loaded} if isinstance(loaded, np.ndarray) else dict(loaded.items())
+    except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"{setting}{path} cannot be read as an .npz file of plain arrays: {error}."
+        ) from error
 
 
 def holds_encoded(path: Path) -> bool:
-    """True if the images of an npz file are encoded, by the names of its arrays.
-
-    Raises:
-        ConfigError: The file is missing or not of this form.
-    """
-    with _opened(path) as archive:
-        return any(name.endswith("_bytes") for name in archive.files)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            yield archive
-    except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise ConfigError(
-            f"dataset.root={path} cannot be read as an .npz file of plain arrays: {error}."
-        ) from error
+    """True if the images of an npz file are encoded, by the names of its arrays."""
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("_bytes.npy") for name in archive.namelist())
 
 
 def records_from_npz(
@@ -78,42 +78,29 @@ def records_from_npz(
         ConfigError: The arrays are not of this form.
     """
     parts = [_part(settings, arrays, name, origin=origin) for name in _parts(arrays, origin=origin)]
-    names = _class_names(settings, [part.labels for part in parts], origin=origin)
-    train = parts[0].records(settings, names)
-    if len(parts) == 1:
-        return train, None
-    if train.features.dim() == 4:
-        settings = replace(settings, channels=train.features.shape[1])
-    return train, parts[1].records(settings, names)
+    names = _class_names(settings, [labels for _, labels, _ in parts], origin=origin)
+    read: list[Records] = []
+    for features, labels, notes in parts:
+        ids = None
+        if isinstance(features, list):
+            decoded = decode_images(settings, len(features), features.__getitem__)
+            features, labels, ids = decoded.images, labels[decoded.rows], decoded.ids
+            notes += decoded.notes
+        read.append(replace(records_from_arrays(features, labels, names, ids=ids), notes=notes))
+        if read[0].features.dim() == 4:
+            settings = replace(settings, channels=read[0].features.shape[1])
+    return read[0], read[1] if len(read) > 1 else None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Images or rows of one part, or encoded images with their names, and their labels."""
-
-    features: np.ndarray | list[tuple[str, bytes]]
-    labels: np.ndarray
-    notes: tuple[str, ...]
-
-    def records(self, settings: Arrays, names: tuple[str, ...]) -> Records:
-        """The records, decoded."""
-        if isinstance(self.features, np.ndarray):
-            return replace(records_from_arrays(self.features, self.labels, names), notes=self.notes)
-        decoded = decode_images(settings, len(self.features), self.features.__getitem__)
-        records = records_from_arrays(
-            decoded.images, self.labels[decoded.rows], names, ids=decoded.ids
-        )
-        return replace(records, notes=(*self.notes, *decoded.notes))
-
-
-def _part(settings: Arrays, arrays: Mapping[str, np.ndarray], name: str, *, origin: str) -> _Part:
-    """One part, without the records that cannot be read."""
+def _part(
+    settings: Arrays, arrays: Mapping[str, np.ndarray], name: str, *, origin: str
+) -> tuple[_Features, np.ndarray, tuple[str, ...]]:
+    """Features and labels of one part without the records that cannot be read, and notes."""
     skip = settings.corrupt == "skip"
     features, labels = _features(settings, arrays, name, origin=origin), arrays[f"y_{name}"]
     notes: tuple[str, ...] = ()
     if skip and len(features) == len(labels):
-        unreadable = _unreadable(features, labels, len(settings.class_names))
-        rows, notes = readable(unreadable)
+        rows, notes = readable(_unreadable(features, labels, len(settings.class_names)))
         labels = labels[rows]
         features = [features[i] for i in rows] if isinstance(features, list) else features[rows]
     if isinstance(features, np.ndarray) and np.isinf(features).any():
@@ -124,7 +111,7 @@ def _part(settings: Arrays, arrays: Mapping[str, np.ndarray], name: str, *, orig
             f"{origin} holds {len(features)} records and {len(labels)} labels in its part {name}: "
             "it needs as many labels as records, at least one."
         )
-    return _Part(features, labels, notes)
+    return features, labels, notes
 
 
 def _class_names(settings: Arrays, labels: Sequence[np.ndarray], *, origin: str) -> tuple[str, ...]:
@@ -136,26 +123,18 @@ def _class_names(settings: Arrays, labels: Sequence[np.ndarray], *, origin: str)
             "one class per record, or the same labels, in all parts."
         )
     names = tuple(settings.class_names)
-    (width,) = widths
-    if width:
-        if names and len(names) != width[0]:
-            raise ConfigError(
-                f"{origin} has {width[0]} labels, but dataset.class_names names {len(names)}."
-            )
-        return names or tuple(map(str, range(width[0])))
+    several = labels[0].shape[1] if labels[0].ndim == 2 else 0
     largest = max(int(y.max(initial=0)) for y in labels)
     num_records = sum(map(len, labels))
-    if not names and largest >= num_records:
+    if not (names or several) and largest >= num_records:
         raise ConfigError(
             f"{origin} has the label {largest}, but only {num_records} records: expected class "
             "numbers 0, 1, ...; correct it, or name all classes in dataset.class_names."
         )
-    if names and largest >= len(names):
-        raise ConfigError(
-            f"{origin} has the label {largest}, but dataset.class_names names only {len(names)} "
-            "classes."
-        )
-    return names or tuple(map(str, range(largest + 1)))
+    if names and (len(names) != several if several else len(names) <= largest):
+        has = f"{several} labels" if several else f"the label {largest}"
+        raise ConfigError(f"{origin} has {has}, but dataset.class_names names {len(names)}.")
+    return names or tuple(map(str, range(several or largest + 1)))
 
 
 def named(contents: list[bytes], origin: str, index: int) -> tuple[str, bytes]:
@@ -165,7 +144,7 @@ def named(contents: list[bytes], origin: str, index: int) -> tuple[str, bytes]:
 
 def _features(
     settings: Arrays, arrays: Mapping[str, np.ndarray], part: str, *, origin: str
-) -> np.ndarray | list[tuple[str, bytes]]:
+) -> _Features:
     """A part's images or rows, or its encoded images with their names."""
     if f"x_{part}" in arrays:
         for name in ("image_size", "channels", "intensity"):
@@ -179,16 +158,14 @@ def _features(
     return [named(contents, f"{origin}, part {part}", i) for i in range(len(contents))]
 
 
-def _unreadable(
-    features: np.ndarray | list[tuple[str, bytes]], labels: np.ndarray, num_classes: int
-) -> dict[str, np.ndarray]:
+def _unreadable(features: _Features, labels: np.ndarray, num_classes: int) -> dict[str, np.ndarray]:
     """Return which records cannot be read, each by itself, bool ``[N]``, by the reason."""
-    unknown: np.ndarray = np.zeros(len(labels), dtype=bool)
+    unknown: Any = np.zeros(len(labels), dtype=bool)
     infinite = unknown
     if labels.dtype.kind in "biu" and labels.ndim == 2:
-        unknown = (~np.isin(labels, (0, 1))).sum(axis=1) > 0
+        unknown = ~np.isin(labels, (0, 1)).all(axis=1)
     elif labels.dtype.kind in "iu" and labels.ndim == 1:
-        unknown = (labels < 0) | (labels >= (num_classes or 2**63))
+        unknown = np.logical_or(labels < 0, labels >= (num_classes or 2**63))
     if isinstance(features, np.ndarray) and features.ndim == 2:
         infinite = np.isinf(features).any(axis=1)
     return {"a label of no class": unknown, "an infinite number": infinite}
@@ -196,23 +173,18 @@ def _unreadable(
 
 def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
     """Return ``train`` and, if there is one, the other part, each with all arrays that it needs."""
-    needed = {
-        part: ({f"x_{part}", f"y_{part}"}, {f"{part}_bytes", f"{part}_off", f"y_{part}"})
-        for part in ("train", "test", "val")
-    }
-    present = [part for part, forms in needed.items() if set.union(*forms) & arrays.keys()]
-    for part in present:
-        found = sorted(set.union(*needed[part]) & arrays.keys())
-        if found not in [sorted(form) for form in needed[part]]:
-            raise ConfigError(
-                f"{origin} holds {', '.join(found)}: a part needs x_{part} and y_{part}, or "
-                f"{part}_bytes, {part}_off and y_{part}; add what is missing, or remove the rest."
-            )
-    if "train" not in present:
-        raise ConfigError(
-            f"{origin} holds the arrays {', '.join(arrays)}: it needs x_train and y_train, or "
-            "train_bytes, train_off and y_train."
-        )
+    present = []
+    for part in ("train", "test", "val"):
+        forms = {f"x_{part}", f"y_{part}"}, {f"{part}_bytes", f"{part}_off", f"y_{part}"}
+        names = set.union(*forms) & arrays.keys()
+        if names or part == "train":
+            present.append(part)
+            if names not in forms:
+                raise ConfigError(
+                    f"{origin} holds {', '.join(sorted(names or arrays))}: a part needs x_{part} "
+                    f"and y_{part}, or {part}_bytes, {part}_off and y_{part}; add what is missing, "
+                    "or remove the rest."
+                )
     if len(present) > 2:
         raise ConfigError(
             f"{origin} holds a part test and a part val, but one of them is used: remove the other "
@@ -223,18 +195,17 @@ def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
 
 def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:
     """Return the labels as int64 after checking that they are class numbers, or 0 and 1."""
-    if labels.ndim == 2 and labels.shape[1] > 1 and labels.dtype.kind in "biu":
-        if not np.isin(labels, (0, 1)).all():
-            raise ConfigError(
-                f"y_{part} in {origin} holds numbers up to {labels.max()}: expected 0 and 1, one "
-                "column per label."
-            )
-        return labels.astype(np.int64)
+    several = labels.ndim == 2 and labels.shape[1] > 1 and labels.dtype.kind in "biu"
     whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
-    if not whole or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 2**63):
+    low, high = 0, 0
+    if (several or whole) and labels.size:
+        low, high = int(labels.min()), int(labels.max())
+    if not (several or whole) or not 0 <= low <= high < (2 if several else 2**63):
+        span = f" from {low} to {high}" if low < high else ""
         raise ConfigError(
-            f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}: expected the class "
-            "numbers 0, 1, ... as one integer per record, or [N, L] of 0 and 1 for several labels."
+            f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}{span}: expected the "
+            "class numbers 0, 1, ... as one integer per record, or [N, L] of 0 and 1 for several "
+            "labels."
         )
     return labels.astype(np.int64)
 

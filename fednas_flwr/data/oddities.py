@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.notation import are_numbers
-from fednas_flwr.data.records import Records, count_labels
-from fednas_flwr.data.schema import CATEGORY, NUMBER
+from fednas_flwr.data.records import CATEGORY, NUMBER, Records, count_labels
 
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
 _SAMPLE = 10_000  # records that are looked at for it

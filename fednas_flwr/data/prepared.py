@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.base.randomness import derive_seed
@@ -38,13 +38,17 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     """Return the prepared records and the rows of every client."""
     split = config.partition
     prepared = prepare(config.dataset, sites=split.name == "sites")
-    if isinstance(split, ds.SavedPartition):
-        parts = load_partition(expanded("partition.file", split.file))
-        _check_partition(
-            parts, file=split.file, clients=config.clients, records=len(prepared.train)
+    if not isinstance(split, ds.SavedPartition):
+        return prepared, partition(prepared.train, split, clients=config.clients)
+    parts = load_partition(expanded("partition.file", split.file))
+    largest, number = max(int(part[-1]) for part in parts), len(prepared.train)
+    if len(parts) != config.clients or largest >= number:
+        raise ConfigError(
+            f"partition.file={split.file} is of another data set or run: it divides records up to "
+            f"number {largest} over {len(parts)} clients, but clients={config.clients} have "
+            f"{number} records."
         )
-        return prepared, parts
-    return prepared, partition(prepared.train, split, clients=config.clients)
+    return prepared, parts
 
 
 def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
@@ -71,26 +75,34 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
         ConfigError: The server's test set does not fit the clients, or the run names a transform of
             images that is not theirs.
     """
-    shape, names = tuple(properties["input_shape"]), tuple(properties["class_names"])
-    schema = tuple(properties["schema"])
-    image_shape, scattering = tuple(properties["image_shape"]), tuple(properties["scattering"])
-    dtype = torch.float32 if len(shape) == 1 or scattering else torch.uint8
-    features = torch.empty(0, *shape, dtype=dtype)
     settings = config.dataset
+    names = ("input_shape", "image_shape", "scattering", "schema", "class_names", "mean", "std")
+    shape, image_shape, scattering, schema, classes, mean, std = (
+        tuple(properties[name]) for name in names
+    )
     if (sizes := scattering_of(settings)) not in ((), scattering):
+        of_run, of_sites = (
+            show(dict(zip(("scales", "angles"), of, strict=False)) or None)
+            for of in (sizes, scattering)
+        )
         raise ConfigError(
-            f"the run has {_scattering_text(sizes)}, but its sites {_scattering_text(scattering)}: "
-            "set the same in every site's dataset.yaml (scattering), or leave it to these with "
+            f"the run has scattering={of_run}, but its sites scattering={of_sites}: set the same "
+            "in every site's dataset.yaml (scattering), or leave it to these with "
             "dataset.scattering=null."
         )
     label = ""
     if schema and isinstance(settings, ds.LabelTable) and settings.names_label:
         label = settings.label
-    labels = torch.empty(0, *([len(names)] if properties["multi_label"] else [])).long()
-    nobody = (features, labels, np.empty(0, "S32"), names)
-    empty = Records(*nobody, schema=schema, label=label, image_shape=image_shape)
-    # by which the sites standardise, and hence the exported model: a private one's own file says it
-    mean, std = tuple(properties["mean"]), tuple(properties["std"])
+    empty = Records(
+        torch.empty(0, *shape, dtype=torch.float32 if schema or scattering else torch.uint8),
+        torch.empty(0, *([len(classes)] if properties["multi_label"] else [])).long(),
+        np.empty(0, "S32"),
+        classes,
+        schema=schema,
+        label=label,
+        image_shape=image_shape,
+    )
+    # mean and std, by which the sites standardise, are the exported model's, too
     if not settings.server_test or settings.place is None:
         return Prepared(empty, None, mean, std, intensity_of(settings), scattering)
     server = prepare(replace(settings, server_test=False))
@@ -102,24 +114,6 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     return Prepared(
         empty, test, mean or server.mean, std or server.std, server.intensity, scattering
     )
-
-
-def _scattering_text(sizes: tuple[int, ...]) -> str:
-    """The transform of images as settings name it, given its scales and angles."""
-    if not sizes:
-        return "scattering=null"
-    scales, angles = sizes
-    return f"scattering={{scales: {scales}, angles: {angles}}}"
-
-
-def _check_partition(parts: list[np.ndarray], *, file: str, clients: int, records: int) -> None:
-    if len(parts) != clients:
-        raise ConfigError(f"{file} divides over {len(parts)} clients, but clients={clients}.")
-    largest = max(int(part.max()) for part in parts)
-    if largest >= records:
-        raise ConfigError(
-            f"{file} names record {largest}, but there are {records}: it is of another data set."
-        )
 
 
 def partition(records: Records, settings: ds.Partition, *, clients: int) -> list[np.ndarray]:
@@ -176,8 +170,15 @@ def _divided(records: Records, settings: ds.Partition, clients: int) -> list[np.
         groups = settings.groups or FDNAS_GROUPS
         return _label_groups(records, clients, groups, settings.clients_per_group, rng=rng)
     if isinstance(settings, ds.QuantityPartition):
-        shares = settings.fractions or _drawn_shares(len(records), settings, clients, rng)
-        return _quantity(len(records), clients=clients, shares=np.asarray(shares), rng=rng)
+        size, shares = len(records), np.asarray(settings.fractions)
+        if not settings.fractions:
+            shares = _drawn_shares(size, settings, clients, rng)
+        if len(shares) != clients or abs(shares.sum() - 1) > 1e-6:
+            raise ConfigError(
+                f"partition.fractions={shares.tolist()} must be {clients} shares above 0 that sum "
+                "to 1."
+            )
+        return np.split(rng.permutation(size), _cuts(size, shares)[1:-1])
     if isinstance(settings, ds.DirichletPartition):
         return _dirichlet(records, settings, clients, rng)
     return np.array_split(rng.permutation(len(records)), clients)
@@ -198,17 +199,17 @@ def load_partition(path: Path) -> list[np.ndarray]:
         clients = load_json(path.read_text(encoding="utf-8"))["clients"]
         parts = [np.array(indices) for indices in clients]
         joined = np.concatenate(parts)
+        ascending = all(len(part) and (np.diff(part) > 0).all() for part in parts)
+        whole = joined.dtype.kind == "i" and joined.ndim == 1 and joined.min() >= 0
+        if not (ascending and whole and len(np.unique(joined)) == len(joined)):
+            raise ValueError(
+                "expected a list of ascending record numbers per client, none empty, no number "
+                "twice"
+            )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"partition.file={path} cannot be read as a saved partition: {error}."
         ) from error
-    ascending = all(part.ndim == 1 and len(part) and (np.diff(part) > 0).all() for part in parts)
-    whole = joined.dtype.kind == "i" and len(np.unique(joined)) == len(joined) and joined.min() >= 0
-    if not (ascending and whole):
-        raise ConfigError(
-            f"{path} is not a partition: expected a list of ascending record numbers per client, "
-            "none empty, no number twice."
-        )
     return parts
 
 
@@ -279,17 +280,6 @@ def _drawn_shares(
         if np.diff(_cuts(size, shares)).min() >= settings.min_size:
             return shares
     raise _too_skewed(settings, clients)
-
-
-def _quantity(
-    size: int, *, clients: int, shares: np.ndarray, rng: np.random.Generator
-) -> list[np.ndarray]:
-    """Return random parts of the given shares."""
-    if len(shares) != clients or abs(shares.sum() - 1) > 1e-6:
-        raise ConfigError(
-            f"partition.fractions={shares.tolist()} must be {clients} shares above 0 that sum to 1."
-        )
-    return np.split(rng.permutation(size), _cuts(size, shares)[1:-1])
 
 
 def _cuts(size: int, shares: np.ndarray) -> np.ndarray:

@@ -1,12 +1,12 @@
 """Raw data for a trained model: arrays, DataFrames, files and folders, in batches.
 
 What training does to records is done here by the same functions, with what the model's
-:class:`~fednas_flwr.data.schema.Inputs` say. Labels that the data has come along, by name.
+:class:`~fednas_flwr.data.records.Inputs` say. Labels that the data has come along, by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
-from fednas_flwr.data.notation import NEARLY
-from fednas_flwr.data.npz import channels_first, cut, named
-from fednas_flwr.data.records import label_sets
-from fednas_flwr.data.schema import CATEGORY, NUMBER, Inputs, feature_names
+from fednas_flwr.data.notation import NEARLY, code_key, places_among
+from fednas_flwr.data.npz import channels_first, cut, named, read_arrays
+from fednas_flwr.data.records import CATEGORY, NUMBER, Inputs, feature_names, label_sets
 from fednas_flwr.data.table_files import (
     check_columns,
     in_common_form,
@@ -32,7 +31,7 @@ from fednas_flwr.data.table_files import (
     texts_of,
     without_missing,
 )
-from fednas_flwr.data.tables import encode_rows, label_marks, places_among
+from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 Label = str | tuple[str, ...]  # a record's class, or its labels, by name
@@ -115,23 +114,16 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         )
     names = [str(file.relative_to(path)) if path.is_dir() else str(file) for file in files]
     parents = [set(Path(name).parts[:-1]) & set(inputs.class_names) for name in names]
-    labelled = all(len(found) == 1 for found in parents)
+    labelled = all(len(classes) == 1 for classes in parents)
     return RawData(
         names,
-        [found.pop() for found in parents] if labelled else None,
+        [classes.pop() for classes in parents] if labelled else None,
         _decoded(source_of(files), len(files), inputs),
     )
 
 
 def _numpy_file(path: Path, inputs: Inputs) -> RawData:
-    try:
-        loaded = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"{path} cannot be read as plain arrays: {error}.") from error
-    if isinstance(loaded, np.ndarray):
-        return _array(loaded, inputs, where=str(path))
-    with loaded:
-        arrays = {name: loaded[name] for name in loaded.files}
+    arrays = read_arrays(path)
     for part in ("", "_test", "_val", "_train"):
         labels = _label_names(arrays.get(f"y{part}"), inputs)
         if f"x{part}" in arrays:
@@ -139,9 +131,8 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
         encoded = part.removeprefix("_")
         if f"{encoded}_bytes" in arrays:
             contents = cut(arrays[f"{encoded}_bytes"], arrays[f"{encoded}_off"], origin=str(path))
-            names = [str(i) for i in range(len(contents))]
             source = partial(named, contents, str(path))
-            return RawData(names, labels, _decoded(source, len(contents), inputs))
+            return RawData(_numbers(contents), labels, _decoded(source, len(contents), inputs))
     raise ConfigError(f"{path} holds the arrays {', '.join(arrays)}: expected x.")
 
 
@@ -170,37 +161,31 @@ def _decoded(
 
 
 def _rows(texts: dict[str, np.ndarray], inputs: Inputs, *, where: str) -> RawData:
-    num_rows = len(next(iter(texts.values()), []))
     texts = without_missing(texts, inputs.form)
-    label = {inputs.label} - texts.keys()  # which may lack here
-    form = replace(
-        inputs.form,
-        map={name: to for name, to in inputs.form.map.items() if name not in label},
-        missing_in={name: to for name, to in inputs.form.missing_in.items() if name not in label},
-    )
     check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
-    texts = in_common_form(texts, form, numbers, where=where)
-    features = encode_rows(texts, inputs.schema, form, where=where)
-    rows = torch.from_numpy(np.stack(list(features.values()), axis=1))
-    labels = _row_labels(texts, inputs, where=where)
-    names = [str(i) for i in range(num_rows)]
-    notes = tuple(_unknown_categories(texts, inputs))
-    return RawData(names, labels, lambda chosen: rows[chosen], notes)
+    texts = in_common_form(texts, inputs.form, numbers, where=where)
+    rows = torch.from_numpy(encode_rows(texts, inputs.schema, inputs.form, where=where))
+    labels, notes = _row_labels(texts, inputs, where=where), _unknown_categories(texts, inputs)
+    return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes))
 
 
 def _unknown_categories(texts: Mapping[str, np.ndarray], inputs: Inputs) -> Iterator[str]:
     """Yield a sentence on every column whose cells are hardly ever categories that are known."""
     for column in inputs.schema:
-        cells = texts[column.name]
-        present = cells[cells != ""]
+        present = texts[column.name][texts[column.name] != ""]
         unknown = present[places_among(present, column.categories) < 0]
         if column.kind == CATEGORY and len(unknown) > NEARLY * len(present):
             yield (
                 f"column {column.name}: {len(unknown)} of {len(present)} cells, such as "
                 f"{unknown[0]}, are none of the categories that the model knows "
-                f"({', '.join(column.categories[:5])})"
+                f"({listed(column.categories, 5)})"
             )
+
+
+def _numbers(records: Sized) -> list[str]:
+    """Names of records that have none: their numbers."""
+    return [str(i) for i in range(len(records))]
 
 
 def _row_labels(
@@ -215,18 +200,15 @@ def _row_labels(
         return names_of(np.stack(marks, axis=1), names)
     if not inputs.label or inputs.label not in texts:
         return None
-    cells = texts[inputs.label]
-    if inputs.multi_label:
-        sets = label_sets(cells, inputs.label_separator)
-        order = {name: i for i, name in enumerate(names)}
-        known = {name for labels in sets for name in labels} <= order.keys()
-        return (
-            [tuple(sorted(set(labels), key=order.__getitem__)) for labels in sets]
-            if known
-            else None
-        )
-    places = places_among(cells, names)
-    return [names[place] for place in places] if (places >= 0).all() else None
+    key = code_key(names)
+    order = {key(name): place for place, name in enumerate(names)}
+    sets = label_sets(texts[inputs.label], inputs.label_separator or None)
+    places = [sorted({order.get(key(name), -1) for name in labels}) for labels in sets]
+    if any(-1 in of_record for of_record in places):
+        return None
+    if not inputs.multi_label:
+        return [names[place] for (place,) in places]
+    return [tuple(names[place] for place in of_record) for of_record in places]
 
 
 def names_of(marks: np.ndarray, names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -238,23 +220,18 @@ def _array(
     data: Any, inputs: Inputs, *, where: str, labels: Sequence[Label] | None = None
 ) -> RawData:
     array = np.asarray(data.numpy() if isinstance(data, Tensor) else data)
-    if inputs.is_table:
-        array = _checked_table(array, inputs, where=where)
-    else:
-        array = _checked_images(array, inputs, where=where)
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return RawData([str(i) for i in range(len(array))], labels, lambda chosen: tensor[chosen])
-
-
-def _checked_table(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
-    """Return float32 ``[N, F]`` rows whose columns are the features."""
     names = feature_names(inputs.schema)
-    if array.ndim != 2 or array.shape[1] != len(names) or array.dtype.kind not in "fiub":
+    if not inputs.is_table:
+        array = _checked_images(array, inputs, where=where)
+    elif array.ndim != 2 or array.shape[1] != len(names) or array.dtype.kind not in "fiub":
         raise ConfigError(
             f"{where} is {array.dtype} of shape {array.shape}: expected numbers "
             f"[N, {len(names)}], whose columns are {', '.join(names[:20])}; or a DataFrame."
         )
-    return array.astype(np.float32)
+    else:
+        array = array.astype(np.float32)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return RawData(_numbers(tensor), labels, tensor.__getitem__)
 
 
 def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:

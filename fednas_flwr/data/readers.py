@@ -11,7 +11,7 @@ from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.base.foreign import check_resolved, read_yaml
 from fednas_flwr.settings import data_settings as ds
 from fednas_flwr.settings.names import TABLE_SUFFIXES, TORCHVISION_SETS
@@ -126,14 +126,14 @@ def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
         ConfigError: The file cannot be read, a setting is wrong, or that of a table does not say
             which column gives ids.
     """
-    given = read_yaml(path, f"the site's dataset settings {path}")
-    check_resolved(given, str(path))
-    if not isinstance(given, Mapping):
+    written = read_yaml(path, f"the site's dataset settings {path}")
+    check_resolved(written, str(path))
+    if not isinstance(written, Mapping):
         raise ConfigError(f"the site's dataset settings {path} must be a mapping: name: npz, ...")
-    choose_kind({"dataset": given}, "dataset", {n: e.settings for n, e in DATA_SETS.items()})
-    name = given["name"]
+    choose_kind({"dataset": written}, "dataset", {n: e.settings for n, e in DATA_SETS.items()})
+    name = written["name"]
     check_sites(name)
-    if name == "csv" and "id_column" not in given:
+    if name == "csv" and "id_column" not in written:
         raise ConfigError(
             f"{path} lacks id_column: name the column (of patients, cards, ...) whose value is the "
             "same in every export, which alone keeps records in their parts; null if there is "
@@ -142,18 +142,17 @@ def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
     fixed = {"cache": cache, "corrupt": "skip"}
     if name == "csv":
         fixed |= {"separator": ",", "encoding": "utf-8", "decimal": "point", "thousands": "none"}
-    dataset = data_settings(name, {**fixed, **given})
-    if dataset.limit_train is not None:
-        raise ConfigError(
-            f"dataset.limit_train={dataset.limit_train} in {path}: leave it out, since one record "
-            "more would put another one out, and two would count."
-        )
-    if given.get("corrupt", "skip") != "skip":
-        raise ConfigError(
-            f"dataset.corrupt={given['corrupt']} in {path}: leave it out, since one record that "
-            "cannot be read would end every run, and so tell that it is there."
-        )
-    return dataset
+    leaks = {
+        "limit_train": "one record more would put another one out, and two would count",
+        "corrupt": "one record that cannot be read would end every run, and so tell that it is "
+        "there",
+    }
+    for setting, leak in leaks.items():
+        if written.get(setting, fixed.get(setting)) != fixed.get(setting):
+            raise ConfigError(
+                f"dataset.{setting}={show(written[setting])} in {path}: leave it out, since {leak}."
+            )
+    return data_settings(name, {**fixed, **written})
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,7 @@ def own_reader(
         neutral |= _neutral(kind)
     taken = list(names)
     for setting in taken:
-        if setting not in hints:
-            raise unknown_choice("setting", setting, list(hints))
+        check_choice("setting", setting, hints)
 
     def read(settings: ds.Dataset, path: Path) -> RecordsPair:
         return reader(path, **{setting: getattr(settings, setting) for setting in taken})

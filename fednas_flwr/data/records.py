@@ -4,6 +4,10 @@ A record's id is stable: it depends on that record alone. The part, train, valid
 function of that id and the site's key, never of other records, their order or a run's seed: a
 record read as training data once is never test data later, and a privacy ledger can add up what was
 spent on each part (:func:`assign_splits`).
+
+:class:`Column` is one column of a table, :class:`Inputs` all that a model needs to know of its raw
+inputs; both are JSON in an exported model. :func:`normalised` is the one place where numbers are
+standardised, in training as in prediction.
 """
 
 from __future__ import annotations
@@ -11,17 +15,131 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.notation import code_key
-from fednas_flwr.data.schema import CATEGORY, Column, feature_names
+from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.data.notation import places_among
 from fednas_flwr.settings.data_settings import ANY_FORM, TableForm
 from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.parser import Checked, OneOf, parse
+
+NUMBER, DATE, CATEGORY = "number", "date", "category"
+KINDS = (NUMBER, DATE, CATEGORY)
+
+
+@dataclass(frozen=True)
+class Column(Checked):
+    """A column of a table.
+
+    A missing number or date counts as the mean. A category that is missing or unknown belongs to
+    none of the ``categories``: all its features are 0.
+
+    Attributes:
+        name: As in the table's header.
+        kind: ``number``; ``date``, in days since 1970; or ``category``.
+        categories: Of a category the values, one feature each.
+        indicator: True if a further feature, 0 or 1, says that a number or date is missing.
+    """
+
+    name: str
+    kind: Annotated[str, OneOf(KINDS)] = NUMBER
+    categories: tuple[str, ...] = ()
+    indicator: bool = False
+
+
+def feature_names(schema: Iterable[Column]) -> tuple[str, ...]:
+    """Return the features' names: numbers and dates, then indicators, then categories."""
+    schema = list(schema)
+    return (
+        *(column.name for column in schema if column.kind != CATEGORY),
+        *(f"{column.name} is missing" for column in schema if column.indicator),
+        *(f"{column.name}={value}" for column in schema for value in column.categories),
+    )
+
+
+@dataclass(frozen=True)
+class Inputs(Checked):
+    """Raw inputs of a model, their normalisation, and the meaning of its outputs.
+
+    Attributes:
+        shape: Of one raw record: ``(C, H, W)`` or ``(F,)``.
+        schema: The columns of a table; empty for images.
+        mean: Per channel of images scaled to 0..1, or per feature of a table.
+        std: As ``mean``; all above 0.
+        class_names: One name per output.
+        label: Name of a table's label column; empty if it has none, or one per label.
+        multi_label: True if a record can have several labels: outputs are probabilities of each.
+        label_separator: Of the labels in the label column, see
+            :func:`~fednas_flwr.data.records.label_sets`.
+        form: How a table's cells are written: what was set, and what training found.
+        intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
+        scattering: Scales and angles of the transform that makes the network's features of images;
+            empty where it takes the images.
+    """
+
+    shape: tuple[int, ...]
+    schema: tuple[Column, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    class_names: tuple[str, ...]
+    label: str = ""
+    multi_label: bool = False
+    label_separator: str = ""
+    form: TableForm = ANY_FORM
+    intensity: tuple[float, ...] = ()
+    scattering: tuple[int, ...] = ()
+
+    @property
+    def is_table(self) -> bool:
+        """True if records are rows of a table."""
+        return len(self.shape) == 1
+
+    def to_json(self) -> str:
+        """Text for :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Inputs:
+        """Return the inputs that a model's metadata says.
+
+        Raises:
+            ConfigError: The text says none.
+        """
+        inputs: Inputs = parse(Inputs, json.loads(text), key="inputs", defaults=True)
+        return inputs
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor of the CPU on a device; if that is a GPU, nothing waits for it."""
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Return raw records as networks take them, float32, on their device.
+
+    Args:
+        x: uint8 ``[B, C, H, W]`` from 0 to 255; float32 ``[B, C, H, W]`` from 0 to 1; or float32
+            ``[B, F]`` rows of a table, NaN where missing, which becomes 0, the mean.
+        mean: Per channel of images scaled to 0..1, or per feature of a table; a single 0, with a
+            std of 1, for features that are as networks take them.
+        std: As ``mean``, above 0.
+    """
+    if x.dim() == 4 and x.is_floating_point() and (mean, std) == ((0.0,), (1.0,)):
+        return x
+    if x.dim() == 4:
+        scale = moved(torch.tensor([1 / (255 * s) for s in std]), x.device)
+        shift = moved(torch.tensor([m / s for m, s in zip(mean, std, strict=True)]), x.device)
+        pixels = x * 255 if x.is_floating_point() else x.float()
+        return pixels.mul_(scale[:, None, None]).sub_(shift[:, None, None])
+    standard = (x - moved(torch.tensor(mean), x.device)) / moved(torch.tensor(std), x.device)
+    return standard.nan_to_num(nan=0.0)
 
 
 @dataclass(frozen=True)
@@ -102,6 +220,11 @@ def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     return np.array(digests, dtype="S32")
 
 
+def text_ids(texts: np.ndarray) -> np.ndarray:
+    """Hash ids that are texts, such as persons' names, by :func:`record_ids`."""
+    return record_ids(text.encode("utf-8", "surrogatepass") for text in texts.tolist())
+
+
 def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return int64 ``[n]``, the records that can be read, and a note on the others, if any.
 
@@ -113,7 +236,7 @@ def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[st
     if len(rows) == len(wrong):
         return rows, ()
     places = {reason: (np.flatnonzero(of) + 1).tolist() for reason, of in unreadable.items()}
-    causes = [f"{of} {len(at):,} (records {_listed(at)})" for of, at in places.items() if at]
+    causes = [f"{of} {len(at):,} (records {listed(at)})" for of, at in places.items() if at]
     share = f"{wrong.sum():,} of {len(wrong):,} records left out ({wrong.mean():.1%})"
     return rows, (f"{share}, which cannot be read: {'; '.join(causes)}",)
 
@@ -165,30 +288,23 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
     Raises:
         ConfigError: They differ in classes, labels, feature columns or the form of a record.
     """
-    both = f"{first} and {second} do not have the same"
-    if others.class_names != records.class_names:
-        raise ConfigError(
-            f"{both} classes: {_listed(records.class_names)}, and {_listed(others.class_names)}; "
-            "set dataset.class_names to all of them."
-        )
-    if others.multi_label != records.multi_label:
-        raise ConfigError(
-            f"{both} form of labels: one has a class per record, the other several labels; write "
-            "them in one form."
-        )
-    kinds = [f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others)]
+    one, other = (f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others))
+    only = sorted(set(others.feature_names) ^ set(records.feature_names))
     tables = records.schema and others.schema
-    if others.schema != records.schema and (tables or kinds[0] == kinds[1]):
-        only = set(others.feature_names) ^ set(records.feature_names)
-        raise ConfigError(
-            f"{both} feature columns (they differ in {_listed(sorted(only)) or 'order'}): set "
-            "dataset.numeric, dataset.categorical and dataset.categories to those of all."
-        )
-    if kinds[0] != kinds[1]:
-        raise ConfigError(
-            f"{both} form of records, {kinds[0]} and {kinds[1]}: bring them to one form (images: "
-            "dataset.image_size and dataset.channels)."
-        )
+    differences = {
+        f"classes: {listed(records.class_names)}, and {listed(others.class_names)}; set "
+        "dataset.class_names to all of them": others.class_names != records.class_names,
+        "form of labels: one has a class per record, the other several labels; write them in one "
+        "form": others.multi_label != records.multi_label,
+        f"feature columns (they differ in {listed(only) or 'order'}): set dataset.numeric, "
+        "dataset.categorical and dataset.categories to those of all": others.schema
+        != records.schema
+        and (tables or one == other),
+        f"form of records, {one} and {other}: bring them to one form (images: dataset.image_size "
+        "and dataset.channels)": one != other,
+    }
+    for difference in [text for text, is_so in differences.items() if is_so]:
+        raise ConfigError(f"{first} and {second} do not have the same {difference}.")
 
 
 def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) -> Tensor:
@@ -197,15 +313,19 @@ def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) 
     Raises:
         ConfigError: A name is not among them.
     """
-    key = code_key(class_names)
-    positions = {key(name): i for i, name in enumerate(class_names)}
-    unknown = sorted(name for name in set(names.tolist()) if key(name) not in positions)
-    if unknown:
+    places = places_among(names, class_names)
+    setting = f"dataset.class_names={listed(class_names)}"
+    check_known(names[places < 0].tolist(), class_names, f"{where} has the label", setting)
+    return torch.from_numpy(places)
+
+
+def check_known(names: Iterable[str], known: Iterable[str], says: str, setting: str) -> None:
+    """Raise ConfigError for a name in some records, as a sentence says, that a setting lacks."""
+    for name in sorted(set(names) - set(known)):
         raise ConfigError(
-            f"{where} has the label {unknown[0]}, which is not in dataset.class_names="
-            f"{_listed(class_names)}: add it there or remove these records."
+            f"{says} {name}, which is not in {setting}: add it there, or correct or remove these "
+            "records."
         )
-    return torch.tensor([positions[key(name)] for name in names.tolist()], dtype=torch.int64)
 
 
 def count_labels(labels: Tensor, num_classes: int) -> list[int]:
@@ -216,25 +336,20 @@ def count_labels(labels: Tensor, num_classes: int) -> list[int]:
         num_classes: Their number.
     """
     counts = labels.sum(0) if labels.dim() == 2 else torch.bincount(labels, minlength=num_classes)
-    found: list[int] = counts.tolist()
-    return found
+    return list(map(int, counts))
 
 
-def label_sets(texts: np.ndarray, separator: str) -> list[tuple[str, ...]]:
-    """Return the labels in each cell, by their names; an empty cell has none.
+def label_sets(texts: np.ndarray, separator: str | None) -> list[tuple[str, ...]]:
+    """List the labels in each cell, by their names; an empty cell has none.
 
     Args:
         texts: Cells such as ``a;b``; spaces around a name do not count.
-        separator: Between names.
+        separator: Between names; None if a cell is a class.
     """
-    return [label_set(text, separator) for text in texts.tolist()]
-
-
-def label_set(text: str, separator: str | None) -> tuple[str, ...]:
-    """Return the labels in one cell; without a separator its class."""
     if separator is None:
-        return (text,)
-    return tuple(name for name in map(str.strip, text.split(separator)) if name)
+        return [(text,) for text in texts.tolist()]
+    cells = [map(str.strip, text.split(separator)) for text in texts.tolist()]
+    return [tuple(name for name in names if name) for names in cells]
 
 
 def encode_label_sets(
@@ -250,11 +365,6 @@ def encode_label_sets(
     labels = torch.zeros(len(sets), len(class_names), dtype=torch.int64)
     labels[torch.from_numpy(rows), encode_labels(names, class_names, where=where)] = 1
     return labels
-
-
-def _listed(names: Sequence[object]) -> str:
-    """Return the names for a message, the first ten of them."""
-    return ", ".join(map(str, names[:10])) + (", ..." if len(names) > 10 else "")
 
 
 def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
@@ -293,9 +403,6 @@ def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
     Returns:
         The parts; their sizes meet the fractions in expectation, not exactly.
 
-    Raises:
-        ConfigError: The fractions are not those three or do not sum to 1.
-
     Example:
         >>> ids = np.array([b"a", b"b", b"c", b"d"])
         >>> shares = {"train": 0.5, "validation": 0.25, "test": 0.25}
@@ -303,13 +410,7 @@ def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
         >>> bool((assign_splits(ids[2:], key=b"secret", fractions=shares) == parts[2:]).all())
         True
     """
-    shares = np.array([fractions.get(name, np.nan) for name in SPLITS], dtype=float)
-    valid = set(fractions) == set(SPLITS) and bool((shares >= 0).all())
-    if not valid or abs(shares.sum() - 1) > 1e-6:
-        raise ConfigError(
-            f"the fractions of a client's records {dict(fractions)} are not usable: give train, "
-            "validation and test, each at least 0, summing to 1."
-        )
+    shares = np.array([fractions[name] for name in SPLITS], dtype=float)
     edges = np.cumsum(shares)[:2]
     # Rounding must not send a record to a part whose share is 0.
     for position in (1, 0):

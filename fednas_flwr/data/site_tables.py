@@ -23,8 +23,7 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.data.notation import distinct, numbers_of
-from fednas_flwr.data.records import Records
-from fednas_flwr.data.schema import CATEGORY, NUMBER
+from fednas_flwr.data.records import CATEGORY, NUMBER, Records
 from fednas_flwr.data.table_files import Texts, suffix_of
 from fednas_flwr.data.tables import column_kind, label_columns, read_cells, records_of
 from fednas_flwr.settings.data_settings import CSV, TableForm

@@ -112,11 +112,11 @@ def bounded(
     Returns:
         By client its moments, and, of those that were scaled, the first such column.
     """
-    found = {client: list(columns) for client, columns in parties.items()}
+    limited = {client: list(columns) for client, columns in parties.items()}
     far: dict[int, int] = {}
-    for column in range(min(map(len, found.values()), default=0)):
+    for column in range(min(map(len, limited.values()), default=0)):
         voters = {
-            client: columns[column] for client, columns in found.items() if columns[column].count
+            client: columns[column] for client, columns in limited.items() if columns[column].count
         }
         if len(voters) < FEWEST_VOTES:
             continue
@@ -131,9 +131,9 @@ def bounded(
             if reach[client] > most:
                 scale = most / reach[client]
                 mean = centre + scale * (of.mean - centre)
-                found[client][column] = Moments(of.count, mean, scale * of.std)
+                limited[client][column] = Moments(of.count, mean, scale * of.std)
                 far.setdefault(client, column)
-    return found, far
+    return limited, far
 
 
 def bounded_powers(numbers_ND: Tensor, ranges: Statistics) -> Tensor:

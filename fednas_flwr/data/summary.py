@@ -1,6 +1,7 @@
 """Summary of a data set in sentences: columns or classes, missing cells, division over clients.
 
-:func:`found` is what a run tells before it begins, :func:`summary` what ``fednas data`` prints.
+:func:`reading_notes` is what a run tells before it begins, :func:`summary` what ``fednas data``
+prints.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from fednas_flwr.base.errors import listed
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.records import Records, assign_splits, count_labels
-from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column
+from fednas_flwr.data.records import (
+    CATEGORY,
+    DATE,
+    NUMBER,
+    Column,
+    Records,
+    assign_splits,
+    count_labels,
+)
 from fednas_flwr.settings.names import QUANTILES, SPLITS
 
 FEWEST = 20  # training records below which a client is called small
 RARE = 0.3  # of an equal share of all classes, below which one is called rare
-_MOST_LISTED = 12
+_MOST = 12  # names in one sentence
 
 
-def found(prepared: Prepared) -> list[str]:
+def reading_notes(prepared: Prepared) -> list[str]:
     """Sentences on what a reader has found, for users before a run; none of arrays."""
     records = prepared.train
     lines = list(records.notes)
@@ -32,10 +41,10 @@ def found(prepared: Prepared) -> list[str]:
         columns = [column for column in records.schema if column.kind == kind]
         texts = [_short(column, missing[column.name]) for column in columns]
         if texts:
-            lines.append(f"{word}: {_listed(texts)}")
+            lines.append(f"{word}: {listed(texts, _MOST)}")
     of_columns = f"labels in {records.label}" if records.label else "labels"
     word = of_columns if records.multi_label else f"label {records.label}"
-    lines.append(f"{word}: {_listed(_classes(records))}")
+    lines.append(f"{word}: {listed(_classes(records), _MOST)}")
     total = sum(missing.values())
     if total:
         lines.append(f"{total:,} cells are missing: {missing_rule(records.schema)}")
@@ -73,10 +82,10 @@ def summary(
         + (f", {len(test):,} in the server's test set" if test is not None else "")
         + f"; shape of one: {'x'.join(map(str, prepared.input_shape))}"
     ]
-    lines += found(prepared)
+    lines += reading_notes(prepared)
     if not records.label and not (records.schema and records.multi_label):
         lines.append(
-            f"{'labels' if records.multi_label else 'classes'}: {_listed(_classes(records))}"
+            f"{'labels' if records.multi_label else 'classes'}: {listed(_classes(records), _MOST)}"
         )
     missing = missing_counts(records)
     for column in records.schema:
@@ -110,7 +119,7 @@ def missing_rule(schema: Sequence[Column]) -> str:
 def _contents(records: Records, column: Column) -> str:
     """Values of a column, without the number of missing cells."""
     if column.kind == CATEGORY:
-        return f"one of {_listed(column.categories)}"
+        return f"one of {listed(column.categories, _MOST)}"
     values = records.features[:, records.feature_names.index(column.name)].double()
     values = values[~values.isnan()]
     if not len(values):
@@ -133,7 +142,7 @@ def _division(
         counts = count_labels(records.labels[rows], len(records.class_names))
         by_split = ", ".join(f"{n:,} {name}" for n, name in zip(sizes, SPLITS, strict=True))
         by_class = [f"{n} {c:,}" for n, c in zip(records.class_names, counts, strict=True)]
-        lines.append(f"client {client}: {by_split}; {_listed(by_class)}")
+        lines.append(f"client {client}: {by_split}; {listed(by_class, _MOST)}")
         empty = [name for name, n in zip(SPLITS, sizes, strict=True) if n == 0 < fractions[name]]
         if empty:
             odd.append(f"client {client} has no record for {' and '.join(empty)}")
@@ -141,7 +150,7 @@ def _division(
             odd.append(f"client {client} is small: {sizes[0]} training records")
         lacking = [n for n, c in zip(records.class_names, counts, strict=True) if c == 0]
         if lacking:
-            odd.append(f"client {client} has no record of {_listed(lacking)}")
+            odd.append(f"client {client} has no record of {listed(lacking, _MOST)}")
     if not records.by_person:
         doubled = len(records) - len(np.unique(records.ids))
         if doubled:
@@ -182,8 +191,3 @@ def _short(column: Column, missing: int) -> str:
     details = [f"{len(column.categories)} values"] if column.kind == CATEGORY else []
     details += [f"{missing:,} missing"] if missing else []
     return f"{column.name} ({', '.join(details)})" if details else column.name
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", ... ({len(names) - _MOST_LISTED} more)" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + more

@@ -89,17 +89,16 @@ def in_common_form(texts: Texts, form: TableForm, numbers: Collection[str], *, w
         where: Where the cells come from, for messages.
 
     Raises:
-        ConfigError: A column lacks, or a cell to be scaled is no number.
+        ConfigError: A cell to be scaled is no number.
     """
-    check_columns(texts, [*form.missing_in, *form.map, *form.scale], where=where)
     notation = notation_of(form)
     changed = dict(texts)
     for name in numbers if notation != PLAIN else ():
         changed[name] = _each(texts[name], notation.plain)
-    for name, spellings in form.map.items():
-        changed[name] = _each(changed[name], _respelled(spellings))
-    for name, factor in form.scale.items():
-        values = numbers_of(changed[name]) * factor
+    for name in form.map.keys() & texts.keys():
+        changed[name] = _each(changed[name], _respelled(form.map[name]))
+    for name in form.scale.keys() & texts.keys():
+        values = numbers_of(changed[name]) * form.scale[name]
         wrong = np.flatnonzero(np.isnan(values) & (changed[name] != ""))
         if len(wrong) and not form.strict:
             raise ConfigError(

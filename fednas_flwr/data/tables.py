@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from fednas_flwr.data.notation import (
     find_notation,
     find_order,
     numbers_of,
+    places_among,
 )
-from fednas_flwr.data.schema import CATEGORY, DATE, NUMBER, Column, feature_names
+from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
@@ -62,77 +64,71 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
     train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
+    names = {kind: [c.name for c in train.schema if c.kind == kind] for kind in KINDS}
+    settings = replace(
+        settings,
+        class_names=[] if settings.labels else list(train.class_names),
+        numeric=names[NUMBER],
+        dates=names[DATE],
+        categorical=names[CATEGORY],
+        categories={c.name: list(c.categories) for c in train.schema if c.kind == CATEGORY},
+        ignore=[],
+    )
     texts, settings, _ = read_cells(settings, test_path)
-    classes = [] if settings.labels else list(train.class_names)
-    return train, _test_part(replace(settings, class_names=classes), texts, test_path, train.schema)
+    features = [column.name for column in train.schema]
+    table_files.check_columns(texts, features, where=str(test_path))
+    in_order = {name: texts[name] for name in (*features, *texts)}
+    return train, records_of(settings, in_order, test_path)
 
 
 def form_of(settings: LabelTable) -> TableForm:
     """The form of a table's cells that is among the settings."""
-    names = [field.name for field in fields(TableForm)]
-    taken = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-    return replace(ANY_FORM, **taken)
+    names = {field.name for field in fields(TableForm)}
+    return replace(ANY_FORM, **{n: v for n, v in vars(settings).items() if n in names})
 
 
 def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple[str, ...]]:
-    """Cells of a table in common form, and the settings with all that was found in the file."""
+    """Cells of a table in common form, the settings with all that was found in it, and notes."""
     texts, separator, notes = table_files.read_texts(path, settings)
     texts = table_files.without_missing(texts, settings)
     settings = replace(settings, label=label_column(settings, texts))
-    where = str(path)
     if not settings.strict:
-        texts, left_out = _without_row_numbers(texts, settings, path)
-        notes += left_out
-    words = {*settings.categorical, *settings.categories, *settings.dates, *settings.ignore}
-    words |= {*label_columns(settings), *_id_columns(settings)}
-    numbers = settings.numeric or [name for name in texts if name not in words]
-    table_files.check_columns(texts, numbers, where=where)
+        texts, told = _without_row_numbers(texts, settings, path)
+        notes += told
+    words = {*settings.categorical, *settings.categories, *settings.ignore}
+    words |= {*named_columns(settings)}
+    others = {name: cells for name, cells in texts.items() if name not in words}
+    adapted = [*settings.missing_in, *settings.map, *settings.scale]
+    table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
+    numbers = settings.numeric or [name for name in others if name not in settings.dates]
     if not settings.strict:
         notation = find_notation(
             {name: texts[name] for name in numbers},
             decimal=settings.decimal,
             thousands=settings.thousands,
             points_are_decimal=separator in ("", ","),
-            where=where,
+            where=str(path),
         )
-        dates = settings.dates or [name for name in texts if name not in words]
-        order = settings.date_order or find_order({n: texts[n] for n in dates}, where=where)
+        order = settings.date_order or find_order(others, where=str(path))
         settings = replace(
             settings, decimal=notation.decimal, thousands=notation.thousands, date_order=order
         )
         unusual = [str(notation), f"dates with the {order.replace('_', ' ')}" if order else ""]
         notes += tuple(f"{path.name}: {text}" for text in unusual if text)
-    return table_files.in_common_form(texts, settings, numbers, where=where), settings, notes
+    return table_files.in_common_form(texts, settings, numbers, where=str(path)), settings, notes
 
 
 def _without_row_numbers(
     texts: table_files.Texts, settings: CSV, path: Path
 ) -> tuple[table_files.Texts, tuple[str, ...]]:
     """The columns but for a nameless first one that counts the rows, as pandas and R write it."""
-    name, cells = next(iter(texts.items()))
-    used = [settings.label, *settings.labels, *_id_columns(settings), *settings.numeric]
-    if not _NAMELESS.fullmatch(name) or name in used or not counts_rows(cells):
+    (name, cells), *others = texts.items()
+    used = name in (*named_columns(settings), *settings.numeric)
+    steps = np.diff(numbers_of(cells))
+    if used or not _NAMELESS.fullmatch(name) or len(steps) == 0 or not (steps == 1).all():
         return texts, ()
-    others = {other: cells for other, cells in texts.items() if other != name}
-    return others, (
-        f"{path.name}: its first column, which has no name and counts rows, is left out",
-    )
-
-
-def check_names(names: Sequence[str], *, where: str) -> None:
-    """Raise ConfigError where two features have one name."""
-    for name, number in Counter(names).items():
-        if number > 1:
-            raise ConfigError(
-                f"{where} gives {number} features the name {name}: rename a column, in the file or "
-                "by dataset.rename={name: other}."
-            )
-
-
-def counts_rows(cells: np.ndarray) -> bool:
-    """Return whether cells are consecutive whole numbers."""
-    numbers = numbers_of(cells)
-    return len(numbers) > 1 and bool((np.diff(numbers) == 1).all())
+    note = f"{path.name}: its first column, which has no name and counts rows, is left out"
+    return dict(others), (note,)
 
 
 def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
@@ -147,12 +143,12 @@ def label_columns(settings: LabelTable) -> list[str]:
 
 def encode_rows(
     texts: Mapping[str, np.ndarray], schema: Sequence[Column], form: TableForm, *, where: str
-) -> table_files.Texts:
-    """Return the features of rows by name, float32 ``[N]`` each, in the order of the schema.
+) -> np.ndarray:
+    """Encode rows as float32 ``[N, F]``, by :func:`~fednas_flwr.data.records.feature_names`.
 
     Args:
         texts: The columns' cells in common form; empty ones are missing.
-        schema: The columns; a category that is none of a column's has no feature.
+        schema: The columns, with a feature or more; a category that is none of a column's has none.
         form: How dates are written.
         where: Where the rows come from, for messages.
 
@@ -160,25 +156,16 @@ def encode_rows(
         ConfigError: A column lacks, or a cell of a number or date is none.
     """
     table_files.check_columns(texts, [column.name for column in schema], where=where)
-    numbers, indicators, categories = {}, {}, {}
+    numbers, indicators, categories = [], [], []
     for column in schema:
         cells = texts[column.name]
-        if column.kind == CATEGORY:
-            places = places_among(cells, column.categories)
-            for i, value in enumerate(column.categories):
-                categories[f"{column.name}={value}"] = (places == i).astype(np.float32)
-            continue
-        numbers[column.name] = _checked_numbers(cells, form, column=column, where=where)
+        if column.kind != CATEGORY:
+            numbers.append(_checked_numbers(cells, form, column=column, where=where))
         if column.indicator:
-            indicators[f"{column.name} is missing"] = (cells == "").astype(np.float32)
-    return {**numbers, **indicators, **categories}
-
-
-def places_among(cells: np.ndarray, codes: Sequence[str]) -> np.ndarray:
-    """Which of some codes each cell is, int64 ``[N]``, -1 where it is none of them."""
-    key = code_key(codes)
-    places = {key(code): i for i, code in enumerate(codes)}
-    return np.array([places.get(key(text), -1) for text in cells.tolist()], dtype=np.int64)
+            indicators.append(cells == "")
+        places = places_among(cells, column.categories)
+        categories += [places == i for i in range(len(column.categories))]
+    return np.stack([*numbers, *indicators, *categories], axis=1).astype(np.float32)
 
 
 def _parts(root: Path) -> tuple[Path, Path | None]:
@@ -205,56 +192,33 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
         **dict.fromkeys(settings.dates, DATE),
         **dict.fromkeys(settings.categorical, CATEGORY),
     }
-    no_features = [*label_columns(settings), *_id_columns(settings), *settings.ignore]
+    no_features = [*named_columns(settings), *settings.ignore]
     table_files.check_columns(texts, [*no_features, *kinds, *settings.categories], where=str(path))
-    for column in kinds:
-        if column in no_features:
-            raise ConfigError(
-                f"column {column} of {path} has two uses: name it in only one of dataset.label, "
-                "dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, "
-                "dataset.categorical and dataset.ignore."
-            )
     names = [n for n in texts if n not in no_features and (n in kinds or not kinds)]
     kinds |= dict.fromkeys(settings.categories, CATEGORY)
     declared = [
         Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
     ]
-    texts, notes = _readable(settings, texts, declared)
-    found = {n: kinds.get(n) or _found_kind(texts[n], settings, name=n, path=path) for n in names}
+    notes: tuple[str, ...] = ()
+    if settings.corrupt == "skip":
+        rows, notes = records.readable(unreadable_cells(settings, texts, declared))
+        texts = {name: cells[rows] for name, cells in texts.items()}
+    kind_of = {n: kinds.get(n) or _found_kind(texts[n], settings, n, path) for n in names}
     indicator = settings.missing == "indicator"
-    schema = [Column(n, kind, (), indicator) for n, kind in found.items() if kind != CATEGORY]
-    for n in (n for n, kind in found.items() if kind == CATEGORY):
-        values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
-        schema.append(Column(n, CATEGORY, values))
-    check_names([*feature_names(schema)], where=str(path))
+    schema = []
+    for n, kind in sorted(kind_of.items(), key=lambda item: item[1] == CATEGORY):  # those last
+        if kind == CATEGORY:
+            values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
+            schema.append(Column(n, kind, values))
+        else:
+            schema.append(Column(n, kind, (), indicator))
     return replace(_records(settings, texts, path, tuple(schema)), notes=notes)
 
 
-def _test_part(
-    settings: CSV, texts: table_files.Texts, path: Path, schema: tuple[Column, ...]
-) -> records.Records:
-    """Records whose columns are those of the train part."""
-    names = [*label_columns(settings), *_id_columns(settings), *(c.name for c in schema)]
-    table_files.check_columns(texts, names, where=str(path))
-    texts, notes = _readable(settings, texts, schema)
-    for column in schema:
-        if column.kind == CATEGORY:
-            _categories(texts[column.name], column.categories, name=column.name, path=path)
-    return replace(_records(settings, texts, path, schema), notes=notes)
-
-
-def _id_columns(settings: LabelTable) -> list[str]:
-    return [] if settings.id_column is None else [settings.id_column]
-
-
-def _readable(
-    settings: CSV, texts: table_files.Texts, schema: Sequence[Column]
-) -> tuple[table_files.Texts, tuple[str, ...]]:
-    """The rows that can be read, with a note on the others, if these are to be left out."""
-    if settings.corrupt != "skip":
-        return texts, ()
-    rows, notes = records.readable(unreadable_cells(settings, texts, schema))
-    return {name: cells[rows] for name, cells in texts.items()}, notes
+def named_columns(settings: LabelTable) -> list[str]:
+    """Names of the columns of labels and persons."""
+    ids = [] if settings.id_column is None else [settings.id_column]
+    return label_columns(settings) + ids
 
 
 def _records(
@@ -262,11 +226,17 @@ def _records(
 ) -> records.Records:
     """Records of a table whose columns are known."""
     labelled = label_columns(settings)
-    features = list(encode_rows(texts, schema, settings, where=str(path)).values())
-    if not features:
+    if not feature_names(schema):
         raise ConfigError(
             f"{path} has no feature columns besides its label {', '.join(labelled)}: add some."
         )
+    for name, number in Counter(feature_names(schema)).items():
+        if number > 1:
+            raise ConfigError(
+                f"{path} gives {number} features the name {name}: rename a column, in the file or "
+                "by dataset.rename={name: other}."
+            )
+    features = torch.from_numpy(encode_rows(texts, schema, settings, where=str(path)))
     labels, classes = read_labels(settings, texts, path)
     numbers = {c.name: numbers_of(texts[c.name]) for c in schema if c.kind == NUMBER}
     others = {c.name: texts[c.name] for c in schema if c.kind != NUMBER}
@@ -274,7 +244,7 @@ def _records(
     named = [n for n in texts if n not in labelled and n not in fractional]
     return labelled_records(
         settings,
-        features=torch.from_numpy(np.stack(features, axis=1)),
+        features=features,
         labels=labels,
         ids=person_ids(settings, texts, path)
         if settings.id_column is not None
@@ -320,13 +290,13 @@ def unreadable_cells(
         cells, classes = texts[name], set(settings.class_names)
         if settings.labels:
             cells, classes = _lowered(cells), {*_YES, *_NO}
-        sets = [records.label_set(cell, settings.label_separator) for cell in cells.tolist()]
+        sets = records.label_sets(cells, settings.label_separator)
         classes = classes or {name for names in sets for name in names} - {""}
-        key = code_key(list(classes))
-        known = {key(name) for name in classes}
+        key = code_key([*classes])
+        known = {*map(key, classes)}
         wrong[name] = np.array([not known.issuperset(map(key, names)) for names in sets], bool)
-    for name in _id_columns(settings):
-        wrong[name] = texts[name] == ""
+    if settings.id_column is not None:
+        wrong[settings.id_column] = texts[settings.id_column] == ""
     return wrong
 
 
@@ -348,12 +318,8 @@ def read_labels(
                 "at least 2; correct dataset.label_separator, or name them in dataset.class_names."
             )
         return records.encode_label_sets(sets, classes, where=where), classes
-    if (cells == "").any():
-        row = int(np.argmax(cells == ""))
-        raise ConfigError(
-            f"{path} has no label ({column}) in row {row + 1}: fill or remove it; if a word such "
-            f"as None or NA is a label, set dataset.missing_in={{{column}: []}}."
-        )
+    literal = f"; if a word such as None or NA is one, set dataset.missing_in={{{column}: []}}"
+    _check_filled(cells, f"label ({column})", path, literal)
     classes = tuple(settings.class_names) or _sorted_classes(cells)
     if not settings.class_names and _are_quantities(classes, len(cells)):
         raise ConfigError(
@@ -368,8 +334,7 @@ def _are_quantities(classes: Sequence[str], num_rows: int) -> bool:
     """Return whether labels are more likely numbers to predict than classes."""
     if len(classes) <= _MOST_NUMBERED or not are_numbers(classes).all():
         return False
-    fractions = any(float(name) % 1 for name in classes)
-    return fractions or len(classes) > num_rows / 10
+    return len(classes) > num_rows / 10 or any(float(name) % 1 for name in classes)
 
 
 def label_marks(texts: np.ndarray, *, name: str, where: str) -> np.ndarray:
@@ -407,7 +372,7 @@ def column_kind(cells: np.ndarray, form: TableForm) -> tuple[str, np.ndarray]:
     return CATEGORY, np.array([], dtype=np.int64)
 
 
-def _found_kind(cells: np.ndarray, form: TableForm, *, name: str, path: Path) -> str:
+def _found_kind(cells: np.ndarray, form: TableForm, name: str, path: Path) -> str:
     """The kind of a column.
 
     Raises:
@@ -454,53 +419,50 @@ def _categories(
     texts: np.ndarray, given: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Values of a categorical column; a missing value belongs to none of them."""
-    found = distinct(texts.tolist())
+    values = distinct(texts.tolist())
     if given is not None:
-        unknown = sorted(set(texts[(places_among(texts, given) < 0) & (texts != "")].tolist()))
-        if unknown:
-            raise ConfigError(
-                f"column {name} of {path} holds {unknown[0]}, which is not in "
-                f"dataset.categories.{name}: add it there or correct the file."
-            )
+        unknown = texts[(places_among(texts, given) < 0) & (texts != "")].tolist()
+        records.check_known(
+            unknown, given, f"column {name} of {path} holds", f"dataset.categories.{name}"
+        )
         return tuple(given)
-    if len(found) > _MOST_CATEGORIES:
+    if len(values) > _MOST_CATEGORIES:
         raise ConfigError(
-            f"column {name} of {path} has {len(found)} different texts, too many for one-hot "
+            f"column {name} of {path} has {len(values)} different texts, too many for one-hot "
             f"features (at most {_MOST_CATEGORIES}): list it in dataset.ignore, correct "
             f"it if it should be numeric, or give dataset.categories.{name}."
         )
-    return found
+    return values
 
 
 def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
     """Return the label's values, by number where all are whole numbers."""
-    found = distinct(texts.tolist())
+    codes = distinct(texts.tolist())
     try:
-        return tuple(sorted(found, key=int))
+        return tuple(sorted(codes, key=int))
     except ValueError:
-        return found
+        return codes
 
 
 def person_ids(settings: LabelTable, texts: table_files.Texts, path: Path) -> np.ndarray:
     """Ids that the column of persons gives."""
     cells = texts[settings.person_column]
+    _check_filled(cells, f"id ({settings.id_column})", path)
+    return records.text_ids(cells)
+
+
+def _check_filled(cells: np.ndarray, what: str, path: Path, more: str = "") -> None:
     if (cells == "").any():
         row = int(np.argmax(cells == ""))
-        raise ConfigError(
-            f"{path} has no id ({settings.id_column}) in row {row + 1}: fill or remove it."
-        )
-    return records.record_ids(text.encode("utf-8", "surrogatepass") for text in cells.tolist())
+        raise ConfigError(f"{path} has no {what} in row {row + 1}: fill or remove it{more}.")
 
 
 def _feature_ids(texts: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return hashes of parsed rows, given the categorical and the numeric columns by name."""
     values = [records.canonical(numbers[name]) for name in sorted(numbers)]
-    others = ["\x1f".join(row) for row in zip(*(texts[n] for n in sorted(texts)), strict=True)]
-    if not values:
-        return records.record_ids(other.encode() for other in others)
-    rows = np.stack(values, axis=1)
-    if not others:
-        return records.record_ids(row.tobytes() for row in rows)
+    cells = [texts[name].tolist() for name in sorted(texts)]
+    rows = (row.tobytes() for row in np.stack(values, axis=1)) if values else repeat(b"")
+    others = map("\x1f".join, zip(*cells, strict=True)) if cells else repeat("")
     return records.record_ids(
-        row.tobytes() + other.encode() for row, other in zip(rows, others, strict=True)
+        row + other.encode() for row, other in zip(rows, others, strict=False)
     )

@@ -37,9 +37,8 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import admit, asked_kinds, description_of
-from fednas_flwr.client.answer import answer, begin_sum
-from fednas_flwr.client.client import Augmentation, Client
+from fednas_flwr.client.answer import admit, answer, asked_kinds, begin_sum
+from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.data.loaders import ClientData
@@ -188,8 +187,8 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
                 retrain(run, description, None)
         if "evaluate" in keys:
             assert isinstance(config.privacy, DifferentialPrivacy)
-            site, header = rq.Site(config.privacy.data_set), Header("", "evaluate", 0, 1, 0, "")
-            settings = rq.Evaluate(network=description, split="test", site=site)
+            data_set, header = config.privacy.data_set, Header("", "evaluate", 0, 1, 0, "")
+            settings = rq.Evaluate(network=description, split="test", data_set=data_set)
             statistics = run.cohort.statistics
             grid.record(Request("evaluate.model", header, settings, statistics=statistics))
         return run.schedule, grid.asked
@@ -200,7 +199,8 @@ def _clients(config: Config, number: int) -> list[Client]:
     data = make_data(config)
     networks: dict[str, nn.Module] = {}  # clients take turns
     made = [make_client(config, index, data=data, networks=networks) for index in range(number)]
-    return [replace(client, augmentation=Augmentation(0, False, 0)) for client in made]
+    unchanged = {"crop_padding": 0, "flip": False, "cutout": 0}
+    return [replace(client, augmentation=unchanged) for client in made]
 
 
 class _Exchange:
@@ -225,7 +225,7 @@ class _Exchange:
         guard = clients[0].guard
         assert guard is not None
         self._clients, self._schedule = clients, schedule
-        self._data_set, self._records = guard.data_set, guard.allowed.records
+        self._data_set, self._records = guard.data_set, guard.allowed.by_split
         self.by_client = guard.allowed.unit == CLIENT
         settings = _shortened(request.settings)
         self._request = replace(request, settings=settings)
@@ -314,7 +314,7 @@ class _Exchange:
         split = replace(split, persons=None, features=split.features[split.rows[:1]])
         if isinstance(settings, rq.TellStatistics):
             split = replace(split, features=split.features * 1e6)  # beyond every range
-        label, classes = parts[0].labels[parts[0].rows[:1]], len(client.class_names)
+        label, classes = parts[0].labels[parts[0].rows[:1]], len(client.inputs.class_names)
         trained, best = bool(self.planned.keys() & SPLIT_OF.keys()), -1.0
         others = [(label + i) % classes for i in range(min(classes, 4 if trained else 32))]
         if client.objective.multi_label:
@@ -339,11 +339,13 @@ class _Exchange:
             return {}
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            network = client.make_network(description_of(self._request))
+            network = client.make_network(self._request.network)
         if isinstance(network, Pool):
             self._pool = math.sqrt(len(network))
         for module in network.modules():
-            if isinstance(module, nn.Linear) and module.out_features == len(client.class_names):
+            if isinstance(module, nn.Linear) and module.out_features == len(
+                client.inputs.class_names
+            ):
                 module.weight.data *= scale
         states = {name: tensors for name, tensors in network_states(network).items() if tensors}
         self._layouts = {name: Layout.of(tensors) for name, tensors in states.items()}
@@ -455,7 +457,7 @@ class _Exchange:
         """Return the means of a kind of release that is no gradient, and its clipping norm."""
         if kind == "metrics":
             client, accuracy = self._clients[0], reply.metrics["accuracy"]
-            guessing = client.objective.guessing_loss(len(client.class_names))
+            guessing = client.objective.guessing_loss(len(client.inputs.class_names))
             loss = reply.metrics["loss"] / (2 * guessing)
             return torch.tensor([min(loss, 1.0) if exact else loss, accuracy]), METRICS_NORM
         value, settings = reply.states[kind]["float32"], self._request.settings

@@ -21,8 +21,7 @@ from torch import nn
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError, DayFullError
 from fednas_flwr.base.memory import described, keep_freed_memory
-from fednas_flwr.client.admission import admit
-from fednas_flwr.client.answer import answer
+from fednas_flwr.client.answer import admit, answer
 from fednas_flwr.client.audit_trail import trail_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client, make_site_guard

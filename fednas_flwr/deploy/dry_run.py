@@ -8,7 +8,6 @@ which tell what a step takes. Main function: :func:`estimate`.
 from __future__ import annotations
 
 import math
-import os
 import resource
 import shutil
 import tempfile
@@ -24,33 +23,25 @@ import torch
 from flwr.app import Message
 from jinja2 import StrictUndefined, Template
 
-from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fdnas import whole_search
-from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings
-from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.ray_clusters import places
+from fednas_flwr.deploy.grids import InProcessGrid, places, this_node
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
-from fednas_flwr.pipeline.beginning import begin
-from fednas_flwr.pipeline.learning_rates import explained
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
+from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
+from fednas_flwr.pipeline.later_settings import explained
 from fednas_flwr.pipeline.stages import describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
-from fednas_flwr.report.quantities import duration, num_bytes, rounds_text
-from fednas_flwr.report.templates import sentence
+from fednas_flwr.report.templates import duration, num_bytes, rounds_text, sentence
 from fednas_flwr.runs.checkpoints import KEEP
-from fednas_flwr.runs.events import EventLog, read_events
-from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import create_run_folder, free_bytes
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.run_settings import RayRuntime
 
 FEW = 4  # steps that tell what one takes
-DRAWS = 4  # of zero_cost, likewise
 G = TypeVar("G", bound=InProcessGrid)
 
 
@@ -121,6 +112,7 @@ def estimate(config: Config) -> Estimate:
         ConfigError: The clients' data lies on other machines.
         QuorumError: Clients refuse, as they would in the run.
     """
+    _, factor = _rehearsed(config)
     device, free = make_device(config.runtime.device), free_bytes(config)
     torch.set_num_threads(config.runtime.threads)
     if device.type == "cuda":
@@ -131,10 +123,7 @@ def estimate(config: Config) -> Estimate:
         stages, config = [], run.config
         if searches(config):
             with suppress(OutOfTimeError):
-                start_search(run, prepare=_draw_few)
-            algorithm, factor = config.algorithm, 1.0
-            if isinstance(algorithm, ZeroCostSettings):
-                factor = max(1.0, algorithm.draws / DRAWS)
+                start_search(run)
             stages.append(_stage(run, grid, "search", config.rounds, factor))
         if "retrain" in config.stages:
             retrain(run, described_at_random(run), None)
@@ -194,12 +183,7 @@ def described_at_random(run: Run) -> dict[str, Any]:
 
 def _moved(config: Config, folder: Path) -> Config:
     """Return the configuration of the run that is measured, whose folder is made."""
-    algorithm, privacy = config.algorithm, config.privacy
-    config = whole_search(config)
-    if isinstance(algorithm, SuccessiveHalvingSettings):
-        keep = algorithm.pool.size(config.search_space.name)
-        pool = replace(algorithm.pool, draws=keep, keep=keep, by=[], shortlist=None)
-        config = replace(config, algorithm=replace(algorithm, pool=pool))
+    (config, _), privacy = _rehearsed(config), config.privacy
     if isinstance(privacy, DifferentialPrivacy) and privacy.sites is not None:
         sites = expanded("privacy.sites", privacy.sites)
         if sites.exists():  # whose real budgets pay nothing
@@ -208,22 +192,21 @@ def _moved(config: Config, folder: Path) -> Config:
     return create_run_folder(replace(config, run_dir=str(folder / "run")))
 
 
+def _rehearsed(config: Config) -> tuple[Config, float]:
+    """The configuration with little work of the server, and the factor by which it has more."""
+    config = config.algorithm.whole_search(config)
+    algorithm, factor = config.algorithm.rehearsed(config.search_space.name)
+    return replace(config, algorithm=algorithm), factor
+
+
 def _grid(config: Config) -> InProcessGrid:
     return InProcessGrid(make_client_app(dump_config(config)), config.clients)
 
 
 def _promised(run: Run) -> str:
     """Return the sentence on a run's guarantee of privacy; empty if it has none."""
-    events = read_events(run.folder / EVENTS_FILE)
-    promised = [event for event in events if event["event"] == "privacy"]
-    return sentence("overall_text", promised[-1]) if promised else ""
-
-
-def _draw_few(strategy: RoundStrategy[Any]) -> None:
-    """Have a data-free search score a few networks, after its releases were planned."""
-    settings = strategy.settings
-    if isinstance(settings, ZeroCostSettings) and settings.draws > DRAWS:
-        strategy.settings = replace(settings, draws=DRAWS, evolution=None, shortlist=None)
+    promised = read_run(run.folder).privacy
+    return sentence("overall_text", promised) if promised else ""
 
 
 def _stage(
@@ -238,8 +221,7 @@ def _stage(
         rounds: Number of its rounds.
         factor: Of the server's own seconds.
     """
-    events = read_events(run.folder / EVENTS_FILE)
-    first = next(e for e in events if e["event"] == "round" and e["stage"] == name)
+    first = read_run(run.folder).rounds(name)[0]
     server_s = max(0.0, first["seconds"] - grid.spent_s) * factor
     round_s = server_s + sum(
         max(max(clients_s), sum(clients_s) / grid.at_once) for clients_s in grid.clients_s.values()
@@ -270,10 +252,9 @@ class MeasuringGrid(InProcessGrid):
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}
         self.spent_s = 0.0
         self._step_s: dict[tuple[Any, ...], float] = {}
-        nodes = (((os.cpu_count() or 1), float(torch.cuda.device_count())),)
         self.at_once = 1
         if isinstance(config.runtime, RayRuntime):
-            self.at_once = min(config.clients, max(1, places(config.runtime, nodes)))
+            self.at_once = min(config.clients, max(1, places(config.runtime, this_node())))
 
     def answer(self, message: Message) -> Message:
         """Return the reply after one step, or a few, of local training."""

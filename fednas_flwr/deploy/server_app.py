@@ -21,9 +21,7 @@ from fednas_flwr.deploy.bundle import CONFIG_KEY, OVERRIDES_KEY, RESUMED_KEY, ch
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.deployment import EventPrinter, deploy
 from fednas_flwr.deploy.flower_patches import send_along, told_reconnections
-from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.ray_clusters import check_cluster
-from fednas_flwr.deploy.ray_grid import ray_grid
+from fednas_flwr.deploy.grids import InProcessGrid, check_cluster, ray_grid
 from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.report.html_report import write_report

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fednas_flwr.base.files import replacing
-from fednas_flwr.data.schema import CATEGORY, Column, Inputs, feature_names
+from fednas_flwr.data.records import CATEGORY, Column, Inputs, feature_names
 from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, THRESHOLD, Model
 
 ONNX_FILE = "model.onnx"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,6 @@ class Metrics:
         """Loss and accuracy by name, as clients send them."""
         return {"loss": self.loss, "accuracy": self.accuracy}
 
-    def as_json(self) -> dict[str, float | None]:
-        """Return all of them by name."""
-        return asdict(self)
-
 
 def accuracies_of_parts(
     network: SkipNetwork, split: Split, device: torch.device, *, objective: Objective
@@ -80,8 +76,7 @@ def accuracies_of_parts(
         objective: Gives the hits.
     """
     skip = network.skip
-    if skip is None:
-        raise ValueError("the network has no skip")
+    assert skip is not None
     alone = nn.Sequential(nn.Flatten(), skip)
     network.skip = None
     try:
@@ -112,8 +107,8 @@ def evaluate(
     Raises:
         ValueError: The split is empty.
     """
-    logits, labels = predicted(network, split, device)
-    return measured(logits, labels, objective=objective, with_scores=with_scores)
+    outputs = predicted(network, split, device)
+    return measured(*outputs, objective=objective, with_scores=with_scores)
 
 
 def measured(
@@ -204,32 +199,29 @@ def pooled_baselines(
     models = {"linear": LogisticRegression(max_iter=1000)}
     if test.features.dim() == 2:
         models["trees"] = HistGradientBoostingClassifier(random_state=0)
-    found = {}
+    results = {}
 
     def fitted(model: Any, y: Tensor, num_classes: int) -> Tensor:
-        """Return test logits [N, classes] of a model that is fitted to classes."""
+        """Test logits [N, classes] of a fitted model; it predicts a class that all records have."""
+        logits = torch.full((len(y_test), num_classes), UNSEEN, dtype=torch.float64)
+        if len(classes := torch.unique(y)) == 1:
+            logits[:, classes] = -UNSEEN
+            return logits
         model.fit(x.numpy(), y.numpy())
         decisions = torch.from_numpy(model.decision_function(x_test.numpy())).double()
         if decisions.dim() == 1:  # of two classes those of the second
             decisions = torch.stack([torch.zeros_like(decisions), decisions], 1)
-        logits = torch.full((len(y_test), num_classes), UNSEEN, dtype=torch.float64)
-        logits[:, torch.from_numpy(model.classes_)] = decisions
+        logits[:, classes] = decisions
         return logits
-
-    def of_label(model: Any, y: Tensor) -> Tensor:
-        """Return test logits [N] of one label; a label that all or none have is predicted so."""
-        if bool((y == y[0]).all()):
-            return torch.full((len(y_test),), UNSEEN if not y.any() else -UNSEEN).double()
-        return fitted(model, y, 2)[:, 1]
 
     for name, model in models.items():
         if objective.multi_label:  # a model per label
-            logits = torch.stack([of_label(model, y[:, c]) for c in range(num_classes)], 1)
+            logits = torch.stack([fitted(model, y[:, c], 2)[:, 1] for c in range(num_classes)], 1)
         else:
             logits = fitted(model, y, num_classes)
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
-        found[name] = {"accuracy": accuracy, **objective.scores(logits, y_test)}
-    return found
+        results[name] = {"accuracy": accuracy, **objective.scores(logits, y_test)}
+    return results
 
 
 def histogram(probabilities_N: Tensor, positive_N: Tensor) -> list[list[int]]:
@@ -286,12 +278,12 @@ def shares_at(counts: Sequence[Sequence[int]], threshold: float) -> dict[str, fl
     """Return :func:`at_threshold` of a :func:`histogram`; what is of no record is left out."""
     negatives, positives = counts
     first = round(threshold * BINS)
-    found = {}
+    shares = {}
     if sum(positives):
-        found["sensitivity"] = sum(positives[first:]) / sum(positives)
+        shares["sensitivity"] = sum(positives[first:]) / sum(positives)
     if sum(negatives):
-        found["specificity"] = sum(negatives[:first]) / sum(negatives)
-    return found
+        shares["specificity"] = sum(negatives[:first]) / sum(negatives)
+    return shares
 
 
 def calibration(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, Any]:
@@ -344,13 +336,6 @@ def per_class(
     ]
 
 
-def confusion(predicted_N: Tensor, labels_N: Tensor, *, num_classes: int) -> list[list[int]]:
-    """Return ``[C][C]``: records by true class and, within it, by predicted class."""
-    cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
-    counts: list[list[int]] = cells.view(num_classes, num_classes).tolist()
-    return counts
-
-
 def intervals(
     measure: Callable[[Tensor], Mapping[str, Tensor]], num_records: int, *, seed: int
 ) -> dict[str, list[float]]:
@@ -386,17 +371,17 @@ def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
     Raises:
         ConfigError: One fails, or gives no finite number.
     """
-    found = {}
+    results = {}
     for name, score in OWN_SCORES.items():
         try:
-            found[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
+            results[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
+            if not math.isfinite(results[name]):
+                raise ValueError(f"it gives {results[name]}")
         except Exception as error:
             raise ConfigError(
                 f"the score {name} of your own fails ({error}): correct it."
             ) from error
-        if not math.isfinite(found[name]):
-            raise ConfigError(f"the score {name} of your own gives {found[name]}: correct it.")
-    return found
+    return results
 
 
 def detailed(
@@ -423,19 +408,19 @@ def detailed(
     is_positive_N = None if positive is None else objective.members(labels_N, positive)
 
     def measure(weights_RN: Tensor) -> dict[str, Tensor]:
-        found = {"accuracy": weights_RN @ hit_N / weights_RN.sum(1)}
-        found |= objective.weighted_scores(logits_NC, labels_N, weights_RN)
+        numbers = {"accuracy": weights_RN @ hit_N / weights_RN.sum(1)}
+        numbers |= objective.weighted_scores(logits_NC, labels_N, weights_RN)
         if is_positive_N is not None and threshold is not None:
             shares_N = probabilities_NC[:, positive]
-            found |= at_threshold(shares_N, is_positive_N, threshold, weights_RN)
-        return found
+            numbers |= at_threshold(shares_N, is_positive_N, threshold, weights_RN)
+        return numbers
 
     if objective.multi_label:  # each label of each record is a prediction of its own
         sure_NC = torch.stack([1 - probabilities_NC, probabilities_NC], dim=2)
         calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())
     else:
         calibrated = calibration(probabilities_NC, labels_N)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,
         "intervals": intervals(measure, len(labels_N), seed=seed),
@@ -445,7 +430,8 @@ def detailed(
     }
     if not objective.multi_label:
         predicted_N = objective.predictions(logits_NC)
-        found["confusion"] = confusion(predicted_N, labels_N, num_classes=num_classes)
-    own = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
-    named = {name: float(own[name]) for name in ("sensitivity", "specificity") if name in own}
-    return found | {name: value for name, value in named.items() if math.isfinite(value)}
+        cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
+        results["confusion"] = cells.view(num_classes, num_classes).tolist()  # by true class first
+    whole = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
+    named = {name: float(whole[name]) for name in ("sensitivity", "specificity") if name in whole}
+    return results | {name: value for name, value in named.items() if math.isfinite(value)}

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.data.raw import Label, names_of, read_raw
+from fednas_flwr.data.records import Inputs, normalised
 from fednas_flwr.data.scattering import Scattering
-from fednas_flwr.data.schema import Inputs, normalised
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 
 MODEL_FILE = "model.safetensors"
@@ -88,17 +88,14 @@ class Predictions:
         """
         import pandas as pd
 
-        told = "labels" if self.multi_label else "label"
-        columns: dict[str, Any] = {"record": self.names, told: self.labels}
+        columns: dict[str, Any] = {"labels" if self.multi_label else "label": self.labels}
         if self.truth is not None:
             columns["truth"] = self.truth
-        for name in [name for name in (told, "truth") if self.multi_label and name in columns]:
-            columns[name] = [";".join(own) for own in columns[name]]
-        shares = {
-            f"probability of {n}": p
-            for n, p in zip(self.class_names, self.probabilities.T, strict=True)
-        }
-        return pd.DataFrame({**columns, **shares})
+        if self.multi_label:
+            columns = {n: [";".join(labels) for labels in of] for n, of in columns.items()}
+        shares = zip(self.class_names, self.probabilities.T, strict=True)
+        probabilities = {f"probability of {name}": share for name, share in shares}
+        return pd.DataFrame({"record": self.names, **columns, **probabilities})
 
 
 class Model(nn.Module):
@@ -145,7 +142,7 @@ class Model(nn.Module):
 
         Args:
             x: uint8 ``[N, C, H, W]`` from 0 to 255 or float from 0 to 1; of a table float32
-                ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.schema.feature_names`.
+                ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.records.feature_names`.
         """
         return Objective(multi_label=self.inputs.multi_label).probabilities(self.logits(x))
 
@@ -176,14 +173,14 @@ class Model(nn.Module):
         raw = read_raw(data, self.inputs)
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
-        found: list[Tensor] = [torch.zeros(0, len(self.class_names))]
+        outputs: list[Tensor] = [torch.zeros(0, len(self.class_names))]
         done = 0
         for x in raw.batches(batch_size):
-            found.append(self(x.to(device)).float().cpu())
+            outputs.append(self(x.to(device)).float().cpu())
             done += len(x)
             if progress is not None:
                 progress(done, len(raw))
-        probabilities = torch.cat(found).numpy()
+        probabilities = torch.cat(outputs).numpy()
         truth = None if raw.labels is None else tuple(raw.labels)
         names, several = tuple(raw.names), self.inputs.multi_label
         for note in raw.notes:

@@ -17,9 +17,8 @@ import torch
 
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.models.networks import described_space, load_description
-from fednas_flwr.pipeline.buildable import pools_records
+from fednas_flwr.models.networks import FIXED_NETWORKS, described_space, load_description
+from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.schedule import paying
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, read_run
@@ -34,10 +33,10 @@ from fednas_flwr.settings import (
 )
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import BATCH, LINEAR
-from fednas_flwr.settings.network_settings import CellSpace, Retrain
 from fednas_flwr.settings.optimizers import RESNETS, Configuration
 from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
+from fednas_flwr.settings.run_settings import CellSpace, Retrain
 from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.genotype import save_genotype
 

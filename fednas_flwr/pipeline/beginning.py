@@ -1,34 +1,38 @@
-"""The beginning of a run: its clients connect, and private ones commit to their schedules."""
+"""What the stages of a run share, and its beginning: clients connect, private ones commit."""
 
 from __future__ import annotations
 
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flwr.serverapp import Grid
 
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import simulated_properties
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.data.summary import found, summarised
+from fednas_flwr.data.summary import reading_notes, summarised
 from fednas_flwr.pipeline import pooled_statistics, schedule
 from fednas_flwr.pipeline.feasible import given_table
-from fednas_flwr.pipeline.run_stages import Run, make_checkpoints
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Commit
-from fednas_flwr.runs.events import Event, EventLog, clients_of
+from fednas_flwr.protocol.states import Packed
+from fednas_flwr.report.lookup import CellTable
+from fednas_flwr.runs.checkpoints import CheckpointFolder
+from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.runs.run_folder import PARTITION_FILE
 from fednas_flwr.server.cohort import Cohort, Emit, QuorumError, ignore_events
 from fednas_flwr.server.exchange import Exchange
@@ -66,14 +70,14 @@ def begin(
         earlier: Events of the run that goes on; empty of a new one.
     """
     limit, folder = config.runtime.time_limit, Path(str(config.run_dir))
-    ends_at = None if limit is None else time.monotonic() + seconds("time_limit", limit)
+    ends_at = None if limit is None else time.monotonic() + seconds(limit)
     table = given_table(config)
     name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     cohort = make_cohort(config, run=name, emit=log.emit)
     prepared = _connect(config, grid, cohort, folder)
     for event in earlier:
         if event.get("expelled"):
-            cohort.expel(event["client"], event["reason"])
+            cohort.dismiss(event["client"], event["reason"], expelled=True)
     private = isinstance(config.privacy, DifferentialPrivacy)
     statistics = pooled_statistics.known_statistics(earlier)
     if prepared.uses_own_statistics and not private:
@@ -124,7 +128,7 @@ def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping
     told = {client: known.get("splits", {}) for client, known in cohort.properties.items()}
     begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
     if begun:
-        told = dict(zip(clients_of(begun[0]), begun[0]["splits"], strict=True))
+        told = dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
     return [told.get(client, {}) for client in range(cohort.num_clients)]
 
 
@@ -147,7 +151,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     private = isinstance(config.privacy, DifferentialPrivacy)
-    if len(prepared.train) and not private and (lines := found(prepared)):
+    if len(prepared.train) and not private and (lines := reading_notes(prepared)):
         log.emit("data", found=lines)
 
 
@@ -381,3 +385,54 @@ def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Coho
         secure_sum=config.secure_sum is not None,
         emit=emit,
     )
+
+
+class OutOfTimeError(RuntimeError):
+    """The search has reached the run's time limit; its checkpoint is there."""
+
+
+def make_checkpoints(folder: Path, log: EventLog) -> CheckpointFolder:
+    """The checkpoints of a run folder, whose warnings are events."""
+    return CheckpointFolder(
+        folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
+    )
+
+
+@dataclass
+class Run:
+    """State that the stages share."""
+
+    config: Config
+    folder: Path
+    grid: Grid
+    log: EventLog
+    cohort: Cohort
+    checkpoints: CheckpointFolder
+    prepared: Prepared
+    schedule: Schedule  # of a private run's releases
+    circumstances: dict[str, Any]  # versions and machine
+    table: CellTable | None = None  # by which the search is told
+    ends_at: float | None = None  # of time.monotonic(), by time_limit
+    inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
+
+    def start(self, strategy: RoundStrategy[Any], rounds: int) -> None:
+        """Run the rounds of a stage; rounds that time does not allow are named in an event."""
+        stage = strategy.stage
+        with self.stage(stage, rounds):
+            strategy.ends_at = self.ends_at
+            strategy.start(self.grid, num_rounds=rounds)
+        if (done := strategy.rounds_done) < rounds:
+            self.log.emit("out_of_time", stage=stage, round=done, rounds=rounds)
+            self.log.emit(
+                "warning",
+                message=f"runtime.time_limit={self.config.runtime.time_limit}: the {stage} has "
+                f"ended after round {done} of {rounds}; resume=<run folder> goes on",
+            )
+
+    @contextmanager
+    def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
+        """Emit that a stage begins, and that it has finished unless it fails."""
+        started = time.monotonic()
+        self.log.emit("stage_started", stage=name, rounds=rounds)
+        yield
+        self.log.emit("stage_finished", stage=name, seconds=time.monotonic() - started)

@@ -23,20 +23,20 @@ from torch import Tensor
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware, group_name
 from fednas_flwr.algorithms.fdnas.strategy import FDNAS
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import dump_yaml, load_json
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run, make_checkpoints
+from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, make_checkpoints
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
-from fednas_flwr.runs.events import Event, EventLog, read_events
+from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GROUPS_FILE
 from fednas_flwr.server.cohort import CONNECT, QuorumError
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config
-from fednas_flwr.spaces.space_costs import check_hardware
+from fednas_flwr.spaces.costs import check_hardware
 
 Groups = dict[str, list[int]]
 _FAILURE = ("action", "client", "expelled", "reason", "round", "stage")
@@ -74,8 +74,7 @@ def run_groups(
     if algorithm.group_by != "alphas":
         groups = _by_name(run)
         for name in algorithm.group_hardware:
-            if name not in groups:
-                raise unknown_choice("algorithm.group_hardware", name, groups)
+            check_choice("algorithm.group_hardware", name, groups)
     check_hardware(all_hardware(algorithm), supernet_space(run.config, run.prepared))
     if algorithm.inherit:
         of_all = replace(run, config=replace(run.config, algorithm=algorithm.search))
@@ -208,11 +207,9 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
 
 def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
     """Record in a group's own events the guarantee of privacy, which is of the whole run."""
-    events = read_events(run.folder / EVENTS_FILE)
-    promised = [event for event in events if event["event"] == "privacy"]
-    if promised:
-        fields = {k: v for k, v in promised[-1].items() if k not in ("event", "time", "elapsed")}
-        own = [told for told in fields["clients"] if told["client"] in clients]
+    if promised := read_run(run.folder).privacy:
+        fields = {k: v for k, v in promised.items() if k not in ("event", "time", "elapsed")}
+        own = [promise for promise in fields["clients"] if promise["client"] in clients]
         part.log.emit("privacy", **{**fields, "clients": own})
 
 

@@ -16,9 +16,9 @@ import torch
 
 from fednas_flwr.data import statistics as stats
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.schema import feature_names
+from fednas_flwr.data.records import feature_names
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.protocol.requests import Site, TellStatistics
+from fednas_flwr.protocol.requests import TellStatistics
 from fednas_flwr.protocol.states import Layout, unpack
 from fednas_flwr.runs.events import Event, EventLog, read_events
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
@@ -74,7 +74,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             reason = (
                 f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
             )
-            cohort.expel(client, reason, CONNECT)
+            cohort.dismiss(client, reason, CONNECT, expelled=True)
         else:
             parties[client] = moments
     if len(parties) < cohort.quorum:
@@ -125,7 +125,7 @@ def noised_statistics(
             planned.action,
             stage=STATISTICS,
             server_round=1,
-            settings=TellStatistics(site=Site(data_set)),
+            settings=TellStatistics(data_set=data_set),
             layouts={STATISTICS: layout},
             releases=schedule,
             participants=None if sampling is None else sampling.participants(STATISTICS, 1),

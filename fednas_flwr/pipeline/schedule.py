@@ -17,7 +17,6 @@ from dataclasses import replace
 from statistics import median_low
 from typing import Any
 
-from fednas_flwr.algorithms.fdnas import whole_search
 from fednas_flwr.algorithms.stage_strategies import releases_by_round
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy import plan
@@ -25,7 +24,7 @@ from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.server.client_sampling import Sampling
+from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import LEAST_CALIBRATED
@@ -36,13 +35,6 @@ GIVEN = ("metrics", STATISTICS)  # whose noise is never calibrated
 Records = Sequence[Mapping[str, int]]  # each client's declared number of records, by split
 Schedule = list[PlannedRelease]
 Turns = Mapping[str, Sequence[int]]  # by stage, the rounds in which a client may be asked
-
-
-def make_schedule(
-    config: Config, records: Records, *, done: Mapping[str, int], spare: bool = False
-) -> Schedule:
-    """Every kind of release of a client that is asked in every round: :func:`make_schedules`."""
-    return make_schedules(config, records, done=done, spare=spare)[0]
 
 
 def make_schedules(
@@ -262,6 +254,7 @@ def _calibrated(
         records: Each client's declared number of records by split.
     """
     own = [release for release in planned if release.noise_name == name]
+    steps = sum(release.steps for release in own)
     given: float | None = getattr(privacy, name).epsilon
     needed = 0.0
     for split in sorted({split for release in own for split in release.splits}):
@@ -286,12 +279,13 @@ def _calibrated(
                     "privacy.fewest_records or the noise multipliers, or take fewer rounds."
                 )
             try:
-                needed = max(needed, _least_noise(privacy, target, own, before, declared))
+                least = _least_noise(privacy, target, own[0].rate(declared), steps, before)
+                needed = max(needed, least)
             except ValueError as error:
                 key = "privacy.epsilon" if given is None else f"privacy.{name}.epsilon"
                 raise ConfigError(
                     f"{key}={given or privacy.own_epsilon:g}: no noise keeps {name} to the "
-                    f"{target:.3g} that it has for {sum(release.steps for release in own)} steps "
+                    f"{target:.3g} that it has for {steps} steps "
                     f"at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."
                 ) from error
     return needed
@@ -300,11 +294,11 @@ def _calibrated(
 def _least_noise(
     privacy: DifferentialPrivacy,
     target: float,
-    own: Sequence[PlannedRelease],
-    others: Sequence[Release],
-    declared: Mapping[str, int],
+    rate: float,
+    steps: int,
+    others: Sequence[Release] = (),
 ) -> float:
-    """The least noise multiplier of some releases with which one client keeps a target epsilon.
+    """The least noise multiplier of some steps with which one client keeps a target epsilon.
 
     Raises:
         ValueError: None is enough.
@@ -312,8 +306,8 @@ def _least_noise(
     return calibrate_noise(
         target_epsilon=target,
         delta=privacy.delta,
-        sample_rate=own[0].rate(declared),
-        steps=sum(release.steps for release in own),
+        sample_rate=rate,
+        steps=steps,
         others=others,
         accountant=filter_epsilon,
     )
@@ -340,7 +334,8 @@ def _cure(
         for declared in _unlike(records):
             known = [p.release(declared) for p in others if p.noise_name not in later]
             with suppress(ValueError):  # of others that cost too much alone, whose turn comes next
-                needed = max(needed, _least_noise(privacy, target, mine, known, declared))
+                steps, rate = sum(release.steps for release in mine), mine[0].rate(declared)
+                needed = max(needed, _least_noise(privacy, target, rate, steps, known))
     if not needed:
         return "raise it"
     unit = 10 ** (math.floor(math.log10(needed)) - 2)  # of three digits, no less
@@ -373,14 +368,7 @@ def _metrics_noise(privacy: DifferentialPrivacy, planned: Schedule) -> float | N
     if given is None or not steps:
         return given
     with suppress(ValueError):
-        least = calibrate_noise(
-            target_epsilon=privacy.own_epsilon,
-            delta=privacy.delta,
-            sample_rate=1.0,
-            steps=max(steps.values()),
-            accountant=filter_epsilon,
-        )
-        return max(given, least)
+        return max(given, _least_noise(privacy, privacy.own_epsilon, 1.0, max(steps.values())))
     return None
 
 
@@ -393,7 +381,9 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     """The releases of each round for a client that takes part in it, by stage."""
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    config = whole_search(config)  # whose clients commit to their groups' rounds, too
+    config = config.algorithm.whole_search(
+        config
+    )  # whose clients commit to their groups' rounds, too
     rounds: dict[str, list[list[PlannedRelease]]] = {}
     if privacy.statistics_noise_multiplier is not None:
         rounds[STATISTICS] = [[plan.statistics_release()]]

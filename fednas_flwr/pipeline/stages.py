@@ -23,9 +23,8 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
-from fednas_flwr.algorithms.private_rounds import site_of
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.making import make_objective
@@ -39,19 +38,17 @@ from fednas_flwr.models.metrics import (
     shares_at,
 )
 from fednas_flwr.models.prediction import MODEL_FILE, Model
-from fednas_flwr.pipeline.beginning import begin
-from fednas_flwr.pipeline.buildable import pools_records
+from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
+from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.groups import run_groups
-from fednas_flwr.pipeline.latency import cost_of, with_latency
-from fednas_flwr.pipeline.learning_rates import with_learning_rate
-from fednas_flwr.pipeline.run_stages import OutOfTimeError, Run
+from fednas_flwr.pipeline.later_settings import cost_of, with_latency, with_learning_rate
 from fednas_flwr.protocol import requests as rq
-from fednas_flwr.protocol.signed_model import SIGNING_KEY, sign_model
+from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.events import EventLog, read_events
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
@@ -153,7 +150,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
 
 def _look_up(run: Run, table: CellTable) -> None:
     """Emit the percentiles of the cells that were best in the rounds."""
-    events = read_events(run.folder / EVENTS_FILE)
+    events = read_run(run.folder).events
     snapshots = [event for event in events if event["event"] in ("alphas", "rewarded", "best")]
     percentiles = percentiles_by_round(table, snapshots)
     run.log.emit("looked_up", cells=len(table.percentiles), percentiles=sorted(percentiles.items()))
@@ -233,20 +230,23 @@ def _evaluate(
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             logits, labels = metrics.predicted(network.to(device), test, device)
             scores = metrics.measured(logits, labels, objective=objective, with_scores=True)
-            central = scores.as_json() | detailed(
+            central = asdict(scores) | detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
             if isinstance(network, SkipNetwork) and network.skip is not None:
                 central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
-        site = site_of(config)
+        data_set = data_set_of(config)
         results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             noises = [p.noise_multiplier for p in run.schedule if p.stage == "evaluate"]
-            if site is None or noises not in ([], [None]):
+            if data_set is None or noises not in ([], [None]):
                 request = rq.Evaluate(
-                    network=description, split="test", site=site, with_scores=shows_clients
+                    network=description,
+                    split="test",
+                    data_set=data_set,
+                    with_scores=shows_clients,
                 )
                 tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
                 if config.secure_sum:
@@ -256,8 +256,8 @@ def _evaluate(
             if config.evaluation.personalised:
                 last = rq.Personalise(local=_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
-        told = {name: baselines.get(name) for name in ("linear", "trees")}
-        run.log.emit("evaluated", central=central, **told, **results)
+        simpler = {name: baselines.get(name) for name in ("linear", "trees")}
+        run.log.emit("evaluated", central=central, **simpler, **results)
 
 
 def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed]) -> float | None:
@@ -352,16 +352,16 @@ def _hand_over(run: Run) -> None:
             run.log.emit("warning", message=f"the model does not return to the sites: {error}")
             return
         values = torch.from_numpy(np.frombuffer(model, dtype=np.uint8).copy())
-        kept, states = [], {"model": {"uint8": values}}
+        receivers, states = [], {"model": {"uint8": values}}
         exchange = Exchange(
             "query.keep_model", stage="hand over", settings=request, states=states, among=keeping
         )
         try:
             for client, _ in run.cohort.ask(exchange):
-                kept.append(client)
+                receivers.append(client)
         except QuorumError as error:
             run.log.emit("warning", message=f"few sites have the model: {error}")
-        run.log.emit("handed_over", clients=kept, asked=keeping)
+        run.log.emit("handed_over", clients=receivers, asked=keeping)
 
 
 def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
@@ -383,7 +383,7 @@ def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
             f"take {rq.LARGEST_MODEL:,} and {rq.LONGEST_CARD:,}."
         )
     signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
-    return rq.KeepModel(card=card, signature=signature, site=site_of(run.config))
+    return rq.KeepModel(card=card, signature=signature, data_set=data_set_of(run.config))
 
 
 def _report_spending(run: Run) -> None:
@@ -403,12 +403,8 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
     prepared = run.prepared
     if prepared.server_test is None:
         return {}
-    settings, held_out = run.config.dataset, run.config.retrain.evaluate_every > 0
-    key, fractions = settings.split_key.encode(), settings.fractions
-    clients = (
-        make_client_data(prepared, part, key=key, fractions=fractions)
-        for part in make_data(run.config)[1]
-    )
+    division, held_out = run.config.dataset.division, run.config.retrain.evaluate_every > 0
+    clients = (make_client_data(prepared, part, **division) for part in make_data(run.config)[1])
     train = [
         client.train if held_out else concat_splits(client.train, client.validation)
         for client in clients

@@ -25,6 +25,8 @@ class Action:
         of_supernet: True if it is about the supernet, whatever its request says.
         trains: True if it returns the model that it was sent, trained.
         never_private: True if no noise is defined for what it returns.
+        note: What it does, as the template of policies says it.
+        usual: True if that template allows it.
     """
 
     releases: frozenset[str] = frozenset()
@@ -33,6 +35,8 @@ class Action:
     of_supernet: bool = False
     trains: bool = False
     never_private: bool = False
+    note: str = ""
+    usual: bool = True
 
     @property
     def is_public(self) -> bool:
@@ -44,36 +48,54 @@ _MODEL = frozenset({"weights", "alphas", "moments"})
 _TRAIN, _VALIDATION = frozenset({"train_loss", "train_accuracy"}), frozenset({"validation_loss"})
 _MEASURED = frozenset({"loss", "accuracy"})
 METRICS = _TRAIN | _VALIDATION | _MEASURED
+
+
+def _gradients(*states: str, note: str, of_supernet: bool = True, usual: bool = True) -> Action:
+    """Return the action that returns the sums of the gradients of some states."""
+    seen = {"weights": _TRAIN, "alphas": _VALIDATION}
+    metrics = frozenset[str]().union(*(seen[state] for state in states))
+    return Action(frozenset(states), metrics, states, of_supernet, note=note, usual=usual)
+
+
 ACTIONS = {
-    "query.describe": Action(),
-    "query.commit": Action(),
-    "query.latency": Action(),  # of layers on made-up inputs
-    # of a table's columns, in the ranges that the site declares
-    "query.statistics": Action(frozenset({"statistics"})),
-    # the site gets the model; what it measures with it stays there
-    "query.keep_model": Action(),
-    # of a secure sum: what masks hide is noised, if at all, before it is masked
-    "query.sign_survivors": Action(),
-    "query.open_masks": Action(),
-    "train.weight_gradient": Action(
-        frozenset({"weights"}), _TRAIN, gradients_of=("weights",), of_supernet=True
+    "query.describe": Action(note="tells the numbers of this file"),
+    "query.commit": Action(note="keeps a run's schedule of releases"),
+    "query.latency": Action(note="times the layers of a search space on this machine"),
+    "query.statistics": Action(
+        frozenset({"statistics"}), note="noised means and deviations of a table within ranges"
     ),
-    "train.alpha_gradient": Action(
-        frozenset({"alphas"}), _VALIDATION, gradients_of=("alphas",), of_supernet=True
+    # what the site measures with the model stays there
+    "query.keep_model": Action(note="takes the trained model for this site, into state/models"),
+    # what masks hide is noised, if at all, before it is masked
+    "query.sign_survivors": Action(note="of secure sums, see the end of this file"),
+    "query.open_masks": Action(note="of secure sums, too"),
+    "train.weight_gradient": _gradients("weights", note="a step's noised gradient of the weights"),
+    "train.alpha_gradient": _gradients("alphas", note="and of the alphas"),
+    "train.gradients": _gradients(
+        "weights", "alphas", note="of both at once (algorithm.fused=true)", usual=False
     ),
-    "train.gradients": Action(
-        frozenset({"weights", "alphas"}),
-        _TRAIN | _VALIDATION,
-        gradients_of=("weights", "alphas"),
+    "train.network_gradient": _gradients(
+        "weights", note="retraining, one step per message (retrain.exchange)", of_supernet=False
+    ),
+    "train.search": Action(
+        _MODEL, _TRAIN | _VALIDATION, of_supernet=True, trains=True, note="local steps of both"
+    ),
+    "train.candidate": Action(
+        _MODEL - {"alphas"},
+        _TRAIN,
         of_supernet=True,
+        trains=True,
+        note="DPNAS: steps on one network of a supernet",
+        usual=False,
     ),
-    "train.network_gradient": Action(frozenset({"weights"}), _TRAIN, gradients_of=("weights",)),
-    "train.search": Action(_MODEL, _TRAIN | _VALIDATION, of_supernet=True, trains=True),
-    "train.candidate": Action(_MODEL - {"alphas"}, _TRAIN, of_supernet=True, trains=True),
-    "train.probe": Action(frozenset({"rewards"})),
-    "train.weights": Action(_MODEL - {"alphas"}, _TRAIN | _VALIDATION, trains=True),
-    "evaluate.candidates": Action(frozenset({"rewards"}), _VALIDATION),
-    "evaluate.model": Action(_MEASURED, _MEASURED),
+    "train.probe": Action(frozenset({"rewards"}), note="trials of hyper-parameters"),
+    "train.weights": Action(
+        _MODEL - {"alphas"}, _TRAIN | _VALIDATION, trains=True, note="retraining"
+    ),
+    "evaluate.candidates": Action(
+        frozenset({"rewards"}), _VALIDATION, note="DPNAS: their noised accuracies", usual=False
+    ),
+    "evaluate.model": Action(_MEASURED, _MEASURED, note="noised loss and accuracy"),
     "evaluate.personalised": Action(_MEASURED, _MEASURED, never_private=True),
 }
 PRIVATE_ACTIONS = tuple(name for name, action in ACTIONS.items() if not action.never_private)

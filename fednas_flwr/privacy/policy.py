@@ -1,22 +1,22 @@
 """Policy of a site: its YAML file, and the check of every request against it.
 
 The client decides: :func:`load_policy` reads its file, :func:`template` is one to start from. Every
-key but ``account``, ``secure_sum`` and ``largest_noise_multiplier``, which older files lack (it is
-100 there), must be there, so that nothing is allowed by a default that nobody read.
+key but ``account``, ``secure_sum`` and ``largest_noise_multiplier`` (100) must be there, so that
+nothing is allowed by a default that nobody read.
 
-:func:`check_action` and :func:`check_planned`
-refuse a request before any data is read. Nothing here counts what was spent or how many steps a
-run has taken: a request that passes still needs a reservation in the ledger.
+:func:`check_action` and :func:`check_planned` refuse a request before any data is read. Nothing
+here counts what was spent or how many steps a run has taken: a request that passes still needs a
+reservation in the ledger.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import load_yaml
@@ -35,17 +35,23 @@ LEAST_SAMPLE_RATE = 1e-9
 APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 
+class Fractions(TypedDict):
+    """Share of each split."""
+
+    train: Share
+    validation: Share
+    test: Share
+
+
 @dataclass(frozen=True)
-class DataSetPolicy:
+class DataSetPolicy(Checked):
     """Permissions of a site for one data set; :func:`template` explains every attribute.
 
     Attributes:
-        data_set: The id, which only the policy gives.
         account: The budget that is charged; data sets that overlap name the same one.
         unit: What one of is protected: a ``record``, a ``person`` with all records, or the
             ``client``, the site itself with all of its records.
-        largest_noise_multiplier: Above it a release costs next to nothing, however many there are.
-        records: Declared, public number of units by split: the only source of rates and weights.
+        records: Declared, public number of units: the only source of rates and weights.
         fractions: Shares of the splits, which the site fixes for good: a record that were in
             another split in another run would be charged to two budgets, each seeing half.
         threads: torch's threads. They and the size of micro-batches decide how results are
@@ -55,26 +61,68 @@ class DataSetPolicy:
         approve: ``manual``: no run releases anything before a person at the site has approved what
             it has committed to; ``automatic``: the rules of the policy are enough.
         secure_sum: With it the site's replies leave as parts of secure sums only, by these terms.
+        largest_noise_multiplier: Above it a release costs next to nothing, however many there are.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
-    data_set: str
-    account: str
-    epsilon: float
-    delta: float
-    least_noise_multiplier: float
-    largest_grad_norm: float
-    largest_steps: int
-    actions: frozenset[str]
-    unit: names.Unit
-    records: Mapping[str, int]
+    epsilon: Positive
+    delta: Annotated[float, Between(0, 1, above=True, below=True)]
+    least_noise_multiplier: Positive
+    largest_grad_norm: Annotated[float, Between(0, LARGEST_GRAD_NORM, above=True)]
+    largest_steps: Count
+    actions: Annotated[
+        tuple[Annotated[str, OneOf(PRIVATE_ACTIONS)], ...], Length(Between(1, len(ACTIONS)))
+    ]
+    unit: Annotated[names.Unit, OneOf(names.UNITS)]
+    records: Count
     fractions: Mapping[str, float]
-    threads: int
-    micro_batch_size: int
+    threads: Count
+    micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
     secure_noise: bool
     test_seed: bool
-    approve: str
+    approve: Annotated[str, OneOf(APPROVALS)]
+    account: str
     secure_sum: SumTerms | None = None
-    largest_noise_multiplier: float = 100.0
+    largest_noise_multiplier: Positive = 100.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and what holds between keys."""
+        for action in self.actions:
+            if action in ACTIONS and ACTIONS[action].never_private:
+                raise ConfigError(f"actions: {action} cannot be private, leave it out.")
+        super().__post_init__()
+        total = sum(self.fractions.values())
+        whole = math.isclose(total, 1, abs_tol=1e-9)
+        check_range(whole, "fractions", total, "three numbers that sum to 1")
+        least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
+        expected = f"the least, {least:g}, or more"
+        check_range(largest >= least, "largest_noise_multiplier", largest, expected)
+        try:
+            RenyiFilter(epsilon=self.epsilon, delta=self.delta)
+            Release(noise_multiplier=least, sample_rate=1, steps=1)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if self.secure_noise and self.test_seed:
+            raise ConfigError("secure_noise and test_seed exclude one another.")
+        one = self.unit != names.CLIENT or self.records == 1
+        check_range(one, "records", self.records, "1 with unit: client, the site itself")
+        some = self.unit == names.CLIENT or self.by_split["train"] > 0
+        check_range(some, "records", self.records, "so many that the train split has one or more")
+
+    @property
+    def by_split(self) -> dict[str, int]:
+        """Declared number of each split, rounded down; a client is in all that it has."""
+        shares = {split: self.fractions[split] for split in names.SPLITS}
+        if self.unit == names.CLIENT:
+            return {split: int(share > 0) for split, share in shares.items()}
+        return {split: math.floor(self.records * s + 1e-9) for split, s in shares.items()}
+
+    @property
+    def budget(self) -> dict[str, float]:
+        """The budget over the whole life of the data."""
+        return {"epsilon": self.epsilon, "delta": self.delta}
 
     @property
     def needs_approval(self) -> bool:
@@ -129,11 +177,11 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
         ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
     """
     splits = planned.splits
-    if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(allowed.records):
+    if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(allowed.by_split):
         raise refused(
             "splits", "splits", list(splits), f"different ones of {', '.join(names.SPLITS)}"
         )
-    if planned.num_records(allowed.records) == 0:
+    if planned.num_records(allowed.by_split) == 0:
         raise ConfigError(
             f"refused by the policy, rule records: {' + '.join(splits)} has no declared record."
         )
@@ -149,7 +197,7 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
     if planned.shared and (allowed.secure_sum is None or not one_sum):
         limit = "False: noise is shared in secure sums of one gradient, or of clients' updates"
         raise refused("secure_sum", f"shared noise of {planned.action}", True, limit)
-    sigma, rate = planned.noise_multiplier, planned.rate(allowed.records)
+    sigma, rate = planned.noise_multiplier, planned.rate(allowed.by_split)
     norm, most = planned.max_grad_norm, names.LARGEST_NOISE_MULTIPLIER
     lowest, largest = allowed.least_noise_multiplier, allowed.largest_noise_multiplier
     for rule, term, value, low, high in (
@@ -161,7 +209,7 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
     ):
         if value is None or not low <= value <= high:  # NaN is in no range
             raise refused(rule, term, value, f"{low} to {high}")
-    records = sum(allowed.records.values())
+    records = sum(allowed.by_split.values())
     low, high = noise_range(num_values=num_values, num_records=records)
     if sigma is None or not low <= sigma <= high:
         limit = f"{low:.3g} to {high:.3g} for {num_values} values over {records} declared records"
@@ -178,9 +226,6 @@ def _data_set(policy: Policy, data_set: str) -> DataSetPolicy:
     if data_set not in policy.data_sets:
         raise refused("data_sets", "data set", data_set, "an id that this site's policy gives")
     return policy.data_sets[data_set]
-
-
-LARGEST_BY_DEFAULT = 100.0  # noise multiplier
 
 
 def load_policy(path: Path) -> Policy:
@@ -219,13 +264,13 @@ def parse_policy(text: str, *, origin: str = "policy") -> Policy:
         _name(name, f"{origin}: data_sets"): _parse_section(name, section, origin)
         for name, section in document["data_sets"].items()
     }
-    budgets: dict[str, DataSetPolicy] = {}
-    for allowed in data_sets.values():
-        other = budgets.setdefault(allowed.account, allowed)
+    budgets: dict[str, tuple[str, DataSetPolicy]] = {}
+    for name, allowed in data_sets.items():
+        first, other = budgets.setdefault(allowed.account, (name, allowed))
         if (other.epsilon, other.delta) != (allowed.epsilon, allowed.delta):
             raise ConfigError(
-                f"{origin}: data sets {other.data_set} and {allowed.data_set} share the account "
-                f"{allowed.account} and must have the same epsilon and delta."
+                f"{origin}: data sets {first} and {name} share the account {allowed.account} and "
+                "must have the same epsilon and delta."
             )
     return Policy(data_sets)
 
@@ -237,95 +282,18 @@ class _File(Checked):
     data_sets: Annotated[dict[str, Any], Length(Between(1, 1000))]
 
 
-@dataclass(frozen=True)
-class _Fractions(Checked):
-    """Share of each split."""
-
-    train: Share
-    validation: Share
-    test: Share
-
-    def __post_init__(self) -> None:
-        """Check that they are all of it."""
-        super().__post_init__()
-        total = self.train + self.validation + self.test
-        whole = math.isclose(total, 1, abs_tol=1e-9)
-        check_range(whole, "train + validation + test", total, "three numbers that sum to 1")
-
-
-@dataclass(frozen=True)
-class _Section(Checked):
-    """One data set, as the file has it; :class:`DataSetPolicy` says what each key means."""
-
-    epsilon: Positive
-    delta: Annotated[float, Between(0, 1, above=True, below=True)]
-    least_noise_multiplier: Positive
-    largest_noise_multiplier: Positive
-    largest_grad_norm: Annotated[float, Between(0, LARGEST_GRAD_NORM, above=True)]
-    largest_steps: Count
-    actions: Annotated[
-        tuple[Annotated[str, OneOf(PRIVATE_ACTIONS)], ...], Length(Between(1, len(ACTIONS)))
-    ]
-    unit: Annotated[str, OneOf(names.UNITS)]
-    records: Count
-    fractions: _Fractions
-    threads: Count
-    micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
-    secure_noise: bool
-    test_seed: bool
-    approve: Annotated[str, OneOf(APPROVALS)]
-    account: str
-    secure_sum: SumTerms | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges, and what holds between keys."""
-        for action in self.actions:
-            if action in ACTIONS and ACTIONS[action].never_private:
-                raise ConfigError(f"actions: {action} cannot be private, leave it out.")
-        super().__post_init__()
-        least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
-        expected = f"the least, {least:g}, or more"
-        check_range(largest >= least, "largest_noise_multiplier", largest, expected)
-        try:
-            RenyiFilter(epsilon=self.epsilon, delta=self.delta)
-            Release(noise_multiplier=least, sample_rate=1, steps=1)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        if self.secure_noise and self.test_seed:
-            raise ConfigError("secure_noise and test_seed exclude one another.")
-        one = self.unit != names.CLIENT or self.records == 1
-        check_range(one, "records", self.records, "1 with unit: client, the site itself")
-        some = self.unit == names.CLIENT or self.numbers["train"] > 0
-        check_range(some, "records", self.records, "so many that the train split has one or more")
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """Declared number of each split, rounded down; a client is in all that it has."""
-        shares = asdict(self.fractions)
-        if self.unit == names.CLIENT:
-            return {split: int(share > 0) for split, share in shares.items()}
-        return {split: math.floor(self.records * s + 1e-9) for split, s in shares.items()}
-
-
 def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
     """The policy of one data set."""
     where = f"{origin}: data_sets.{show(name)}"
-    if isinstance(section, dict):  # what older files lack
-        least = section.get("least_noise_multiplier")
-        largest = max(LARGEST_BY_DEFAULT, least if isinstance(least, int | float) else 0)
-        section = {"account": name, "largest_noise_multiplier": largest, **section}
+    if isinstance(section, dict):
+        section = {"account": name, **section}
     try:
-        read: _Section = parse(_Section, section, key="", defaults=True)
+        hints = {"unit": str, "fractions": Fractions}
+        allowed: DataSetPolicy = parse(DataSetPolicy, section, key="", hints=hints, defaults=True)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    values = {field.name: getattr(read, field.name) for field in fields(read)}
-    values |= {
-        "actions": frozenset(read.actions),
-        "records": read.numbers,
-        "fractions": asdict(read.fractions),
-        "account": _name(read.account, f"{where}.account"),
-    }
-    return DataSetPolicy(data_set=name, **values)
+    _name(allowed.account, f"{where}.account")
+    return allowed
 
 
 def _name(value: object, where: str) -> str:
@@ -336,10 +304,15 @@ def _name(value: object, where: str) -> str:
 
 
 def template() -> str:
-    """Return a policy to start from, with comments.
+    """Return a policy to start from, with comments, and a line for each private action.
 
     Example:
         >>> parse_policy(template()).data_sets["my-data"].epsilon
         3.0
     """
-    return (files("fednas_flwr.privacy") / "policy.yaml").read_text(encoding="utf-8")
+    text = (files("fednas_flwr.privacy") / "policy.yaml").read_text(encoding="utf-8")
+    lines = []
+    for name in PRIVATE_ACTIONS:
+        item = f"      {'' if ACTIONS[name].usual else '# '}- {name}"
+        lines.append(f"{item:<35} # {ACTIONS[name].note}\n")
+    return text.replace("      # ACTIONS\n", "".join(lines))

@@ -2,6 +2,21 @@
 
 A message carries one ConfigRecord (a JSON header), one ArrayRecord per state with one vector per
 dtype, and, in a reply, one MetricRecord. Nothing is pickled: vectors travel in the npy format.
+
+**Tensors that travel as float16 or int8** instead of float32 (``runtime.wire``). A client rounds
+what it sends at random, such that its expectation is what it would have sent (stochastic rounding,
+as in QSGD: Alistarh et al., 2017, arXiv 1610.02132, section 3.1). Of a model that was trained from
+the one it was sent, the difference to that is rounded, which is far smaller. Noised releases are
+rounded after the noise, so that privacy is that of the release. Clients keep nothing between
+rounds, and so no error to make up for: their rounding is unbiased instead.
+
+The weights that a server sends to be trained are rounded to the nearest value. It keeps them
+exactly, and adds to these the differences to what was sent, so that its rounding does not add up.
+Whatever is measured is the exact model.
+
+Each block of 256 values has a scale of its own, its largest magnitude. Shorter vectors, such as
+alphas and rewards, and those of other dtypes travel as they are: :func:`round_reply` and
+:func:`restore`, :func:`round_sent` and :func:`restore_sent`.
 """
 
 from __future__ import annotations
@@ -9,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,12 +34,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from torch import Tensor
+from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.data.statistics import Statistics
+from fednas_flwr.privacy.actions import ACTIONS, SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import Settings, decode
-from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, Tensors, pack
 from fednas_flwr.protocol.sum_requests import (
     HEADER,
@@ -31,20 +50,24 @@ from fednas_flwr.protocol.sum_requests import (
     METRICS,
     NUM_EXAMPLES,
     Asked,
-    Json,
+    RequestValues,
     Summed,
     encode_values,
     read_json,
+    read_values,
     record,
+    refusing_malformed,
 )
 from fednas_flwr.protocol.sum_requests import Header as Header
 from fednas_flwr.settings.parser import parse
 
 STATE_PREFIX = "state."
-MAYBE = {"statistics", "summed"}  # in a request, beside its header and settings
 LONGEST_HEADER = 2**22  # characters of JSON in a reply; parsed it takes ten times as much
 MOST_METRICS = 64  # in a reply, and characters of each name
 BUDGET_SPENT = 1001  # error code of a client that leaves the run: Flower's own are below 1000
+BLOCK = 256
+SCALES = "scales:float32"  # keys of the vectors that stand for a float32 vector: <what>:<dtype>
+LARGEST = {"float16": 1.0, "int8": 127.0}  # magnitude of a rounded value
 
 with warnings.catch_warnings():  # torch warns once per process: messages can only be read
     warnings.simplefilter("ignore")
@@ -74,6 +97,12 @@ class Request(Asked):
         return self.planned or {}
 
     @property
+    def network(self) -> Mapping[str, Any]:
+        """Description of its network, by default that of the supernet."""
+        described = self.settings.described
+        return {"name": SUPERNET} if described is None else described
+
+    @property
     def network_states(self) -> dict[str, Packed]:
         """The states that its network is to have: all but those beside it."""
         beside = (MOMENTS, "previous_weights")
@@ -95,12 +124,12 @@ class Request(Asked):
         statistics = {} if self.statistics is None else vars(self.statistics)
         asked = [self.action, asdict(self.settings), ranges, statistics]
         text = json.dumps(asked, sort_keys=True)
-        found = hashlib.sha256(text.encode())
+        hashed = hashlib.sha256(text.encode())
         for name in sorted(self.states):
             for dtype, vector in sorted(self.states[name].items()):
-                found.update(json.dumps([name, dtype, vector.numel()]).encode())
-                found.update(vector.numpy().data)
-        return found.hexdigest()
+                hashed.update(json.dumps([name, dtype, vector.numel()]).encode())
+                hashed.update(vector.numpy().data)
+        return hashed.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -169,12 +198,9 @@ def encode_request(
     summed: Summed | None = None,
 ) -> RecordDict:
     """Return the content of a request; ``states`` comes from :func:`encode_states`."""
-    values: dict[str, Json] = {"header": vars(header), "settings": asdict(settings)}
-    if statistics is not None:
-        values["statistics"] = vars(statistics)
-    if summed is not None:
-        values["summed"] = vars(summed)
-    return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(values)}), **states})
+    standardised = None if statistics is None else asdict(statistics)
+    values = RequestValues(header, asdict(settings), standardised, summed)
+    return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(asdict(values))}), **states})
 
 
 def decode_request(action: str, content: RecordDict) -> Request:
@@ -184,24 +210,13 @@ def decode_request(action: str, content: RecordDict) -> Request:
         ConfigError: It is not one, see :func:`~fednas_flwr.protocol.requests.decode`, or not of the
             form that :func:`encode_request` writes.
     """
-    try:
-        text = read_json(content)
-        json.dumps(text, ensure_ascii=False).encode()  # else no sentence about it could be sent
+    values, statistics = read_values(content), None
+    with refusing_malformed():
         states = _decode_states(content)
-    except Exception as error:  # whatever a server can send, as in decode_reply
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise ConfigError(f"refused, a malformed request: {reason}.") from error
-    if not isinstance(text, dict) or set(text) - MAYBE != {"header", "settings"}:
-        raise ConfigError(
-            "refused: a request has a header, settings and maybe statistics or terms of a sum, and "
-            "nothing else."
-        )
-    header: Header = parse(Header, text["header"], key="header")
-    statistics: Statistics | None = None
-    if "statistics" in text:
-        statistics = parse(Statistics, text["statistics"], key="statistics")
-    summed = parse(Summed, text["summed"], key="summed") if "summed" in text else None
-    return Request(action, header, decode(action, text["settings"]), states, statistics, summed)
+    if values.statistics is not None:
+        statistics = parse(Statistics, values.statistics, key="statistics")
+    settings = decode(action, values.settings)
+    return Request(action, values.header, settings, states, statistics, values.summed)
 
 
 def encode_reply(header: Header, reply: Reply) -> RecordDict:
@@ -230,7 +245,6 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
     """
     try:
         text = read_json(content, longest=LONGEST_HEADER)
-        json.dumps(text, ensure_ascii=False).encode()  # as in decode_request
         header: Header = parse(Header, text["header"], key="header")
         metrics = {
             name: float(cast(float, value))
@@ -270,7 +284,7 @@ def _decode_states(content: RecordDict) -> dict[str, Packed]:
     }
 
 
-def _vector(dtype: str, array: Array) -> torch.Tensor:
+def _vector(dtype: str, array: Array) -> Tensor:
     """Return the vector of an npy array without copying it; it must only be read.
 
     ``dtype`` is that of its elements, after a colon if what it holds is told before.
@@ -295,3 +309,129 @@ def _npy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], str]:
     read_header = {(1, 0): np.lib.format.read_array_header_1_0}[version]
     shape, _, numpy_dtype = read_header(stream)
     return shape, numpy_dtype, numpy_dtype.name
+
+
+def round_reply(reply: Reply, request: Request, *, wire: str, generator: torch.Generator) -> Reply:
+    """Return the reply with every long float32 vector rounded to ``wire``."""
+    if wire == "float32":
+        return reply
+    states = {}
+    for name, packed in reply.states.items():
+        base = request.states.get(name) if ACTIONS[request.action].trains else None
+        states[name] = _round_packed(packed, base or {}, wire=wire, generator=generator)
+    return replace(reply, states=states)
+
+
+def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -> Packed:
+    """Return the state that :func:`round_reply` has rounded, to be checked as any other.
+
+    Args:
+        packed: As it arrived; nothing of it has been checked.
+        layout: Of the state that was asked for.
+        wire: Format of the run.
+        base: The same state as the server has it, if its action trains a model that it was sent.
+
+    Raises:
+        ReplyError: The vectors are not those of a rounded state of this layout.
+    """
+    length = layout.sizes.get("float32", 0)
+    if wire == "float32" or length < BLOCK:
+        return packed
+    key, expected = f"rounded:{wire}", math.ceil(length / BLOCK)
+    sizes = {dtype: vector.numel() for dtype, vector in packed.items()}
+    if sizes.get(key) != length or sizes.get(SCALES) != expected or "float32" in packed:
+        raise ReplyError(
+            f"{length} values rounded to {wire} and {expected} scales were expected, got vectors "
+            f"of sizes {str(sizes)[:200]}"
+        )
+    restored = _restored(packed, key)
+    if base is not None:
+        restored["float32"] += base["float32"]
+    return restored
+
+
+def round_sent(states: Mapping[str, Packed], *, action: str, wire: str) -> dict[str, Packed]:
+    """Return the states of a request, with long weights rounded if they are to be trained."""
+    sent = dict(states)
+    if wire != "float32" and action.startswith("train.") and "weights" in sent:
+        sent["weights"] = _round_packed(sent["weights"], {}, wire=wire, generator=None)
+    return sent
+
+
+def restore_sent(states: Mapping[str, Packed]) -> dict[str, Packed]:
+    """Return the states of a request with its rounded vectors as float32.
+
+    Raises:
+        ConfigError: A rounded vector has not one scale for each block.
+    """
+    restored = dict(states)
+    for name, packed in states.items():
+        key = next((f"rounded:{wire}" for wire in LARGEST if f"rounded:{wire}" in packed), None)
+        if key is None:
+            continue
+        num_values, num_scales = len(packed[key]), len(packed.get(SCALES, ()))
+        if num_scales != math.ceil(num_values / BLOCK):
+            raise ConfigError(
+                f"refused: {name} has {num_values} rounded values and {num_scales} scales; one for "
+                f"each {BLOCK} values was expected."
+            )
+        restored[name] = _restored(packed, key)
+    return restored
+
+
+def round_vector(
+    vector: Tensor, *, wire: str, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Return values and scales with ``E[values * scales] = vector``, or the nearest ones.
+
+    ``q = floor(y) + [u < y - floor(y)]`` in units of what ``wire`` can tell apart, u uniform.
+
+    Args:
+        vector: float32 [n].
+        wire: ``float16`` or ``int8``.
+        generator: Of u; without one u is one half.
+
+    Returns:
+        Values, [n] of the dtype ``wire``; scales, float32 [ceil(n / 256)]. What is not finite
+        gives scales that are not.
+    """
+    padding = -len(vector) % BLOCK
+    blocks = functional.pad(vector, (0, padding)).view(-1, BLOCK)
+    tiny = torch.finfo(torch.float32).tiny
+    scales = (blocks.abs().amax(dim=1) / LARGEST[wire]).clamp(min=tiny)
+    scaled = blocks / scales[:, None]
+    units = torch.ones_like(scaled)
+    if wire == "float16":  # between 2 ** (e - 1) and 2 ** e the step is 2 ** (e - 11)
+        exponents = torch.frexp(scaled).exponent.clamp(min=-13)
+        units = torch.ldexp(units, exponents - 11)
+    steps = scaled / units
+    low = steps.floor()
+    uniform = torch.full_like(steps, 0.5)
+    if generator is not None:
+        uniform.uniform_(generator=generator)
+    values = (low + (uniform < steps - low)) * units
+    values = values.clamp(-LARGEST[wire], LARGEST[wire])  # the division may end just above
+    return values.flatten()[: len(vector)].to(getattr(torch, wire)), scales
+
+
+def restore_vector(values: Tensor, scales: Tensor) -> Tensor:
+    """Return ``values * scales``, float32 [n]."""
+    return values.float().mul_(scales.repeat_interleave(BLOCK)[: len(values)])
+
+
+def _restored(packed: Packed, key: str) -> Packed:
+    rest = {dtype: v for dtype, v in packed.items() if dtype not in (key, SCALES)}
+    return {**rest, "float32": restore_vector(packed[key], packed[SCALES])}
+
+
+def _round_packed(
+    packed: Packed, base: Mapping[str, Tensor], *, wire: str, generator: torch.Generator | None
+) -> Packed:
+    vector = packed.get("float32")
+    if vector is None or len(vector) < BLOCK:
+        return packed
+    if "float32" in base:
+        vector = vector - base["float32"]
+    values, scales = round_vector(vector, wire=wire, generator=generator)
+    rest = {dtype: v for dtype, v in packed.items() if dtype != "float32"}
+    return {**rest, f"rounded:{wire}": values, SCALES: scales}

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Self, TypedDict
 
-from fednas_flwr.base.errors import ConfigError, MissingSettingError, ReplyError, unknown_choice
-from fednas_flwr.data.schema import Column
+from fednas_flwr.base.errors import ConfigError, MissingSettingError, ReplyError, check_choice
+from fednas_flwr.data.records import Column
 from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
 from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
+from fednas_flwr.protocol.keys import MOST_SITES
 from fednas_flwr.protocol.sum_requests import (
     PROPERTIES,
     REQUESTS,
@@ -75,23 +75,18 @@ Candidates = Annotated[list[list[int]], Length(Between(1, opt.MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``models.networks.make_network``
 
 
-@dataclass(frozen=True)
-class Site(Checked):
-    """Further terms of a request to a private site; it has committed to all others.
-
-    Attributes:
-        data_set: Id that the site's policy gives the data.
-    """
-
-    data_set: str
-
-
 def check_private_batch(batch_size: int | None) -> None:
     """Raise ConfigError for a size that is not the one committed to."""
     if batch_size is not None:
         raise ConfigError(
             f"refused: batch_size={batch_size}: a private client's batches are those committed to."
         )
+
+
+def check_one(**values: object) -> None:
+    """Raise ConfigError unless exactly one of the values is given."""
+    if sum(value is not None for value in values.values()) != 1:
+        raise ConfigError(f"{' or '.join(values)} must be given, and only one.")
 
 
 def splits_of(text: str) -> tuple[str, ...]:
@@ -117,10 +112,7 @@ class Amount(Checked):
     def __post_init__(self) -> None:
         """Check the ranges, and that one of the two is given."""
         super().__post_init__()
-        if (self.epochs is None) == (self.steps is None):
-            raise ConfigError(
-                f"epochs={self.epochs} with steps={self.steps}: exactly one must be given."
-            )
+        check_one(epochs=self.epochs, steps=self.steps)
 
     def most_steps(self, rows: float) -> int:
         """Steps over so many rows, at most."""
@@ -128,10 +120,6 @@ class Amount(Checked):
             return self.steps
         batches = 1 if self.batch_size is None else math.ceil(rows / self.batch_size)
         return (self.epochs or 1) * max(1, batches)
-
-    def with_steps(self, steps: int) -> Amount:
-        """The same batches for so many steps."""
-        return Amount(None, steps, self.batch_size)
 
     @property
     def private_steps(self) -> int:
@@ -160,9 +148,9 @@ class LocalSearch:
 
     def __post_init__(self) -> None:
         """Check that it is exactly one of the two."""
-        if (self.alternating is None) == (self.paths is None):
-            raise ConfigError("alternating or paths must be given, and not both.")
+        check_one(alternating=self.alternating, paths=self.paths)
 
+    network = None
     split = "train"
     auxiliary_weight = 0.0
 
@@ -171,14 +159,6 @@ class LocalSearch:
         """The states that it trains."""
         warms_up = self.paths is not None and self.paths.warm_up
         return ("weights",) if warms_up else tuple(SPLIT_OF)
-
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps over the train records."""
-        return self.amount.most_steps(records[self.split])
-
-    def with_steps(self, steps: int) -> LocalSearch:
-        """The same search for so many steps."""
-        return replace(self, amount=self.amount.with_steps(steps))
 
     @property
     def releases(self) -> Kinds:
@@ -224,13 +204,8 @@ class LocalTraining(Checked):
         """Releases of a private client, by kind."""
         return {"weights": (splits_of(self.split), self.amount.private_steps)}
 
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps over the records of the split."""
-        return self.amount.most_steps(sum(records[part] for part in splits_of(self.split)))
 
-    def with_steps(self, steps: int) -> LocalTraining:
-        """The same training for so many steps."""
-        return replace(self, amount=self.amount.with_steps(steps))
+Local = LocalSearch | LocalTraining
 
 
 @dataclass(frozen=True)
@@ -247,49 +222,38 @@ class AtSite(Settings):
     """Arguments of an action that reads a data set.
 
     Attributes:
-        site: Its id at a private site, which answers no request without one.
+        data_set: Its id in a private site's policy; such a site answers no request without one.
     """
 
-    site: Site | None = None
+    data_set: str | None = None
 
     @property
-    def of_data_set(self) -> str | None:
-        """Id of the data set."""
-        return super().of_data_set if self.site is None else self.site.data_set
+    def loop(self) -> Local | None:
+        """The local training that it asks for; None if there is none."""
+        return next((value for value in vars(self).values() if isinstance(value, Local)), None)
 
-
-@dataclass(frozen=True, kw_only=True)
-class InSteps(AtSite):
-    """Arguments of an action that takes ``local_steps`` steps, 1 to 1e6, before it answers."""
-
-    local_steps: opt.Steps
+    @property
+    def described(self) -> Description | None:
+        """Description of the network that it names or trains; None is the supernet."""
+        named: Description | None = getattr(self.loop or self, "network", None)
+        return named
 
     def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps before the answer, or of each candidate."""
-        return self.local_steps
+        """Steps of its local training, or ``local_steps``; of each candidate or trial."""
+        if self.loop is None:
+            steps: int = getattr(self, "local_steps", 1)
+            return steps
+        return self.loop.amount.most_steps(sum(records[p] for p in splits_of(self.loop.split)))
 
     def with_steps(self, steps: int) -> Self:
         """The same request for so many of them."""
-        return replace(self, local_steps=steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Locally(AtSite):
-    """Arguments of an action that is one ``local`` training."""
-
-    local: LocalSearch | LocalTraining
-
-    def released(self, action: str) -> Kinds:
-        """A release of each state in every step."""
-        return self.local.releases
-
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps over the records of its split."""
-        return self.local.num_steps(records)
-
-    def with_steps(self, steps: int) -> Self:
-        """The same training for so many steps."""
-        return replace(self, local=self.local.with_steps(steps))
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Local):
+                changed[name] = replace(value, amount=Amount(None, steps, value.amount.batch_size))
+            elif name == "local_steps":
+                changed[name] = steps
+        return replace(self, **changed)
 
 
 class Budget(TypedDict):
@@ -378,16 +342,6 @@ class Commit(Settings):
     data_set: str
     releases: Annotated[tuple[PlannedRelease, ...], Length(Between(0, MOST_RELEASES))]
 
-    @property
-    def of_data_set(self) -> str:
-        """Id of the data set that the releases are of."""
-        return self.data_set
-
-    @property
-    def committed(self) -> tuple[PlannedRelease, ...]:
-        """All releases."""
-        return self.releases
-
 
 def is_latency_table(text: str) -> bool:
     """Return whether a text is a latency table, of a size that any search space has."""
@@ -435,7 +389,7 @@ class KeepModel(AtSite):
 
     Attributes:
         card: Its model card, Markdown.
-        signature: Of file and card by the server's operator, see ``signed_model``.
+        signature: Of file and card by the server's operator, see ``protocol.keys``.
     """
 
     card: Annotated[
@@ -448,7 +402,7 @@ class KeepModel(AtSite):
 
 @asks("train.weight_gradient", "train.alpha_gradient", "train.gradients")
 @dataclass(frozen=True, kw_only=True)
-class TakeGradients(InSteps):
+class TakeGradients(AtSite):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
     Attributes:
@@ -461,6 +415,7 @@ class TakeGradients(InSteps):
     """
 
     step: opt.CountOrZero
+    local_steps: opt.Steps
     local_lrs: dict[str, opt.NonNegative]
     batch_size: opt.Count | None
     order: Annotated[int, Between(1, 2)]
@@ -470,8 +425,7 @@ class TakeGradients(InSteps):
         """Check the ranges, and the names of states."""
         super().__post_init__()
         for state in self.local_lrs:
-            if state not in SPLIT_OF:
-                raise unknown_choice("local_lrs", state, SPLIT_OF)
+            check_choice("local_lrs", state, SPLIT_OF)
 
     def released(self, action: str) -> Kinds:
         """A sum of each gradient in every step."""
@@ -504,11 +458,6 @@ class TakeNetworkGradient(AtSite):
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
 
-    @property
-    def described(self) -> Description:
-        """Description of the network."""
-        return self.network
-
     def released(self, action: str) -> Kinds:
         """One sum of gradients."""
         check_private_batch(self.batch_size)
@@ -523,7 +472,7 @@ class Changed(TypedDict, total=False):
 
 @asks("train.search", reply=Changed)
 @dataclass(frozen=True, kw_only=True)
-class Search(Locally):
+class Search(AtSite):
     """``train.search``.
 
     Attributes:
@@ -534,10 +483,9 @@ class Search(Locally):
     local: LocalSearch
     sparse: bool = False
 
-    @property
-    def leaves_out_unchanged(self) -> bool:
-        """True if it is sparse."""
-        return self.sparse
+    def released(self, action: str) -> Kinds:
+        """A release of each state in every step."""
+        return self.local.releases
 
     def client_releases(self, action: str) -> Kinds:
         """One update of each state."""
@@ -559,7 +507,7 @@ class Search(Locally):
 
 @asks("train.candidate")
 @dataclass(frozen=True, kw_only=True)
-class TrainCandidates(InSteps):
+class TrainCandidates(AtSite):
     """``train.candidate``.
 
     Attributes:
@@ -574,6 +522,7 @@ class TrainCandidates(InSteps):
 
     candidates: Candidates
     step: opt.CountOrZero
+    local_steps: opt.Steps
     batch_size: opt.Count | None
     weights: SGD
     dp_aware: opt.DPAware | None
@@ -613,44 +562,23 @@ class RewardCandidates(AtSite):
     def __post_init__(self) -> None:
         """Check the ranges, that one of the three is given, and how many candidates there are."""
         super().__post_init__()
-        if [self.candidates, self.network, self.training].count(None) != 2:
-            raise ConfigError("candidates, network or training must be given, and only one.")
+        check_one(candidates=self.candidates, network=self.network, training=self.training)
         if self.candidates is None and self.sparse:
             raise ConfigError("sparse=True is of candidates by their paths: a pool travels whole.")
         if self.candidates is None:
-            members = self.pool.get("genotypes")
+            members = (self.described or {}).get("genotypes")
             count = len(members) if isinstance(members, list) else 0
             wanted = f"a list of 1 to {opt.MOST_CANDIDATES}"
             check_range(1 <= count <= opt.MOST_CANDIDATES, "genotypes", members, wanted)
 
     @property
-    def pool(self) -> Description:
-        """Description that a pool is built from; empty for paths."""
-        return self.network or (self.training.network if self.training is not None else {})
-
-    @property
     def count(self) -> int:
         """Number of candidates that are measured."""
-        return len(self.candidates or self.pool["genotypes"])
-
-    @property
-    def described(self) -> Description | None:
-        """Description of a pool that is measured as it was sent."""
-        return self.network
+        return len(self.candidates or (self.described or {})["genotypes"])
 
     def released(self, action: str) -> Kinds:
         """One release of all rewards."""
         return {"rewards": (("validation",), 1)}
-
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps of the training of each candidate, if they are trained."""
-        local = self.training
-        return 1 if local is None else local.num_steps(records)
-
-    def with_steps(self, steps: int) -> RewardCandidates:
-        """The same request for so many steps of training, if there is any."""
-        local = self.training
-        return self if local is None else replace(self, training=local.with_steps(steps))
 
 
 @asks("train.probe")
@@ -673,8 +601,7 @@ class Probe(AtSite):
     def __post_init__(self) -> None:
         """Check the ranges, and that one of the two is given."""
         super().__post_init__()
-        if (self.search is None) == (self.training is None):
-            raise ConfigError("search or training must be given, and not both.")
+        check_one(search=self.search, training=self.training)
 
     def released(self, action: str) -> Kinds:
         """Every step of each trial, and its reward."""
@@ -685,27 +612,6 @@ class Probe(AtSite):
     def client_releases(self, action: str) -> Kinds:
         """The rewards."""
         return {"rewards": (SPLITS, len(self.trials))}
-
-    def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps of each trial."""
-        return self.trainings()[0].num_steps(records)
-
-    def with_steps(self, steps: int) -> Probe:
-        """The same probe for so many steps of each trial."""
-        if self.search is not None:
-            return replace(self, search=self.search.with_steps(steps))
-        assert self.training is not None
-        return replace(self, training=self.training.with_steps(steps))
-
-    @property
-    def amount(self) -> Amount:
-        """Amount of training of each trial."""
-        return self.trainings()[0].amount
-
-    @property
-    def described(self) -> Description | None:
-        """Description of a derived network; None is the supernet."""
-        return None if self.training is None else self.training.network
 
     def trainings(self) -> list[LocalSearch] | list[LocalTraining]:
         """Return the local search or training of each trial."""
@@ -720,7 +626,7 @@ class Probe(AtSite):
 
 @asks("train.weights")
 @dataclass(frozen=True, kw_only=True)
-class Train(Locally):
+class Train(AtSite):
     """``train.weights``.
 
     Attributes:
@@ -731,15 +637,10 @@ class Train(Locally):
     local: LocalTraining
     validates: bool = False
 
-    @property
-    def described(self) -> Description:
-        """Description of the network."""
-        return self.local.network
-
     def released(self, action: str) -> Kinds:
         """A release in every step."""
         self._check_unvalidated()
-        return super().released(action)
+        return self.local.releases
 
     def client_releases(self, action: str) -> Kinds:
         """One update."""
@@ -796,11 +697,6 @@ class Evaluate(AtSite):
     statistics_batch_size: opt.Count | None = None
     with_scores: bool = False
 
-    @property
-    def described(self) -> Description:
-        """Description of the network."""
-        return self.network
-
     def released(self, action: str) -> Kinds:
         """One release of loss and accuracy."""
         return {"metrics": (splits_of(self.split), 1)}
@@ -808,15 +704,10 @@ class Evaluate(AtSite):
 
 @asks("evaluate.personalised")
 @dataclass(frozen=True, kw_only=True)
-class Personalise(Locally):
+class Personalise(AtSite):
     """``evaluate.personalised``: metrics after local training."""
 
     local: LocalTraining
-
-    @property
-    def described(self) -> Description:
-        """Description of the network."""
-        return self.local.network
 
 
 def decode(action: str, values: object) -> Settings:
@@ -825,8 +716,7 @@ def decode(action: str, values: object) -> Settings:
     Raises:
         ConfigError: There is no such action, or the values are not such a request.
     """
-    if action not in REQUESTS:
-        raise unknown_choice("action", action, REQUESTS)
+    check_choice("action", action, REQUESTS)
     request: Settings = parse(REQUESTS[action], values, key="")
     return request
 

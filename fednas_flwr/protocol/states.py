@@ -15,7 +15,6 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,36 +60,26 @@ class Layout:
         """Return a text of one digit per tensor, 1 for those of these names."""
         return "".join("01"[name in names] for name, _, _ in self.entries)
 
-    def part(self, chosen: str) -> Layout:
-        """Return the layout of the tensors that a text of as many digits marks with 1."""
-        kept = (entry for entry, c in zip(self.entries, chosen, strict=True) if c == "1")
-        return Layout(tuple(kept))
+    def marked(self, digits: str) -> set[str]:
+        """Return the names of which :meth:`marks` has made a text of as many digits."""
+        pairs = zip(self.entries, digits, strict=True)
+        return {name for (name, _, _), digit in pairs if digit == "1"}
+
+    def part(self, names: Collection[str]) -> Layout:
+        """Return the layout of the tensors of these names."""
+        return Layout(tuple(entry for entry in self.entries if entry[0] in names))
 
 
-def changed_part(new: Packed, sent: Packed, layout: Layout) -> tuple[Packed, str]:
-    """Return the tensors of a state that differ from those sent, and the marks of these.
-
-    Returns:
-        Their vectors, in the layout ``layout.part(text)``; and the text, one digit per tensor, 1
-        for those that differ.
-    """
-    tensors, old = unpack(new, layout), unpack(sent, layout)
-    same = {name for name, tensor in tensors.items() if torch.equal(tensor, old[name])}
-    chosen = layout.marks(tensors.keys() - same)
-    return take_part(new, layout, chosen), chosen
+def take_part(packed: Packed, layout: Layout, names: Collection[str]) -> Packed:
+    """Return the tensors of these names, in the layout ``layout.part(names)``."""
+    return pack({n: tensor for n, tensor in unpack(packed, layout).items() if n in names})
 
 
-def take_part(packed: Packed, layout: Layout, chosen: str) -> Packed:
-    """Return the tensors that ``chosen`` marks, in the layout ``layout.part(chosen)``."""
-    tensors = unpack(packed, layout)
-    return pack({name: tensors[name] for name, _, _ in layout.part(chosen).entries})
-
-
-def fill_unchanged(part: Packed, sent: Packed, layout: Layout, chosen: str) -> Packed:
-    """Return a whole state: the part that ``chosen`` marks, and all else as in ``sent``."""
+def fill_unchanged(part: Packed, sent: Packed, layout: Layout, names: Collection[str]) -> Packed:
+    """Return a whole state: the part that holds these names, and all else as in ``sent``."""
     whole = {dtype: vector.clone() for dtype, vector in sent.items()}
     tensors = unpack(whole, layout)
-    for name, tensor in unpack(part, layout.part(chosen)).items():
+    for name, tensor in unpack(part, layout.part(names)).items():
         tensors[name].copy_(tensor)
     return whole
 
@@ -108,28 +97,29 @@ class Part:
     only: Mapping[str, Collection[str]]
 
     @cached_property
-    def marks(self) -> dict[str, str]:
-        """The marks of each state with tensors left out, see :meth:`Layout.marks`."""
-        named = {
-            n: layout.marks(self.only[n]) for n, layout in self.whole.items() if n in self.only
-        }
-        return {name: marks for name, marks in named.items() if "0" in marks}
-
-    @cached_property
     def layouts(self) -> dict[str, Layout]:
         """The layouts of the part's states."""
-        return {**self.whole} | {n: self.whole[n].part(marks) for n, marks in self.marks.items()}
+        return {
+            name: layout.part(self.only[name]) if name in self.only else layout
+            for name, layout in self.whole.items()
+        }
 
     def of(self, states: Mapping[str, Packed]) -> dict[str, Packed]:
         """Return the part of whole states."""
-        parts = {n: take_part(states[n], self.whole[n], marks) for n, marks in self.marks.items()}
-        return {**states} | parts
+        return {
+            name: take_part(state, self.whole[name], self.only[name])
+            if name in self.only
+            else state
+            for name, state in states.items()
+        }
 
     def filled(self, part: Mapping[str, Packed], states: Mapping[str, Packed]) -> dict[str, Packed]:
         """Return whole states: the part's tensors, and the others as in ``states``."""
-        return {**part} | {
-            name: fill_unchanged(part[name], states[name], self.whole[name], marks)
-            for name, marks in self.marks.items()
+        return {
+            name: fill_unchanged(state, states[name], self.whole[name], self.only[name])
+            if name in self.only
+            else state
+            for name, state in part.items()
         }
 
 
@@ -180,7 +170,7 @@ def load_states(
     network: nn.Module,
     states: Mapping[str, Packed],
     *,
-    only: Mapping[str, Collection[str]] | None = None,
+    only: Mapping[str, Collection[str]] = {},
 ) -> None:
     """Copy packed states into the network's own tensors, in place.
 
@@ -197,20 +187,10 @@ def load_states(
         if name not in present:
             raise ValueError(f"a network has the states {sorted(present)}, got {name!r}")
         layout = Layout.of(present[name])
-        if only is not None and name in only:
-            layout = layout.part(layout.marks(only[name]))
+        if name in only:
+            layout = layout.part(only[name])
         for key, tensor in unpack(packed, layout).items():
             present[name][key].copy_(tensor)
-
-
-class Average(Protocol):
-    """Aggregation of many clients' states into one."""
-
-    def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
-        """Add one client's states, of so many examples."""
-
-    def result(self) -> dict[str, Packed]:
-        """Return the aggregate, and give up the states."""
 
 
 class WeightedAverage:
@@ -304,6 +284,9 @@ class TrimmedMean:
             }
             for name, packed in states[0].items()
         }
+
+
+Average = WeightedAverage | TrimmedMean  # aggregation of many clients' states into one
 
 
 def _trimmed(vectors: list[Tensor], trim: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import Layout, Packed
 from fednas_flwr.protocol.sum_requests import Summed
 
@@ -155,9 +155,9 @@ def check_masked(reply: Reply, summands: Summands, layouts: Mapping[str, Layout]
         ReplyError: The sentence says which.
     """
     vectors = reply.states.get(MASKED, {})
-    found = {dtype: vector.numel() for dtype, vector in vectors.items()}
-    if set(reply.states) != {MASKED} or found != summands.lengths:
-        raise ReplyError(f"masked vectors of {summands.lengths} were expected, got {found}")
+    sizes = {dtype: vector.numel() for dtype, vector in vectors.items()}
+    if set(reply.states) != {MASKED} or sizes != summands.lengths:
+        raise ReplyError(f"masked vectors of {summands.lengths} were expected, got {sizes}")
     for name, layout in layouts.items():
         if reply.digests.get(name) != layout.digest:
             raise ReplyError(f"the tensors of {name} have other names, shapes or dtypes than ours")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypedDict, TypeVar, cast
@@ -16,14 +17,12 @@ from typing import Annotated, Any, TypedDict, TypeVar, cast
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.secure_sum.grid import Grid
-from fednas_flwr.protocol.secure_sum.masks import PART_BYTES, SECRET_BYTES
-from fednas_flwr.protocol.secure_sum.roster import MOST_SITES
+from fednas_flwr.protocol.keys import MOST_SITES
+from fednas_flwr.protocol.secure_sum.masks import PART_BYTES, SECRET_BYTES, Grid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.settings.parser import Between, Checked, Length, Where
+from fednas_flwr.settings.parser import Between, Checked, Length, Where, parse
 
 HEADER = "header"
 JSON = "json"
@@ -41,23 +40,21 @@ def is_hex(digits: int, text: str) -> bool:
     return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
 
 
-class BySite(Where):
+def by_site(digits: int) -> Where:
     """Numbers of so many hex digits by the index of a site."""
 
-    def __init__(self, digits: int) -> None:
-        """See the class."""
+    def holds(values: Mapping[str, str]) -> bool:
+        return len(values) <= MOST_SITES and all(
+            re.fullmatch("0|[1-9][0-9]{0,3}", index) and is_hex(digits, text)
+            for index, text in values.items()
+        )
 
-        def holds(values: Mapping[str, str]) -> bool:
-            indices = all(re.fullmatch("0|[1-9][0-9]{0,3}", key) for key in values)
-            return len(values) <= MOST_SITES and indices and all(map(is_number, values.values()))
-
-        is_number = partial(is_hex, digits)
-        super().__init__(holds, f"{digits} hex digits by the index of each site")
+    return Where(holds, f"{digits} hex digits by the index of each site")
 
 
 Digest = Annotated[str, Where(partial(is_hex, 64), "64 hex digits")]
 Indices = Annotated[tuple[int, ...], Length(Between(0, MOST_SITES))]
-HexTexts = Annotated[dict[str, str], Length(Between(0, MOST_SITES))]  # by index
+Boxes = Annotated[dict[str, str], by_site(2 * (PART_BYTES + 16))]  # sealed parts of a seed
 Kinds = dict[str, tuple[tuple[str, ...], int]]  # kind -> splits that are read, number of releases
 
 
@@ -107,36 +104,15 @@ class Settings(Checked):
     """Arguments of an action, and what follows from them; each action overrides some of it.
 
     Attributes:
-        of_any_site: True if it reads no data set, so that it need not name one.
+        of_any_site: True if it reads no data set; else a private site needs its ``data_set``.
     """
 
     of_any_site = False
 
     @property
-    def of_data_set(self) -> str | None:
-        """Id that a private site's policy gives to the data set that is read; None reads none.
-
-        Raises:
-            ConfigError: It reads one, but names none.
-        """
-        if self.of_any_site:
-            return None
-        raise refused("data_sets", "data set", None, "an id that this site's policy gives")
-
-    @property
-    def leaves_out_unchanged(self) -> bool:
-        """True if its replies leave out tensors that are as they were sent."""
-        return False
-
-    @property
     def count(self) -> int:
         """Number of rewards that are released at once."""
         return 1
-
-    @property
-    def committed(self) -> tuple[PlannedRelease, ...]:
-        """Releases that it commits its run to."""
-        return ()
 
     @property
     def described(self) -> Mapping[str, Any] | None:
@@ -196,7 +172,7 @@ class Masked(TypedDict):
     """Properties of a reply that is part of a secure sum."""
 
     context: Digest  # of the exchange
-    boxes: Annotated[dict[str, str], BySite(2 * (PART_BYTES + 16))]  # sealed parts of a seed
+    boxes: Boxes
 
 
 REQUESTS: dict[str, type[Settings]] = {}  # by action
@@ -250,6 +226,23 @@ class Summed(Checked):
         return {state: Grid.of_range(most, sites=sites) for state, most in self.ranges.items()}
 
 
+@dataclass(frozen=True)
+class RequestValues:
+    """The JSON values of a request.
+
+    Attributes:
+        header: Its header.
+        settings: Arguments of its action, see ``requests.decode``.
+        statistics: By which all clients standardise a table; None where their own are declared.
+        summed: Terms of masking the reply; None asks for one that the server reads.
+    """
+
+    header: Header
+    settings: dict[str, Json]
+    statistics: dict[str, Json] | None = None
+    summed: Summed | None = None
+
+
 class Signature(TypedDict):
     """Properties of the reply to ``query.sign_survivors``."""
 
@@ -275,8 +268,8 @@ class SignSurvivors(Settings):
 class Opened(TypedDict):
     """Properties of the reply to ``query.open_masks``."""
 
-    parts: Annotated[dict[str, str], BySite(2 * PART_BYTES)]
-    pairs: Annotated[dict[str, str], BySite(2 * SECRET_BYTES)]
+    parts: Annotated[dict[str, str], by_site(2 * PART_BYTES)]
+    pairs: Annotated[dict[str, str], by_site(2 * SECRET_BYTES)]
 
 
 @asks("query.open_masks", reply=Opened)
@@ -295,8 +288,8 @@ class OpenMasks(Settings):
 
     context: Digest
     survivors: Indices
-    signatures: HexTexts
-    boxes: HexTexts
+    signatures: Annotated[dict[str, str], by_site(128)]
+    boxes: Boxes
 
 
 def answer_sum(sums: SumSite, asked: Settings) -> dict[str, Any]:
@@ -323,15 +316,8 @@ def by_text(values: Mapping[int, bytes]) -> dict[str, str]:
 
 
 def by_index(values: Mapping[str, str]) -> dict[int, bytes]:
-    """Return the bytes by index that :func:`by_text` has written.
-
-    Raises:
-        ConfigError: The values are not of that form.
-    """
-    try:
-        return {int(index): bytes.fromhex(text) for index, text in values.items()}
-    except ValueError as error:
-        raise ConfigError(f"refused, no hex digits by index: {error}.") from error
+    """Return the bytes by index that :func:`by_text` has written."""
+    return {int(index): bytes.fromhex(text) for index, text in values.items()}
 
 
 SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # answered without torch
@@ -372,4 +358,28 @@ def read_json(content: RecordDict, *, longest: int | None = None) -> Json:
     text = cast(str, record(content, HEADER, ConfigRecord)[JSON])
     if longest is not None and len(text) > longest:
         raise ValueError(f"{len(text)} characters of JSON, at most {longest} are read")
-    return json.loads(text)
+    values = json.loads(text)
+    json.dumps(values, ensure_ascii=False).encode()  # else no sentence about it could be sent
+    return values
+
+
+@contextmanager
+def refusing_malformed() -> Iterator[None]:
+    """Turn whatever goes wrong while a request is read into a refusal."""
+    try:
+        yield
+    except Exception as error:  # whatever a server can send, as in decode_reply
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConfigError(f"refused, a malformed request: {reason}.") from error
+
+
+def read_values(content: RecordDict) -> RequestValues:
+    """Return the JSON values of a request.
+
+    Raises:
+        ConfigError: They are not of this form.
+    """
+    with refusing_malformed():
+        values = read_json(content)
+    read: RequestValues = parse(RequestValues, values, key="", defaults=True)
+    return read

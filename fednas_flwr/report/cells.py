@@ -1,4 +1,4 @@
-"""A cell of a genotype as an SVG picture, drawn without system programs.
+"""Cells of a genotype as SVG pictures, drawn without system programs, and how decided they are.
 
 `cell_svg` lays the graph out from left to right in layers (Sugiyama, Tagawa and Toda 1981): nodes
 stand in even columns by their longest path from the inputs, the op of every edge is a label in the
@@ -6,6 +6,11 @@ column before the edge's target, and an edge that passes a column gets a slot of
 that no line runs through a label. Crossings are reduced by barycenter sweeps; heights follow the
 neighbours, with a least distance kept exactly. Colours are CSS variables with defaults for light
 paper (``--cell-line``, ``--cell-node``, ...), so that a page can recolour the picture.
+
+`derived_edges` tells the margin between each edge's op and the next one: a cell is derived from the
+largest alphas, also where they hardly differ. An edge is decided if the lead of its op, in alphas
+and so in log-odds, is larger than what it moves by from round to round, and than the differences
+that a search which has hardly begun makes by chance.
 """
 
 import random
@@ -13,12 +18,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from markupsafe import Markup
 
 from fednas_flwr.report import templates
+from fednas_flwr.report.plots import edge_labels, node_name
+from fednas_flwr.report.templates import DASH
+from fednas_flwr.runs.events import Event
 
 STARTS, SWEEPS = 8, 8
 HEIGHT = {"node": 34.0, "label": 24.0, "pass": 6.0}
@@ -98,13 +106,14 @@ def _graph(edges: Sequence[Mapping[str, Any]]) -> tuple[list[_Box], list[_Wire]]
         depth[edge["target"]] = max(depth[edge["target"]], depth[edge["source"]] + 1)
     inputs = [node for node in range(last + 1) if depth[node] == 0]
     joined = len(inputs) == 2
-    names = [str(node) for node in range(last + 1)]
+    names = [node_name(node, len(inputs), last) for node in range(last + 1)]
     if joined:
-        names = ["c(k−2)", "c(k−1)", *(str(node - 2) for node in range(2, last + 1)), "c(k)"]
+        names.append("c(k)")
         depth.append(max(depth) + 1)
-    else:
-        names[0], names[-1] = "input", "output"
-    boxes = [_node_box(name, 2 * level) for name, level in zip(names, depth, strict=True)]
+    boxes = [
+        _Box("node", 2 * level, name, max(HEIGHT["node"], 14 + CHARACTER_WIDTH * len(name)))
+        for name, level in zip(names, depth, strict=True)
+    ]
     wires = []
     for edge in edges:
         source, target, op = edge["source"], edge["target"], str(edge["op"])
@@ -115,10 +124,6 @@ def _graph(edges: Sequence[Mapping[str, Any]]) -> tuple[list[_Box], list[_Wire]]
         passes = _passes(boxes, 2 * depth[node] + 1, 2 * depth[-1])
         wires.append(_Wire((node, *passes, last + 1), ""))
     return boxes, wires
-
-
-def _node_box(name: str, column: int) -> _Box:
-    return _Box("node", column, name, max(HEIGHT["node"], 14 + CHARACTER_WIDTH * len(name)))
 
 
 def _passes(boxes: list[_Box], start: int, stop: int) -> list[int]:
@@ -261,3 +266,98 @@ def _drawn(
     target = wire.boxes[-1]
     tip = sum(x[boxes[target].column]) / 2 - boxes[target].width / 2
     return {"op": wire.op, "path": path, "arrow": f"M{tip:.1f},{y[target]:.1f}l-7,-4v8z"}
+
+
+LAST_ROUNDS = 5  # snapshots of the alphas that the spread is taken over
+SPREADS = 2.0  # that a lead must exceed
+LEAST_LEAD = 0.05  # in odds 5 %: alphas that have hardly left where they began decide nothing
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An edge of a derived cell.
+
+    Attributes:
+        kind: Of the cell.
+        label: The edge's name.
+        op: What was derived.
+        next_op: The op with the largest alpha of the others that could have been.
+        lead: The alpha of ``op`` minus that of ``next_op``, after the last round; below 0 where the
+            space has not taken the largest.
+        spread: Standard deviation (n - 1) of that difference over the last ``LAST_ROUNDS``
+            snapshots; None for a single one.
+    """
+
+    kind: str
+    label: str
+    op: str
+    next_op: str
+    lead: float
+    spread: float | None
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the lead is more than ``SPREADS`` spreads and ``LEAST_LEAD``."""
+        return self.spread is not None and self.lead > max(SPREADS * self.spread, LEAST_LEAD)
+
+
+def derived_edges(snapshots: Sequence[Event]) -> list[Edge]:
+    """Return the edges of the cells that the last of a run's alphas stand for.
+
+    A cell that keeps some of its candidate edges only never keeps an edge as ``none`` (DARTS), so
+    there ``none`` is not a next op.
+
+    Args:
+        snapshots: ``alphas`` events by ascending round. There are no edges without any.
+    """
+    last = snapshots[-LAST_ROUNDS:]
+    if not last:
+        return []
+    newest = last[-1]
+    found = []
+    for kind, kept in newest["cells"].items():
+        num_rows = len(newest["alphas"][kind])
+        columns = [
+            column
+            for column, op in enumerate(newest["ops"])
+            if op != "none" or len(kept) == num_rows
+        ]
+        for edge, (row, label) in zip(kept, _places(kept, num_rows), strict=True):
+            rows = [event["alphas"][kind][row] for event in last]
+            found.append(_edge(kind, label, str(edge["op"]), newest["ops"], rows, columns))
+    return found
+
+
+def decided_text(found: Sequence[Edge]) -> str:
+    """Return the number of decided edges as text, a dash without edges."""
+    return f"{sum(edge.is_decided for edge in found)} of {len(found)}" if found else DASH
+
+
+def _places(kept: Sequence[Mapping[str, Any]], num_rows: int) -> list[tuple[int, str]]:
+    """Return for each kept edge its row of the alphas and its name."""
+    if len(kept) == num_rows:
+        last = max((edge["target"] for edge in kept), default=0)
+        named = [(node_name(e["source"], 1, last), node_name(e["target"], 1, last)) for e in kept]
+        return [(row, f"{source} → {target}") for row, (source, target) in enumerate(named)]
+    labels, inputs = edge_labels(num_rows), 2
+    pairs = [
+        (source, target) for target in range(inputs, num_rows + inputs) for source in range(target)
+    ]
+    rows = [pairs.index((edge["source"], edge["target"])) for edge in kept]
+    return [(row, labels[row]) for row in rows]
+
+
+def _edge(
+    kind: str,
+    label: str,
+    op: str,
+    ops: Sequence[str],
+    rows: Sequence[Sequence[float]],
+    columns: Sequence[int],
+) -> Edge:
+    """Return an edge from its alphas in each snapshot; ``columns`` are of ops it could have."""
+    first = ops.index(op)
+    second = max((column for column in columns if column != first), key=rows[-1].__getitem__)
+    leads = [row[first] - row[second] for row in rows]
+    spread = stdev(leads) if len(leads) > 1 else None
+    return Edge(kind, label, op, ops[second], leads[-1], spread)

@@ -23,9 +23,9 @@ from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml, terminal
 from fednas_flwr.report import templates
 from fednas_flwr.report.plots import Figure, axes
-from fednas_flwr.report.quantities import DASH, FORMS, mean_and_deviation
 from fednas_flwr.report.tables import TEST_SEED
-from fednas_flwr.report.templates import sentence
+from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, sentence
+from fednas_flwr.report.terminal import print_line
 from fednas_flwr.runs.numbers import (
     BESIDE,
     CONFIG_FILE,
@@ -196,7 +196,7 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     """Print the groups side by side, as many as fit, and the runs that were not counted."""
     console = console or Console()
     for line in comparison.best:
-        console.print(Text(terminal(line), style="bold"), soft_wrap=True, highlight=False)
+        print_line(console, line, "bold")
     rows = comparison.rows()
     at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
     for start in range(0, len(rows), at_once):
@@ -210,8 +210,7 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
                 table.add_row(*(Text(terminal(cell)) for cell in (title, *cells)))
         console.print(table)
     for run in comparison.not_counted:
-        left = Text(terminal(f"{run['folder']}: {run['reason']}"), style="yellow")
-        console.print(left, soft_wrap=True, highlight=False)
+        print_line(console, f"{run['folder']}: {run['reason']}", "yellow")
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:

@@ -14,10 +14,8 @@ from typing import Any
 from markupsafe import Markup
 
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.report import decidedness, plots, tables, templates, texts
-from fednas_flwr.report.cells import cell_svg
-from fednas_flwr.report.quantities import rounds_text
-from fednas_flwr.report.templates import paragraphs, sentence
+from fednas_flwr.report import cells, plots, tables, templates
+from fednas_flwr.report.templates import paragraphs, rounds_text, sentence
 from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, Run, is_noised, read_run
 from fednas_flwr.settings.names import SPLITS
 
@@ -55,32 +53,31 @@ def render_report(run_folder: Path) -> str:
     """
     run = read_run(run_folder)
     partition, genotype = run.last("partition"), run.last("derived").get("genotype")
-    alphas, edges = plots.alphas(run.alphas(), genotype), decidedness.edges(run.alphas())
+    alphas, edges = plots.alphas(run.alphas(), genotype), cells.derived_edges(run.alphas())
     warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
     warnings.update(paragraphs("undecided", edges))
-    stages = [_stage(run, name) for name in texts.STAGES if run.rounds(name)]
+    stages = [_stage(run, name) for name in tables.STAGES if run.rounds(name)]
     figures = {name: figure for stage in stages for name, figure in stage["figures"].items()}
     figures |= {f"alphas_{kind}": shown["figure"] for kind, shown in alphas["kinds"].items()}
     optional = {
         "partition": plots.partition(partition),
         "clients": plots.client_accuracy(run.last("evaluated")),
         "reliability": plots.reliability(run),
-        **{f"traffic_{stage}": plots.traffic(run.rounds(stage)) for stage in texts.STAGES},
+        **{f"traffic_{stage}": plots.traffic(run.rounds(stage)) for stage in tables.STAGES},
     }
     figures |= {name: figure for name, figure in optional.items() if figure is not None}
     steps = {kind: shown["steps"] for kind, shown in alphas["kinds"].items()}
     config = run.folder / CONFIG_FILE
-    cells = [
-        (kind, *cell_svg(edges, title=f"{kind} cell"))
+    pictures = [
+        (kind, *cells.cell_svg(edges, title=f"{kind} cell"))
         for kind, edges in (genotype or {}).get("cells", {}).items()
         if edges
     ]
     return templates.render(
         "report.html.j2",
         run=run,
-        texts=texts,
         tables=tables,
-        decidedness=decidedness,
+        limits=cells,
         METRICS=METRICS,
         SPLITS=SPLITS,
         edges=edges,
@@ -89,8 +86,8 @@ def render_report(run_folder: Path) -> str:
         zip=zip,
         config_text=config.read_text(encoding="utf-8") if config.exists() else "",
         stages=stages,
-        cells=cells,
-        narrow_cells=all(width <= WIDEST_IN_PAIRS for _, _, width in cells),
+        cells=pictures,
+        narrow_cells=all(width <= WIDEST_IN_PAIRS for _, _, width in pictures),
         alphas=alphas,
         warnings=warnings.most_common(),
         figures=figures,
@@ -116,7 +113,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
     metrics = sorted({metric for event in rounds for metric in event["metrics"]})
     return {
         "name": name,
-        "title": f"{texts.STAGES[name]}, {len(rounds)} of {rounds_text(rounds[-1]['rounds'])}",
+        "title": f"{tables.STAGES[name]}, {len(rounds)} of {rounds_text(rounds[-1]['rounds'])}",
         "plots": [(f"{name}_{key}", label) for key, (label, figure) in charts.items() if figure],
         "figures": {f"{name}_{key}": figure for key, (_, figure) in charts.items() if figure},
         "noised": sentence("noised") if noised and any(map(is_noised, metrics)) else "",

@@ -141,9 +141,8 @@ def percentiles_by_round(table: CellTable, snapshots: Iterable[Event]) -> dict[i
     Args:
         table: The accuracies.
         snapshots: ``alphas`` events (``Run.alphas()``), ``rewarded`` ones of ``genotypes``, of
-            which the best counts, and ``best`` ones of a ``genotype``. Those without cells, which
-            old runs have written, or whose cell the table lacks are left out; so are those of other
-            spaces.
+            which the best counts, and ``best`` ones of a ``genotype``. Those whose cell the table
+            lacks are left out; so are those of other spaces.
     """
     found = {}
     for event in snapshots:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.report import tables, templates, texts
+from fednas_flwr.report import tables, templates
 from fednas_flwr.runs.events import records_of
 from fednas_flwr.runs.numbers import EVENTS_FILE, SCORES, Run, flat_settings, read_run
 
@@ -87,7 +87,7 @@ def _metadata(run: Run) -> ModelCardData:
         if score.hub and numbers[f"central_{score.name}"] is not None
     ]
     return ModelCardData(
-        model_name=terminal(texts.title(run)),
+        model_name=terminal(tables.title(run)),
         library_name="fednas_flwr",
         pipeline_tag=task,
         tags=["federated-learning", "neural-architecture-search", "onnx"],
@@ -103,16 +103,15 @@ def _card(run: Run, place: str) -> str:
     text = templates.render(
         "card.md.j2",
         run=run,
-        texts=texts,
         tables=tables,
         dataset=_name(run, "dataset"),
         space=_name(run, "search_space"),
         clients=clients,
-        partition=texts.settings_text(run.config, "partition") if run.config else "",
+        partition=tables.settings_text(run.config, "partition") if run.config else "",
         sizes=", ".join(f"{size:,} {part}" for part, size in parts.items()),
         settings=[
             *((name, value) for name, value in shown.items() if value not in (None, [])),
-            *((word, settings[key]) for key, word in texts.NUMBERS.items() if settings.get(key)),
+            *((word, settings[key]) for key, word in tables.NUMBERS.items() if settings.get(key)),
         ],
         place=Markup(place),
         published=place == PUBLISHED,

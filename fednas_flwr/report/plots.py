@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fednas_flwr.report.quantities import quantiles
-from fednas_flwr.runs.events import Event, clients_of
+from fednas_flwr.report.templates import quantiles
+from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import Run
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Figure = dict[str, Any]
 
+CATEGORIES: Figure = {"type": "category", "showgrid": False}  # an axis of names
+DOWNWARDS = CATEGORIES | {"autorange": "reversed"}
 BLUE, ORANGE, GREEN = "#3b82f6", "#e8842c", "#2ea36b"
 MOST_MARKERS = 60
 MOST_SLIDER_STEPS = 60
@@ -48,12 +50,9 @@ def curves(
             traces.append(_line(numbers, values, label, colour))
     if not traces:
         return None
-    layout = axes(x="round", y=title)
-    if percent:
-        layout["yaxis"] |= {"tickformat": ".0%", "rangemode": "tozero"}
-    if log:
-        layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
-    layout["showlegend"] = len(series) > 1
+    look: Figure = {"tickformat": ".0%", "rangemode": "tozero"} if percent else {}
+    look |= {"type": "log", "dtick": 1, "exponentformat": "power"} if log else {}
+    layout = axes(x="round", y=title, yaxis=look, showlegend=len(series) > 1)
     return {"data": traces, "layout": layout}
 
 
@@ -63,9 +62,8 @@ def percentiles(run: Run, stage: str) -> Figure | None:
     if stage != "search" or not event.get("percentiles"):
         return None
     rounds, values = zip(*event["percentiles"], strict=True)
-    layout = axes(x="round", y=f"percentile of {event['cells']:,} cells")
-    layout["yaxis"]["range"] = [0, 102]
-    layout["showlegend"] = False
+    title = f"percentile of {event['cells']:,} cells"
+    layout = axes(x="round", y=title, yaxis={"range": [0, 102]}, showlegend=False)
     return {"data": [_line(list(rounds), list(values), "percentile", BLUE)], "layout": layout}
 
 
@@ -77,15 +75,14 @@ def traffic(rounds: Sequence[Event]) -> Figure | None:
         ("bytes_sent", "sent by the server", BLUE),
         ("bytes_received", "received", ORANGE),
     ):
-        values = [None if e.get(key) is None else e[key] / 1e6 for e in rounds]
+        values = [event[key] / 1e6 for event in rounds]
         if any(values):
             traces.append(_line(numbers, values, label, colour))
             if label == "received":  # both directions are often equal: keep the line below visible
                 traces[-1]["line"]["dash"] = "dash"
     if not traces:
         return None
-    layout = axes(x="round", y="MB per round")
-    layout["yaxis"]["rangemode"] = "tozero"
+    layout = axes(x="round", y="MB per round", yaxis={"rangemode": "tozero"})
     return {"data": traces, "layout": layout}
 
 
@@ -95,18 +92,21 @@ def partition(event: Event) -> Figure | None:
     if not counts or not names:
         return None
     by_class = [list(column) for column in zip(*counts, strict=True)]
-    clients = [str(client) for client in clients_of(event)]
+    clients = [str(client) for client in event["clients"]]
     hover = "client %{x}<br>%{y}: %{z:,} records<extra></extra>"
     trace = heat(clients, _distinct([_short(name) for name in names]), by_class, hover) | {
         "text": [[f"{value:,}" if value else "" for value in row] for row in by_class],
         "xgap": 1 if len(clients) <= 40 else 0,
         "ygap": 1 if len(names) <= 40 else 0,
     }
-    layout = axes(x="client", y="")
-    layout["xaxis"] |= {"type": "category", "showgrid": False}
-    layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
-    layout["height"] = min(max(90 + 26 * len(names), 220), 760)
-    layout["coloraxis"] = colours(0, max(map(max, counts)) or 1, title="records")
+    layout = axes(
+        x="client",
+        y="",
+        xaxis=CATEGORIES,
+        yaxis=DOWNWARDS,
+        height=min(max(90 + 26 * len(names), 220), 760),
+        coloraxis=colours(0, max(map(max, counts)) or 1, title="records"),
+    )
     return {"data": [trace], "layout": layout}
 
 
@@ -142,12 +142,10 @@ def client_accuracy(event: Event) -> Figure | None:
     central = (event.get("central") or {}).get("accuracy")
     if central is not None:
         data.append(_level(names, central, "server's test set", GREEN, "dot"))
-    layout = axes(x=who, y="test accuracy")
-    layout["xaxis"] |= {"type": "category", "showgrid": False}
     lowest = min([*values, *([] if central is None else [central])])
     start = max(0, math.floor(10 * lowest - 1) / 10) if lowest >= 0 else lowest
-    layout["yaxis"] |= {"tickformat": ".0%", "range": [start, max(1, *values)]}
-    return {"data": data, "layout": layout}
+    shares = {"tickformat": ".0%", "range": [start, max(1, *values)]}
+    return {"data": data, "layout": axes(x=who, y="test accuracy", xaxis=CATEGORIES, yaxis=shares)}
 
 
 def alphas(events: Sequence[Event], genotype: Mapping[str, Any] | None) -> Figure:
@@ -185,9 +183,8 @@ def reliability(run: Run) -> Figure | None:
     if not calibration.get("bins"):
         return None
     confidence, accuracy, numbers = zip(*calibration["bins"], strict=True)
-    layout = axes(x="probability of what is predicted", y="share that is right")
-    for axis in ("xaxis", "yaxis"):
-        layout[axis] |= {"range": [0, 1.02], "tickformat": ".0%"}
+    look = {"range": [0, 1.02], "tickformat": ".0%"}
+    titles = {"x": "probability of what is predicted", "y": "share that is right"}
     return {
         "data": [
             {
@@ -209,7 +206,7 @@ def reliability(run: Run) -> Figure | None:
                 "line": {"color": BLUE},
             },
         ],
-        "layout": layout,
+        "layout": axes(**titles, xaxis=look, yaxis=look),
     }
 
 
@@ -242,10 +239,9 @@ def estimates(phases: Sequence[Event]) -> Figure | None:
     hover = "round %{x}, configuration %{y}: %{z}<extra></extra>"
     cells = heat(rounds, None, shown, hover)
     chosen = rings(rounds, [event["best"] for event in phases])
-    layout = axes(x="round", y="configuration")
-    layout["xaxis"] |= {"type": "category", "showgrid": False}
-    layout["showlegend"] = False
-    layout["coloraxis"] = colours(min(known, default=0), max(known, default=1), title="nats")
+    scale = colours(min(known, default=0), max(known, default=1), title="nats")
+    look: Figure = {"xaxis": CATEGORIES, "showlegend": False, "coloraxis": scale}
+    layout = axes(x="round", y="configuration", **look)
     return {"data": [cells, chosen], "layout": layout}
 
 
@@ -300,12 +296,15 @@ def _alpha_figure(
     ]
     marks = [mark for mark in marks if mark[0] in ops and mark[1] in labels]
     chosen = rings([op for op, _ in marks], [label for _, label in marks])
-    layout = axes(x="", y="")
-    layout["xaxis"] |= {"type": "category", "showgrid": False, "tickangle": -40}
-    layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
-    layout["height"] = 130 + 24 * len(labels)
-    layout["showlegend"] = False
-    layout["coloraxis"] = colours(0, most, title="share")
+    layout = axes(
+        x="",
+        y="",
+        xaxis=CATEGORIES | {"tickangle": -40},
+        yaxis=DOWNWARDS,
+        height=130 + 24 * len(labels),
+        showlegend=False,
+        coloraxis=colours(0, most, title="share"),
+    )
     return {"data": [cells, chosen] if marks else [cells], "layout": layout}
 
 
@@ -356,15 +355,18 @@ def colours(low: float, high: float, *, title: str) -> Figure:
     return {"cmin": low, "cmax": high, "colorbar": {"title": {"text": title}, "thickness": 12}}
 
 
-def axes(*, x: str, y: str) -> Figure:
-    """Return a layout with titled axes, as all figures have it."""
+def axes(
+    *, x: str, y: str, xaxis: Figure | None = None, yaxis: Figure | None = None, **layout: object
+) -> Figure:
+    """Return a layout with titled axes, as all figures have it, and what is special to one."""
     return {
         "height": 270,
         "margin": {"l": 10, "r": 10, "t": 30, "b": 10},
         "dragmode": False,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "xaxis": {"title": {"text": x}, "automargin": True},
-        "yaxis": {"title": {"text": y}, "automargin": True},
+        "xaxis": {"title": {"text": x}, "automargin": True, **(xaxis or {})},
+        "yaxis": {"title": {"text": y}, "automargin": True, **(yaxis or {})},
+        **layout,
     }
 
 

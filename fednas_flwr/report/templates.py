@@ -1,41 +1,185 @@
-"""Templates of ``page/``: HTML, Markdown and sentences, in which every value is escaped.
+"""Numbers as a person reads them, None as a dash, and the templates of ``page/`` that show them.
 
-Text of a template stands as it is; what ``render`` puts in is escaped by jinja in ``.html.j2`` and
-by :func:`~fednas_flwr.base.foreign.markdown` in ``.md.j2``, unless it is ``Markup``. In Markdown no
-filter may join texts: jinja's ``join`` escapes for HTML. Templates say the macros of
-``sentences.j2`` by ``sentence``, as text that is escaped where it is put in.
+Templates are HTML, Markdown and sentences. Text of a template stands as it is; what ``render`` puts
+in is escaped by jinja in ``.html.j2`` and by :func:`~fednas_flwr.base.foreign.markdown` in
+``.md.j2``, unless it is ``Markup``. In Markdown no filter may join texts: jinja's ``join`` escapes
+for HTML. Templates say the macros of ``sentences.j2`` by ``sentence``, as text that is escaped
+where it is put in.
 """
 
 import json
+import math
 import re
 import shlex
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
 from functools import cache
 from importlib import resources
+from statistics import fmean, stdev
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from fednas_flwr.base.foreign import markdown
-from fednas_flwr.report import quantities
-from fednas_flwr.runs.numbers import largest, overall
+from fednas_flwr.runs.numbers import Unit, largest, overall
 from fednas_flwr.settings.names import QUANTILES
 
+DASH = "–"
+
+
+def count(value: float | None) -> str:
+    """Return a count with at most three figures before its unit: ``3.35 M``, ``812``."""
+    if value is None:
+        return DASH
+    if abs(value) < 1e4:
+        return f"{value:.0f}"
+    return _scaled(value, (" k", " M", " G", " T"))
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """Return the ``QUANTILES`` of one value or more, each of them one of the values."""
+    ordered = sorted(values)
+    return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES]
+
+
+def rounds_text(number: int) -> str:
+    """Return a number of rounds: ``1 round``, ``12 rounds``."""
+    return f"{number} round{'' if number == 1 else 's'}"
+
+
+def percent(value: float | None) -> str:
+    """Return a share of 1 in percent with one decimal: ``91.4 %``."""
+    return DASH if value is None else f"{100 * value:.1f} %"
+
+
+def score(value: float | None) -> str:
+    """Return an F1 with three decimals: ``0.914``."""
+    return DASH if value is None else f"{value:.3f}"
+
+
+def num_bytes(value: float | None) -> str:
+    """Return bytes in powers of 1000: ``12.3 MB``."""
+    if value is None:
+        return DASH
+    return f"{value:.0f} B" if value < 1e3 else _scaled(value, (" kB", " MB", " GB", " TB"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    """Return three figures in the unit, of powers of 1000, in which they are below 1000."""
+    for unit in units:
+        value /= 1e3
+        if abs(float(f"{value:.3g}")) < 1e3:
+            return f"{value:.3g}{unit}"
+    return f"{value:.0f}{unit}"
+
+
+def megabytes(value: float | None) -> str:
+    """Return megabytes of 10^6 bytes as :func:`num_bytes` does."""
+    return num_bytes(None if value is None else value * 1e6)
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as ``8.2 s``, ``3:05 min`` or ``2:10 h``."""
+    if seconds is None:
+        return DASH
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60}:{minutes % 60:02d} h"
+
+
+def epsilon_text(epsilon: float | None) -> str:
+    """Return an epsilon to three significant digits, rounded up; None is infinite.
+
+    Example:
+        >>> epsilon_text(3.1001)
+        '3.11'
+    """
+    if epsilon is None:
+        return "∞"
+    exact = Decimal(repr(float(epsilon)))
+    if not exact:
+        return "0"
+    step = Decimal(1).scaleb(exact.adjusted() - 2)
+    return f"{exact.quantize(step, rounding=ROUND_CEILING):f}"
+
+
+def mean_and_deviation(
+    values: Sequence[float | None], *, scale: float = 1.0, decimals: int | None = None
+) -> str:
+    """Return ``mean ± standard deviation`` (n - 1) of the scaled values.
+
+    One value has no deviation and stands alone; none gives a dash. ``(2 of 3)`` follows where one
+    of three values is None. Without ``decimals`` the mean has three significant digits.
+
+    Example:
+        >>> mean_and_deviation([0.90, 0.92], scale=100, decimals=1)
+        '91.0 ± 1.4'
+    """
+    reached = [value for value in values if value is not None]
+    if not reached:
+        return DASH
+    mean = scale * fmean(reached)
+    if decimals is None:
+        decimals = max(0, 2 - math.floor(math.log10(abs(mean)))) if mean else 0
+    text = f"{mean:.{decimals}f}"
+    if len(reached) > 1:
+        text += f" ± {abs(scale) * stdev(reached):.{decimals}f}"
+    return text if len(reached) == len(values) else f"{text} ({len(reached)} of {len(values)})"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A unit's numbers for readers.
+
+    Attributes:
+        text: Writes one number.
+        title: The unit at the head of a column of numbers, with the blank before it.
+        scale: Factor of the numbers of such a column.
+        decimals: Of such numbers; None for three significant digits.
+    """
+
+    text: Callable[[float | None], str]
+    title: str = ""
+    scale: float = 1
+    decimals: int | None = None
+
+
+FORMS: dict[Unit, Form] = {
+    "share": Form(percent, " (%)", scale=100, decimals=1),
+    "score": Form(score, decimals=3),
+    "count": Form(count, " (M)", scale=1e-6),
+    "seconds": Form(duration, " (s)"),
+    "megabytes": Form(megabytes, " (MB)"),
+    "number": Form(count),
+}
+
+
+def as_unit(value: float | None, unit: Unit) -> str:
+    """Write a number of a unit."""
+    return FORMS[unit].text(value)
+
+
 FORMATS = {  # filters
-    "count": quantities.count,
-    "percent": quantities.percent,
-    "duration": quantities.duration,
-    "num_bytes": quantities.num_bytes,
-    "epsilon": quantities.epsilon_text,
-    "as_unit": quantities.as_unit,
+    "count": count,
+    "percent": percent,
+    "duration": duration,
+    "num_bytes": num_bytes,
+    "epsilon": epsilon_text,
+    "as_unit": as_unit,
     "literal": lambda value: json.dumps(value, ensure_ascii=False),
     "shell_word": shlex.quote,
-    "score": quantities.score,
+    "score": score,
     "largest": largest,
     "counted": lambda values: Counter(values).most_common(),
     "summed": lambda events, key: sum(event.get(key) or 0 for event in events),
-    "figures": lambda value, number: quantities.DASH if value is None else f"{value:.{number}g}",
+    "figures": lambda value, number: DASH if value is None else f"{value:.{number}g}",
     "total": lambda parts: sum(parts.values() if isinstance(parts, dict) else parts),
 }
 
@@ -61,14 +205,15 @@ def sentence(name: str, *values: object) -> str:
 
 @cache
 def _sentences() -> Any:
-    environment = _environment(autoescape=False, finalize=_one_line)  # no word begins a paragraph
+    # no word begins a paragraph
+    environment = _environment(autoescape=False, finalize=lambda x: " ".join(str(x).split()))
     return environment.from_string(read_part("sentences.j2")).module
 
 
 def _environment(**options: Any) -> Environment:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, **options)  # noqa: S701
     environment.filters |= FORMATS
-    environment.globals |= {"DASH": quantities.DASH, "QUANTILES": QUANTILES, "overall": overall}
+    environment.globals |= {"DASH": DASH, "QUANTILES": QUANTILES, "overall": overall}
     return environment
 
 
@@ -81,10 +226,6 @@ def as_json(value: object) -> Markup:
     """Write JSON that cannot end the script element it stands in."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
-
-
-def _one_line(value: object) -> str:
-    return " ".join(str(value).split())
 
 
 def _markdown(value: object) -> Markup:

@@ -25,11 +25,17 @@ from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.report import decidedness
-from fednas_flwr.report.quantities import DASH, count, duration, percent, rounds_text
-from fednas_flwr.report.tables import TEST_SEED
-from fednas_flwr.report.templates import paragraphs, sentence
-from fednas_flwr.report.texts import STAGES, reached, scores
+from fednas_flwr.report import cells
+from fednas_flwr.report.tables import STAGES, TEST_SEED, reached, scores
+from fednas_flwr.report.templates import (
+    DASH,
+    count,
+    duration,
+    paragraphs,
+    percent,
+    rounds_text,
+    sentence,
+)
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import Run, is_noised, read_run
 from fednas_flwr.settings.names import CLIENT
@@ -78,6 +84,11 @@ def print_table(
         cells = [Text(terminal(cell)) for cell in row]
         table.add_row(*cells, end_section=place == len(rows) - sum_rows)
     (console or table_console()).print(table)
+
+
+def print_line(console: Console, line: str, style: str = "") -> None:
+    """Print text, no markup, as one line: a client's message may hold brackets."""
+    console.print(Text(terminal(line), style=style), soft_wrap=True, highlight=False)
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -147,8 +158,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self.close()
 
     def _say(self, line: str, style: str = "") -> None:
-        # Text, not markup: a client's message may hold brackets.
-        self._console.print(Text(terminal(line), style=style), soft_wrap=True, highlight=False)
+        print_line(self._console, line, style)
 
     def _start_stage(self, event: Event) -> None:
         self._seconds.clear()
@@ -220,7 +230,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         *group_accuracies(run),
         *((f"baseline {b.folder.name}", percent(b.accuracy())) for b in run.baselines()),
         *reached(run, ["num_parameters", "multiply_adds"]),
-        ("edges decided", decidedness.share(decidedness.edges(run.alphas()))),
+        ("edges decided", cells.decided_text(cells.derived_edges(run.alphas()))),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
         ("client failures", count(len(run.failures()))),
         ("clients that left", count(len(run.departures()) or None)),
@@ -237,12 +247,12 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
             table.add_row(Text(terminal(label)), Text(terminal(value)))
     console.print(table)
     if text := sentence("no_better", run):
-        console.print(Text(text), soft_wrap=True, highlight=False)
+        print_line(console, text)
     if run.reason:
-        console.print(Text(terminal(run.reason), style="red"), soft_wrap=True, highlight=False)
+        print_line(console, run.reason, "red")
     report = run_folder / "report.html"
     if report.exists():
-        console.print(Text(f"report: {report}"), soft_wrap=True, highlight=False)
+        print_line(console, f"report: {report}")
 
 
 class _TimeLeft(ProgressColumn):

@@ -75,11 +75,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 self._is_private = True
             case "round":
                 named = {self._name(metric): value for metric, value in event["metrics"].items()}
-                sizes = {
-                    f"mb_{way}": event[f"bytes_{way}"] / 1e6
-                    for way in ("sent", "received")
-                    if event.get(f"bytes_{way}") is not None
-                }
+                sizes = {f"mb_{way}": event[f"bytes_{way}"] / 1e6 for way in ("sent", "received")}
                 values = {**named, "seconds": event["seconds"], **sizes}
                 self._send_known(event["stage"], values, event["round"])
             case "evaluated":

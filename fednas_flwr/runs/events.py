@@ -116,19 +116,17 @@ def read_events(path: Path) -> list[Event]:
     return events
 
 
-def latest_rounds(events: Iterable[Event], stage: str) -> list[Event]:
-    """Return a stage's ``round`` events by ascending round, one per round.
+def latest_rounds(events: Iterable[Event], stage: str | None, kind: str = "round") -> list[Event]:
+    """Events of a kind by ascending round, one per round; of a stage unless that is None.
 
     A resumed run repeats the rounds since its checkpoint: of two lines the later one counts.
     """
-    rounds = {e["round"]: e for e in events if e["event"] == "round" and e["stage"] == stage}
+    rounds = {
+        event["round"]: event
+        for event in events
+        if event["event"] == kind and stage in (None, event.get("stage"))
+    }
     return [rounds[number] for number in sorted(rounds)]
-
-
-def clients_of(partition: Event) -> list[int]:
-    """Return the clients that a ``partition`` event tells of; runs of older versions name none."""
-    rows = partition.get("splits") or partition.get("counts") or []
-    return partition.get("clients") or list(range(len(rows)))
 
 
 def records_of(partition: Event) -> tuple[int, dict[str, int]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.runs.events import Event, latest_rounds, read_events, records_of
 from fednas_flwr.settings.names import CLIENT, PRV
@@ -20,6 +21,7 @@ BASELINES_FOLDER, VARIANTS_FOLDER = BESIDE = ("baselines", "variants")  # runs b
 EVENTS_FILE = "events.jsonl"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
+EVENT_FIELDS = {"alphas": {"cells"}, "round": {"bytes_dense"}}  # that runs of older versions lack
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 
 
@@ -283,32 +285,26 @@ class Run:
 
     def alphas(self) -> list[Event]:
         """Return the ``alphas`` events by ascending round, one per round."""
-        latest = {event["round"]: event for event in self.of_kind("alphas")}
-        return [latest[number] for number in sorted(latest)]
+        return latest_rounds(self.events, None, "alphas")
 
     def explored(self, stage: str) -> list[Event]:
         """Return a stage's ``explored`` events by ascending round, one per round."""
-        latest = {e["round"]: e for e in self.of_kind("explored") if e["stage"] == stage}
-        return [latest[number] for number in sorted(latest)]
+        return latest_rounds(self.events, stage, "explored")
 
     def traffic_stages(self) -> list[str]:
         """The stages in whose rounds the server sent or received bytes."""
-        stages = dict.fromkeys(event["stage"] for event in self.of_kind("round"))
-        return [stage for stage in stages if any(self.traffic(stage)[:2])]
+        return [stage for stage in self._stages() if any(self.traffic(stage)[:2])]
 
-    def traffic(self, *stages: str) -> tuple[int, int, int | None]:
+    def traffic(self, *stages: str) -> tuple[int, int, int]:
         """The bytes that the server sent and received in the rounds of some stages.
 
-        And those that whole float32 states would have taken, None where a round does not say it.
+        And those that whole float32 states would have taken.
         """
         rounds = [event for stage in stages for event in self.rounds(stage)]
-        sizes = [event.get("bytes_dense") for event in rounds]
-        known = [size for size in sizes if size is not None]
-        return (
-            sum(event.get("bytes_sent") or 0 for event in rounds),
-            sum(event.get("bytes_received") or 0 for event in rounds),
-            sum(known) if known and len(known) == len(sizes) else None,
+        sent, received, dense = (
+            sum(event[f"bytes_{way}"] for event in rounds) for way in ("sent", "received", "dense")
         )
+        return sent, received, dense
 
     def accuracy(self) -> float | None:
         """Return the test accuracy, by the clients where no server tests."""
@@ -361,17 +357,20 @@ class Run:
 
     def traffic_mb(self) -> float | None:
         """The megabytes of all rounds, in both directions."""
-        stages = {event["stage"] for event in self.of_kind("round")}
+        stages = self._stages()
         return sum(self.traffic(*stages)[:2]) / 1e6 if stages else None
 
     def clients_lost(self) -> int:
         """The number of clients that have failed to answer once or more, or have left."""
         return len({event["client"] for event in self.failures() + self.departures()})
 
+    def _stages(self) -> list[str]:
+        """The stages that have rounds, in their order."""
+        return list(dict.fromkeys(event["stage"] for event in self.of_kind("round")))
+
     def _all_rounds(self) -> list[Event]:
         """Return the rounds of all stages, each once."""
-        stages = {event["stage"] for event in self.of_kind("round")}
-        return [event for stage in stages for event in self.rounds(stage)]
+        return [event for stage in self._stages() for event in self.rounds(stage)]
 
     def _of_final_rounds(self, kind: str) -> list[Event]:
         """Return the events of a kind that has rounds, without those of rounds repeated later."""
@@ -508,7 +507,8 @@ def read_run(run_folder: Path) -> Run:
 
     Raises:
         FileNotFoundError: The folder holds no events.jsonl, so it is no run folder.
-        ConfigError: Its configuration is no YAML, or too large.
+        ConfigError: Its configuration is no YAML, or too large, or an older version has written
+            its events.
     """
     path = run_folder / EVENTS_FILE
     if not path.exists():
@@ -518,7 +518,12 @@ def read_run(run_folder: Path) -> Run:
     if file.exists():
         loaded = read_yaml(file, str(file))
         config = loaded if isinstance(loaded, dict) else {}
-    return Run(folder=run_folder, config=config, events=read_events(path))
+    events = read_events(path)
+    if any(not EVENT_FIELDS.get(event["event"], set()) <= event.keys() for event in events):
+        raise ConfigError(
+            f"{run_folder} was written by an older version of fednas_flwr: read it with that one."
+        )
+    return Run(folder=run_folder, config=config, events=events)
 
 
 def largest(epsilons: Iterable[float | None] | None) -> float | None:

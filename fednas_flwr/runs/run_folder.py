@@ -44,7 +44,7 @@ def check_free(config: Config, *, runs: Path = RUNS) -> None:
 def check_writable(setting: str, folder: Path) -> None:
     """Raise ConfigError for a folder that cannot be written, or made."""
     with _usable(setting, folder):
-        there = next(path for path in (folder, *folder.parents) if path.exists())
+        there = _existing(folder)
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder")
         if not os.access(there, os.W_OK | os.X_OK):
@@ -53,9 +53,7 @@ def check_writable(setting: str, folder: Path) -> None:
 
 def free_bytes(config: Config, *, runs: Path = RUNS) -> int:
     """Return the free bytes on the disk of a run's folder, which need not exist yet."""
-    folder = _folder("run_dir", config.run_dir or str(runs))
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(_existing(_folder("run_dir", config.run_dir or str(runs)))).free
 
 
 def check_room(config: Config, num_bytes: int, remedy: str) -> None:
@@ -85,7 +83,8 @@ def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:
         ConfigError: ``run_dir`` already holds a run, or cannot be written.
     """
     check_free(config, runs=runs)
-    stem = f"{_now()}_{config.algorithm.name}_{config.dataset.name}"
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    stem = f"{now}_{config.algorithm.name}_{config.dataset.name}"
     folder = _folder("run_dir", config.run_dir or str(runs / stem))
     with _usable("run_dir", folder):
         if config.run_dir is not None:
@@ -184,6 +183,11 @@ def _folder(setting: str, path: str) -> Path:
     return expanded(setting, path).resolve()
 
 
+def _existing(folder: Path) -> Path:
+    """The folder, or what exists of the path to it."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 @contextmanager
 def _usable(setting: str, folder: Path) -> Iterator[None]:
     """Say in one sentence why a folder cannot be used."""
@@ -194,10 +198,6 @@ def _usable(setting: str, folder: Path) -> Iterator[None]:
             f"{setting}={show(str(folder))} cannot be used ({error.strerror or error}): choose "
             "another folder."
         ) from error
-
-
-def _now() -> str:
-    return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def _first_free(folder: Path) -> Path:

@@ -1,6 +1,8 @@
-"""The bandit of FEATHERS over hyper-parameter configurations: pure numbers, no networks.
+"""Choices among hyper-parameter configurations: FEATHERS' bandit, and FedEx's distribution.
 
-Seng et al. (2023), FEATHERS, section 3.1. An arm is one configuration. In a phase some arms are
+Both are pure numbers and know no networks.
+
+FEATHERS: Seng et al. (2023), section 3.1. An arm is one configuration. In a phase some arms are
 tried, each from the same weights; an arm's reward is the decrease of the clients' mean validation
 loss. Estimates of the rewards choose the best arm, the distribution from which the next arms are
 drawn, and, by its entropy, how many.
@@ -14,8 +16,8 @@ Deviations, of which ``experiment=feathers/paper_faithful`` takes back the last 
   so small that the distribution stays almost uniform and exploration never falls. Where rewards
   carry noise of known size, differences below it do not count either.
 
-A :class:`Tuner` is the bandit together with the configurations it chooses among. As it is made, it
-is a :class:`Bandit` over a list that stays. Two switches of
+A :class:`Tuner` is the bandit of the configurations that it chooses among. As it is made, it is a
+:class:`Bandit` over a list that stays. Two switches of
 :class:`BanditSettings` go beyond the text, both wishes of its section 5:
 
 * ``resampled_share``: after every phase the arms with the lowest estimates are replaced. A new arm
@@ -26,18 +28,24 @@ is a :class:`Bandit` over a list that stays. Two switches of
   a configuration's coordinates and the state of training: rounds done, loss, last rewards. So an
   arm is judged by trials of its neighbours in a like state, not by its own of long ago.
 
-Neither knows networks. Alone, the first pays for a short list whose best arm stays, the second
-for arms whose rewards move (``tests/search/test_tuner.py``).
+Alone, the first pays for a short list whose best arm stays, the second
+for arms whose rewards move (``tests/search/test_bandit.py``).
 
-Tensor suffixes: N arms, M trials so far, D coordinates.
+FedEx: Khodak et al. (2021), arXiv 2106.04502, Alg. 2. Every client of a round trains with a
+configuration drawn from :class:`Theta`; the clients' validation losses, less a baseline, give an
+estimate of its gradient, and it moves by an exponentiated gradient step. Deviation: in the first
+round the baseline is that round's own mean loss, where the public code has 0; by that every
+configuration that was drawn would lose to all others.
+
+Tensor suffixes: N arms or configurations, M trials so far, D coordinates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -48,14 +56,16 @@ from fednas_flwr.settings.optimizers import (
     Configuration,
     ConfigurationChoice,
     Range,
+    ThetaSettings,
     check_ranges,
 )
-from fednas_flwr.settings.parser import check_range
 
 SPREAD, SHRINK = 0.2, 0.9  # of resampling: shares of a range, per phase
 WIDTH = 0.4  # of the kernel, in shares of a range
 STATE_WIDTHS = (0.5, 1.0, 1.0)  # of progress, log loss, last reward in units of its scale
 RIDGE = 0.3  # variance of a reward's noise over that of the rewards
+LEAST = 1e-30  # a probability below this is never drawn; keeps the gradient finite
+EQUAL = 1e-9  # nats: a smaller excess is rounding, which aggressive steps would magnify
 
 
 @dataclass(frozen=True)
@@ -77,17 +87,12 @@ class Bandit:
     tried: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, num_arms: int, settings: BanditSettings) -> Bandit:
-        """Return a bandit that has tried nothing.
-
-        Raises:
-            ConfigError: There is no arm.
-        """
-        check_range(num_arms >= 1, "number of configurations", num_arms, "1 or more")
+    def of(cls, num_arms: int, settings: BanditSettings) -> Self:
+        """A bandit that has tried none of its one or more arms."""
         return cls(settings, torch.zeros(num_arms, dtype=torch.float64))
 
     def probabilities(self) -> Tensor:
-        """Return pi [N]: the softmax of the estimates in units of scale and temperature."""
+        """Pi [N]: the softmax of the estimates in units of scale and temperature."""
         unit = self.settings.temperature
         if self.settings.scaled:
             unit *= self.scale if self.scale > 0 else 1.0
@@ -95,16 +100,16 @@ class Bandit:
         return (self.estimates_N / unit).softmax(dim=0)
 
     def entropy(self) -> float:
-        """Return ``H = -sum pi ln pi`` in nats, from 0 to ln(N) (Eq. 7 with its sign)."""
-        return max(0.0, float(torch.special.entr(self.probabilities()).sum()))
+        """``H = -sum pi ln pi`` in nats, from 0 to ln(N) (Eq. 7 with its sign)."""
+        return entropy(self.probabilities())
 
     def num_trials(self) -> int:
-        """Return kappa, the arms to try next: round(beta H), at least 1 and at most N."""
+        """Kappa, the arms to try next: round(beta H), at least 1 and at most N."""
         kappa = round(self.settings.beta * self.entropy())
         return min(max(1, kappa), len(self.estimates_N))
 
     def draw(self, count: int, generator: torch.Generator) -> list[int]:
-        """Return ``count`` different arms from pi, ascending.
+        """Draw ``count`` different arms from pi, ascending.
 
         By the Gumbel trick, which needs no probability above zero (torch.multinomial does).
         """
@@ -115,7 +120,7 @@ class Bandit:
         return sorted(keys_N.topk(count).indices.tolist())
 
     def best(self) -> int:
-        """Return the arm with the largest estimate of those tried; ties go to the lowest.
+        """The arm with the largest estimate of those tried; ties go to the lowest.
 
         Deviation: Alg. 1 takes the maximum over all arms, which is one that nobody has tried as
         soon as all rewards are negative.
@@ -123,8 +128,8 @@ class Bandit:
         estimates = self.estimates_N.tolist()
         return max(sorted(self.tried) or range(len(estimates)), key=estimates.__getitem__)
 
-    def updated(self, rewards: Mapping[int, float], *, noise: float = 0.0) -> Bandit:
-        """Return the bandit after a phase (Eq. 6).
+    def updated(self, rewards: Mapping[int, float], *, noise: float = 0.0) -> Self:
+        """The bandit after a phase (Eq. 6).
 
         Tried arms move by ``step_size`` to their reward, as :meth:`bounded` has it, the others
         keep ``retention`` of theirs.
@@ -148,7 +153,7 @@ class Bandit:
         return replace(self, estimates_N=estimates_N, scale=scale, noise=noise, tried=tried)
 
     def bounded(self, rewards: Mapping[int, float]) -> dict[int, float]:
-        """Return the rewards, all finite.
+        """The rewards, all finite.
 
         One that is not, as of a configuration under which training diverged, counts as the worst
         of the phase, or minus the scale if there is no other.
@@ -158,7 +163,7 @@ class Bandit:
         return {a: r if math.isfinite(r) else worst for a, r in rewards.items()}
 
     def _scale_after(self, rewards: list[float]) -> float:
-        """Return the root of the running mean of squared rewards."""
+        """The root of the running mean of squared rewards."""
         newest = math.hypot(*rewards) / math.sqrt(len(rewards))
         if self.scale == 0:
             return newest
@@ -166,7 +171,7 @@ class Bandit:
         return math.hypot(math.sqrt(kept) * self.scale, math.sqrt(1 - kept) * newest)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state that changes, as JSON values for a checkpoint."""
+        """The state that changes, as JSON values for a checkpoint."""
         return {
             "estimates": self.estimates_N.tolist(),
             "scale": self.scale,
@@ -174,16 +179,11 @@ class Bandit:
             "tried": sorted(self.tried),
         }
 
-    def with_json(self, values: Mapping[str, Any]) -> Bandit:
-        """Return the bandit with the state that :meth:`to_json` gave."""
+    def with_json(self, values: Mapping[str, Any]) -> Self:
+        """The bandit with the state that :meth:`to_json` gave."""
         estimates_N = torch.tensor(values["estimates"], dtype=torch.float64)
-        return replace(
-            self,
-            estimates_N=estimates_N,
-            scale=float(values["scale"]),
-            noise=float(values["noise"]),
-            tried=frozenset(values["tried"]),
-        )
+        known = {name: values[name] for name in ("scale", "noise")}
+        return replace(self, estimates_N=estimates_N, tried=frozenset(values["tried"]), **known)
 
 
 def make_configurations(choice: ConfigurationChoice, seed: int) -> list[Configuration]:
@@ -197,7 +197,7 @@ def make_configurations(choice: ConfigurationChoice, seed: int) -> list[Configur
 def draw_configurations(
     count: int, ranges: Mapping[str, Range], generator: torch.Generator
 ) -> list[Configuration]:
-    """Return ``count`` independent configurations, each value from its own range (section 4).
+    """Draw ``count`` independent configurations, each value from its own range (section 4).
 
     Raises:
         ConfigError: A range is missing or unknown, or gives a value that is out of range.
@@ -212,43 +212,38 @@ def draw_configurations(
 
 
 @dataclass(frozen=True)
-class Tuner:
+class Tuner(Bandit):
     """Arms, what is known of them, and what training looks like; every change is a new object.
 
     Attributes:
-        bandit: Estimates of the arms' rewards.
         configurations: The arms.
-        ranges: Of the configurations' values.
+        ranges: Ranges of the configurations' values.
         state: Progress (0 to 1), log of the loss, and mean of the last phase's rewards in units
             of their scale.
-        trials: Of every trial so far the arm's and the state's coordinates and the reward over
-            its phase's root mean square; kept where ``sees_state``.
-        phases: How many phases there were.
+        trials: For every trial so far the coordinates of arm and state, and the reward over its
+            phase's root mean square; kept where ``sees_state``.
+        phases: Number of phases so far.
     """
 
-    bandit: Bandit
-    configurations: tuple[Configuration, ...]
-    ranges: Mapping[str, Range]
+    configurations: tuple[Configuration, ...] = ()
+    ranges: Mapping[str, Range] = field(default_factory=dict)
     state: tuple[float, ...] = (0.0, 0.0, 0.0)
     trials: tuple[tuple[tuple[float, ...], float], ...] = ()
     phases: int = 0
 
     @classmethod
-    def of(
+    def over(
         cls,
         configurations: Sequence[Configuration],
         ranges: Mapping[str, Range],
         settings: BanditSettings,
     ) -> Tuner:
-        """Return a tuner that has tried nothing.
-
-        Raises:
-            ConfigError: There is no configuration.
-        """
-        return cls(Bandit.of(len(configurations), settings), tuple(configurations), ranges)
+        """A tuner that has tried none of its one or more configurations."""
+        tuner = cls.of(len(configurations), settings)
+        return replace(tuner, configurations=tuple(configurations), ranges=ranges)
 
     def seeing(self, *, progress: float, loss: float | None) -> Tuner:
-        """Return the tuner in a state of training, its estimates predicted anew.
+        """The tuner in a state of training, its estimates predicted anew.
 
         Args:
             progress: Share of the stage's rounds that are done, 0 to 1.
@@ -259,18 +254,14 @@ class Tuner:
             level = math.log(max(1e-3, loss))
         return replace(self, state=(progress, level, self.state[2]))._predicted()
 
-    def draw(self, generator: torch.Generator) -> list[int]:
-        """Return the kappa arms to try in the next phase."""
-        return self.bandit.draw(self.bandit.num_trials(), generator)
+    def configuration(self) -> Configuration:
+        """The configuration with the largest estimate of those tried."""
+        return self.configurations[self.best()]
 
-    def best(self) -> Configuration:
-        """Return the configuration with the largest estimate of those tried."""
-        return self.configurations[self.bandit.best()]
-
-    def updated(
+    def learnt(
         self, rewards: Mapping[int, float], generator: torch.Generator, *, noise: float = 0.0
     ) -> Tuner:
-        """Return the tuner after a phase.
+        """The tuner after a phase.
 
         Args:
             rewards: By arm; empty changes nothing.
@@ -279,29 +270,29 @@ class Tuner:
         """
         if not rewards:
             return self
-        seen, bandit = self.bandit.bounded(rewards), self.bandit.updated(rewards, noise=noise)
-        after = replace(self, bandit=bandit, phases=self.phases + 1)
-        if self.bandit.settings.sees_state:
+        seen, after = self.bounded(rewards), self.updated(rewards, noise=noise)
+        after = replace(after, phases=self.phases + 1)
+        if self.settings.sees_state:
             size = math.sqrt(sum(r**2 for r in seen.values()) / len(seen)) or 1.0
             points = self._points().tolist()
             added = tuple((tuple(points[arm]), r / size) for arm, r in seen.items())
-            last = sum(seen.values()) / len(seen) / (bandit.scale or 1.0)
+            last = sum(seen.values()) / len(seen) / (after.scale or 1.0)
             after = replace(after, trials=self.trials + added)._predicted()
             after = replace(after, state=(*self.state[:2], last))
         return after._resampled(generator)
 
     def _points(self) -> Tensor:
-        """Return the coordinates [N, D] of all arms in the present state, in kernel widths."""
+        """The coordinates [N, D] of all arms in the present state, in kernel widths."""
         arms = [[share / WIDTH for share in self._shares(c)] for c in self.configurations]
         state = [s / width for s, width in zip(self.state, STATE_WIDTHS, strict=True)]
         return torch.tensor([[*arm, *state] for arm in arms], dtype=torch.float64)
 
     def _shares(self, configuration: Configuration) -> list[float]:
-        """Return where a configuration lies in its ranges, each from 0 to 1."""
+        """The places of a configuration's values in their ranges, each from 0 to 1."""
         return [self.ranges[name].share_of(v) for name, v in asdict(configuration).items()]
 
     def _near(self, configuration: Configuration, generator: torch.Generator) -> Configuration:
-        """Return a configuration drawn near another one."""
+        """A configuration drawn near another one."""
         shares = torch.tensor(self._shares(configuration), dtype=torch.float64)
         noise = torch.randn(len(shares), generator=generator, dtype=torch.float64)
         moved = reflect(shares + SPREAD * SHRINK**self.phases * noise).tolist()
@@ -309,36 +300,35 @@ class Tuner:
         return Configuration(**{n: self.ranges[n].at(u) for n, u in zip(names, moved, strict=True)})
 
     def _predicted(self) -> Tuner:
-        """Return the tuner whose estimates are predictions, if it sees the state and can."""
-        if not self.trials or not self.bandit.settings.sees_state:
+        """The tuner whose estimates are predictions, if it sees the state and can."""
+        if not self.trials or not self.settings.sees_state:
             return self
         points_MD = torch.tensor([point for point, _ in self.trials], dtype=torch.float64)
         rewards_M = torch.tensor([reward for _, reward in self.trials], dtype=torch.float64)
-        estimates_N = self.bandit.scale * predict(points_MD, rewards_M, self._points())
-        return replace(self, bandit=replace(self.bandit, estimates_N=estimates_N))
+        estimates_N = self.scale * predict(points_MD, rewards_M, self._points())
+        return replace(self, estimates_N=estimates_N)
 
     def _resampled(self, generator: torch.Generator) -> Tuner:
-        """Return the tuner with the worst arms replaced; the best one always stays."""
-        settings, estimates = self.bandit.settings, self.bandit.estimates_N.tolist()
+        """The tuner with the worst arms replaced; the best one always stays."""
+        settings, estimates = self.settings, self.estimates_N.tolist()
         count = int(settings.resampled_share * len(estimates))
         if count == 0:
             return self
-        best = self.bandit.best()
+        best = self.best()
         ranked = sorted(range(len(estimates)), key=lambda arm: (arm == best, estimates[arm]))
-        pi_N = self.bandit.probabilities()
+        pi_N = self.probabilities()
         parents = torch.multinomial(pi_N, count, replacement=True, generator=generator).tolist()
-        configurations, estimates_N = list(self.configurations), self.bandit.estimates_N.clone()
+        configurations, estimates_N = list(self.configurations), self.estimates_N.clone()
         for arm, parent in zip(ranked[:count], parents, strict=True):
             configurations[arm] = self._near(self.configurations[parent], generator)
             estimates_N[arm] = settings.retention * estimates[parent]
-        tried = self.bandit.tried - set(ranked[:count])
-        bandit = replace(self.bandit, estimates_N=estimates_N, tried=tried)
-        return replace(self, bandit=bandit, configurations=tuple(configurations))
+        tried, arms = self.tried - set(ranked[:count]), tuple(configurations)
+        return replace(self, estimates_N=estimates_N, tried=tried, configurations=arms)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state that changes, as JSON values for a checkpoint."""
+        """The state that changes, as JSON values for a checkpoint."""
         return {
-            "bandit": self.bandit.to_json(),
+            **super().to_json(),
             "configurations": [asdict(configuration) for configuration in self.configurations],
             "state": list(self.state),
             "trials": [[list(point), reward] for point, reward in self.trials],
@@ -346,10 +336,9 @@ class Tuner:
         }
 
     def with_json(self, values: Mapping[str, Any]) -> Tuner:
-        """Return the tuner with the state that :meth:`to_json` gave."""
+        """The tuner with the state that :meth:`to_json` gave."""
         return replace(
-            self,
-            bandit=self.bandit.with_json(values["bandit"]),
+            super().with_json(values),
             configurations=tuple(Configuration(**c) for c in values["configurations"]),
             state=tuple(values["state"]),
             trials=tuple((tuple(point), reward) for point, reward in values["trials"]),
@@ -358,7 +347,7 @@ class Tuner:
 
 
 def predict(points_MD: Tensor, rewards_M: Tensor, queries_ND: Tensor) -> Tensor:
-    """Return the rewards [N] that kernel ridge regression predicts at the queries.
+    """The rewards [N] that kernel ridge regression predicts at the queries.
 
     ``m + k(Q, P) (k(P, P) + RIDGE I)^-1 (r - m)`` with m the mean of r and the Gaussian kernel of
     width 1; far from all points the prediction is m.
@@ -370,12 +359,114 @@ def predict(points_MD: Tensor, rewards_M: Tensor, queries_ND: Tensor) -> Tensor:
 
 
 def gaussian(left_ND: Tensor, right_MD: Tensor) -> Tensor:
-    """Return ``exp(-|x - y|^2 / 2)`` [N, M] of every pair of rows."""
+    """Compute ``exp(-|x - y|^2 / 2)`` [N, M] of every pair of rows."""
     distances_NM: Tensor = torch.cdist(left_ND, right_MD)
     return distances_NM.square().mul(-0.5).exp()
 
 
 def reflect(shares: Tensor) -> Tensor:
-    """Return the shares with those outside [0, 1] mirrored at its ends; 1 itself is left out."""
+    """The shares with those outside [0, 1] mirrored at its ends; 1 itself is left out."""
     folded = shares.remainder(2.0)
     return torch.where(folded > 1, 2 - folded, folded).clamp(max=1 - 2.0**-53)
+
+
+class Trial(NamedTuple):
+    """One client's round: index of its configuration, its loss afterwards, its weight (> 0)."""
+
+    configuration: int
+    loss: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class Theta:
+    """The distribution and what its steps depend on; every change is a new object.
+
+    Attributes:
+        settings: The constants.
+        log_theta_N: Logarithms of the probabilities, float64.
+        norm: Root of the sum of squares of the gradients' largest entries so far.
+        loss_sum: Discounted sum of the rounds' mean losses; over ``loss_weight`` the baseline.
+        loss_weight: The same sum of ones; 0 before the first round.
+    """
+
+    settings: ThetaSettings
+    log_theta_N: Tensor
+    norm: float = 0.0
+    loss_sum: float = 0.0
+    loss_weight: float = 0.0
+
+    @classmethod
+    def of(cls, num_configurations: int, settings: ThetaSettings) -> Theta:
+        """The uniform distribution over one or more configurations."""
+        log_share = -math.log(num_configurations)
+        return cls(settings, torch.full((num_configurations,), log_share, dtype=torch.float64))
+
+    def probabilities(self) -> Tensor:
+        """Theta [N]."""
+        return self.log_theta_N.exp()
+
+    def entropy(self) -> float:
+        """``-sum theta ln theta`` in nats, from 0 to ln(N)."""
+        return entropy(self.probabilities())
+
+    def best(self) -> int:
+        """The most probable configuration; ties go to the lowest."""
+        return int(self.log_theta_N.argmax())
+
+    def draw(self, generator: torch.Generator) -> int:
+        """One configuration, drawn from theta."""
+        return int(torch.multinomial(self.probabilities(), 1, generator=generator))
+
+    def updated(self, trials: Sequence[Trial]) -> Theta:
+        """The distribution after a round (Alg. 2, lines 10-13).
+
+        ``grad_j = sum_i w_i (L_i - lambda) [c_i = j] / (theta_j sum_i w_i)`` and
+        ``theta <- theta exp(-eta grad)``, normalised, with eta of the schedule.
+
+        Args:
+            trials: Those of the clients that answered, with finite losses; none changes nothing.
+        """
+        if not trials:
+            return self
+        total = sum(trial.weight for trial in trials)
+        mean = sum(trial.weight * trial.loss for trial in trials) / total
+        baseline = self.loss_sum / self.loss_weight if self.loss_weight else mean
+        excess_N = torch.zeros_like(self.log_theta_N)
+        for index, loss, weight in trials:
+            excess_N[index] += weight / total * (loss - baseline)
+        excess_N[excess_N.abs() <= EQUAL] = 0.0
+        gradient_N = excess_N / self.probabilities().clamp(min=LEAST)
+        largest = float(gradient_N.abs().max())
+        norm = math.hypot(self.norm, largest)
+        scale = {"aggressive": largest, "adaptive": norm, "constant": 1.0}[self.settings.schedule]
+        if scale > 0:
+            gradient_N = gradient_N / scale * math.sqrt(2 * math.log(len(gradient_N)))
+        discount = self.settings.baseline_discount
+        return replace(
+            self,
+            log_theta_N=(self.log_theta_N - gradient_N).log_softmax(dim=0),
+            norm=norm,
+            loss_sum=discount * self.loss_sum + mean,
+            loss_weight=discount * self.loss_weight + 1.0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The state that changes, as JSON values for a checkpoint."""
+        return {
+            "log_theta": self.log_theta_N.tolist(),
+            "norm": self.norm,
+            "loss_sum": self.loss_sum,
+            "loss_weight": self.loss_weight,
+        }
+
+    def with_json(self, values: Mapping[str, Any]) -> Theta:
+        """The distribution with the state that :meth:`to_json` gave."""
+        state = dict(values)
+        log_theta_N = torch.tensor(state.pop("log_theta"), dtype=torch.float64)
+        return replace(self, log_theta_N=log_theta_N, **state)
+
+
+def entropy(probabilities_N: Tensor) -> float:
+    """The entropy of a distribution, in nats."""
+    return max(0.0, float(torch.special.entr(probabilities_N).sum()))

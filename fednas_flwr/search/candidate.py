@@ -1,28 +1,34 @@
-"""Candidates of a search: one as a network of its own, or several beside each other.
+"""Candidates of a search: paths through a supernet, or several networks beside each other.
 
-Pham et al. (2018), ENAS, arXiv 1802.03268: a candidate is a path through a supernet and inherits
-the weights that others have trained. :func:`train_candidates` is lines 4 to 8 of DPNAS' Alg. 1
-(Cheng et al. 2022, arXiv 2110.08557).
+Pham et al. (2018), ENAS, arXiv 1802.03268: a :class:`Candidate` is a path through a supernet and
+inherits the weights that others have trained. A :class:`GumbelPath`, drawn anew for every gradient,
+takes the place of a supernet in the steps of GDAS (Dong and Yang 2019, arXiv 1910.04465): one op of
+every edge is computed, and the alphas get a gradient through the softmax that it was drawn by.
 
 The networks of a :class:`Pool` share batches and messages, but no weight: its gradient is each
 member's (:func:`by_member`), so that a member is trained as it would be alone.
+
+Tensor suffixes: B batch, E edges, O ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.optimizer_step import MOMENTS, Descent, Gradients
 from fednas_flwr.spaces.dp_cells import DPCellNetwork
-from fednas_flwr.spaces.space import Supernet
+from fednas_flwr.spaces.nasbench201 import NASBench201Body, NASBench201Space
+from fednas_flwr.spaces.space import CELL, Supernet
 
 T = TypeVar("T")
 
 PREFIX = "members"
+# whose cells are those of networks of any size
+CELL_SPACE = NASBench201Space(input_shape=(1, 1, 1), num_classes=1)
+TRIES = 100  # of uniform draws one in eight is refused
 
 
 class Candidate(nn.Module):
@@ -32,7 +38,7 @@ class Candidate(nn.Module):
         """Take the path.
 
         Args:
-            supernet: Of the space ``dp_cells`` or ``dp_cells_darts``.
+            supernet: A supernet of the space ``dp_cells`` or ``dp_cells_darts``.
             path: For every edge the column of its op.
 
         Raises:
@@ -46,27 +52,17 @@ class Candidate(nn.Module):
         self.training = supernet.training
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights that the path computes with, under their names in the supernet."""
+        """The weights that the path computes with, under their names in the supernet."""
         return self.supernet.path_weights(self.path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, classes]."""
+        """Logits [B, classes]."""
         logits: Tensor = self.body(x, path=self.path)
         return logits
 
 
-def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str, set[str]]:
-    """Return the names of tensors that training any of these paths reads or moves, by state.
-
-    Server and clients compute it alike from the paths: messages about them carry nothing else.
-    """
-    weights = {name for path in paths for name in Candidate(supernet, path).weights()}
-    moments = {f"weights.{moment}.{name}" for moment in MOMENTS["weights"] for name in weights}
-    return {"weights": weights, "moments": moments}
-
-
 def all_alike(supernet: Supernet) -> list[list[int]]:
-    """Return for every op the path with that op on all edges.
+    """For every op the path with that op on all edges.
 
     No path computes or keeps more than one of these: the ops of an edge have one shape.
     """
@@ -74,30 +70,79 @@ def all_alike(supernet: Supernet) -> list[list[int]]:
     return [[op] * edges for op in range(ops)]
 
 
-def train_candidates(
-    supernet: Supernet,
-    paths: Sequence[Sequence[int]],
-    gradients: Gradients,
-    weights: Descent,
-    *,
-    steps: int,
-) -> None:
-    """Train the shared weights in place on one path after the other.
+class GumbelPath(nn.Module):
+    """A supernet restricted to one drawn op per edge; it shares the supernet's parameters.
 
-    Weights beside a path neither move nor decay in its steps; momentum goes from one to the next.
+    With Gumbel noise g the op of edge e is ``k = argmax_o (alpha_eo + g_eo)``, which has the
+    probability ``softmax(alpha_e)_k``. In the forward pass its gate h_e is 1, in the backward pass
+    p_ek with ``p_e = softmax((alpha_e + g_e) / T)``, so that ``dL/dalpha_eo = dL/dh_e p_ek
+    (delta_ko - p_eo) / T`` (section 3.2). Ops that are not drawn are not computed: nothing flows
+    through their gates. The authors' code adds those to the feature map, where they are 0, and so
+    has a further term. The noise is drawn once: every forward is of the same path.
 
-    Args:
-        supernet: Its weights are those of ``weights``.
-        paths: The candidates.
-        gradients: Exact, clipped (``exact_gradients.ClippedGradients``) or noised; they yield
-            ``steps`` times for each candidate.
-        weights: The step.
-        steps: Of each candidate.
+    Deviation: noise by which no op with weights is on a way from the cell's input to its output is
+    drawn again, as often as ``TRIES``: a step on such a path would move nothing.
+
+    Attributes:
+        columns: By kind of cell for every edge the column of the drawn op.
     """
-    supernet.train()
-    chosen = (candidate for path in paths for candidate in repeat(Candidate(supernet, path), steps))
-    for candidate, _ in zip(chosen, gradients.steps(), strict=True):
-        weights.step(gradients.weights(candidate))
+
+    def __init__(
+        self, supernet: Supernet, *, temperature: float, generator: torch.Generator
+    ) -> None:
+        """Draw the path.
+
+        Args:
+            supernet: A supernet of the space ``nasbench201``.
+            temperature: T, above 0.
+            generator: On the CPU.
+
+        Raises:
+            ValueError: The supernet is of another space.
+        """
+        super().__init__()
+        if not isinstance(supernet.body, NASBench201Body):
+            raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
+        self.supernet, self.body, self.training = supernet, supernet.body, supernet.training
+        self.temperature = temperature
+        alphas = {kind: alpha.detach() for kind, alpha in supernet.alphas().items()}
+        for _ in range(TRIES):
+            self._noise = {
+                kind: -torch.empty(alpha.shape).exponential_(generator=generator).log().to(alpha)
+                for kind, alpha in alphas.items()
+            }
+            self.columns = {
+                kind: (alpha + self._noise[kind]).argmax(dim=-1).tolist()
+                for kind, alpha in alphas.items()
+            }
+            if not CELL_SPACE.is_degenerate(CELL_SPACE.genotype(self.columns[CELL])):
+                break
+
+    def alphas(self) -> dict[str, nn.Parameter]:
+        """The supernet's alphas."""
+        return self.supernet.alphas()
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The weights that the path computes with, under their names in the supernet."""
+        return self.supernet.path_weights(self.columns[CELL])
+
+    def gates(self) -> dict[str, Tensor]:
+        """The gates [E] of the drawn ops, all 1, differentiable in the alphas."""
+        gates = {}
+        for kind, alphas_EO in self.alphas().items():
+            p_EO = ((alphas_EO + self._noise[kind]) / self.temperature).softmax(dim=-1)
+            p_E = p_EO.gather(-1, torch.tensor(self.columns[kind], device=p_EO.device)[:, None])[
+                :, 0
+            ]
+            gates[kind] = 1 + p_E - p_E.detach()
+        return gates
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, classes]."""
+        return self.body.path(x, self.columns, self.gates())
+
+
+Relaxed = Supernet | GumbelPath  # what has alphas with a gradient
 
 
 class Pool(nn.Module):
@@ -113,16 +158,16 @@ class Pool(nn.Module):
         self.members = nn.ModuleList(members)
 
     def __len__(self) -> int:
-        """Return the number of members."""
+        """The number of members."""
         return len(self.members)
 
 
 def by_member(pool: Pool, gradient: Callable[[nn.Module], Mapping[str, T]]) -> dict[str, T]:
-    """Return the gradients of all members, under their names in the pool.
+    """The gradients of all members, under their names in the pool.
 
     Args:
         pool: The members.
-        gradient: Returns that of one member, by the names of its own parameters.
+        gradient: Function of one member; returns its gradient by the names of its own parameters.
     """
     return {
         f"{PREFIX}.{index}.{name}": value
@@ -131,12 +176,12 @@ def by_member(pool: Pool, gradient: Callable[[nn.Module], Mapping[str, T]]) -> d
     }
 
 
-def name_before(name: str, kept: list[int]) -> str:
-    """Return the name that a tensor had before only the members ``kept`` were left.
+def name_before(name: str, indices: list[int]) -> str:
+    """The name that a tensor had before only the members ``indices`` were left.
 
     Args:
-        name: Of the tensor now; its first ``members.<index>`` is replaced.
-        kept: For each member that is left its index before.
+        name: Name of the tensor now; its first ``members.<index>`` is replaced.
+        indices: For each member that is left its index before.
 
     Example:
         >>> name_before("members.1.stem.weight", [2, 5])
@@ -144,4 +189,4 @@ def name_before(name: str, kept: list[int]) -> str:
     """
     before, _, rest = name.partition(f"{PREFIX}.")
     index, _, tensor = rest.partition(".")
-    return f"{before}{PREFIX}.{kept[int(index)]}.{tensor}"
+    return f"{before}{PREFIX}.{indices[int(index)]}.{tensor}"

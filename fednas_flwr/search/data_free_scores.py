@@ -22,15 +22,15 @@ Tensor suffixes: B batch, C channels, H height, W width, P positions (batch and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import unknown_choice
+from fednas_flwr.base.errors import check_choice
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype
@@ -41,31 +41,30 @@ ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SELU, nn.Tanh, nn.Hardtanh, nn.Sigmoid)
 WEIGHTED = (nn.Linear, nn.Conv2d)
 NASWOT_INPUTS = 64
 LARGEST_SIDE = 16  # of images of the made-up task
-Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], tuple[float, ...]]
+Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], float | tuple[float, ...]]
 
 
 def measure(
     space: SearchSpace, genotype: Genotype, scores: Iterable[str], *, seed: int
 ) -> dict[str, float]:
-    """Return the scores of a genotype's network at the space's own sizes.
+    """The scores of a genotype's network at the space's own sizes.
 
     Only ``learning`` is measured on images of at most 16 pixels a side, at a quarter of the cost of
     32. All networks of a seed are initialised from the same random numbers and given the same
     inputs, so that a score does not depend on when it is computed.
 
     Args:
-        space: Gives the network and the shape of an example.
-        genotype: Of that space.
+        space: Search space, with the shape of an example.
+        genotype: A genotype of that space.
         scores: Names out of ``SCORES``.
-        seed: Of initialisation and inputs.
+        seed: Seed of initialisation and inputs.
 
     Raises:
         ConfigError: A name is unknown, or the genotype is not of the space.
     """
     wanted = list(scores)
     for name in wanted:
-        if name not in SCORES:
-            raise unknown_choice("score", name, SCORES)
+        check_choice("score", name, SCORES)
     values: dict[str, float] = {}
     for names, measured in MEASURES.items():
         if set(names) & set(wanted):
@@ -73,12 +72,13 @@ def measure(
             with seeded(seed, "scored network"):
                 network = of.network(genotype)
             numbers = measured(network, of.input_shape, make_generator(seed, *names))
-            values |= zip(names, numbers, strict=True)
+            each = numbers if isinstance(numbers, tuple) else (numbers,)
+            values |= zip(names, each, strict=True)
     return {name: values[name] for name in wanted}
 
 
 def combine(values: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return one number per network, by which those compare that were measured together.
+    """One number per network, by which those compare that were measured together.
 
     ``sum_s log(rank_s / N)``, the rank being the number of networks that a network is at least as
     good as by score s. Lee and Ham (2024), AZ-NAS, arXiv 2403.19232, "non-linear
@@ -104,7 +104,7 @@ def combine(values: Sequence[Mapping[str, float]]) -> list[float]:
 
 
 def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
-    """Return the logarithm of synaptic flow, ``log sum_theta theta * dL/dtheta``.
+    """The logarithm of synaptic flow, ``log sum_theta theta * dL/dtheta``.
 
     With all parameters replaced by their absolute values, an input of ones, and L the sum of the
     outputs: for a chain of layers L is ``1^T prod_l |W_l| 1``. Tanaka et al. (2020), arXiv
@@ -116,7 +116,7 @@ def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
 
     Args:
         network: Changed by the call.
-        input_shape: Of one example.
+        input_shape: Shape of one example.
     """
     network.double().eval()
     for parent in list(network.modules()):
@@ -146,7 +146,7 @@ def zen(
     step: float = 0.01,
     repeats: int = 4,
 ) -> float:
-    """Return the Zen-score, ``log E |f(x) - f(x + a e)| + sum_l log sqrt(mean_j s_lj^2)``.
+    """The Zen-score, ``log E |f(x) - f(x + a e)| + sum_l log sqrt(mean_j s_lj^2)``.
 
     How much the features f before the global pool change with the input, for weights, x and e from
     N(0, 1); the norms keep the numbers finite, and what they divide by, the variance s_lj^2 of
@@ -158,8 +158,8 @@ def zen(
 
     Args:
         network: Changed by the call.
-        input_shape: Of one example.
-        generator: Of weights and inputs.
+        input_shape: Shape of one example.
+        generator: Source of weights and inputs.
         batch_size: Examples per draw; the published code takes 64.
         step: a; the published code's.
         repeats: Draws.
@@ -167,11 +167,7 @@ def zen(
     network.train()
     values = []
     for _ in range(repeats):
-        for module in network.modules():
-            if isinstance(module, WEIGHTED):
-                nn.init.normal_(module.weight, generator=generator)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        _draw_weights(network, partial(nn.init.normal_, generator=generator))
         x = torch.randn(batch_size, *input_shape, generator=generator)
         moved = x + step * torch.randn(x.shape, generator=generator)
         with torch.no_grad():
@@ -185,7 +181,7 @@ def zen(
 
 
 def naswot(network: nn.Module, inputs: Tensor) -> float:
-    """Return ``log |det K|`` with K_ij the number of activations on which inputs i and j agree.
+    """Compute ``log |det K|`` with K_ij the number of activations on which inputs i and j agree.
 
     An activation's code is whether what enters it is positive; networks that tell inputs apart have
     a K near a multiple of the identity. Mellor et al. (2021), arXiv 2006.04647, Eq. 2.
@@ -213,7 +209,7 @@ def az_nas_parts(
     *,
     batch_size: int = 16,
 ) -> tuple[float, float, float]:
-    """Return expressivity, progressivity and trainability; AZ-NAS' fourth part is multiply-adds.
+    """Expressivity, progressivity and trainability; AZ-NAS' fourth part is multiply-adds.
 
     Lee and Ham (2024), arXiv 2403.19232, for weights from He's normal distribution and inputs from
     N(0, 1). Of the features of each module of the chain, stem and cells:
@@ -230,16 +226,13 @@ def az_nas_parts(
 
     Args:
         network: Changed by the call.
-        input_shape: Of one example.
-        generator: Of weights, inputs and signs.
+        input_shape: Shape of one example.
+        generator: Source of weights, inputs and signs.
         batch_size: Inputs.
     """
     network.train()
-    for module in network.modules():
-        if isinstance(module, WEIGHTED):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu", generator=generator)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+    he_normal = partial(nn.init.kaiming_normal_, nonlinearity="relu", generator=generator)
+    _draw_weights(network, he_normal)
     x = torch.randn(batch_size, *input_shape, generator=generator)
     features = _features(network, x)
     entropies = torch.stack([_entropy(feature.detach()) for feature in features])
@@ -265,7 +258,7 @@ def learning(
     lr: float = 0.1,
     strength: float = 1.0,
 ) -> float:
-    """Return minus the mean loss, in nats, of the last third of some steps on a made-up task.
+    """Minus the mean loss, in nats, of the last third of some steps on a made-up task.
 
     An input of a class is ``strength`` times the class' pattern, at a random place, plus noise;
     pattern and noise are drawn alike, those of images with the 1/f spectrum of natural ones. What
@@ -275,9 +268,9 @@ def learning(
 
     Args:
         network: Changed by the call.
-        input_shape: Of one example; images are (channels, height, width).
-        generator: Of patterns, classes, places and noise.
-        steps: Of SGD with momentum .9, whose learning rate falls linearly to 0.
+        input_shape: Shape of one example; images are (channels, height, width).
+        generator: Source of patterns, classes, places and noise.
+        steps: Number of steps of SGD with momentum .9, whose learning rate falls linearly to 0.
         batch_size: Inputs per step.
         lr: Learning rate of the first step.
         strength: Standard deviation of the pattern in units of the noise's.
@@ -308,15 +301,15 @@ def learning(
 
 # Groups of scores that are computed together, by their names in order.
 MEASURES: dict[tuple[str, ...], Measure] = {
-    ("synflow",): lambda network, shape, _: (synflow(network, shape),),
-    ("parameters",): lambda network, shape, _: (float(count_parameters(network)),),
-    ("multiply_adds",): lambda network, shape, _: (float(count_multiply_adds(network, shape)),),
-    ("zen",): lambda network, shape, generator: (zen(network, shape, generator),),
-    ("naswot",): lambda network, shape, generator: (
-        naswot(network, torch.randn(NASWOT_INPUTS, *shape, generator=generator)),
+    ("synflow",): lambda network, shape, _: synflow(network, shape),
+    ("parameters",): lambda network, *_: float(count_parameters(network)),
+    ("multiply_adds",): lambda network, shape, _: float(count_multiply_adds(network, shape)),
+    ("zen",): zen,
+    ("naswot",): lambda network, shape, generator: naswot(
+        network, torch.randn(NASWOT_INPUTS, *shape, generator=generator)
     ),
     ("expressivity", "progressivity", "trainability"): az_nas_parts,
-    ("learning",): lambda network, shape, generator: (learning(network, shape, generator),),
+    ("learning",): learning,
 }
 SCORES = tuple(name for names in MEASURES for name in names)
 AZ_NAS = ("expressivity", "progressivity", "trainability", "multiply_adds")
@@ -325,19 +318,19 @@ UNRANKED = ("darts", "mbconv")  # spaces whose networks AZ-NAS ranks no better t
 
 
 def trusted_scores(space: str) -> tuple[str, ...]:
-    """Return the scores that rank a space's networks; none where AZ-NAS does not.
+    """The scores that rank a space's networks; none where AZ-NAS does not.
 
     Of DARTS' cells and MBConv blocks, the best of 250 by AZ-NAS is about as accurate as the first
     one drawn (``scripts/results/spaces.json``).
 
     Args:
-        space: Its name.
+        space: Name of the space.
     """
     return () if space in UNRANKED else AZ_NAS
 
 
 def _of_small_images(space: SearchSpace) -> SearchSpace:
-    """Return the space for images of at most ``LARGEST_SIDE``; one's own that cannot, unchanged."""
+    """The space for images of at most ``LARGEST_SIDE``; one's own that cannot, unchanged."""
     if not is_dataclass(space):
         return space
     shape = space.input_shape
@@ -346,8 +339,17 @@ def _of_small_images(space: SearchSpace) -> SearchSpace:
     return smaller
 
 
+def _draw_weights(network: nn.Module, init: Callable[[Tensor], Tensor]) -> None:
+    """Draw the weights of all layers anew, in place; biases are 0."""
+    for module in network.modules():
+        if isinstance(module, WEIGHTED):
+            init(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
 def _noise(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return Gaussian noise of unit variance [count, *shape]; images with a spectrum of 1/f."""
+    """Gaussian noise of unit variance [count, *shape]; images with a spectrum of 1/f."""
     white = torch.randn(count, *shape, generator=generator)
     if len(shape) == 1:
         return white
@@ -360,7 +362,7 @@ def _noise(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 
 def _entropy(feature: Tensor) -> Tensor:
-    """Return the entropy in nats of the shares of variance of a feature's principal components."""
+    """The entropy in nats of the shares of variance of a feature's principal components."""
     positions_PC = feature.movedim(1, -1).flatten(0, -2)
     centred_PC = positions_PC - positions_PC.mean(dim=0)
     covariance = centred_PC.T @ centred_PC / len(centred_PC)
@@ -371,7 +373,7 @@ def _entropy(feature: Tensor) -> Tensor:
 
 
 def _jacobian(g_in: Tensor, g_out: Tensor) -> Tensor:
-    """Return the mean over positions of ``g_in g_out^T``; each position reads stride^2 pixels."""
+    """The mean over positions of ``g_in g_out^T``; each position reads stride^2 pixels."""
     strides = [-(-a // b) for a, b in zip(g_in.shape[2:], g_out.shape[2:], strict=True)]
     for axis, (stride, size) in enumerate(zip(strides, g_out.shape[2:], strict=True), 2):
         missing = stride * size - g_in.shape[axis]
@@ -382,7 +384,7 @@ def _jacobian(g_in: Tensor, g_out: Tensor) -> Tensor:
 
 
 def _variance(norm: nn.Module, inputs: Tensor) -> float:
-    """Return the mean of the variances by which a norm would divide its inputs."""
+    """The mean of the variances by which a norm would divide its inputs."""
     if isinstance(norm, nn.GroupNorm):
         grouped = inputs.reshape(len(inputs) * norm.num_groups, -1)
         return float(grouped.var(dim=1, correction=0).mean())
@@ -390,33 +392,33 @@ def _variance(norm: nn.Module, inputs: Tensor) -> float:
 
 
 def _features(network: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the outputs of the modules of the chain."""
+    """The outputs of the modules of the chain."""
     chain: list[nn.Module] = network.chain()  # type: ignore[operator]
-    outputs: dict[nn.Module, Tensor] = {}
-    with _hooked(chain, lambda module, _, output: outputs.__setitem__(module, output)):
-        network(x)
+    outputs = {module: output for module, _, output in _forwards(network, x, chain)}
     return [outputs[module] for module in chain]
 
 
 def _inputs(
     network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]
 ) -> list[tuple[nn.Module, Tensor]]:
-    """Record the inputs of all modules of some kinds, in the order of computation."""
-    found: list[tuple[nn.Module, Tensor]] = []
+    """All modules of some kinds with their inputs, in the order of computation."""
     modules = [module for module in network.modules() if isinstance(module, kinds)]
-    with _hooked(modules, lambda module, inputs, _: found.append((module, inputs[0]))):
-        network(x)
-    return found
+    return [(module, entering) for module, entering, _ in _forwards(network, x, modules)]
 
 
-@contextmanager
-def _hooked(
-    modules: Iterable[nn.Module], hook: Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
-) -> Iterator[None]:
-    """Call ``hook`` after the forward of each of the modules."""
-    handles = [module.register_forward_hook(hook) for module in modules]
+def _forwards(
+    network: nn.Module, x: Tensor, modules: Iterable[nn.Module]
+) -> list[tuple[nn.Module, Tensor, Tensor]]:
+    """Each module with its input and output, in the order of computation."""
+    seen: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append((module, inputs[0], output))
+
+    handles = [module.register_forward_hook(record) for module in modules]
     try:
-        yield
+        network(x)
     finally:
         for handle in handles:
             handle.remove()
+    return seen

@@ -7,8 +7,9 @@ the first few are a pool that records can decide in.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -29,9 +30,9 @@ class Scored(NamedTuple):
 
     Attributes:
         genotype: The architecture.
-        scores: Those that rank all.
-        further: Those that rank a shortlist; None of others.
-        number: How many were found before it.
+        scores: The scores that rank all architectures.
+        further: The scores that rank a shortlist; None outside of it.
+        number: Number of architectures that were found before it.
     """
 
     genotype: Genotype
@@ -40,49 +41,32 @@ class Scored(NamedTuple):
     number: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits on the cost of a genotype's network; None is no limit.
+def exceeded(
+    limits: Mapping[str, float],
+    space: SearchSpace,
+    genotype: Genotype,
+    latency_ms: Callable[[Genotype], float] | None = None,
+) -> list[str]:
+    """The names of the limits on cost that a genotype's network exceeds.
 
-    Attributes:
-        parameters: Most parameters.
-        multiply_adds: Most multiply-adds of one example.
-        latency_ms: Highest latency in milliseconds.
+    Args:
+        limits: Highest cost by name: ``parameters``, ``multiply_adds`` of one example, or
+            ``latency_ms``.
+        space: The genotype's space, at the network's sizes.
+        genotype: Built without memory for its weights.
+        latency_ms: Function that returns the latency of a genotype; needed with a limit of it.
     """
-
-    parameters: int | None = None
-    multiply_adds: int | None = None
-    latency_ms: float | None = None
-
-    def exceeded(
-        self,
-        space: SearchSpace,
-        genotype: Genotype,
-        latency_ms: Callable[[Genotype], float] | None = None,
-    ) -> list[str]:
-        """Return the names of the limits that a genotype exceeds.
-
-        Args:
-            space: Of the genotype, and of the network's sizes.
-            genotype: To be built, without memory for its weights.
-            latency_ms: Returns the latency of a genotype; needed with a limit of it.
-
-        Raises:
-            ValueError: There is a limit of latency, and nothing to predict it with.
-        """
-        costs: dict[str, float] = {}
-        if self.parameters is not None or self.multiply_adds is not None:
-            with torch.device("meta"):
-                network = space.network(genotype)
-                costs["parameters"] = count_parameters(network)
-                if self.multiply_adds is not None:
-                    costs["multiply_adds"] = count_multiply_adds(network, space.input_shape)
-        if self.latency_ms is not None:
-            if latency_ms is None:
-                raise ValueError("a limit of latency needs a function that predicts it")
-            costs["latency_ms"] = latency_ms(genotype)
-        most = asdict(self)
-        return [name for name in costs if most[name] is not None and costs[name] > most[name]]
+    costs: dict[str, float] = {}
+    if limits.keys() - {"latency_ms"}:
+        with torch.device("meta"):
+            network = space.network(genotype)
+            costs["parameters"] = count_parameters(network)
+            if "multiply_adds" in limits:
+                costs["multiply_adds"] = count_multiply_adds(network, space.input_shape)
+    if "latency_ms" in limits:
+        assert latency_ms is not None
+        costs["latency_ms"] = latency_ms(genotype)
+    return [name for name, most in limits.items() if costs[name] > most]
 
 
 def search(
@@ -92,13 +76,13 @@ def search(
     draws: int,
     generator: torch.Generator,
     evolution: EvolutionSettings | None = None,
-    limits: Limits | None = None,
+    limits: Mapping[str, float] = {},
     latency_ms: Callable[[Genotype], float] | None = None,
     limited: SearchSpace | None = None,
     draw: Callable[[torch.Generator], Genotype] | None = None,
     known: Sequence[Scored] = (),
 ) -> list[Scored]:
-    """Return different architectures, the best first, by ``combine`` over all of them.
+    """Different architectures, the best first, by ``combine`` over all of them.
 
     Without ``evolution`` all are drawn at random. With it the first are, as many as a population
     holds; then each is a mutated copy of the best of a tournament, and the oldest leave the
@@ -107,16 +91,16 @@ def search(
     drawn with replacement and compared by their place in the ranking so far.
 
     Args:
-        space: Where architectures come from; none is degenerate.
-        score: Returns the scores of a genotype, like ``data_free_scores.measure`` with everything
-            but the genotype given. Every genotype must get the same names.
-        draws: How many to score; fewer are where the space has no more.
+        space: Space of the architectures; none is degenerate.
+        score: Function that returns the scores of a genotype, such as ``data_free_scores.measure``
+            with all other arguments given. Every genotype must get the same names.
+        draws: Number of architectures to score; fewer where the space has no more.
         generator: All that is random comes from it, so that its state fixes the result.
         evolution: Sizes of population and tournament.
-        limits: Limits on what a network may cost.
-        latency_ms: See :meth:`Limits.exceeded`.
+        limits: Limits on the cost of a network, see :func:`exceeded`.
+        latency_ms: See :func:`exceeded`.
         limited: The space at the sizes of the networks that the limits are for; None: ``space``.
-        draw: Returns an architecture that is drawn; None draws uniformly.
+        draw: Function that draws an architecture; None draws uniformly.
         known: Result of an earlier search, which this one goes on with: its architectures come
             back, too, are not scored again, and the youngest of them are the population.
 
@@ -125,46 +109,45 @@ def search(
     """
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
-    found = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
-    exceeded: dict[str, int] = {}
-    tried, seen = 0, set(found)
-    while len(found) < len(known) + draws and tried < TRIES:
+    scored = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
+    refused: Counter[str] = Counter()
+    tried, seen = 0, set(scored)
+    while len(scored) < len(known) + draws and tried < TRIES:
         tried += 1
-        if evolution is not None and len(found) >= evolution.population:
-            genotype = _child(space, list(found.values()), evolution, generator)
+        if evolution is not None and len(scored) >= evolution.population:
+            genotype = _child(space, list(scored.values()), evolution, generator)
         else:
             genotype = (draw or space.random_genotype)(generator)
         key = to_json(genotype)
         if key in seen:
             continue
         seen.add(key)
-        over = limits.exceeded(limited or space, genotype, latency_ms) if limits else []
-        for name in over:
-            exceeded[name] = exceeded.get(name, 0) + 1
+        over = exceeded(limits, limited or space, genotype, latency_ms)
+        refused.update(over)
         if not over:
-            found[key] = Scored(genotype, score(genotype), number=len(found))
+            scored[key] = Scored(genotype, score(genotype), number=len(scored))
             tried = 0
-    if limits is not None and not found:
-        counts = (f"{n} exceed {name}={asdict(limits)[name]}" for name, n in exceeded.items())
+    if limits and not scored:
+        counts = (f"{n} exceed {name}={limits[name]}" for name, n in refused.items())
         raise ConfigError(
             f"no network of search_space={space.name} is within the limits: of {len(seen)} drawn, "
             f"{', '.join(counts)}: raise them, or lower the network's sizes (retrain.channels, "
             "retrain.num_cells, or those of search_space)."
         )
-    return ranked(list(found.values()))
+    return ranked(list(scored.values()))
 
 
 def draw_by_alphas(
     space: SearchSpace, alphas: Mapping[str, torch.Tensor], generator: torch.Generator
 ) -> Genotype:
-    """Return a genotype drawn by the softmax of alphas.
+    """A genotype drawn by the softmax of alphas.
 
     ``derive(alphas + G)`` with G from Gumbel's distribution: the argmax of an edge is then op o
     with probability ``softmax(alphas)_o`` (Gumbel 1954); where a space derives more than an argmax
     per edge, the genotype follows from the drawn alphas as it does from a supernet's.
 
     Args:
-        space: Of the alphas.
+        space: Space of the alphas.
         alphas: [edges, ops] by kind of cell.
         generator: On the CPU.
     """
@@ -175,32 +158,34 @@ def draw_by_alphas(
     return space.derive(drawn)
 
 
-def ranked(found: list[Scored]) -> list[Scored]:
-    """Return architectures by their scores, the best first; of equals the first found."""
-    combined = combine([one.scores for one in found])
-    order = sorted(range(len(found)), key=lambda index: -combined[index])
-    return [found[index] for index in order]
+def ranked(scored: list[Scored]) -> list[Scored]:
+    """Architectures by their scores, the best first; of equals the first found."""
+    return _ordered(scored, [one.scores for one in scored])
 
 
-def shortlisted(found: list[Scored], score: Score, *, keep: int) -> list[Scored]:
-    """Return a ranking whose first ``keep`` are ordered by further scores, combined among them.
+def _ordered(scored: list[Scored], scores: Sequence[Mapping[str, float]]) -> list[Scored]:
+    combined = combine(scores)
+    order = sorted(range(len(scored)), key=lambda index: -combined[index])
+    return [scored[index] for index in order]
+
+
+def shortlisted(ranking: list[Scored], score: Score, *, keep: int) -> list[Scored]:
+    """A ranking whose first ``keep`` are ordered by further scores, combined among them.
 
     Args:
-        found: The best first.
-        score: Returns the further scores of a genotype; called for those that have none yet.
-        keep: How many, at most all.
+        ranking: The best first.
+        score: Function that returns the further scores of a genotype that has none yet.
+        keep: Number of architectures, at most all.
     """
     best = [
         one if one.further is not None else one._replace(further=score(one.genotype))
-        for one in found[:keep]
+        for one in ranking[:keep]
     ]
-    combined = combine([one.further or {} for one in best])
-    order = sorted(range(len(best)), key=lambda index: -combined[index])
-    return [best[index] for index in order] + found[keep:]
+    return _ordered(best, [one.further or {} for one in best]) + ranking[keep:]
 
 
 def mutate(space: SearchSpace, genotype: Genotype, generator: torch.Generator) -> Genotype:
-    """Return a genotype that differs in one edge: its op, or the node that it reads.
+    """A genotype that differs in one edge: its op, or the node that it reads.
 
     The edge is drawn anew until the result belongs to the space and is not degenerate; a drawn
     genotype of the space gives the op or the source.
@@ -226,13 +211,13 @@ def mutate(space: SearchSpace, genotype: Genotype, generator: torch.Generator) -
 
 def _child(
     space: SearchSpace,
-    found: list[Scored],
+    scored: list[Scored],
     evolution: EvolutionSettings,
     generator: torch.Generator,
 ) -> Genotype:
-    """Return a mutated copy of the best of a tournament among the youngest."""
-    combined = combine([one.scores for one in found])
-    first = len(found) - evolution.population
+    """A mutated copy of the best of a tournament among the youngest."""
+    combined = combine([one.scores for one in scored])
+    first = len(scored) - evolution.population
     size = (evolution.tournament,)
-    drawn = torch.randint(first, len(found), size, generator=generator).tolist()
-    return mutate(space, found[max(drawn, key=combined.__getitem__)].genotype, generator)
+    drawn = torch.randint(first, len(scored), size, generator=generator).tolist()
+    return mutate(space, scored[max(drawn, key=combined.__getitem__)].genotype, generator)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, count, repeat
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import chain, count, islice, repeat
 from typing import Any, cast
 
 import torch
@@ -14,17 +14,19 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
-from fednas_flwr.search.architect import (
+from fednas_flwr.search.batch_gradients import (
+    Batch,
+    Tally,
     alpha_gradient_sum,
     mixed_level_gradient,
     second_order_gradient,
     virtual_step,
+    weight_gradient,
+    weight_gradient_sum,
 )
-from fednas_flwr.search.candidate import Pool, by_member
-from fednas_flwr.search.gradient_sums import Batch, Tally, weight_gradient, weight_gradient_sum
-from fednas_flwr.search.gumbel import Relaxed
+from fednas_flwr.search.candidate import Pool, Relaxed, by_member
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search.optimizer_step import Descent, Gradient, Tensors, trainable_weights
+from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
 from fednas_flwr.settings.names import FLOAT32
 from fednas_flwr.settings.optimizers import DPAware
@@ -36,68 +38,60 @@ MICRO_BATCH = 128  # records whose gradients are in memory at a time
 Passes = Callable[[], Iterator[Batch]]  # begins another pass over some records
 
 
+@dataclass
 class ExactGradients:
     """Mean gradients of batches, a new one of each kind in every step.
 
-    Args:
-        train: Begins a pass over train records.
-        validation: Begins a pass over validation records, of which as many are made as the steps
-            of a pass over the train records need; None where alphas stay.
-        epochs: Passes over the train records; None makes ``steps`` steps instead.
-        steps: Their number, as many passes as they need.
-        objective: Gives losses and hits.
-        auxiliary_weight: Of an auxiliary head's loss.
-        precision: See :func:`computed_in`.
-
     Attributes:
-        train_batch: That of the step.
-        validation_batch: Likewise, where there are validation records.
-        train_tally: Of the train batches of the last pass, taken before the steps on them.
-        validation_tally: Of the validation batches likewise.
+        train: Function that begins a pass over train records.
+        validation: Function that begins a pass over validation records, as many as the steps of a
+            pass over the train records need; None where alphas stay.
+        epochs: Passes over the train records, where no number of steps is given.
+        num_steps: Number of steps, over as many passes as they need; None takes ``epochs``.
+        objective: The objective whose losses and hits are taken.
+        auxiliary_weight: Weight of an auxiliary head's loss.
+        precision: Number format, see :func:`computed_in`.
+        train_batch: The train batch of the step.
+        validation_batch: Its validation batch, where there are validation records.
+        train_tally: Tally of the train batches of the last pass, taken before the steps on them.
+        validation_tally: Tally of its validation batches.
     """
 
-    train_batch: Batch
-    validation_batch: Batch
-
-    def __init__(
-        self,
-        train: Passes,
-        validation: Passes | None = None,
-        *,
-        epochs: int | None = 1,
-        steps: int | None = None,
-        objective: Objective = CLASSIFICATION,
-        auxiliary_weight: float = 0.0,
-        precision: str = FLOAT32,
-    ) -> None:
-        """See the class."""
-        self._train, self._validation = train, validation
-        self._precision = precision
-        self._epochs, self._steps = epochs, steps
-        self.objective, self.auxiliary_weight = objective, auxiliary_weight
-        self.train_tally, self.validation_tally = Tally(), Tally()
-        self._batches: Iterator[Batch] = iter(())
+    train: Passes
+    validation: Passes | None = None
+    _: KW_ONLY
+    epochs: int | None = 1
+    num_steps: int | None = None
+    objective: Objective = CLASSIFICATION
+    auxiliary_weight: float = 0.0
+    precision: str = FLOAT32
+    train_batch: Batch = field(init=False)
+    validation_batch: Batch = field(init=False)
+    train_tally: Tally = field(default_factory=Tally, init=False)
+    validation_tally: Tally = field(default_factory=Tally, init=False)
+    _validation_batches: Iterator[Batch] = field(default=iter(()), init=False)
 
     def steps(self) -> Iterator[None]:
         """Yield once for every train batch."""
-        left = self._steps
-        for _ in count() if self._epochs is None else range(self._epochs):
+        for batch in islice(chain.from_iterable(self._passes()), self.num_steps):
+            self.train_batch = batch
+            if self.validation is not None:
+                self.validation_batch = next(self._validation_batches)
+            yield
+
+    def _passes(self) -> Iterator[Iterator[Batch]]:
+        """All passes over the train records."""
+        for _ in range(self.epochs or 0) if self.num_steps is None else count():
             self.train_tally, self.validation_tally = Tally(), Tally()
-            if self._validation is not None:
-                self._batches = chain.from_iterable(map(_begin, repeat(self._validation)))
-            for batch in self._train():
-                self.train_batch = batch
-                if self._validation is not None:
-                    self.validation_batch = next(self._batches)
-                yield
-                if left is not None and (left := left - 1) == 0:
-                    return
+            if self.validation is not None:
+                self._validation_batches = chain.from_iterable(p() for p in repeat(self.validation))
+            yield self.train()
 
     def weights(self, network: nn.Module) -> Gradient:
-        """Return the gradient on the step's train batch; of a pool each member's."""
+        """The gradient on the step's train batch; of a pool each member's."""
         if isinstance(network, Pool):
             return by_member(network, self.weights)
-        with computed_in(self._precision, self.train_batch):
+        with computed_in(self.precision, self.train_batch):
             return weight_gradient(
                 network,
                 self.train_batch,
@@ -107,19 +101,19 @@ class ExactGradients:
             )
 
     def alphas(
-        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
-        """Return the gradient of the alphas by any rule."""
-        precision = FLOAT32 if rule == "second_order" else self._precision
+        """The gradient of the alphas by any rule."""
+        precision = FLOAT32 if rule == "second_order" else self.precision
         with computed_in(precision, self.validation_batch):
             gradient, losses = self._alphas(supernet, weights, rule, validation_weight)
         self.validation_tally.add(losses)
         return gradient
 
     def _alphas(
-        self, supernet: Relaxed, weights: Descent, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Optimizer, rule: str, validation_weight: float
     ) -> tuple[Tensors, Tensor]:
-        """Return the gradient, and the losses [B] of the validation batch."""
+        """The gradient, and the losses [B] of the validation batch."""
         batches = {"train_batch": self.train_batch, "validation_batch": self.validation_batch}
         if rule == "first_order":
             sums, losses = alpha_gradient_sum(
@@ -134,21 +128,21 @@ class ExactGradients:
                 objective=self.objective,
             )
         virtual_weights = virtual_step(
-            supernet, self.train_batch, optimizer=weights.optimizer, objective=self.objective
+            supernet, self.train_batch, optimizer=weights.torch_optimizer, objective=self.objective
         )
         return second_order_gradient(
             supernet,
             **batches,
             weights=supernet.weights(),
             virtual_weights=virtual_weights,
-            inner_lr=weights.optimizer.param_groups[0]["lr"],
+            inner_lr=weights.torch_optimizer.param_groups[0]["lr"],
             objective=self.objective,
         )
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
-        """Return the gradient [E, O] of the alphas on the step's validation batch."""
+        """The gradient [E, O] of the alphas on the step's validation batch."""
         batch = self.validation_batch
-        with computed_in(self._precision, batch):
+        with computed_in(self.precision, batch):
             gradients_EK, losses = gate_gradient(
                 supernet, batch, paths_EK, hardware=hardware, objective=self.objective
             )
@@ -156,43 +150,27 @@ class ExactGradients:
         return alpha_gradient(gradients_EK, supernet.alphas()[CELL], paths_EK)
 
     def metrics(self) -> dict[str, float]:
-        """Return loss and accuracy on the batches of the last pass."""
-        metrics = {
-            "train_loss": self.train_tally.loss,
-            "train_accuracy": self.train_tally.accuracy,
-        }
-        if self.validation_tally.num_examples:  # none in a warm-up
-            metrics["validation_loss"] = self.validation_tally.loss
-        return metrics
+        """Loss and accuracy on the batches of the last pass."""
+        return metrics_of(self.train_tally, self.validation_tally)
 
 
+@dataclass(kw_only=True)
 class ClippedGradients(ExactGradients):
     """DP-SGD's gradient, ``(sum_i clip(g_i) + C N(0, sigma^2 I)) / B``, as a regulariser.
 
     It protects nobody: batches are not drawn by Poisson sampling, the noise follows from the run's
     seed, and nothing is booked.
 
-    Args:
-        train: See :class:`ExactGradients`, as those not named here.
+    Attributes:
         dp_aware: Clipping norm and noise.
-        generator: Of the noise; on the CPU.
+        generator: Source of the noise; on the CPU.
     """
 
-    def __init__(
-        self,
-        train: Passes,
-        *,
-        steps: int,
-        dp_aware: DPAware,
-        generator: torch.Generator,
-        objective: Objective = CLASSIFICATION,
-    ) -> None:
-        """See the class."""
-        super().__init__(train, epochs=None, steps=steps, objective=objective)
-        self.dp_aware, self.generator = dp_aware, generator
+    dp_aware: DPAware
+    generator: torch.Generator
 
     def weights(self, network: nn.Module) -> dict[str, Tensor | None]:
-        """Return the gradient on the step's train batch."""
+        """The gradient on the step's train batch."""
         x, y = self.train_batch
         objective, clipping = self.objective, self.dp_aware
 
@@ -228,7 +206,7 @@ class LookAhead:
 
     Attributes:
         previous_weights: W before it, by name.
-        inner_lr: Its learning rate, above 0.
+        inner_lr: Learning rate of that step, above 0.
     """
 
     previous_weights: Mapping[str, Tensor]
@@ -244,9 +222,9 @@ class ExactSums:
         validation: The next validation batches; None where no alphas are asked for.
         look_ahead: For alphas of second order, whose gradients are of batch means (Eq. 5), times
             the batch size; None is first order.
-        objective: Gives losses and hits.
-        auxiliary_weight: Of an auxiliary head's loss.
-        precision: See :func:`computed_in`.
+        objective: The objective whose losses and hits are taken.
+        auxiliary_weight: Weight of an auxiliary head's loss.
+        precision: Number format, see :func:`computed_in`.
     """
 
     train: Iterator[Batch]
@@ -258,10 +236,10 @@ class ExactSums:
 
     def __post_init__(self) -> None:
         """Begin to count."""
-        self._tallies = {"weights": Tally(), "alphas": Tally()}
+        self.train_tally, self.validation_tally = Tally(), Tally()
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
-        """Return the sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
+        """The sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
         batches = self.train if state == "weights" else self.validation
         assert batches is not None
         batch = next(batches)
@@ -270,12 +248,12 @@ class ExactSums:
             return self._sums(state, network, batch), len(batch[1])
 
     def _sums(self, state: str, network: nn.Module, batch: Batch) -> Tensors:
-        """Return the sum over a batch."""
+        """The sum over a batch."""
         if state == "weights":
             return weight_gradient_sum(
                 network,
                 batch,
-                self._tallies["weights"],
+                self.train_tally,
                 objective=self.objective,
                 auxiliary_weight=self.auxiliary_weight,
             )
@@ -294,18 +272,22 @@ class ExactSums:
                 objective=self.objective,
             )
             sums = {kind: gradient * size for kind, gradient in means.items()}
-        self._tallies["alphas"].add(losses)
+        self.validation_tally.add(losses)
         return sums
 
     def metrics(self) -> dict[str, float]:
-        """Return loss, and of the weights' batches accuracy, on what was seen."""
-        weights, alphas = self._tallies["weights"], self._tallies["alphas"]
-        metrics: dict[str, float] = {}
-        if weights.num_examples:
-            metrics |= {"train_loss": weights.loss, "train_accuracy": weights.accuracy}
-        if alphas.num_examples:
-            metrics["validation_loss"] = alphas.loss
-        return metrics
+        """Loss, and of the weights' batches accuracy, on the batches so far."""
+        return metrics_of(self.train_tally, self.validation_tally)
+
+
+def metrics_of(train: Tally, validation: Tally) -> dict[str, float]:
+    """Loss and accuracy on train batches, and loss on validation batches, where there are any."""
+    metrics: dict[str, float] = {}
+    if train.num_examples:
+        metrics |= {"train_loss": train.loss, "train_accuracy": train.accuracy}
+    if validation.num_examples:
+        metrics["validation_loss"] = validation.loss
+    return metrics
 
 
 @contextmanager
@@ -333,7 +315,3 @@ class _Float32Norms(TorchFunctionMode):
         if func is functional.group_norm:
             args = (args[0].float(), *args[1:])
         return func(*args, **(kwargs or {}))
-
-
-def _begin(passes: Passes) -> Iterator[Batch]:
-    return passes()

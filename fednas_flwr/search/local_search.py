@@ -1,4 +1,7 @@
-"""Differentiable search on one client: an alpha step, then a weight step, again and again.
+"""Local steps of searches on one client.
+
+:func:`alternate` takes an alpha step, then a weight step, again and again. :func:`train_candidates`
+is lines 4 to 8 of DPNAS' Alg. 1 (Cheng et al. 2022, arXiv 2110.08557).
 
 Three rules for the alpha step: ``first_order`` and ``second_order`` (DARTS, Liu et al., 2019,
 arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS).
@@ -6,14 +9,22 @@ arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.search.architect import beta_gradient
-from fednas_flwr.search.gumbel import GumbelPath, Relaxed
-from fednas_flwr.search.optimizer_step import Descents, Gradients, Proximal, add_gradients
+from fednas_flwr.search.batch_gradients import beta_gradient
+from fednas_flwr.search.candidate import Candidate, GumbelPath, Relaxed
+from fednas_flwr.search.optimizer_step import (
+    Gradients,
+    Optimizer,
+    Optimizers,
+    Proximal,
+    add_gradients,
+)
 from fednas_flwr.settings.optimizers import NonNegative, Positive, Rule
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.space import Supernet
@@ -24,14 +35,14 @@ class Alternating(Checked):
     """The steps of a client's local search on all ops.
 
     Attributes:
-        rule: Of the alphas' gradient, one of ``RULES``.
+        rule: Rule of the alphas' gradient, one of ``RULES``.
         validation_weight: Weight of the validation loss under ``mixed_level``, at least 0.
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that the search began with.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
-            ``architect.beta_gradient``.
-        temperature: Of GDAS, above 0: both gradients are of single paths, each drawn anew
-            (``gumbel.GumbelPath``). None computes all ops.
+            ``batch_gradients.beta_gradient``.
+        temperature: Temperature of GDAS, above 0: both gradients are of single paths, each drawn
+            anew (``candidate.GumbelPath``). None computes all ops.
     """
 
     rule: Rule
@@ -53,7 +64,7 @@ class Alternating(Checked):
 def alternate(
     supernet: Supernet,
     gradients: Gradients,
-    descents: Descents,
+    optimizers: Optimizers,
     alternating: Alternating,
     *,
     generator: torch.Generator | None = None,
@@ -61,19 +72,19 @@ def alternate(
     """Search in place: each step moves the alphas, then the weights.
 
     Args:
-        supernet: Its weights and alphas are those of ``descents``.
-        gradients: Exact or noised.
-        descents: Of weights and alphas.
+        supernet: The supernet, with the parameters of ``optimizers``.
+        gradients: Exact or noised gradients.
+        optimizers: Optimisers of weights and alphas.
         alternating: The constants.
-        generator: Of single paths; on the CPU.
+        generator: Source of single paths; on the CPU.
     """
-    assert descents.alphas is not None
+    assert optimizers.alphas is not None
     supernet.train()
     proximal = Proximal(alternating.proximal, supernet.weights())
     temperature = alternating.temperature
 
     def network() -> Relaxed:
-        """Return the state that the next gradient is for."""
+        """The network of the next gradient."""
         if temperature is None:
             return supernet
         assert generator is not None
@@ -82,12 +93,38 @@ def alternate(
     for _ in gradients.steps():
         gradient = gradients.alphas(
             network(),
-            descents.weights,
+            optimizers.weights,
             rule=alternating.rule,
             validation_weight=alternating.validation_weight,
         )
         if alternating.beta_decay:
             further = beta_gradient(supernet.alphas(), weight=alternating.beta_decay)
             gradient = add_gradients(gradient, further)
-        descents.alphas.step(gradient)
-        descents.weights.step(proximal.added_to(gradients.weights(network())))
+        optimizers.alphas.step(gradient)
+        optimizers.weights.step(proximal.added_to(gradients.weights(network())))
+
+
+def train_candidates(
+    supernet: Supernet,
+    paths: Sequence[Sequence[int]],
+    gradients: Gradients,
+    weights: Optimizer,
+    *,
+    steps: int,
+) -> None:
+    """Train the shared weights in place on one path after the other.
+
+    Weights beside a path neither move nor decay in its steps; momentum goes from one to the next.
+
+    Args:
+        supernet: The supernet, with the parameters of ``weights``.
+        paths: The candidates.
+        gradients: Exact, clipped (``exact_gradients.ClippedGradients``) or noised; they yield
+            ``steps`` times for each candidate.
+        weights: Optimiser of the shared weights.
+        steps: Steps of each candidate.
+    """
+    supernet.train()
+    chosen = (candidate for path in paths for candidate in repeat(Candidate(supernet, path), steps))
+    for candidate, _ in zip(chosen, gradients.steps(), strict=True):
+        weights.step(gradients.weights(candidate))

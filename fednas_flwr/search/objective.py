@@ -38,11 +38,11 @@ class Objective:
     multi_label: bool = False
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return each record's loss [B], in nats, times the factor of its class.
+        """Each record's loss [B], in nats, times the factor of its class.
 
         Args:
             logits: [B, classes].
-            labels: See the class.
+            labels: int64, in the form that the class documents.
         """
         return self._losses(logits, labels, self.class_factors)
 
@@ -55,7 +55,7 @@ class Objective:
         return functional.cross_entropy(logits, labels, weight=factors, reduction="none")
 
     def plain_losses(self, output: Output, labels: Tensor, auxiliary_weight: float = 0.0) -> Tensor:
-        """Return each record's loss [B] without factors, of all heads of a network.
+        """Each record's loss [B] without factors, of all heads of a network.
 
         Private gradients are clipped before a public factor multiplies them, which clipping would
         cancel otherwise.
@@ -73,7 +73,7 @@ class Objective:
         auxiliary_weight: float = 0.0,
         reduce: Callable[[Tensor], Tensor] = torch.mean,
     ) -> tuple[Tensor, Tensor]:
-        """Return a batch's mean loss, differentiable, and the losses [B] of its logits.
+        """A batch's mean loss, differentiable, and the losses [B] of its logits.
 
         With an auxiliary head the mean is ``L + auxiliary_weight * L_auxiliary`` (DARTS, Liu et
         al. 2019, section 3.2). With ``reduce=torch.sum`` it is the sum.
@@ -86,15 +86,15 @@ class Objective:
         return total, losses
 
     def record_factors(self, labels: Tensor) -> Tensor | None:
-        """Return the factor [B] of each record's class; None is 1."""
+        """The factor [B] of each record's class; None is 1."""
         return None if self.class_factors is None else self.class_factors.to(labels.device)[labels]
 
     def guessing_loss(self, num_classes: int) -> float:
-        """Return the loss, in nats, of giving every class the same probability."""
+        """The loss, in nats, of giving every class the same probability."""
         return math.log(2 if self.multi_label else max(2, num_classes))
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probability of each class [B, classes]: softmax, or sigmoid of each label."""
+        """The probability of each class [B, classes]: softmax, or sigmoid of each label."""
         return logits.sigmoid() if self.multi_label else logits.softmax(1)
 
     def predictions(self, logits: Tensor) -> Tensor:
@@ -102,48 +102,48 @@ class Objective:
         return (logits >= 0).long() if self.multi_label else logits.argmax(1)
 
     def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the hits of predictions [B]: bool, or the share of correct labels, float64."""
+        """The hits of predictions [B]: bool, or the share of correct labels, float64."""
         right = self.predictions(logits) == labels
         return right.double().mean(1) if self.multi_label else right
 
     def members(self, labels: Tensor, of_class: int) -> Tensor:
-        """Return which records are of a class, or have a label, bool [N]."""
+        """Mark the records of a class, or with a label, bool [N]."""
         return labels[:, of_class] == 1 if self.multi_label else labels == of_class
 
     def positive_class(self, num_classes: int) -> int | None:
-        """Return the class that scores are of: the given one, else of two the last; else None."""
+        """The class that scores are of: the given one, else of two the last; else None."""
         if self.positive is None and num_classes == 2 and not self.multi_label:
             return 1
         return self.positive
 
     def ranks(self, logits: Tensor) -> Tensor:
-        """Return the log odds of each class, which rank the records, float64 [N, classes]."""
+        """The log odds of each class, which rank the records, float64 [N, classes]."""
         return logits.double() if self.multi_label else log_odds(logits.double())
 
     def scores(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
-        """Return ``f1`` and, where they are defined, ``auroc`` and ``average_precision``.
+        """Compute ``f1`` and, where they are defined, ``auroc`` and ``average_precision``.
 
         They are of the positive class against the rest, or else the plain mean over the classes
         that occur (macro).
 
         Args:
             logits: [N, classes], on the CPU.
-            labels: See the class; on the CPU.
+            labels: int64, in the form that the class documents; on the CPU.
         """
         ones = torch.ones(1, len(labels), dtype=torch.float64)
-        found = self.weighted_scores(logits, labels, ones)
-        return {name: float(value) for name, value in found.items() if bool(value.isfinite())}
+        scores = self.weighted_scores(logits, labels, ones)
+        return {name: float(value) for name, value in scores.items() if bool(value.isfinite())}
 
     def weighted_scores(
         self, logits: Tensor, labels: Tensor, weights_RN: Tensor
     ) -> dict[str, Tensor]:
-        """Return :meth:`scores` under each of R weightings of the records, float64 [R].
+        """The :meth:`scores` under each of R weightings of the records, float64 [R].
 
         NaN is where one is not defined; a weight of 2 counts a record twice, as resampling does.
 
         Args:
             logits: [N, classes], on the CPU.
-            labels: See the class; on the CPU.
+            labels: int64, in the form that the class documents; on the CPU.
             weights_RN: float64 [R, N], 0 or more.
         """
         positive = self.positive_class(logits.shape[1])
@@ -153,34 +153,34 @@ class Objective:
         called = [self.members(predictions, c) for c in classes]
         pairs = zip(members, called, strict=True)
         f1s = [f1(positive_N, called_N, weights_RN) for positive_N, called_N in pairs]
-        found = {"f1": torch.stack(f1s).nanmean(0)}
+        scores = {"f1": torch.stack(f1s).nanmean(0)}
         if positive is not None:  # a class that is never predicted and does not occur
-            found["f1"] = found["f1"].nan_to_num(nan=0.0)
+            scores["f1"] = scores["f1"].nan_to_num(nan=0.0)
         if bool(logits.isfinite().all()):
             ranks = self.ranks(logits)
             areas = [
                 ranked_areas(positive_N, ranks[:, c], weights_RN)
                 for c, positive_N in zip(classes, members, strict=True)
             ]
-            found["auroc"] = torch.stack([area for area, _ in areas]).nanmean(0)
-            found["average_precision"] = torch.stack([mean for _, mean in areas]).nanmean(0)
-        return found
+            scores["auroc"] = torch.stack([area for area, _ in areas]).nanmean(0)
+            scores["average_precision"] = torch.stack([mean for _, mean in areas]).nanmean(0)
+        return scores
 
 
 def f1(positive_N: Tensor, called_N: Tensor, weights_RN: Tensor) -> Tensor:
-    """Return ``2 TP / (2 TP + FP + FN)``, in [0, 1], float64 [R]; NaN of 0 / 0.
+    """Compute ``2 TP / (2 TP + FP + FN)``, in [0, 1], float64 [R]; NaN of 0 / 0.
 
     Args:
-        positive_N: Which records are of the class, bool.
-        called_N: Which are predicted to be.
-        weights_RN: See :meth:`Objective.weighted_scores`.
+        positive_N: True for records of the class.
+        called_N: True for records that are predicted to be of it.
+        weights_RN: Weightings of the records, float64 [R, N], 0 or more.
     """
     both = weights_RN[:, positive_N & called_N].sum(1)
     return 2 * both / (weights_RN[:, positive_N].sum(1) + weights_RN[:, called_N].sum(1))
 
 
 def log_odds(logits: Tensor) -> Tensor:
-    """Return each class's log odds against all others, float64 [N, classes].
+    """Each class's log odds against all others, float64 [N, classes].
 
     Records are ranked by them: probabilities of those above 36 nats all round to 1, and rounding
     would order equal ones.
@@ -194,16 +194,16 @@ def log_odds(logits: Tensor) -> Tensor:
 
 
 def ranked_areas(positive_N: Tensor, ranks_N: Tensor, weights_RN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the area under the ROC curve and the average precision, in [0, 1], float64 [R].
+    """The area under the ROC curve and the average precision, in [0, 1], float64 [R].
 
     The average precision is ``sum_k (R_k - R_(k-1)) P_k`` over distinct ranks, not interpolated, as
     scikit-learn has it; equal ranks count half in the area under the ROC curve. Both are NaN unless
     there are records of both kinds.
 
     Args:
-        positive_N: Which records are of the class, bool.
+        positive_N: True for records of the class.
         ranks_N: float64; larger is more likely positive.
-        weights_RN: See :meth:`Objective.weighted_scores`.
+        weights_RN: Weightings of the records, float64 [R, N], 0 or more.
     """
     order_N = ranks_N.argsort(descending=True)
     ordered_N = ranks_N[order_N]
@@ -221,7 +221,7 @@ def ranked_areas(positive_N: Tensor, ranks_N: Tensor, weights_RN: Tensor) -> tup
 
 
 def heads(output: Output) -> tuple[Tensor, Tensor | None]:
-    """Return the logits, and those of the auxiliary head if there is one."""
+    """The logits, and those of the auxiliary head if there is one."""
     return output if isinstance(output, tuple) else (output, None)
 
 

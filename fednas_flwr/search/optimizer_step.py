@@ -1,20 +1,20 @@
 """Steps along gradients: what every local loop is made of, whatever its gradients come from.
 
-A loop (``local_search``, ``proxyless``, ``candidate``, :func:`train`) asks a :class:`Gradients` for
-the next ones and lets a :class:`Descent` step along them. Exact gradients are of the next batches
+A loop (``local_search``, ``proxyless``, :func:`train`) asks a :class:`Gradients` for the next ones
+and lets an :class:`Optimizer` step along them. Exact gradients are of the next batches
 (``exact_gradients``); private ones are noised releases. A loop never sees a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.gumbel import Relaxed
+from fednas_flwr.search.candidate import Candidate, Relaxed
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.space import Supernet
@@ -31,102 +31,101 @@ class Gradients(Protocol):
         """Yield once for every step that is to be taken, with new records each time."""
 
     def weights(self, network: nn.Module) -> Gradient:
-        """Return the gradient of a network's weights, on train records.
+        """The gradient of a network's weights, on train records.
 
         Draws and results of a step are the same however often it is called.
         """
 
     def alphas(
-        self, supernet: Relaxed, weights: Descent, *, rule: str, validation_weight: float
+        self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
-        """Return the gradient of a supernet's alphas, on validation records.
+        """The gradient of a supernet's alphas, on validation records.
 
         Args:
-            supernet: Its weights are at the point before the weights' step.
-            weights: The weights' own step, which the second order looks ahead by.
-            rule: Which gradient, one of ``settings.optimizers.RULES``.
+            supernet: The supernet before the weights' step.
+            weights: The weights' optimiser, by whose step the second order looks ahead.
+            rule: Rule of the gradient, one of ``settings.optimizers.RULES``.
             validation_weight: Weight of the validation loss under ``mixed_level``.
         """
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
-        """Return the gradient [E, O] of the alphas of drawn paths, on validation records."""
+        """The gradient [E, O] of the alphas of drawn paths, on validation records."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics seen on the way; empty where they must not leave the client."""
+        """The metrics seen on the way; empty where they must not leave the client."""
 
 
 @dataclass
-class Descent:
+class Optimizer:
     """An optimiser of some parameters.
 
     Attributes:
-        parameters: By name; stepped in place.
-        optimizer: Of exactly these.
+        parameters: Parameters by name; stepped in place.
+        torch_optimizer: Torch's optimiser of exactly these parameters.
         clip_norm: Largest norm of a mean gradient; None does not clip.
     """
 
     parameters: Mapping[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
+    torch_optimizer: torch.optim.Optimizer
     clip_norm: float | None = None
 
     def step(self, gradient: Gradient) -> None:
         """Take one step along ``gradient``; parameters without one neither move nor decay.
 
-        Its tensors are the descent's own from here on: clipping scales them in place.
+        Its tensors are the optimizer's own from here on: clipping scales them in place.
         """
         for name, parameter in self.parameters.items():
-            found = gradient.get(name)
-            parameter.grad = None if found is None else found.to(parameter).contiguous()
-        clip_gradients(self.optimizer, self.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()  # to None
+            value = gradient.get(name)
+            parameter.grad = None if value is None else value.to(parameter).contiguous()
+        clip_gradients(self.torch_optimizer, self.clip_norm)
+        self.torch_optimizer.step()
+        self.torch_optimizer.zero_grad()  # to None
 
 
 @dataclass
-class Descents:
-    """The steps of one local training.
+class Optimizers:
+    """The optimisers of one local training.
 
     Attributes:
-        weights: Of the weights.
-        alphas: Of the alphas; None where they stay.
+        weights: Optimiser of the weights.
+        alphas: Optimiser of the alphas; None where they stay.
         sent: The optimisers' moments that the training began with; empty: with none.
     """
 
-    weights: Descent
-    alphas: Descent | None = None
+    weights: Optimizer
+    alphas: Optimizer | None = None
     sent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Let the optimisers go on with the moments that were sent."""
-        for state, descent in self._by_state():
-            for name, parameter in descent.parameters.items():
-                sent = {m: self.sent.get(f"{state}.{m}.{name}") for m in MOMENTS[state]}
-                moments = {m: value.clone() for m, value in sent.items() if value is not None}
-                if "step" in moments:
-                    moments["step"] = moments["step"].reshape(())
-                if moments:
-                    moved = {m: v if m == "step" else v.to(parameter) for m, v in moments.items()}
-                    descent.optimizer.state[parameter] = moved
+        for key, moment, parameter, state in self._places():
+            if key in self.sent:
+                sent = self.sent[key].clone()
+                state[parameter][moment] = (
+                    sent.reshape(()) if moment == "step" else sent.to(parameter)
+                )
 
     def moments(self) -> Tensors:
-        """Return the optimisers' moments as they are now, named as those that were sent."""
+        """The optimisers' moments as they are now, named as those that were sent."""
         moments = {name: value.clone() for name, value in self.sent.items()}
-        for state, descent in self._by_state():
-            for name, parameter in descent.parameters.items():
-                for moment in MOMENTS[state]:
-                    value = descent.optimizer.state.get(parameter, {}).get(moment)
-                    if value is not None and f"{state}.{moment}.{name}" in moments:
-                        kept = moments[f"{state}.{moment}.{name}"]
-                        kept.copy_(value.detach().reshape(kept.shape))
+        for key, moment, parameter, state in self._places():
+            value = state.get(parameter, {}).get(moment)
+            if value is not None and key in moments:
+                moments[key].copy_(value.detach().reshape(moments[key].shape))
         return moments
 
-    def _by_state(self) -> list[tuple[str, Descent]]:
-        alphas = [] if self.alphas is None else [("alphas", self.alphas)]
-        return [("weights", self.weights), *alphas]
+    def _places(self) -> Iterator[tuple[str, str, nn.Parameter, dict[Tensor, Any]]]:
+        """Name, moment, parameter and optimiser's state of everything that can be sent."""
+        for part, optimizer in (("weights", self.weights), ("alphas", self.alphas)):
+            if optimizer is not None:
+                for name, parameter in optimizer.parameters.items():
+                    for moment in MOMENTS[part]:
+                        state = optimizer.torch_optimizer.state
+                        yield f"{part}.{moment}.{name}", moment, parameter, state
 
 
 def no_moments(network: nn.Module) -> Tensors:
-    """Return the moments of optimisers that have not stepped: zeros, by state, moment and name."""
+    """The moments of optimisers that have not stepped: zeros, by state, moment and name."""
     alphas: Mapping[str, Tensor] = getattr(network, "alphas", dict)()
     parameters = {"weights": trainable_weights(network), "alphas": alphas}
     return {
@@ -137,8 +136,18 @@ def no_moments(network: nn.Module) -> Tensors:
     }
 
 
+def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str, set[str]]:
+    """The names of tensors that training any of these paths reads or moves, by state.
+
+    Server and clients compute it alike from the paths: messages about them carry nothing else.
+    """
+    weights = {name for path in paths for name in Candidate(supernet, path).weights()}
+    moments = {f"weights.{moment}.{name}" for moment in MOMENTS["weights"] for name in weights}
+    return {"weights": weights, "moments": moments}
+
+
 def train(
-    network: nn.Module, gradients: Gradients, weights: Descent, proximal: float = 0.0
+    network: nn.Module, gradients: Gradients, weights: Optimizer, proximal: float = 0.0
 ) -> None:
     """Train the weights of a network, in place; ``proximal`` is the mu of :class:`Proximal`."""
     network.train()
@@ -163,7 +172,7 @@ class Proximal:
         self._start = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def added_to(self, gradient: Gradient) -> Gradient:
-        """Return a gradient of the weights with this one added."""
+        """A gradient of the weights with this one added."""
         if not self._start:
             return gradient
         weights, start = self._weights, self._start
@@ -172,9 +181,15 @@ class Proximal:
 
 
 def add_gradients(gradient: Gradient, further: Mapping[str, Tensor]) -> Gradient:
-    """Return the sum of two gradients by name, of which the first may lack some."""
-    found = {name: gradient.get(name) for name in further}
-    return {n: further[n] if g is None else g + further[n] for n, g in found.items()}
+    """The sum of two gradients by name, of which the first may lack some."""
+    addends = {name: gradient.get(name) for name in further}
+    return {n: further[n] if g is None else g + further[n] for n, g in addends.items()}
+
+
+def after_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
+    """The tensors whose names begin with a prefix, without it."""
+    named = tensors.items()
+    return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
 
 
 def make_sgd(
@@ -183,10 +198,10 @@ def make_sgd(
     *,
     nesterov: bool = False,
 ) -> torch.optim.SGD:
-    """Return torch's SGD with the constants of ``settings``, at ``settings.lr``.
+    """Make torch's SGD with the constants of ``settings``, at ``settings.lr``.
 
     Args:
-        parameters: To step; or torch's groups of them, each clipped by itself.
+        parameters: Parameters to step; or torch's groups of them, each clipped by itself.
         settings: The constants.
         nesterov: True if momentum, where there is any, is Nesterov's.
     """
@@ -202,7 +217,7 @@ def make_sgd(
 def make_adam(
     parameters: Iterable[Tensor], settings: Adam, *, beta: float = 0.5
 ) -> torch.optim.Adam:
-    """Return torch's Adam with the constants of ``settings``; ``beta`` is DARTS' first one."""
+    """Make torch's Adam with the constants of ``settings``; ``beta`` is DARTS' first one."""
     return torch.optim.Adam(
         parameters, lr=settings.lr, betas=(beta, 0.999), weight_decay=settings.weight_decay
     )
@@ -216,6 +231,6 @@ def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) ->
 
 
 def trainable_weights(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters but the alphas, by name."""
+    """All parameters but the alphas, by name."""
     weights = getattr(network, "weights", None)
     return dict(weights() if weights is not None else network.named_parameters())

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.gradient_sums import Batch
+from fednas_flwr.search.batch_gradients import Batch
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.search.optimizer_step import Descents, Gradients
+from fednas_flwr.search.optimizer_step import Gradients, Optimizers
 from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked
-from fednas_flwr.spaces.costs import Costs, HardwareLoss, HardwareTerms, count_parameters
+from fednas_flwr.spaces.costs import Costs, HardwareLoss, count_parameters
 from fednas_flwr.spaces.mbconv import CELL, NEVER, Block, MBConvNetwork
 from fednas_flwr.spaces.space import Supernet
 
@@ -41,22 +41,22 @@ class PathNetwork(nn.Module):
         """Take the paths.
 
         Args:
-            supernet: Of the MBConv space.
-            paths_EK: See :func:`draw_paths`.
-            costs: Of the space; with them and gates the expected cost is returned, too.
+            supernet: A supernet of the MBConv space.
+            paths_EK: Drawn paths, see :func:`draw_paths`.
+            costs: Costs of the space; with them and gates the expected cost is returned, too.
         """
         super().__init__()
         self.supernet, self.training = supernet, supernet.training
         self.paths_EK, self.costs = paths_EK, costs
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights of the active ops and of the shared layers, under their names."""
+        """The weights of the active ops and of the shared layers, under their names."""
         return self.supernet.path_weights(self.paths_EK[:, 0].tolist())
 
     def forward(
         self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits; with costs and gates ``{"blocks": [B, E, K]}`` also the expected cost [B].
+        """Logits; with costs and gates ``{"blocks": [B, E, K]}`` also the expected cost [B].
 
         Without gates only the active ops are computed.
         """
@@ -68,7 +68,7 @@ class PathNetwork(nn.Module):
 
 
 def drawable_alphas(supernet: Supernet) -> Tensor:
-    """Return alphas [E, O] from which no path is drawn that the supernet does not offer.
+    """Alphas [E, O] from which no path is drawn that the supernet does not offer.
 
     Those that a search leads to are returned as they are; wild ones that a server can send are
     brought into a range.
@@ -79,13 +79,13 @@ def drawable_alphas(supernet: Supernet) -> Tensor:
 
 
 def offered_ops(supernet: Supernet) -> Tensor:
-    """Return which ops each block offers, bool [E, O]."""
+    """Mark the ops that each block offers, bool [E, O]."""
     names = [block.names for block in _blocks(supernet)]
     return torch.tensor([[name is not None for name in row] for row in names])
 
 
 def covering_paths(supernet: Supernet, *, mode: str) -> list[Tensor]:
-    """Return paths [E, K] that compute every op of every block between them.
+    """Paths [E, K] that compute every op of every block between them.
 
     The first ones have the most weights: no others of the mode take more memory.
     """
@@ -104,13 +104,13 @@ def covering_paths(supernet: Supernet, *, mode: str) -> list[Tensor]:
 
 
 def _turned(order: list[int], first: int, num_ops: int) -> list[int]:
-    """Return all columns: those of ``order`` from position ``first`` on, then all others."""
+    """All columns: those of ``order`` from position ``first`` on, then all others."""
     first %= len(order)
     return order[first:] + order[:first] + [c for c in range(num_ops) if c not in order]
 
 
 def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tensor) -> Tensor:
-    """Return the expected cost E, differentiable in the gates [E, K], or of records, [B, E, K].
+    """The expected cost E, differentiable in the gates [E, K], or of records, [B, E, K].
 
     The gate of an op enters it as its probability would (section 3.3): E has its value under
     softmax(alphas) and ``dE/dg_j`` is the op's cost, so that in mode ``full`` the alphas' gradient
@@ -122,7 +122,7 @@ def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tens
 
 
 def cost_gradient(hardware: HardwareLoss, supernet: Supernet, paths_EK: Tensor) -> Tensor:
-    """Return the alphas' gradient [E, O] of an additive loss's part that knows no record."""
+    """The alphas' gradient [E, O] of an additive loss's part that knows no record."""
     alphas_EO = supernet.alphas()[CELL].detach()
     gates_EK = active_gates(paths_EK, like=alphas_EO)
     cost = expected_cost(hardware.costs, alphas_EO, paths_EK, gates_EK)
@@ -137,7 +137,7 @@ def _blocks(supernet: Supernet) -> list[Block]:
 
 
 def draw_paths(alphas_EO: Tensor, *, mode: str, generator: torch.Generator) -> Tensor:
-    """Return the columns of the ops to compute, int64 [E, K] on the CPU, the active one first.
+    """The columns of the ops to compute, int64 [E, K] on the CPU, the active one first.
 
     ``one``: an op with its probability p = softmax(alphas). ``two``: two ops drawn from p without
     replacement; which of them is active is drawn by the softmax over the two (section 3.2.1).
@@ -157,11 +157,11 @@ def draw_paths(alphas_EO: Tensor, *, mode: str, generator: torch.Generator) -> T
 
 
 def active_gates(paths_EK: Tensor, *, like: Tensor) -> Tensor:
-    """Return the gates [E, K] of drawn paths, 1 for the active op and 0 for the others, as a leaf.
+    """The gates [E, K] of drawn paths, 1 for the active op and 0 for the others, as a leaf.
 
     Args:
-        paths_EK: What :func:`draw_paths` returns.
-        like: Gives dtype and device.
+        paths_EK: Drawn paths, see :func:`draw_paths`.
+        like: A tensor of the dtype and device of the gates.
     """
     gates_EK = torch.zeros(paths_EK.shape, dtype=like.dtype, device=like.device)
     gates_EK[:, 0] = 1
@@ -169,12 +169,12 @@ def active_gates(paths_EK: Tensor, *, like: Tensor) -> Tensor:
 
 
 def alpha_gradient(gate_gradients: Tensor, alphas_EO: Tensor, paths_EK: Tensor) -> Tensor:
-    """Return ``dL/dalpha_i = sum_j dL/dg_j p_j (delta_ij - p_i)`` (Eq. 4), p over the K ops.
+    """Compute ``dL/dalpha_i = sum_j dL/dg_j p_j (delta_ij - p_i)`` (Eq. 4), p over the K ops.
 
     Args:
         gate_gradients: dL/dg, [E, K], or one for each example, [B, E, K].
         alphas_EO: The alphas.
-        paths_EK: Which op each gate belongs to.
+        paths_EK: The op of each gate.
 
     Returns:
         [E, O] or [B, E, O]; zero for ops that were not computed.
@@ -188,7 +188,7 @@ def alpha_gradient(gate_gradients: Tensor, alphas_EO: Tensor, paths_EK: Tensor) 
 
 
 def rescale(new_EO: Tensor, old_EO: Tensor, paths_EK: Tensor) -> Tensor:
-    """Return the stepped alphas, shifted so that ops not computed keep their probabilities.
+    """The stepped alphas, shifted so that ops not computed keep their probabilities.
 
     ``alpha_i - log(sum_K e^new / sum_K e^old)`` for the computed ops (section 3.2.1); the softmax
     over all ops then has its old denominator.
@@ -207,21 +207,20 @@ class SampledPaths(Checked):
     Attributes:
         gates: ``two`` or ``full`` (:func:`~fednas_flwr.search.proxyless.draw_paths`).
         warm_up: True if the weights are trained alone, on paths that are drawn uniformly.
-        hardware: What cost does to the loss of the alphas; None leaves it out.
+        hardware: The effect of cost on the loss of the alphas; None leaves it out.
     """
 
     gates: Gates
     warm_up: bool
-    hardware: HardwareTerms | None
+    hardware: HardwareLoss | None
 
 
 def search_paths(
     supernet: Supernet,
     gradients: Gradients,
-    descents: Descents,
+    optimizers: Optimizers,
     paths: SampledPaths,
     *,
-    hardware: HardwareLoss | None,
     generator: torch.Generator,
 ) -> None:
     """Search in place: each step moves the alphas of drawn paths, then the weights of one.
@@ -235,22 +234,21 @@ def search_paths(
     their step.
 
     Args:
-        supernet: Of the MBConv space; its weights and alphas are those of ``descents``.
+        supernet: A supernet of the MBConv space, with the parameters of ``optimizers``.
         gradients: Exact or noised.
-        descents: Of weights and, but in a warm-up, of alphas.
+        optimizers: Optimisers of weights and, but in a warm-up, of alphas.
         paths: The constants.
-        hardware: The loss of ``paths.hardware``.
         generator: Draws the paths; on the CPU.
     """
     supernet.train()
     for _ in gradients.steps():
         if not paths.warm_up:
-            assert descents.alphas is not None
+            assert optimizers.alphas is not None
             alphas_EO = supernet.alphas()[CELL]
             drawn_EK = draw_paths(drawable_alphas(supernet), mode=paths.gates, generator=generator)
-            gradient_EO = gradients.gates(supernet, drawn_EK, hardware)
+            gradient_EO = gradients.gates(supernet, drawn_EK, paths.hardware)
             old_EO = alphas_EO.detach().clone()
-            descents.alphas.step({CELL: gradient_EO})
+            optimizers.alphas.step({CELL: gradient_EO})
             if paths.gates == "two":
                 with torch.no_grad():
                     alphas_EO.copy_(rescale(alphas_EO, old_EO, drawn_EK))
@@ -258,7 +256,7 @@ def search_paths(
         drawn_EO = uniform_alphas(drawn_EO) if paths.warm_up else drawn_EO
         path_E1 = draw_paths(drawn_EO, mode="one", generator=generator)
         # weights beside the path get no gradient: they neither decay nor move
-        descents.weights.step(gradients.weights(PathNetwork(supernet, path_E1)))
+        optimizers.weights.step(gradients.weights(PathNetwork(supernet, path_E1)))
 
 
 def gate_gradient(
@@ -269,7 +267,7 @@ def gate_gradient(
     hardware: HardwareLoss | None = None,
     objective: Objective = CLASSIFICATION,
 ) -> tuple[Tensor, Tensor]:
-    """Return dL/dg [E, K] of a batch's mean loss, and the losses [B] without hardware.
+    """Compute dL/dg [E, K] of a batch's mean loss, and the losses [B] without hardware.
 
     With hardware it is of the loss that :func:`expected_cost` enters.
     """
@@ -285,5 +283,5 @@ def gate_gradient(
 
 
 def uniform_alphas(alphas_EO: Tensor) -> Tensor:
-    """Return alphas that draw every op that a block offers with the same probability."""
+    """Alphas that draw every op that a block offers with the same probability."""
     return torch.where(alphas_EO > NEVER / 2, 0.0, NEVER)

@@ -1,9 +1,8 @@
 """Samplers of a search's candidates: random draws, evolution, and DPNAS' controller.
 
-:class:`RejectionSampler` keeps any of them from proposing what must not be a result. A candidate is
-a path: for each edge the column of its op. Samplers know numbers only, no networks and no clients.
-In a search with shared weights rewards grow while these are trained, so that what has been sampled
-long ago should not be compared with what is new.
+A candidate is a path: for each edge the column of its op. No sampler proposes a path that must not
+be a result. Samplers know numbers only, no networks and no clients. In a search with shared weights
+rewards grow while these are trained, so that old samples should not be compared with new ones.
 
 The controller is an LSTM that chooses the op of one edge after the other, taught by REINFORCE
 (Cheng et al. 2022, DPNAS, arXiv 2110.08557, section 3.4 and Alg. 1), that of ENAS (Pham et al.
@@ -15,13 +14,13 @@ Tensor suffixes: N candidates, E edges, O ops of an edge, H hidden units.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fednas_flwr.search.optimizer_step import after_prefix
 from fednas_flwr.settings.optimizers import ControllerSettings, EvolutionSettings
 
 Path = list[int]
@@ -31,54 +30,63 @@ HIDDEN = 100
 INITIAL_RANGE = 0.1  # of all parameters, as in ENAS: at first every path is about as likely
 
 
-class Sampler(Protocol):
-    """Proposes candidates and learns from their rewards."""
+class Sampler:
+    """Draws every path with the same probability and learns nothing; base of those that learn.
 
-    def sample(self, count: int, generator: torch.Generator) -> list[Path]:
-        """Return ``count`` paths; they may be equal."""
+    No sampler proposes a rejected path: it draws another one. A controller goes on to learn by its
+    own ``log pi``. Its expected step is still that of the conditioned policy ``pi / Z``, since the
+    difference, ``grad log Z`` times the mean advantage, is zero where the baseline is the mean
+    reward. If all of ``MOST_DRAWS`` repeated draws of a path are rejected, as where a policy has
+    collapsed, a uniform one that is not takes its place.
 
-    def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
-        """Learn from paths of the last call of :meth:`sample`; return what to report.
-
-        Args:
-            paths: At least one.
-            rewards: One finite number for each; more is better.
-        """
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return everything that sampling and learning depend on, for a checkpoint."""
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what :meth:`tensors` returned."""
-
-
-class RandomSampler:
-    """Draws every path with the same probability and learns nothing."""
+    Attributes:
+        choices: Number of ops of each edge.
+        rejects: True if a path must not be proposed; at least one path must be left. It must not
+            depend on records. At first no path is rejected.
+    """
 
     def __init__(self, choices: Sequence[int]) -> None:
         """Take the number of ops of each edge."""
         self.choices = tuple(choices)
+        self.rejects: Callable[[Path], bool] = lambda path: False
 
     def sample(self, count: int, generator: torch.Generator) -> list[Path]:
-        """Return independent draws."""
+        """Draw ``count`` paths, leaving out rejected ones; they may be equal."""
+        paths: list[Path] = []
+        draws = 0
+        while len(paths) < count:
+            draw = self.draw if draws < MOST_DRAWS else self.uniform
+            paths += [p for p in draw(count - len(paths), generator) if not self.rejects(p)]
+            draws += 1
+        return paths
+
+    def uniform(self, count: int, generator: torch.Generator) -> list[Path]:
+        """Draw paths independently, each with the same probability."""
         return [
             [int(torch.randint(size, (), generator=generator)) for size in self.choices]
             for _ in range(count)
         ]
 
+    draw = uniform  # rejected paths among them
+
     def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
-        """Learn nothing."""
+        """Learn from paths of the last call of :meth:`sample`; return metrics for the report.
+
+        Args:
+            paths: At least one.
+            rewards: One finite number for each; more is better.
+        """
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return nothing."""
+        """Everything that sampling and learning depend on, for a checkpoint."""
         return {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take nothing."""
+        """Restore the result of :meth:`tensors`."""
 
 
-class Evolution:
+class Evolution(Sampler):
     """Regularised evolution (Real et al. 2019, arXiv 1802.01548, Alg. 1).
 
     Until as many candidates as the population holds are rewarded, and while none is, paths are
@@ -97,15 +105,16 @@ class Evolution:
         """
         if max(choices, default=1) < 2:
             raise ValueError(f"nothing can mutate: the edges have {tuple(choices)} ops")
-        self.choices, self.settings = tuple(choices), settings
+        super().__init__(choices)
+        self.settings = settings
         self.paths_NE = torch.empty(0, len(self.choices), dtype=torch.int64)  # the oldest first
         self.rewards_N = torch.empty(0, dtype=torch.float64)
 
-    def sample(self, count: int, generator: torch.Generator) -> list[Path]:
-        """Return random paths, or children."""
+    def draw(self, count: int, generator: torch.Generator) -> list[Path]:
+        """Draw random paths, or children."""
         alive = len(self.paths_NE)
         missing = max(0, self.settings.population - alive) if alive else count
-        random = RandomSampler(self.choices).sample(min(count, missing), generator)
+        random = self.uniform(min(count, missing), generator)
         return random + [self._child(generator) for _ in range(count - len(random))]
 
     def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
@@ -116,7 +125,7 @@ class Evolution:
         return {"population_reward": float(self.rewards_N.mean())}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the population."""
+        """The population."""
         return {"paths": self.paths_NE, "rewards": self.rewards_N}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -124,7 +133,7 @@ class Evolution:
         self.paths_NE, self.rewards_N = tensors["paths"], tensors["rewards"]
 
     def _child(self, generator: torch.Generator) -> Path:
-        """Return a mutated copy of the tournament's best; of equals the first drawn is taken."""
+        """A mutated copy of the tournament's best; of equals the first drawn is taken."""
         size = (self.settings.tournament,)
         drawn = torch.randint(len(self.paths_NE), size, generator=generator).tolist()
         parent = max(drawn, key=self.rewards_N.__getitem__)
@@ -134,53 +143,6 @@ class Evolution:
         step = 1 + int(torch.randint(self.choices[edge] - 1, (), generator=generator))
         child[edge] = (child[edge] + step) % self.choices[edge]
         return child
-
-
-class RejectionSampler:
-    """Another sampler whose draws are conditioned on not being rejected: what is, is drawn anew.
-
-    A controller goes on to learn by its own ``log pi``. Its expected step is still that of the
-    conditioned policy ``pi / Z``, since the difference, ``grad log Z`` times the mean advantage, is
-    zero where the baseline is the mean reward. If all of ``MOST_DRAWS`` repeated draws of a path
-    are rejected, as where a policy has collapsed, a uniform one that is not takes its place.
-    """
-
-    def __init__(
-        self, sampler: Sampler, choices: Sequence[int], rejects: Callable[[Path], bool]
-    ) -> None:
-        """Wrap a sampler.
-
-        Args:
-            sampler: What proposes and learns.
-            choices: Number of ops of each edge.
-            rejects: True if a path must not be proposed; at least one path must be left. It must
-                not depend on records.
-        """
-        self.sampler, self.rejects = sampler, rejects
-        self._uniform = RandomSampler(choices)
-
-    def sample(self, count: int, generator: torch.Generator) -> list[Path]:
-        """Draw ``count`` paths, leaving out rejected ones."""
-        paths: list[Path] = []
-        draws = 0
-        while len(paths) < count:
-            sampler = self.sampler if draws < MOST_DRAWS else self._uniform
-            drawn = sampler.sample(count - len(paths), generator)
-            paths += [path for path in drawn if not self.rejects(path)]
-            draws += 1
-        return paths
-
-    def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
-        """Let the sampler learn."""
-        return self.sampler.learn(paths, rewards)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the sampler's."""
-        return self.sampler.tensors()
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the sampler its own back."""
-        self.sampler.load(tensors)
 
 
 class Policy(nn.Module):
@@ -194,7 +156,7 @@ class Policy(nn.Module):
 
         Args:
             choices: Number of ops of each edge.
-            temperature: What logits are divided by.
+            temperature: Divisor of the logits.
         """
         super().__init__()
         self.temperature = temperature
@@ -206,35 +168,39 @@ class Policy(nn.Module):
             nn.init.uniform_(parameter, -INITIAL_RANGE, INITIAL_RANGE)
 
     def forward(self, paths_NE: Tensor) -> Tensor:
-        """Return ``log pi`` [N] of the paths, int64 [N, E]."""
+        """``log pi`` [N] of the paths, int64 [N, E]."""
         log_probs = [torch.zeros(len(paths_NE))]
-        inputs, state = self.start_H.expand(len(paths_NE), -1), None
-        for edge, decoder in enumerate(self.decoders):
-            state = self.lstm(inputs, state)
-            log_probs_NO = (decoder(state[0]) / self.temperature).log_softmax(dim=-1)
-            log_probs.append(log_probs_NO.gather(1, paths_NE[:, edge, None])[:, 0])
-            if edge < len(self.embeddings):
-                inputs = self.embeddings[edge](paths_NE[:, edge])
+        for ops_N, logits_NO in self._walk(len(paths_NE), lambda edge, _: paths_NE[:, edge]):
+            log_probs.append(logits_NO.log_softmax(dim=-1).gather(1, ops_N[:, None])[:, 0])
         return torch.stack(log_probs).sum(0)
 
     @torch.no_grad()
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return independent paths, int64 [N, E]."""
-        columns: list[Tensor] = []
+        """Draw independent paths, int64 [N, E]."""
+
+        def draw(_: int, logits_NO: Tensor) -> Tensor:
+            return torch.multinomial(logits_NO.softmax(dim=-1), 1, generator=generator)[:, 0]
+
+        return torch.stack([ops_N for ops_N, _ in self._walk(count, draw)], dim=1)
+
+    def _walk(
+        self, count: int, choose: Callable[[int, Tensor], Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Choose the ops [N] of one edge after the other; yields them with their logits [N, O]."""
         inputs, state = self.start_H.expand(count, -1), None
         for edge, decoder in enumerate(self.decoders):
             state = self.lstm(inputs, state)
-            probs_NO = (decoder(state[0]) / self.temperature).softmax(dim=-1)
-            columns.append(torch.multinomial(probs_NO, 1, generator=generator)[:, 0])
+            logits_NO = decoder(state[0]) / self.temperature
+            ops_N = choose(edge, logits_NO)
+            yield ops_N, logits_NO
             if edge < len(self.embeddings):
-                inputs = self.embeddings[edge](columns[-1])
-        return torch.stack(columns, dim=1)
+                inputs = self.embeddings[edge](ops_N)
 
 
 def reinforce_loss(
     log_probs_N: Tensor, rewards_N: Tensor, *, baseline: float, entropy_weight: float
 ) -> Tensor:
-    """Return a loss whose gradient, expected over paths from pi, is that of ``-(E[R] + w H)``.
+    """A loss whose gradient, expected over paths from pi, is that of ``-(E[R] + w H)``.
 
     ``-1/N sum_i (R_i - w log pi(a_i) - b) log pi(a_i)`` with everything in brackets held fixed
     (Williams 1992): the entropy is ``H = E[-log pi]``, so ``-w log pi`` is a reward like R. The
@@ -251,7 +217,7 @@ def reinforce_loss(
 
 
 def regularised(log_probs_N: Tensor, rewards_N: Tensor, entropy_weight: float) -> Tensor:
-    """Return each reward with its share in the entropy, ``R - w log pi``."""
+    """Each reward with its share in the entropy, ``R - w log pi``."""
     return rewards_N - entropy_weight * log_probs_N.detach()
 
 
@@ -260,8 +226,8 @@ class Moments:
     """Moving mean and variance of rewards, by weights that add to 1 over all that were seen.
 
     Attributes:
-        mean: Of the rewards.
-        variance: About this mean, >= 0.
+        mean: Mean of the rewards.
+        variance: Variance about this mean, >= 0.
     """
 
     mean: float
@@ -269,24 +235,24 @@ class Moments:
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> Moments:
-        """Return mean and variance of at least one reward; equal ones have exactly 0."""
+        """Mean and variance of at least one reward; equal ones have exactly 0."""
         deviations_N = torch.tensor(rewards, dtype=torch.float64) - rewards[0]
         shift = float(deviations_N.mean())
         return cls(rewards[0] + shift, float(deviations_N.var(correction=0)))
 
     def moved(self, newest: Moments, *, decay: float) -> Moments:
-        """Return the moments of the mixture in which what was seen keeps the share ``decay``."""
+        """The moments of the mixture in which what was seen keeps the share ``decay``."""
         shift = newest.mean - self.mean
         within = decay * self.variance + (1 - decay) * newest.variance
         return Moments(self.mean + (1 - decay) * shift, within + decay * (1 - decay) * shift**2)
 
     def standardised(self, rewards: Sequence[float]) -> list[float]:
-        """Return distances from the mean in standard deviations; undivided where there are none."""
+        """Distances from the mean in standard deviations; undivided where there are none."""
         deviation = math.sqrt(self.variance) or 1.0
         return [(reward - self.mean) / deviation for reward in rewards]
 
 
-class Controller:
+class Controller(Sampler):
     """The policy, Adam, and a moving average of rewards as baseline.
 
     One call of :meth:`learn` is one step. The text does not say whether entropy is summed or
@@ -307,6 +273,7 @@ class Controller:
             choices: Number of ops of each edge.
             settings: The constants.
         """
+        super().__init__(choices)
         self.settings = settings
         self.policy = Policy(choices, temperature=settings.temperature)
         self.entropy_weight = settings.entropy_weight / len(choices)
@@ -314,8 +281,8 @@ class Controller:
         self.seen: Moments | None = None  # of the rewards, with scaled
         self._optimizer = torch.optim.Adam(self.policy.parameters(), lr=settings.lr)
 
-    def sample(self, count: int, generator: torch.Generator) -> list[Path]:
-        """Return independent draws from the policy."""
+    def draw(self, count: int, generator: torch.Generator) -> list[Path]:
+        """Draw paths from the policy, independently."""
         paths: list[Path] = self.policy.sample(count, generator).tolist()
         return paths
 
@@ -338,7 +305,7 @@ class Controller:
         return {"controller_baseline": self.baseline, "controller_entropy": entropy}
 
     def _in_deviations(self, rewards: Sequence[float]) -> list[float]:
-        """Return rewards as the policy is told of them; with ``scaled`` their moments move."""
+        """Rewards as the policy is told of them; with ``scaled`` their moments move."""
         if not self.settings.scaled:
             return list(rewards)
         newest = Moments.of(rewards)
@@ -347,32 +314,24 @@ class Controller:
         return self.seen.standardised(rewards)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters, Adam's moments, the baseline and, once kept, moments of rewards."""
+        """Parameters, Adam's moments, the baseline and, with ``scaled``, moments of rewards."""
         moments = self._optimizer.state_dict()["state"]
-        seen = () if self.seen is None else astuple(self.seen)
-        return {
-            **{f"policy.{name}": tensor for name, tensor in self.policy.state_dict().items()},
-            **{
-                f"adam.{index}.{name}": tensor
-                for index, state in moments.items()
-                for name, tensor in state.items()
-            },
-            "baseline": torch.tensor(self.baseline, dtype=torch.float64),
-            **({"seen": torch.tensor(seen, dtype=torch.float64)} if seen else {}),
-        }
+        tensors = {f"policy.{name}": tensor for name, tensor in self.policy.state_dict().items()}
+        for index, state in moments.items():
+            tensors |= {f"adam.{index}.{name}": tensor for name, tensor in state.items()}
+        tensors["baseline"] = torch.tensor(self.baseline, dtype=torch.float64)
+        if self.seen is not None:
+            tensors["seen"] = torch.tensor(astuple(self.seen), dtype=torch.float64)
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back all that learning has changed."""
+        """Restore all that learning has changed."""
         self.baseline = float(tensors["baseline"])
         self.seen = Moments(*tensors["seen"].tolist()) if "seen" in tensors else None
-        self.policy.load_state_dict(
-            {name: tensors[f"policy.{name}"] for name in self.policy.state_dict()}
-        )
-        moments: dict[int, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            kind, _, rest = key.partition(".")
-            if kind == "adam":
-                index, _, name = rest.partition(".")
-                moments.setdefault(int(index), {})[name] = tensor
+        self.policy.load_state_dict(after_prefix(tensors, "policy."))
         state = self._optimizer.state_dict()
-        self._optimizer.load_state_dict({**state, "state": moments})
+        indices = range(len(state["param_groups"][0]["params"]))
+        moments = {index: after_prefix(tensors, f"adam.{index}.") for index in indices}
+        # without moments before the first step
+        state["state"] = {index: named for index, named in moments.items() if named}
+        self._optimizer.load_state_dict(state)

@@ -30,11 +30,12 @@ from fednas_flwr.protocol.messages import (
     encode_request,
     encode_states,
     payload_bytes,
+    restore_sent,
 )
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
-from fednas_flwr.server.client_sampling import Sampling
-from fednas_flwr.server.exchange import Exchange, Sent, share_scales
+from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
+from fednas_flwr.server.limits import honest_limits, norm
 from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
 
@@ -71,10 +72,10 @@ class Cohort:
         quorum_share: Share of the clients, in (0, 1], that must answer every exchange.
         deadline_s: Seconds until the replies of an exchange must be there.
         connect_s: Seconds until the clients must have appeared.
-        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
+        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.messages`.
         fewest_records: Share of the median client's records that a client must declare.
         most_records: Multiple of them that it may declare.
-        largest_share: Of an average, that one client of three or more may have: from above 0 to 1.
+        largest_share: Largest share of one client of three or more in an average, above 0 to 1.
         secure_sum: True if clients send what depends on records as part of secure sums only.
         emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
             has left because its replies were refused is ``expelled``.
@@ -85,7 +86,7 @@ class Cohort:
         bytes_received: Bytes of all arrays in replies so far.
         bytes_dense: Bytes that whole states, unrounded, would have taken in both directions.
         properties: Properties of each connected client, by client.
-        statistics: By which all clients standardise a table; None where they are declared.
+        statistics: Statistics by which all clients standardise a table; None: declared ones.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
     """
 
@@ -133,7 +134,7 @@ class Cohort:
         Args:
             grid: Flower's way to the clients.
             needed: Names of properties that each must declare.
-            alike: Those that must be the same for all.
+            alike: Names of properties that must be the same for all.
             known: Properties of each client, ``splits`` among them, where the server has made them:
                 then none is asked, and clients stand in the order of their nodes.
 
@@ -163,31 +164,30 @@ class Cohort:
                     f"nodes {' and '.join(map(str, claimants))} say that they are the same client, "
                     f"{index}: give each its own partition-id"
                 )
-        nodes_of = {index: of[0] for index, of in sorted(owners.items()) if len(of) == 1}
+        fit = {index: described[of[0]] for index, of in sorted(owners.items()) if len(of) == 1}
 
         def leave_out(unfit: Mapping[int, str]) -> None:
             for index, reason in unfit.items():
-                del nodes_of[index]
+                del fit[index]
                 reasons.append(f"client {index}: {_plain(reason)}")
 
-        leave_out(misfits({i: described[node].properties for i, node in nodes_of.items()}, alike))
-        declared = {}
-        for index, node in nodes_of.items():
-            splits = described[node].properties.get("splits", {})
-            declared[index] = {"": described[node].num_examples}
-            declared[index] |= {f"{split} ": number for split, number in splits.items()}
+        leave_out(misfits({index: reply.properties for index, reply in fit.items()}, alike))
+        declared: dict[int, dict[str, float]] = {}
+        for index, reply in fit.items():
+            splits = reply.properties.get("splits", {})
+            declared[index] = {"": reply.num_examples, **{f"{s} ": n for s, n in splits.items()}}
         leave_out(outliers(declared, fewest=self.fewest_records, most=self.most_records))
-        for client in sorted(set(range(self.num_clients)) - set(nodes_of)):
-            self.report_failure(client, CONNECT, "; ".join(reasons))
-        if len(nodes_of) < self.quorum:
+        for client in sorted(set(range(self.num_clients)) - set(fit)):
+            self._report_failure(client, CONNECT, "; ".join(reasons))
+        if len(fit) < self.quorum:
             raise QuorumError(
-                f"{'; '.join(reasons)} (query.describe: {len(nodes_of)} of {self.num_clients} "
+                f"{'; '.join(reasons)} (query.describe: {len(fit)} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed)"
             )
         self._refused.clear()  # they stood at provisional indices
-        self._nodes = nodes_of
-        self.properties = {i: described[node].properties for i, node in nodes_of.items()}
-        self._max_examples = {i: described[node].num_examples for i, node in nodes_of.items()}
+        self._nodes = {index: owners[index][0] for index in fit}
+        self.properties = {index: reply.properties for index, reply in fit.items()}
+        self._max_examples = {index: reply.num_examples for index, reply in fit.items()}
         named = [len(of.get("class_names", [])) for of in self.properties.values()]
         self._num_classes = max(1, int(median(named)))  # as most clients have it
 
@@ -220,7 +220,7 @@ class Cohort:
             reasons: Gets a sentence for each node that is left out.
         """
         self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
-        found = {}
+        replies = {}
         for place, answer in self._exchange(CONNECT):
             node = nodes[place]
             if isinstance(answer, str):
@@ -228,12 +228,12 @@ class Cohort:
             elif silent := [name for name in needed if name not in answer.properties]:
                 reasons.append(f"node {node}: does not say its {silent[0]}")
             elif 0 <= (index := answer.properties["client"]) < self.num_clients:
-                found[node] = answer
+                replies[node] = answer
             else:
                 reasons.append(
                     f"node {node} says that it is client {index} of clients={self.num_clients}"
                 )
-        return found
+        return replies
 
     @property
     def quorum(self) -> int:
@@ -241,7 +241,7 @@ class Cohort:
         return self.quorum_of(self.num_clients)
 
     def quorum_of(self, asked: int) -> int:
-        """Return the number of clients that must answer, of so many that are asked."""
+        """The number of clients that must answer, of so many that are asked."""
         return max(1, math.ceil(self.quorum_share * asked - 1e-9))
 
     @property
@@ -267,17 +267,22 @@ class Cohort:
         part.properties = {client: self.properties[client] for client in clients}
         return part
 
-    def expel(self, client: int, reason: str, exchange: Exchange | None = None) -> None:
-        """Ask a client nothing more in this run, as after its last refused reply."""
-        self._refused[client] = STRIKES
-        self.dismiss(client, reason, exchange)
+    def dismiss(
+        self, client: int, reason: str, exchange: Exchange | None = None, *, expelled: bool = False
+    ) -> None:
+        """Ask a client no more in this run.
 
-    def dismiss(self, client: int, reason: str, exchange: Exchange | None = None) -> None:
-        """Ask a client no more in this run; emit that it has left at an exchange, if it has."""
+        Args:
+            client: The client.
+            reason: The reason.
+            exchange: The exchange at which it has left, for the event; None emits none.
+            expelled: True if nothing at all is asked any more, as after its last refused reply.
+        """
         self._left[client] = reason
+        if expelled:
+            self._refused[client] = STRIKES
         if exchange is not None:
-            more = {"expelled": True} if self._refused[client] >= STRIKES else {}
-            self._report("client_left", client, exchange, reason=reason, **more)
+            self._report_unanswered(client, exchange, reason)
 
     def ask(self, exchange: Exchange) -> Iterator[tuple[int, Reply]]:
         """Send one request to every participant and yield ``(client, reply)`` in client order.
@@ -304,12 +309,14 @@ class Cohort:
             for client, answer in self._exchange(exchange, asked, pending):
                 if isinstance(answer, Reply):
                     accepted += 1
-                    self.report_back(client, exchange)
+                    if client in self._missed:
+                        self._missed.remove(client)
+                        self._report("client_back", client, exchange)
                     if pending is None:
                         yield client, answer
                 else:
                     failures[client] = answer
-                    self.report_failure(client, exchange, answer)
+                    self._report_failure(client, exchange, answer)
             short = max(0, wanted - accepted)
             asked, backups = backups[:short], backups[short:]
         if accepted < (quorum := self.quorum_of(wanted)):
@@ -362,13 +369,13 @@ class Cohort:
 
     def _gather(self, exchange: Exchange) -> dict[int, Mapping[str, Any]]:
         """The properties of all clients that answer a secure sum's message correctly."""
-        found = {}
+        properties = {}
         for client, answer in self._exchange(exchange, exchange.among):
             if isinstance(answer, Reply):
-                found[client] = answer.properties
+                properties[client] = answer.properties
             else:
-                self.report_failure(client, exchange, answer)
-        return found
+                self._report_failure(client, exchange, answer)
+        return properties
 
     def _exchange(
         self,
@@ -434,7 +441,8 @@ class Cohort:
         carried = exchange.carried(self.wire)
         records = encode_states(carried)
         accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
-        limits = exchange.limits(carried, num_classes=self._num_classes)
+        sent = {name: norm(state) for name, state in restore_sent(carried).items()}
+        limits = partial(honest_limits, exchange, sent=sent, classes=self._num_classes)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             has_left = client in self._left and not exchange.also_left
@@ -462,17 +470,15 @@ class Cohort:
             )
         return requests
 
-    def report_back(self, client: int, exchange: Exchange) -> None:
-        """Emit that a client has answered again that did not before."""
-        if client in self._missed:
-            self._missed.remove(client)
-            self._report("client_back", client, exchange)
+    def _report_failure(self, client: int, exchange: Exchange, reason: str) -> None:
+        """Emit that a client gave no accepted reply, and remember it."""
+        self._missed.add(client)
+        self._report_unanswered(client, exchange, reason)
 
-    def report_failure(self, client: int, exchange: Exchange, reason: str) -> None:
+    def _report_unanswered(self, client: int, exchange: Exchange, reason: str) -> None:
         """Emit that a client gave no accepted reply, and whether it has left."""
         event = "client_left" if client in self._left else "client_failed"
         more = {"expelled": True} if self._refused[client] >= STRIKES else {}
-        self._missed.add(client)
         self._report(event, client, exchange, reason=reason, **more)
 
     def _report(self, event: str, client: int, exchange: Exchange, **fields: object) -> None:
@@ -538,6 +544,6 @@ class Cohort:
 
 
 def _plain(text: str) -> str:
-    """Return a client's words cut short and without characters that command a terminal."""
+    """A client's words cut short and without characters that command a terminal."""
     text = text[:LONGEST_REASON]
     return "".join(c if c.isprintable() else " " for c in text)

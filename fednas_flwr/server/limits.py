@@ -9,7 +9,7 @@ probability of ``exp(-TAIL)`` per release. A hostile client can still send anyth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -17,10 +17,9 @@ import torch
 
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.protocol.requests import (
-    Settings,
-)
+from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import MOMENTS, Packed
+from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings.optimizers import SGD
 
 TAIL = 40.0  # exp(-40) = 4e-18
@@ -53,7 +52,7 @@ class Limits:
     noise: float = 0.0
 
     def metric_range(self, name: str) -> tuple[float, float]:
-        """Return the least and the largest honest value of a metric.
+        """The least and the largest honest value of a metric.
 
         An exact accuracy is from 0 to 1, an exact loss to ``LARGEST_LOSS``. Noised ones may lie
         beyond by the noise, and by records that are there beside those declared.
@@ -65,31 +64,30 @@ class Limits:
 
 
 def honest_limits(
-    action: str,
+    exchange: Exchange,
     settings: Settings,
     *,
-    sizes: Mapping[str, int],
     sent: Mapping[str, float],
     examples: float,
     classes: int = 1,
-    planned: Mapping[str, PlannedRelease],
     records: Mapping[str, int],
 ) -> Limits:
-    """Return the limits of one client's honest reply.
+    """The limits of one client's honest reply.
 
     Args:
-        action: The action that it answers.
-        settings: Arguments of the action.
-        sizes: Number of values of each state that it returns.
+        exchange: The exchange.
+        settings: The client's arguments in it.
         sent: Norm of each state that it is sent.
         examples: Number of records that it has declared.
         classes: Number of classes: oversampling repeats a record at most as often.
-        planned: With privacy the plan of each kind that the action releases; empty without.
         records: With privacy the declared records by split.
     """
-    planned = {k: plan for k, plan in planned.items() if records and plan.num_records(records)}
-    if ACTIONS[action].gradients_of:
-        return _of_gradients(action, settings, sizes, examples, planned, records)
+    plans = exchange.planned.items() if records else ()
+    planned = {kind: plan for kind, plan in plans if plan.num_records(records)}
+    sizes = {name: sum(layout.sizes.values()) for name, layout in exchange.layouts.items()}
+    states = ACTIONS[exchange.action].gradients_of
+    if states:
+        return _of_gradients(states, settings, sizes, examples, planned, records)
     norms = {
         # running variances are squares of activations, whose scale every skipped sum multiplies
         name: GROWTH ** (2 if name == "buffers" else 1) * (math.sqrt(size) + sent.get(name, 0.0))
@@ -123,7 +121,7 @@ def honest_limits(
 
 
 def largest_sum(planned: PlannedRelease, records: Mapping[str, int], *, num_values: int) -> float:
-    """Return the norm that one honest release stays within.
+    """The norm that one honest release stays within.
 
     A release is a sum of contributions of norm R or less over a Poisson batch, plus Gaussian noise
     of std ``sigma R`` on each of d values. By Bernstein's inequality a batch of expected size b
@@ -155,14 +153,14 @@ def largest_move(
     velocity: float,
     proximal: float = 0.0,
 ) -> float:
-    """Return the largest distance that steps of SGD can move the weights.
+    """The largest distance that steps of SGD can move the weights.
 
     ``g = mean + decay (|w| + moved) + mu moved; v = m v + g; moved += lr max(v, g + m v)``: the
     triangle inequality at every step, whose second term is Nesterov's.
 
     Args:
-        steps: Their number.
-        sgd: Its constants.
+        steps: Number of steps.
+        sgd: Constants of SGD.
         mean: Largest norm of a step's mean gradient.
         weights_norm: Norm of the weights at first.
         velocity: Norm of the velocity at first.
@@ -177,12 +175,12 @@ def largest_move(
 
 
 def norm(packed: Packed) -> float:
-    """Return the norm of all floats of a state."""
+    """The norm of all floats of a state."""
     return math.hypot(*(float(torch.linalg.vector_norm(v)) for v in _floats(packed).values()))
 
 
 def distance(packed: Packed, sent: Packed) -> float:
-    """Return the norm of a state's difference to the one sent, of the state itself without one.
+    """The norm of a state's difference to the one sent, of the state itself without one.
 
     The result is not finite where a value, or its square, is not.
     """
@@ -195,18 +193,17 @@ def _floats(packed: Packed) -> Packed:
 
 
 def _of_gradients(
-    action: str,
+    states: Sequence[str],
     settings: Settings,
     sizes: Mapping[str, int],
     examples: float,
     planned: Mapping[str, PlannedRelease],
     records: Mapping[str, int],
 ) -> Limits:
-    """Return the limits of sums of gradients: over local steps, all scaled to the first's batch."""
+    """The limits of sums of gradients: over local steps, all scaled to the first's batch."""
     batch_size: int | None = getattr(settings, "batch_size", None)
     if batch_size is not None:  # a last batch takes what would be one of a single record
         examples = min(examples, batch_size + 1)
-    states = ACTIONS[action].gradients_of
     if not planned.keys() >= set(states):
         ceilings = {s: GROWTH * math.sqrt(sizes.get(s, 0)) * examples for s in states}
         return Limits(examples, ceilings)
@@ -224,7 +221,7 @@ def _of_gradients(
 
 
 def _noise_of_means(planned: Mapping[str, PlannedRelease], records: Mapping[str, int]) -> float:
-    """Return the most that noise adds to one of two released means of numbers from 0 to 1."""
+    """The most that noise adds to one of two released means of numbers from 0 to 1."""
     if "metrics" not in planned:
         return 0.0
     release = planned["metrics"]

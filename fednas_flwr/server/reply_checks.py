@@ -19,11 +19,10 @@ from flwr.app import Message
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
-from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply
-from fednas_flwr.protocol.requests import MAX_EXAMPLES, decode_properties
+from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply, restore
+from fednas_flwr.protocol.requests import MAX_EXAMPLES, Search, decode_properties
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
 from fednas_flwr.protocol.sum_encoding import Summands, check_masked
-from fednas_flwr.protocol.wire import restore
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.limits import Limits, distance
 from fednas_flwr.settings.names import FEWEST_VOTES
@@ -43,7 +42,7 @@ def accept_reply(
     wire: str = "float32",
     summands: Summands | None = None,
 ) -> Reply:
-    """Return the reply in ``message`` when it answers the request with ``header``.
+    """The reply in ``message`` when it answers the request with ``header``.
 
     Args:
         message: A client's reply or error.
@@ -54,8 +53,8 @@ def accept_reply(
             reply from another run, round, phase or client is refused.
         limits: Limits of an honest reply. A tiny or a huge weight would overflow the
             aggregate although every tensor is finite.
-        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.wire`.
-        summands: Of a secure sum: the reply is masked, and nothing else can be checked.
+        wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.messages`.
+        summands: Encoding of a secure sum: the reply is masked, and nothing else can be checked.
 
     Raises:
         ClientLeftError: The client's privacy budget has ended.
@@ -93,8 +92,8 @@ def accept_reply(
             raise ReplyError(f"{name}={value} is not from {low:.3g} to {high:.3g}")
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
-    changed = {}
-    if exchange.settings.leaves_out_unchanged:
+    changed: dict[str, set[str]] = {}
+    if isinstance(exchange.settings, Search) and exchange.settings.sparse:
         changed = _changed(reply.properties, layouts)
     states: dict[str, Packed] = {}
     for name, whole in layouts.items():
@@ -109,8 +108,8 @@ def accept_reply(
             for dtype, mask in _non_negative(name, layout).items():
                 vector = states[name][dtype]
                 vector[mask & (vector < 0)] = 0
-    for name, chosen in changed.items():
-        states[name] = fill_unchanged(states[name], exchange.states[name], layouts[name], chosen)
+    for name, names in changed.items():
+        states[name] = fill_unchanged(states[name], exchange.states[name], layouts[name], names)
     for name, packed in states.items():
         _check_values(name, packed, layouts[name], limits, base.get(name, {}))
     return replace(reply, states=states)
@@ -131,38 +130,37 @@ def _check_values(name: str, packed: Packed, layout: Layout, limits: Limits, bas
         )
     for dtype, mask in _non_negative(name, layout).items():
         if bool((mask & (packed[dtype] < 0)).any()):
-            tensors, masks = unpack(packed, layout), unpack(_whole_masks(name, layout), layout)
-            key = next(k for k, t in tensors.items() if bool((masks[k] & (t < 0)).any()))
+            tensors = unpack(packed, layout).items()
+            key = next(k for k, t in tensors if _is_non_negative(name, k) and bool((t < 0).any()))
             raise ReplyError(f"{name} has a negative {key}")
 
 
 @lru_cache(maxsize=64)
 def _non_negative(name: str, layout: Layout) -> Packed:
-    """Return by dtype which values of a state may not be negative, where there are any."""
-    return {dtype: mask for dtype, mask in _whole_masks(name, layout).items() if mask.any()}
-
-
-def _whole_masks(name: str, layout: Layout) -> Packed:
-    """Return which values of a state's vectors may not be negative."""
+    """By dtype the places of a state's values that may not be negative, where there are any."""
     masks = {dtype: torch.zeros(size, dtype=torch.bool) for dtype, size in layout.sizes.items()}
     for key, mask in unpack(masks, layout).items():
-        mask.fill_(any(part in key for part in NON_NEGATIVE.get(name, ())))
-    return masks
+        mask.fill_(_is_non_negative(name, key))
+    return {dtype: mask for dtype, mask in masks.items() if mask.any()}
 
 
-def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """Return for every state which of its tensors a reply holds, one digit for each."""
+def _is_non_negative(name: str, key: str) -> bool:
+    return any(part in key for part in NON_NEGATIVE.get(name, ()))
+
+
+def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, set[str]]:
+    """The names of the tensors of every state that a reply holds."""
     changed: dict[str, str] = properties.get("changed", {})
     if set(changed) != set(layouts):
         raise ReplyError("does not say which tensors of each state have changed")
     for name, layout in layouts.items():
         if len(changed[name]) != len(layout.entries):
             raise ReplyError(f"does not say of each tensor of {name} whether it has changed")
-    return changed
+    return {name: layout.marked(changed[name]) for name, layout in layouts.items()}
 
 
 def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:
-    """Return the clients whose properties are not those of most, with the difference.
+    """The clients whose properties are not those of most, with the difference.
 
     Args:
         properties: Properties of each client.
@@ -177,21 +175,21 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
         return {}
     (usual, _), *_ = Counter(variants.values()).most_common(1)
     like = next(client for client, variant in variants.items() if variant == usual)
-    found = {}
+    unfit = {}
     for client in (c for c, variant in variants.items() if variant != usual):
         key = next(key for key in keys if properties[client][key] != properties[like][key])
-        found[client] = (
+        unfit[client] = (
             f"its {key}={properties[client][key]} is not that of the others, "
             f"{properties[like][key]}: set the dataset's class_names, labels, image_size, "
             "channels, scattering, columns, mean and std, or statistics to those of all sites"
         )
-    return found
+    return unfit
 
 
 def outliers(
     declared: Mapping[int, Mapping[str, float]], *, fewest: float, most: float
 ) -> dict[int, str]:
-    """Return the clients that declare far fewer or far more records than most, with a sentence.
+    """The clients that declare far fewer or far more records than most, with a sentence.
 
     Fewer raise the noise that all must add, since noise is calibrated to the client that needs
     most; more are a weight in every average. Of one or two clients nobody can tell who is right.
@@ -201,9 +199,9 @@ def outliers(
         fewest: Least share of the median client's, 0 or more.
         most: Largest multiple of it, 1 or more.
     """
-    found: dict[int, str] = {}
+    unfit: dict[int, str] = {}
     if len(declared) < FEWEST_VOTES:
-        return found
+        return unfit
     known: dict[str, list[float]] = {}
     for numbers in declared.values():
         for name, number in numbers.items():
@@ -214,8 +212,8 @@ def outliers(
             silent = len(declared) - len(known[name])  # who count as if they said the same
             usual = common[name] if not silent else median([*known[name], *[number] * silent])
             if not fewest * usual <= number <= most * max(1.0, usual):
-                found[client] = (
+                unfit[client] = (
                     f"it declares {number:g} {name}records, where the median client has {usual:g}: "
                     f"{fewest:g} to {most:g} times that are taken"
                 )
-    return found
+    return unfit

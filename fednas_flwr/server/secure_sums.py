@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class MaskedSum:
         self.survivors.append(site)
 
     def unmask(self, openings: Mapping[int, Opening]) -> list[np.ndarray]:
-        """Return the sum of the vectors that the survivors have masked.
+        """The sum of the vectors that the survivors have masked.
 
         Args:
             openings: Parts that survivors have opened.
@@ -73,7 +73,7 @@ class PendingSum:
 
     Attributes:
         summands: Encoding of the replies to sum.
-        total: Of the masked vectors.
+        total: Sum of the masked vectors.
         context: As its first client has named it.
         boxes: By client, the sealed parts that it has made for the others.
     """
@@ -132,23 +132,13 @@ class PendingSum:
         """The request to each survivor to open masks, with the signatures of all."""
         survivors = tuple(self.survivors)
         signed = {str(client): signature for client, signature in signatures.items()}
-        return {
-            client: OpenMasks(
-                context=self.context,
-                survivors=survivors,
-                signatures=signed,
-                boxes=self._boxes_for(client),
-            )
-            for client in survivors
-        }
-
-    def _boxes_for(self, client: int) -> dict[str, str]:
-        """Sealed parts for a client, by their senders."""
-        return {
-            str(other): boxes[str(client)]
-            for other, boxes in self.boxes.items()
-            if other != client and str(client) in boxes
-        }
+        one = OpenMasks(context=self.context, survivors=survivors, signatures=signed, boxes={})
+        requests = {}
+        for client in survivors:
+            others = {i: boxes for i, boxes in self.boxes.items() if i != client}
+            sealed = {str(i): b[str(client)] for i, b in others.items() if str(client) in b}
+            requests[client] = replace(one, boxes=sealed)
+        return requests
 
     def unmask(self, opened: Mapping[int, Mapping[str, Any]]) -> Reply:
         """The reply of the total.

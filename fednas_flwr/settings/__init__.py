@@ -7,25 +7,21 @@ at once, so that a wrong value ends the run before any client starts. Every defa
 """
 
 from fednas_flwr.settings.data_settings import Dataset
-from fednas_flwr.settings.network_settings import (
+from fednas_flwr.settings.parser import conf_folder, expanded
+from fednas_flwr.settings.run_settings import (
+    AlgorithmSettings,
     BlockSpace,
     CellSpace,
+    Config,
+    DifferentialPrivacy,
     DPCells,
+    GivenNetwork,
     Hardware,
     NetworkLimits,
-    SearchSpaceSettings,
-)
-from fednas_flwr.settings.parser import conf_folder, expanded
-from fednas_flwr.settings.privacy_settings import (
-    DifferentialPrivacy,
     Noise,
     NoPrivacy,
     PrivateRetrain,
-)
-from fednas_flwr.settings.run_settings import (
-    AlgorithmSettings,
-    Config,
-    GivenNetwork,
+    SearchSpaceSettings,
     dump_config,
     with_runtime,
 )

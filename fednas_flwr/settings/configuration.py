@@ -12,14 +12,11 @@ from typing import Any
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.data_settings import PARTITIONS
-from fednas_flwr.settings.incompatible import (
-    check_combinations,
-)
+from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import CLIENT
 from fednas_flwr.settings.parser import NOT_TEXT, choose_kind, is_among, known_names, parse
-from fednas_flwr.settings.privacy_settings import PRIVACY
 from fednas_flwr.settings.registry import entries
-from fednas_flwr.settings.run_settings import AGGREGATES, RUNTIMES, SERVER_OPTIMIZERS
+from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
 from fednas_flwr.settings.unused import Given, check_effect
 
 UPDATE_NORM = 1.0  # that a client's update is clipped to by default; a record's gradient is shorter

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import codecs
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.errors import show
 from fednas_flwr.settings.names import (
     CORRUPT_RULES,
     DATE_ORDERS,
     DECIMALS,
     MISSING_RULES,
+    SPLITS,
     THOUSANDS,
 )
 from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
@@ -33,6 +35,36 @@ from fednas_flwr.settings.parser import (
 
 # of one side, in pixels: an image of more takes 800 MB
 ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
+Fractions = Annotated[
+    dict[str, Share],
+    Where(
+        lambda shares: shares.keys() == {*SPLITS} and abs(sum(shares.values()) - 1) <= 1e-6,
+        "shares of train, validation and test that sum to 1",
+    ),
+]
+Ends = Annotated[
+    list[float],
+    Where(
+        lambda ends: len(ends) == 2 and 0 < ends[1] - ends[0] < math.inf,
+        "finite [low, high], low below high",
+    ),
+]
+_MEAN_AND_STD = Where(lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0")
+_GRAY_OR_COLOUR = Where(lambda channels: channels in (1, 3), "1 or 3")
+
+
+def _is_encoding(name: str) -> bool:
+    try:
+        return bool(codecs.lookup(name))
+    except LookupError:
+        return False
+
+
+_ENCODING = Where(_is_encoding, "one that Python knows, such as utf-8, utf-16 or cp1252")
+_IN_ROOT = Where(
+    lambda name: Path(name).name == name,
+    "the name of a file in dataset.root, or in its folders train and test",
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +119,7 @@ class Dataset(Checked):
     server_test: bool
     limit_train: Count | None
     limit_test: Count | None
-    fractions: dict[str, Share]
+    fractions: Fractions
     split_key: Annotated[str, Length(Between(1, 64))]
     linear_baseline: bool
     table: CellAccuracies | None
@@ -100,6 +132,11 @@ class Dataset(Checked):
     def at(self, root: str) -> Dataset:
         """The same settings of data in another place; of no effect where data needs none."""
         return self
+
+    @property
+    def division(self) -> dict[str, Any]:
+        """Key and fractions that fix which record goes where, as ``assign_splits`` takes them."""
+        return {"key": self.split_key.encode(), "fractions": self.fractions}
 
     @property
     def person_column(self) -> str:
@@ -192,18 +229,10 @@ class EncodedImages(Images):
     """
 
     image_size: ImageSize | None
-    channels: Annotated[int, Between(1, 3, reason="1 or 3")] | None
+    channels: Annotated[int, _GRAY_OR_COLOUR] | None
     class_names: Words
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
-    intensity: Annotated[list[float], Length(Between(2, 2))] | None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        if self.channels == 2:
-            raise ConfigError("channels=2 must be 1 or 3, or null for the images'.")
-        if self.intensity and not self.intensity[0] < self.intensity[1]:
-            raise ConfigError(f"intensity={self.intensity} must be [low, high], low below high.")
+    intensity: Ends | None
 
     @property
     def declared(self) -> dict[str, bool]:
@@ -223,27 +252,17 @@ class Numbers(Dataset):
             what is usual, as numbers beyond them are kept.
     """
 
-    statistics: dict[str, list[float]]
-    ranges: dict[str, list[float]]
+    statistics: dict[str, Annotated[list[float], _MEAN_AND_STD]]
+    ranges: dict[str, Ends]
 
-    def __post_init__(self) -> None:
-        """Check that statistics and ranges are some, one of the two for a column."""
-        super().__post_init__()
-        for column, pair in self.statistics.items():
-            if len(pair) != 2 or not pair[1] > 0:
-                raise ConfigError(
-                    f"statistics.{column}={pair} must be [mean, std] with std above 0."
-                )
-        for column, ends in self.ranges.items():
-            if len(ends) != 2 or not 0 < ends[1] - ends[0] < math.inf:
-                raise ConfigError(
-                    f"ranges.{column}={ends} must be finite [low, high], low below high."
-                )
-            if column in self.statistics:
-                raise ConfigError(
-                    f"ranges.{column} has no effect beside dataset.statistics.{column}: remove one "
-                    "of the two."
-                )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a column that has both."""
+        for column in self.ranges:
+            yield (
+                column in self.statistics,
+                f"ranges.{column} has no effect beside dataset.statistics.{column}: remove one of "
+                "the two",
+            )
 
     @property
     def column_statistics(self) -> dict[str, list[float]]:
@@ -253,8 +272,8 @@ class Numbers(Dataset):
         2`` and ``(high - low) / sqrt(12)``.
         """
         ranges = self.ranges.items()
-        found = {c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges}
-        return {**self.statistics, **found}
+        uniform = {c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges}
+        return {**self.statistics, **uniform}
 
     @property
     def from_ranges(self) -> bool:
@@ -283,24 +302,24 @@ class LabelTable(Dataset):
     label_separator: Text | None
     id_column: str | None
 
-    def __post_init__(self) -> None:
-        """Check that labels are named in one way."""
-        super().__post_init__()
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude labels that are named in two ways, or of which there is one."""
         others = {
             "label": self.names_label,
             "label_separator": self.label_separator,
             "class_names": self.class_names,
         }
-        for setting in [name for name, value in others.items() if value and self.labels]:
-            raise ConfigError(
+        for setting, value in others.items():
+            yield (
+                value and self.labels,
                 f"{setting} has no effect with dataset.labels={show(self.labels)}, which names one "
-                "column per label: remove one of the two."
+                "column per label: remove one of the two",
             )
-        if len(self.labels) == 1:
-            raise ConfigError(
-                f"labels={show(self.labels)} names one column, but is for records that can have "
-                f"several labels: set dataset.label={self.labels[0]}."
-            )
+        yield (
+            len(self.labels) == 1,
+            f"labels={show(self.labels)} names one column, but is for records that can have "
+            f"several labels: set dataset.label={', '.join(self.labels)}",
+        )
 
     @property
     def names_label(self) -> bool:
@@ -359,7 +378,7 @@ class LabelledImages(LabelTable, EncodedImages, Stored):
             the table's folder on, or their bare names where no two images share one.
     """
 
-    labels_file: Text
+    labels_file: Annotated[Text, _IN_ROOT]
 
 
 @dataclass(frozen=True)
@@ -377,10 +396,10 @@ class TableForm(Checked):
     """Format of a table's file, and what becomes of rows that do not fit it.
 
     Attributes:
-        separator: Separator of cells, a blank for any number of them; null finds it in the file.
+        separator: Separator of cells; null finds it in the file.
         encoding: Encoding of the text, as Python names it; null finds it.
-        header: ``true``: the first line has the names of columns; null does not ask unless that
-            line looks like a record.
+        header: ``true``: the first line has the names of columns; null asks where that line looks
+            like a record.
         column_names: Names of the columns of a file without a header, or, with ``header=true``, in
             place of its own; empty takes these.
         decimal: Sign in numbers; null finds it. Labels, ids and categories are never changed.
@@ -398,8 +417,8 @@ class TableForm(Checked):
     """
 
     separator: Annotated[str, Length(Between(1, 1))] | None
-    encoding: Text | None
-    header: Annotated[bool, Where(bool, "true or null")] | None
+    encoding: Annotated[Text, _ENCODING] | None
+    header: Annotated[bool, Where(bool, "true")] | None
     column_names: Names
     decimal: Annotated[str, OneOf(DECIMALS)] | None
     thousands: Annotated[str, OneOf(THOUSANDS)] | None
@@ -411,23 +430,6 @@ class TableForm(Checked):
     scale: dict[str, Positive]
     corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
 
-    def __post_init__(self) -> None:
-        """Check that there is such an encoding, and that signs differ."""
-        super().__post_init__()
-        if self.decimal is not None and self.decimal == self.thousands:
-            raise ConfigError(
-                f"thousands={self.thousands} is the sign of fractions, too (dataset.decimal): "
-                "correct one of the two."
-            )
-        if self.encoding is not None:
-            try:
-                codecs.lookup(self.encoding)
-            except LookupError:
-                raise ConfigError(
-                    f"encoding={show(self.encoding)} is unknown: expected one such as utf-8, "
-                    "utf-16 or cp1252, or null to find it."
-                ) from None
-
     @property
     def strict(self) -> bool:
         """True if how one row is read depends on no other.
@@ -436,6 +438,14 @@ class TableForm(Checked):
         have no rows.
         """
         return self.corrupt == "skip"
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude one sign for two things."""
+        yield (
+            self.thousands is not None and self.decimal == self.thousands,
+            f"thousands={self.thousands} is the sign of fractions, too (dataset.decimal): correct "
+            "one of the two",
+        )
 
 
 # What is not said of a file is found in it.
@@ -481,8 +491,13 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
     def __post_init__(self) -> None:
         """Check that no column has two uses."""
         super().__post_init__()
-        columns = [*self.numeric, *self.dates, *self.categorical, *self.ignore]
-        uses = "numeric, dataset.dates, dataset.categorical and dataset.ignore"
+        label = [self.label] if self.names_label else self.labels
+        others = {*self.ignore, *label, self.person_column} - {""}
+        columns = [*self.numeric, *self.dates, *self.categorical, *sorted(others)]
+        uses = (
+            "label, dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, "
+            "dataset.categorical and dataset.ignore"
+        )
         Distinct().check(uses, columns, "")
 
     @property

@@ -125,8 +125,8 @@ def _composition_error(error: Exception, overrides: Sequence[str], source: Sourc
             return unknown_choice(group, name, groups[group])
         if group in ("hydra/launcher", "hydra/sweeper") and name in reason:
             there = GlobalHydra.instance().config_loader().get_group_options(group)
-            told = str(unknown_choice(group, name, there)).removesuffix(".")
-            return ConfigError(f"{told}; others are extras: {EXTRAS}.")
+            sentence = str(unknown_choice(group, name, there)).removesuffix(".")
+            return ConfigError(f"{sentence}; others are extras: {EXTRAS}.")
     return ConfigError(f"{where}: {reason}.")
 
 
@@ -235,9 +235,9 @@ def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
 def _experiment_settings(name: str, source: Source) -> list[str]:
     """Return the dotted names of all that an experiment and its bases set; groups by their own."""
     paths = [folder / "experiment" / f"{name}.yaml" for folder in source.folders()]
-    found = [path for path in paths if path.is_file()]
-    if found:
-        tree: Any = read_yaml(found[0], str(found[0])) or {}
+    files = [path for path in paths if path.is_file()]
+    if files:
+        tree: Any = read_yaml(files[0], str(files[0])) or {}
     elif f"{name}.yaml" in ConfigStore.instance().repo.get("experiment", {}):
         stored = ConfigStore.instance()
         tree = OmegaConf.to_container(stored.load(f"experiment/{name}.yaml").node)
@@ -319,16 +319,12 @@ def _hydras_parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--info", "-i", nargs="?", const="all")
-    for option in (
-        *("--config-name -cn", "--config-dir -cd", "--config-path -cp"),
-        *("--package -p", "--experimental-rerun"),
-    ):
-        parser.add_argument(*option.split())
-    for option in (
-        *("--multirun -m", "--shell-completion -sc", "--hydra-help"),
-        *("--resolve", "--run -r", "--version"),
-    ):
-        parser.add_argument(*option.split(), action="store_true")
+    texts = "--config-name,-cn --config-dir,-cd --config-path,-cp --package,-p --experimental-rerun"
+    for names in texts.split():
+        parser.add_argument(*names.split(","))
+    flags = "--multirun,-m --shell-completion,-sc --hydra-help --resolve --run,-r --version"
+    for names in flags.split():
+        parser.add_argument(*names.split(","), action="store_true")
     return parser
 
 
@@ -401,12 +397,8 @@ def run_hydra(job: Callable[[Any], Any], arguments: Sequence[str]) -> None:
 def current_job() -> tuple[list[str], Source, Path]:
     """Return the overrides, source and folder of the job that Hydra has called."""
     running = HydraConfig.get()
-    folders = [
-        source.path
-        for source in running.runtime.config_sources
-        if source.provider == "command-line"
-    ]
-    source = Source(str(running.job.config_name), folders[0] if folders else None)
+    folders = {source.provider: source.path for source in running.runtime.config_sources}
+    source = Source(str(running.job.config_name), folders.get("command-line"))
     return list(running.overrides.task), source, Path(running.runtime.output_dir)
 
 

@@ -102,11 +102,6 @@ def check_algorithm(config: Config) -> None:
             reason = entry.unsupported[feature]
             raise ConfigError(f"{feature}={value} with algorithm={name}: {reason}.")
     config.algorithm.check(config)
-    if chooses(config) and config.dataset.fractions.get("validation") == 0:
-        raise ConfigError(
-            "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected "
-            "above 0."
-        )
 
 
 def _sums(c: Config) -> bool:
@@ -148,6 +143,15 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "training.precision={c.training.precision} with privacy=dp: gradients of records are "
         "clipped in float32, so that none is longer than is booked; set "
         "training.precision=float32",
+    ),
+    (
+        lambda c: (
+            is_private(c)
+            and c.rounds * searches(c) + c.retrain.rounds * retrains(c) > MOST_PRIVATE_ROUNDS
+        ),
+        "rounds={c.rounds} with retrain.rounds={c.retrain.rounds} and privacy=dp: expected at most "
+        f"{MOST_PRIVATE_ROUNDS} in all, since clients are told of each before the first; take "
+        "fewer rounds of more local steps",
     ),
     # What tells more of a client than one clipped update, where that is the unit.
     (
@@ -262,7 +266,26 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "server_optimizer={c.server_optimizer.name} with training.momentum=server: both are "
         "optimisers of the server; leave one out",
     ),
+    # Robust averages of too few replies. With privacy they are allowed: they only process what has
+    # been released. The noise of a median has up to 1.25 times the deviation of the mean's.
+    (
+        lambda c: c.aggregate.name != "mean" and c.asked < 3,
+        "aggregate={c.aggregate.name} with a round of {c.asked} clients: expected 3 or more",
+    ),
+    (
+        lambda c: (
+            isinstance(c.aggregate, TrimmedMeanSettings)
+            and math.ceil(c.runtime.quorum * c.asked - 1e-9) <= 2 * c.aggregate.trim
+        ),
+        "aggregate.trim={c.aggregate.trim} leaves nothing of the replies that runtime.quorum="
+        "{c.runtime.quorum:g} of {c.asked} clients lets a round go on with: expected fewer than "
+        "half of them; raise runtime.quorum or lower aggregate.trim",
+    ),
     # Stages that lack what they start from, or have it twice.
+    (
+        lambda c: chooses(c) and c.dataset.fractions.get("validation") == 0,
+        "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected above 0",
+    ),
     (
         lambda c: c.genotype is not None and searches(c),
         "genotype={c.genotype} with stages={c.stages}: a genotype replaces the search; set "
@@ -304,23 +327,8 @@ def check_combinations(config: Config) -> None:
             f"stages=[search] with algorithm={config.algorithm.name}, which does not search: "
             "nothing would run; set stages=[retrain,evaluate,export]."
         )
-    if is_private(config):
-        _check_private_rounds(config)
-    _check_aggregate(config)
-
-
-def _check_private_rounds(config: Config) -> None:
-    """Refuse more rounds than clients can be told of, and statistics of batches."""
-    rounds = config.rounds * searches(config)
-    rounds += config.retrain.rounds * retrains(config)
-    if rounds > MOST_PRIVATE_ROUNDS:
-        raise ConfigError(
-            f"rounds={config.rounds} with retrain.rounds={config.retrain.rounds} and privacy=dp: "
-            f"expected at most {MOST_PRIVATE_ROUNDS} in all, since clients are told of each before "
-            "the first; take fewer rounds of more local steps."
-        )
     wrong = [key for key, norm in _norms(config).items() if norm != "group"]
-    if wrong:
+    if wrong and is_private(config):
         raise ConfigError(
             "privacy=dp with batch normalisation is not possible, which mixes the records of a "
             f"batch and leaks its statistics: set {' '.join(f'{key}=group' for key in wrong)}."
@@ -340,22 +348,3 @@ def _norms(config: Config) -> dict[str, str]:
     if searches(config) and algorithm_of(config).trains is not None:
         norms["search_space.norm"] = config.search_space.norm
     return norms
-
-
-def _check_aggregate(config: Config) -> None:
-    """Refuse robust averages of too few replies.
-
-    With privacy they are allowed: they only process what has been released. The noise of a median
-    has up to 1.25 times the standard deviation of the mean's.
-    """
-    aggregate, clients = config.aggregate, config.asked
-    asked = f"sampling.per_round={clients}" if config.samples else f"clients={clients}"
-    if aggregate.name != "mean" and clients < 3:
-        raise ConfigError(f"aggregate={aggregate.name} with {asked}: expected 3 or more.")
-    fewest = math.ceil(config.runtime.quorum * clients - 1e-9)
-    if isinstance(aggregate, TrimmedMeanSettings) and fewest <= 2 * aggregate.trim:
-        raise ConfigError(
-            f"aggregate.trim={aggregate.trim} leaves nothing of the {fewest} replies that "
-            f"runtime.quorum={config.runtime.quorum:g} of {asked} lets a round go on with: "
-            "expected fewer than half of them; raise runtime.quorum or lower aggregate.trim."
-        )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, Text, check_range
 
 GATES = ("two", "full")
@@ -229,8 +229,7 @@ def check_ranges(ranges: Mapping[str, Range]) -> None:
     """
     names = [field.name for field in fields(Configuration)]
     for name in ranges:
-        if name not in names:
-            raise unknown_choice("ranges", name, names)
+        check_choice("ranges", name, names)
     missing = [name for name in names if name not in ranges]
     if missing:
         raise ConfigError(

@@ -32,7 +32,13 @@ from typing import (
     is_typeddict,
 )
 
-from fednas_flwr.base.errors import ConfigError, MissingSettingError, show, unknown_choice
+from fednas_flwr.base.errors import (
+    ConfigError,
+    MissingSettingError,
+    check_choice,
+    show,
+    unknown_choice,
+)
 
 NOT_TEXT = ", not text"  # ends the error of a text that looks like the number that is expected
 MISSING = "???"  # Hydra's value for what the user must give
@@ -73,7 +79,7 @@ class Between:
             return f"above {low}, {'below' if self.below else 'at most'} {high}"
         return f"{low} to {'below ' if self.below else ''}{high}"
 
-    def check(self, key: str, value: Any, alternative: str) -> None:
+    def check(self, key: str, value: Any, alternative: str = "") -> None:
         """Raise ConfigError for a number outside; ``alternative`` is what else is allowed."""
         because = f" ({self.reason})" if self.reason else ""
         check_range(value in self, key, value, f"{self}{alternative}{because}")
@@ -87,8 +93,8 @@ class Length:
 
     def check(self, key: str, value: Any, alternative: str) -> None:
         """Raise ConfigError for a value that is shorter or longer."""
-        unit, held = ("bytes", value.encode()) if isinstance(value, str) else ("entries", value)
-        check_range(len(held) in self.size, key, value, f"{self.size} {unit}{alternative}")
+        unit, entries = ("bytes", value.encode()) if isinstance(value, str) else ("entries", value)
+        check_range(len(entries) in self.size, key, value, f"{self.size} {unit}{alternative}")
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,7 @@ class OneOf:
 
     def check(self, key: str, value: Any, alternative: str) -> None:
         """Raise ConfigError, with the nearest spelling, for another name."""
-        if value not in self.names:
-            raise unknown_choice(key, value, self.names)
+        check_choice(key, value, self.names)
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,10 @@ class Where:
 
     holds: Callable[[Any], object]
     expected: str
+
+    def __str__(self) -> str:
+        """Return the description."""
+        return self.expected
 
     def check(self, key: str, value: Any, alternative: str) -> None:
         """Raise ConfigError for a value for which it does not hold."""
@@ -153,7 +162,7 @@ Text = Annotated[str, Length(Between(1, 4096))]  # a name or path, which is not 
 class Checked:
     """A dataclass that refuses values outside the constraints at its fields.
 
-    What holds between fields is for the ``__post_init__`` of the class, after this one's.
+    What holds between fields is for :meth:`conflicts` of each class, or for its ``__post_init__``.
 
     Raises:
         ConfigError: A value is outside; the sentence begins with the name of its field.
@@ -172,6 +181,14 @@ class Checked:
         kind: type = type(self)
         for name, hint in _hints(kind, extras=True).items():
             _check(name, hint, getattr(self, name))
+        for base in reversed(kind.__mro__):
+            for excluded, sentence in vars(base).get("conflicts", lambda _: ())(self):
+                if excluded:
+                    raise ConfigError(f"{sentence}.")
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Return whether fields exclude each other, each time with the sentence that says so."""
+        return ()
 
 
 def constraints(kind: type) -> dict[str, tuple[Constraint, ...]]:
@@ -186,17 +203,19 @@ def check_range(condition: bool, key: str, value: object, expected: str) -> None
         raise ConfigError(f"{key}={show(value)} is out of range: expected {expected}.")
 
 
-def seconds(key: str, text: str) -> float:
-    """Return a time such as ``45s``, ``30min``, ``2h``, ``1.5d`` or ``1h30min`` in seconds.
-
-    Raises:
-        ConfigError: The text is none, or not above 0.
-    """
+def seconds(text: str) -> float:
+    """Convert a time such as ``45s``, ``30min``, ``1.5d`` or ``1h30min``; 0 of any other text."""
     parts = re.findall(r"(\d+(?:\.\d+)?)(s|min|h|d)", text)
     whole = "".join(number + unit for number, unit in parts) == text
-    total = sum(float(number) * SECONDS[unit] for number, unit in parts) if whole else 0.0
-    check_range(0 < total < math.inf, key, text, "a time with its unit: 45s, 30min, 2h, 1h30min")
-    return total
+    return sum(float(number) * SECONDS[unit] for number, unit in parts) if whole else 0.0
+
+
+Time = Annotated[
+    str,
+    Where(
+        lambda text: 0 < seconds(text) < math.inf, "a time with its unit: 45s, 30min, 2h, 1h30min"
+    ),
+]
 
 
 def _constraints(hint: Any) -> Iterator[Constraint]:

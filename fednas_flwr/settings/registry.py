@@ -20,7 +20,7 @@ from fednas_flwr.settings.run_settings import AlgorithmSettings, Config, GivenNe
 
 BUILT_IN = {
     "algorithm": "fednas_flwr.algorithms",
-    "search_space": "fednas_flwr.spaces.space_entries",
+    "search_space": "fednas_flwr.spaces",
     "dataset": "fednas_flwr.data.readers",
 }
 TABLES: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}

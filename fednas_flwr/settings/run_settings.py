@@ -1,28 +1,349 @@
-"""All settings of one run but for those of its data, networks and privacy, and their JSON."""
+"""All settings of one run but for those of its data, and their JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.data_settings import Dataset, Partition
-from fednas_flwr.settings.names import PRECISIONS, SAMPLINGS, UNIFORM
-from fednas_flwr.settings.network_settings import Retrain, SearchSpaceSettings
-from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf, Text, seconds
-from fednas_flwr.settings.privacy_settings import DifferentialPrivacy, NoPrivacy
+from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf, Text, Time, Where
 
 STAGES = ("search", "retrain", "evaluate", "export")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 MOST_SITES = 1000  # of a secure sum
 MOST_CLIENTS = 2**31
 DEVICES = ("auto", "cpu", "cuda")
+CUDA = "cuda, and the number of the GPU in the environment variable CUDA_VISIBLE_DEVICES"
 WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
 LEAST_PART = Between(1e-4, reason="Ray counts no smaller part of a processor")
+PartOrZero = Annotated[float, Where(lambda n: n == 0 or n in LEAST_PART, f"0, or {LEAST_PART}")]
+EXCHANGES = ("models", "gradients")
+
+Norm = Annotated[str, OneOf(names.NORMS)]
+Width = Annotated[int, Between(1, 10**6)]
+Cells = Annotated[int, Between(1, 1000, reason="no deeper network has been trained")]
+Epsilon = Annotated[float, Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
+NoiseMultiplier = Annotated[
+    float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+]
+GradNorm = Annotated[
+    float,
+    Between(0, opt.LARGEST_NORM, above=True, reason="the noise grows with it, and hides less"),
+]
+Part = Annotated[float, Between(0, 1, above=True, below=True)]
+Walk = Annotated[float, Between(0, 1e3, above=True)]
+Rate = Annotated[float, Between(0, 1, above=True)]
+
+
+@dataclass(frozen=True)
+class SearchSpaceSettings(Checked):
+    """Base of all; derived networks have the supernet's sizes, except for those of a CellSpace.
+
+    Attributes:
+        norm: Normalisation of the supernet: ``batch``, or ``group``, which privacy needs.
+        skip: Addition to the logits of supernet and network: ``none``, or those of a ``linear``
+            classifier on the input.
+    """
+
+    name: str
+    norm: Norm
+    skip: Annotated[str, OneOf(names.SKIPS)]
+
+
+@dataclass(frozen=True)
+class CellSpace(SearchSpaceSettings):
+    """A search space of repeated cells and its supernet's sizes; ``retrain`` gives the network's.
+
+    Attributes:
+        channels: Channels of the first cells.
+        num_cells: Number of cells; see the space.
+    """
+
+    channels: Width
+    num_cells: Cells
+
+
+@dataclass(frozen=True)
+class BlockSpace(SearchSpaceSettings):
+    """The MBConv space and the sizes of its supernet, which are also those of derived networks.
+
+    Attributes:
+        skeleton: Depth, widths and strides, by name; see ``spaces.mbconv.SKELETONS``.
+        candidates: The ops of a block, by the name of their set; see ``CANDIDATES`` there.
+        width: Width multiplier.
+    """
+
+    skeleton: str
+    candidates: str
+    width: Annotated[float, Between(0, 16, above=True)]
+
+
+@dataclass(frozen=True)
+class DPCells(SearchSpaceSettings):
+    """The DP-friendly space and the sizes of its supernet, also those of derived networks.
+
+    Attributes:
+        widths: Channels of each of the three cells' nodes.
+        head: Width of the head.
+        activation: Activation of the head, by name; see
+            ``spaces.dp_cells.ACTIVATIONS``.
+    """
+
+    widths: list[Width]
+    head: Width
+    activation: str
+
+
+@dataclass(frozen=True)
+class Retrain(Checked):
+    """Federated training of the derived or given network from scratch.
+
+    Attributes:
+        exchange: The clients' answers: ``models`` after all local steps of a round (FedAvg), or
+            ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
+            secure sums, which share the noise of single steps only, else ``models``.
+        rounds: Rounds of retraining; each ends with a checkpoint.
+        evaluate_every: Rounds between evaluations of the network on the clients' validation
+            records, which are then not trained on; 0 is never, and they are.
+        local_epochs: A round's passes over a client's records; with ``gradients`` over those of
+            the median client.
+        batch_size: Records per step of a client; with privacy their expected number, unless
+            ``privacy.retrain.rate`` sets the share of the records.
+        channels: Channels of the first cells; null takes the supernet's size.
+        num_cells: Cells of the network; null takes the supernet's number.
+        norm: Normalisation of the network: ``batch``, or ``group``, which privacy needs.
+        auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 has none.
+        drop_path_prob: Probability of drop-path in the last round; it rises linearly from 0.
+        weights: The optimiser's constants.
+    """
+
+    exchange: Annotated[str, OneOf(EXCHANGES)] | None
+    rounds: opt.Count
+    evaluate_every: opt.CountOrZero
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    channels: Width | None
+    num_cells: Cells | None
+    norm: Norm
+    auxiliary_weight: opt.RateOrZero
+    drop_path_prob: opt.ShareBelow1
+    weights: opt.SGD
+
+
+@dataclass(frozen=True)
+class NetworkLimits(Checked):
+    """Limits on the cost of a found network, at the size at which it is trained; null is none.
+
+    Attributes:
+        parameters: Most parameters.
+        multiply_adds: Most multiply-adds of one example.
+        latency_ms: Highest latency by ``table``, a file of ``fednas latency measure``.
+        table: See ``latency_ms``.
+    """
+
+    parameters: opt.Count | None
+    multiply_adds: opt.Count | None
+    latency_ms: opt.Positive | None
+    table: Text | None
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude one of limit and table without the other."""
+        yield (
+            (self.latency_ms is None) != (self.table is None),
+            f"limits.latency_ms={self.latency_ms} with limits.table={self.table}: a limit of "
+            "latency needs a table, and a table is for that only",
+        )
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """The limits that there are."""
+        limits = {"parameters": self.parameters, "multiply_adds": self.multiply_adds}
+        named = {**limits, "latency_ms": self.latency_ms}
+        return {name: most for name, most in named.items() if most is not None}
+
+
+@dataclass(frozen=True)
+class Hardware(Checked):
+    """Effect of a network's cost on the loss of the alphas; see ``spaces.costs.HardwareLoss``.
+
+    Attributes:
+        table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
+            before the search, each group's its own.
+        unit: Unit of cost: ``ms``, ``multiply_adds`` or ``parameters``.
+        target: Target cost T in this unit, by which the loss is scaled; costs below T still lower
+            it.
+        loss: Form of the loss, a name of ``spaces.costs.LOSSES``.
+        scale: Scale of an additive loss.
+        exponent: Exponent of the ratio of cost to target.
+    """
+
+    table: Text | None
+    unit: str
+    target: opt.Positive
+    loss: str
+    scale: Annotated[float, Between(0, 1e6, above=True)]
+    exponent: Annotated[float, Between(-10, 10)]
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a table of another unit."""
+        yield (
+            self.unit != "ms" and self.table is not None,
+            f"unit={self.unit} with table={self.table}: a table is for ms only; set table=null",
+        )
+
+
+@dataclass(frozen=True)
+class NoPrivacy:
+    """``none``: clients return exact gradients, weights and metrics."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Noise(Checked):
+    """Noise on clipped sums of one kind: std ``noise_multiplier * max_grad_norm``, per release.
+
+    Attributes:
+        noise_multiplier: Standard deviation of noise over ``max_grad_norm``; null calibrates it.
+        epsilon: Bound of all releases of this kind alone, from which the noise multiplier follows;
+            null leaves it to the run's epsilon.
+        max_grad_norm: Largest norm of one record's contribution.
+    """
+
+    noise_multiplier: NoiseMultiplier | None
+    epsilon: Epsilon | None
+    max_grad_norm: GradNorm
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude noise that is given in two ways."""
+        yield (
+            None not in (self.noise_multiplier, self.epsilon),
+            f"noise_multiplier={self.noise_multiplier} with epsilon={self.epsilon}: the one "
+            "follows from the other; set one of them to null",
+        )
+
+
+@dataclass(frozen=True)
+class PrivateRetrain(Noise):
+    """DP-SGD of the derived network: its noise, and its steps per round.
+
+    Attributes:
+        local_steps: Noised steps of a client per round.
+        rate: Probability with which a step draws each record; null is that of expected batches of
+            ``retrain.batch_size``.
+        noise_walk: Standard deviation that the noise of all steps gives a weight, from which the
+            learning rate follows; null is ``retrain.weights``'.
+    """
+
+    local_steps: opt.Steps
+    rate: Rate | None
+    noise_walk: Walk | None
+
+
+@dataclass(frozen=True)
+class DifferentialPrivacy(Checked):
+    """``dp``: clients return noised sums of clipped contributions, each booked in its ledger.
+
+    Noise is calibrated as if each release were charged to the splits that it reads only. Where a
+    site's data sets share an ``account``, every release is charged to all splits: the client then
+    leaves before the end, unless its budget is larger or the noise is given.
+
+    Attributes:
+        data_set: The id that the sites' policies give the data.
+        unit: ``record``: one record is protected, or one person with all records where the data
+            says whose each is. ``client``: all records of a client. It trains by epochs without
+            noise, its whole update is clipped to ``max_grad_norm``, and secure sums share the
+            noise. No privacy amplification by client sampling is claimed.
+        epsilon: Bound of the whole run for a record, at ``delta``; retraining's noise is calibrated
+            to what search and metrics leave of it. Simulated sites get it as budget.
+        delta: The probability with which ``epsilon`` need not hold; below 1 / records.
+        large_delta: If true, ``delta`` may be 1 / records of a client or more, with which
+            publishing one record outright would count as private.
+        search_share: Share of ``epsilon`` that the noise of weights and alphas is calibrated to
+            where it is not given and retraining reads the same split; else all of it.
+        rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
+            together, is calibrated to where that of alphas follows from the rest; else all of it.
+        baseline_share: Share of ``epsilon`` that real sites spend on the baselines of a run
+            together, to equal parts, on every split; search, metrics and retraining have the rest,
+            and noise that is given must keep to it. Null trains none
+            there. Simulated sites have a ledger for each baseline instead.
+        weights: Noise on gradients of the supernet's weights, in the search.
+        alphas: Noise on gradients of the architecture variables.
+        rewards: Noise on rewards of FEATHERS' trials; a record's decrease of loss is in units of
+            its bound, so that the norm is 1.
+        retrain: Noise on gradients of the derived network's weights.
+        local_steps: Noised steps per round of a local search, and per trial.
+        rate: Probability with which a step of the search draws each record; null is that of
+            expected batches of ``algorithm.batch_size``.
+        metrics_noise_multiplier: Noise on losses and accuracies of clients' records, over a norm of
+            1 per record and measurement; null measures none.
+        statistics_noise_multiplier: Noise on the means and deviations by which clients standardise
+            a table: one release of each, within ``dataset.ranges``, over a norm of 1 per record;
+            null standardises by the ranges alone.
+        fewest_records: Least share of the median client's records that one of three or more clients
+            must declare of each split; one that declares fewer is left out. Noise is calibrated to
+            the client that needs most.
+        micro_batch_size: Records that a simulated site computes at a time, 1 to 1024. A real site's
+            own policy says it.
+        sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
+            run folder, which gives every run budgets of its own.
+        test_seed: Seed of noise that everybody can repeat, for tests of simulations. No privacy.
+    """
+
+    name: str
+    data_set: Text
+    unit: Annotated[str, OneOf((names.RECORD, names.CLIENT))]
+    epsilon: Epsilon
+    delta: Part
+    large_delta: bool
+    search_share: Part
+    rewards_share: Part
+    baseline_share: Part | None
+    weights: Noise
+    alphas: Noise
+    rewards: Noise
+    retrain: PrivateRetrain
+    local_steps: opt.Steps
+    rate: Rate | None
+    metrics_noise_multiplier: NoiseMultiplier | None
+    statistics_noise_multiplier: NoiseMultiplier | None
+    fewest_records: Annotated[float, Between(0, 1)]
+    micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
+    sites: Text | None
+    test_seed: int | None
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude another norm of rewards."""
+        norm = self.rewards.max_grad_norm
+        yield (
+            norm != 1,
+            f"rewards.max_grad_norm={norm} is out of range: expected 1: rewards are bounded by "
+            "algorithm.loss_bound",
+        )
+
+    @property
+    def own_epsilon(self) -> float:
+        """Epsilon that is left for the run itself.
+
+        A run of this and baselines of the rest cost ``epsilon`` at most, since the epsilons of
+        Renyi filters add up: that of a sum of curves is no more than their sum.
+        """
+        return self.epsilon * (1 - (self.baseline_share or 0.0))
+
+    @property
+    def search_norms(self) -> dict[str, float]:
+        """Clipping norms of a search by kind of release."""
+        kinds = ("weights", "alphas", "rewards")
+        return {kind: getattr(self, kind).max_grad_norm for kind in kinds}
+
+
+PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
 
 
 @dataclass(frozen=True)
@@ -41,7 +362,7 @@ class TrainingSettings(Checked):
         oversample: If true, training repeats the records of rarer classes; not with privacy.
     """
 
-    precision: Annotated[str, OneOf(PRECISIONS)]
+    precision: Annotated[str, OneOf(names.PRECISIONS)]
     momentum: Annotated[str, OneOf(opt.MOMENTA)] | None
     class_factors: dict[str, opt.ShareAbove0]
     oversample: bool
@@ -85,13 +406,31 @@ class AlgorithmSettings(Checked):
             config: The run's :class:`~fednas_flwr.settings.Config`, whose algorithm this is.
         """
 
+    def whole_search(self, config: Any) -> Any:
+        """The configuration with all rounds of search that a client is asked in.
+
+        It is the run's own unless groups of clients search on.
+        """
+        return config
+
+    def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
+        """Settings with the same requests to clients and little work of the server, for a dry run.
+
+        Args:
+            space: Name of the search space.
+
+        Returns:
+            The settings, and the factor by which a search's own work at the server is larger.
+        """
+        return self, 1.0
+
 
 @dataclass(frozen=True)
 class GivenNetwork(AlgorithmSettings):
     """Base of those that do not search: they train a network that is given by name.
 
     Attributes:
-        network: A name of ``models.fixed_networks.FIXED_NETWORKS``, where no genotype is given.
+        network: A name of ``models.networks.FIXED_NETWORKS``, where no genotype is given.
     """
 
     network: str
@@ -105,14 +444,14 @@ class SamplingSettings(Checked):
 
     Attributes:
         per_round: Number of clients that a round asks, or below 1 their share.
-        by: The way they are drawn (:mod:`fednas_flwr.server.client_sampling`): ``uniform`` and
+        by: The way they are drawn (:class:`~fednas_flwr.server.exchange.Sampling`): ``uniform`` and
             ``by_size`` keep averages unbiased, ``round_robin`` asks all clients equally often.
         spare: Share of ``per_round`` that stands by in every round, to be asked in the place of
             clients that fail.
     """
 
     per_round: Annotated[float, Between(0, MOST_CLIENTS, above=True)]
-    by: Annotated[str, OneOf(SAMPLINGS)] = UNIFORM
+    by: Annotated[str, OneOf(names.SAMPLINGS)] = names.UNIFORM
     spare: Annotated[float, Between(0, 1)] = 0.0
 
     def asked(self, clients: int) -> int:
@@ -219,7 +558,7 @@ class Runtime(Checked):
     Attributes:
         device: Device for training; ``auto`` takes CUDA if there is a GPU.
         threads: torch's threads per client, the same in every runtime.
-        wire: Number format of tensors in messages, both ways (:mod:`fednas_flwr.protocol.wire`).
+        wire: Number format of tensors in messages, both ways.
         time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
             would not end in time; the network is then exported as trained so far, or a search is
             left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
@@ -234,27 +573,15 @@ class Runtime(Checked):
     """
 
     name: str
-    device: Annotated[str, OneOf(DEVICES)]
+    device: Annotated[str, Where(lambda name: not name.startswith("cuda:"), CUDA), OneOf(DEVICES)]
     threads: Annotated[int, Between(1, MOST_THREADS, reason="no machine has more cores")]
     wire: Annotated[str, OneOf(WIRES)]
-    time_limit: Text | None
+    time_limit: Time | None
     quorum: opt.ShareAbove0
     deadline_s: opt.Positive
     approval_s: opt.NonNegative
     most_records: Annotated[float, Between(1)]
     largest_share: opt.ShareAbove0
-
-    def __post_init__(self) -> None:
-        """Check the ranges, the device's name and the time."""
-        if self.device.startswith("cuda:"):
-            number = self.device.removeprefix("cuda:")
-            raise ConfigError(
-                f"runtime.device={show(self.device)} is unknown: set runtime.device=cuda, and "
-                f"choose the GPU by the environment variable CUDA_VISIBLE_DEVICES={show(number)}."
-            )
-        super().__post_init__()
-        if self.time_limit is not None:
-            seconds("time_limit", self.time_limit)
 
 
 @dataclass(frozen=True)
@@ -269,13 +596,7 @@ class RayRuntime(Runtime):
 
     ray_address: Text | None
     client_cpus: Annotated[float, LEAST_PART]
-    client_gpus: opt.NonNegative
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        if self.client_gpus:
-            LEAST_PART.check("client_gpus", self.client_gpus, ", or 0")
+    client_gpus: PartOrZero
 
 
 @dataclass(frozen=True)
@@ -290,14 +611,13 @@ class Deployment(Runtime):
     connect_s: opt.Positive
     superlink: Text | None
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that there is a SuperLink."""
-        super().__post_init__()
-        if self.superlink is None:
-            raise ConfigError(
-                "superlink must be given with runtime=deployment: the name of a SuperLink in "
-                "Flower's configuration (config.toml in $FLWR_HOME or ~/.flwr)."
-            )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a deployment without a SuperLink."""
+        yield (
+            self.superlink is None,
+            "superlink must be given with runtime=deployment: the name of a SuperLink in Flower's "
+            "configuration (config.toml in $FLWR_HOME or ~/.flwr)",
+        )
 
 
 RUNTIMES: dict[str, type] = {"inline": Runtime, "ray": RayRuntime, "deployment": Deployment}
@@ -347,15 +667,14 @@ class Config(Checked):
     evaluation: EvaluationSettings
     trackers: Annotated[list[Annotated[str, OneOf(TRACKERS)]], Distinct()]
 
-    def __post_init__(self) -> None:
-        """Check single values; ``configuration.check_combinations`` knows what excludes what."""
-        super().__post_init__()
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a round of other than some clients; others are in ``settings.incompatible``."""
         number = self.sampling.per_round if self.sampling else 0.0
-        if number >= 1 and not (number.is_integer() and number <= self.clients):
-            raise ConfigError(
-                f"sampling.per_round={number:g} with clients={self.clients}: expected a whole "
-                "number of them, or a share below 1; set sampling=null for all."
-            )
+        yield (
+            number >= 1 and not (number.is_integer() and number <= self.clients),
+            f"sampling.per_round={number:g} with clients={self.clients}: expected a whole number "
+            "of them, or a share below 1; set sampling=null for all",
+        )
 
     @property
     def asked(self) -> int:

@@ -1,27 +1,28 @@
 """Settings that have no effect on a run: when, why, and what to do; none is silently ignored.
 
-:data:`RULES` is the one table; the entry of an algorithm has the rules of that algorithm alone. A
-default without effect is silent; one that the user has set is refused (:func:`check_effect`). A new
-setting needs a rule if some runs do not read it; a test records what runs read and names the
-settings that lack one.
+:data:`NEEDS` has what a setting needs another one to be, :data:`RULES` all else; the entry of an
+algorithm has the rules of that algorithm alone. A default without effect is silent; one that the
+user has set is refused (:func:`check_effect`). A new setting needs a row if some runs do not read
+it; a test records what runs read and names the settings that lack one.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
 from fednas_flwr.settings import Config, DPCells, GivenNetwork
-from fednas_flwr.settings.data_settings import Images, Numbers, QuantityPartition
+from fednas_flwr.settings.data_settings import Numbers
 from fednas_flwr.settings.incompatible import (
     by_client,
     by_record,
     chooses,
     chooses_rates,
-    follows_noise,
     has_real_sites,
     is_private,
     retrains,
@@ -83,9 +84,8 @@ def _noise_given(c: Config, *kinds: str) -> bool:
 
 def _shares_search(c: Config) -> bool:
     """Return whether ``privacy.search_share`` decides any noise."""
-    kinds: tuple[str, ...] = ("weights", "alphas")
-    if algorithm_of(c).asks_rewards:  # these have no alphas, or on no split of retraining
-        kinds = ("weights",)
+    # who asks for rewards has no alphas, or on no split of retraining
+    kinds = ("weights",) if algorithm_of(c).asks_rewards else ("weights", "alphas")
     return searches(c) and retrains(c) and not _noise_given(c, *kinds)
 
 
@@ -121,10 +121,9 @@ RULES: tuple[Rule, ...] = (
         lambda c: not searches(c),
         NO_SEARCH,
     ),
-    Rule("search_space", lambda c: not searches(c) and _fixed(c), NO_SEARCH),
     Rule(
         "search_space",
-        lambda c: not searches(c) and _sized_by_retrain(c),
+        lambda c: not searches(c) and (_fixed(c) or _sized_by_retrain(c)),
         NO_SEARCH,
         but="search_space.skip",
     ),
@@ -139,9 +138,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
-        "retrain.batch_size retrain.auxiliary_weight "
-        "retrain.drop_path_prob retrain.weights privacy.retrain evaluation.personalised "
-        "dataset.linear_baseline dataset.limit_test evaluation.positive",
+        "retrain.batch_size retrain.auxiliary_weight retrain.drop_path_prob retrain.weights "
+        "privacy.retrain",
         lambda c: not retrains(c),
         STAGES + ", which lack retrain",
     ),
@@ -177,12 +175,8 @@ RULES: tuple[Rule, ...] = (
     ),
     # Networks.
     Rule(
-        "algorithm.network",
-        lambda c: isinstance(c.algorithm, GivenNetwork) and c.genotype is not None,
-        "genotype={c.genotype}, which gives the network",
-    ),
-    Rule(
-        "retrain.channels retrain.num_cells retrain.auxiliary_weight retrain.drop_path_prob",
+        "retrain.channels retrain.num_cells retrain.auxiliary_weight retrain.drop_path_prob "
+        "search_space.skip",
         _fixed,
         NETWORK,
     ),
@@ -206,33 +200,28 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "training.momentum",
         lambda c: (
-            retrains(c)
-            and retrains_by_gradients(c)
+            (not retrains(c) or retrains_by_gradients(c))
             and not (searches(c) and c.algorithm.trains_models)
         ),
-        "retraining by gradients (retrain.exchange), along which the server steps",
-        "remove it; the server steps with retrain.weights.momentum",
+        "stages={c.stages} and retrain.exchange={c.retrain.exchange}: clients send no models",
+        "remove it; along gradients the server steps with the momentum of algorithm.weights and "
+        "retrain.weights",
     ),
     Rule(
-        "retrain.exchange retrain.evaluate_every",
+        "retrain.exchange retrain.evaluate_every retrain.weights.min_lr",
         lambda c: algorithm_of(c).retraining is not None,
-        "algorithm={c.algorithm.name}, which has exchanges of its own",
+        "algorithm={c.algorithm.name}, which retrains in exchanges of its own",
     ),
     Rule(
-        "algorithm.num_configurations",
-        lambda c: bool(getattr(c.algorithm, "configurations", None)),
-        "algorithm.configurations, which are the list",
+        "retrain.weights.lr retrain.weights.momentum retrain.weights.weight_decay "
+        "retrain.drop_path_prob privacy.retrain.noise_walk",
+        chooses_rates,
+        "algorithm={c.algorithm.name}, which chooses it from configurations of its own",
     ),
     Rule(
         "algorithm.ranges",
         lambda c: not getattr(c.algorithm, "needs_ranges", True),
         "algorithm.configurations, the list",
-    ),
-    Rule(
-        "algorithm.client_tags",
-        lambda c: getattr(c.algorithm, "group_by", "tag") != "tag",
-        "algorithm.group_by={c.algorithm.group_by}",
-        "set algorithm.group_by=tag or remove it",
     ),
     Rule(
         "secure_sum.least_sites secure_sum.colluding privacy.sites privacy.test_seed",
@@ -269,30 +258,6 @@ RULES: tuple[Rule, ...] = (
         by_client,
         "privacy.unit=client, whose clients train by epochs and contribute one update",
         "remove it, and set algorithm.local_epochs and retrain.local_epochs",
-    ),
-    Rule(
-        "algorithm.batch_size algorithm.search.batch_size",
-        lambda c: by_record(c) and c.privacy.rate is not None,
-        "privacy.rate={c.privacy.rate}, with which steps draw records",
-        "remove it, or set privacy.rate=null",
-    ),
-    Rule(
-        "retrain.batch_size",
-        lambda c: by_record(c) and c.privacy.retrain.rate is not None,
-        "privacy.retrain.rate={c.privacy.retrain.rate}, with which steps draw records",
-        "remove it, or set privacy.retrain.rate=null",
-    ),
-    Rule(
-        "retrain.weights.lr retrain.weights.min_lr",
-        follows_noise,
-        "privacy.retrain.noise_walk={c.privacy.retrain.noise_walk}, from which the learning rate "
-        "follows",
-        "remove it, or set privacy.retrain.noise_walk=null",
-    ),
-    Rule(
-        "privacy.retrain.noise_walk",
-        chooses_rates,
-        "algorithm={c.algorithm.name}, which chooses learning rates",
     ),
     Rule(
         "retrain.evaluate_every",
@@ -348,11 +313,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # Data.
     Rule(
-        "dataset.linear_baseline dataset.limit_test",
-        lambda c: not c.dataset.server_test,
-        "dataset.server_test=false",
-    ),
-    Rule(
         "dataset.linear_baseline",
         lambda c: is_private(c) or c.runtime.name == "deployment",
         "privacy={c.privacy.name} runtime={c.runtime.name}, under which no records are pooled",
@@ -361,16 +321,6 @@ RULES: tuple[Rule, ...] = (
         "evaluation.personalised",
         lambda c: c.dataset.fractions.get("test") == 0,
         "dataset.fractions.test=0.0, with which no client has test records",
-    ),
-    Rule(
-        "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std",
-        lambda c: isinstance(c.dataset, Images) and c.dataset.scattering is not None,
-        "dataset.scattering, whose features are made once and normalised",
-    ),
-    Rule(
-        "partition.alpha partition.min_size",
-        lambda c: isinstance(c.partition, QuantityPartition) and bool(c.partition.fractions),
-        "partition.fractions, which give the sizes",
     ),
     # Runtimes.
     Rule(
@@ -385,29 +335,55 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+# Settings by the value that another one needs to have, where there is such and it has an effect.
+NEEDS = {
+    "algorithm.rule=mixed_level": "algorithm.validation_weight",
+    "algorithm.sampler=controller": "algorithm.controller",
+    "algorithm.sampler=evolution": "algorithm.evolution",
+    "algorithm.bandit.scaled=true": "algorithm.bandit.scale_retention",
+    "algorithm.group_by=tag": "algorithm.client_tags",
+    "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all clients together
+    "dataset.server_test=true": "dataset.linear_baseline dataset.limit_test",
+    # Those that take the place of others, where they are given.
+    "genotype=null": "algorithm.network",
+    "algorithm.configurations=[]": "algorithm.num_configurations",
+    "algorithm.ranges=null": "algorithm.weights.lr algorithm.weights.momentum "
+    "algorithm.weights.weight_decay",
+    "privacy.rate=null": "algorithm.batch_size algorithm.search.batch_size",
+    "privacy.retrain.rate=null": "retrain.batch_size",
+    "privacy.retrain.noise_walk=null": "retrain.weights.lr retrain.weights.min_lr",
+    "dataset.scattering=null": "dataset.crop_padding dataset.flip dataset.cutout dataset.mean "
+    "dataset.std",
+    "partition.fractions=[]": "partition.alpha partition.min_size",
+}
+
 # What is false, zero, null or empty here asks for nothing, so that it is no finding: in that way
 # what an experiment sets is taken back.
-SWITCHES = {
-    *("secure_sum", "sampling", "genotype", "training.oversample", "training.class_factors"),
-    *("evaluation.personalised", "evaluation.baselines", "algorithm.client_tags"),
-    *("dataset.linear_baseline", "dataset.limit_test"),
-    *("dataset.crop_padding", "dataset.flip", "dataset.cutout", "dataset.mean", "dataset.std"),
-    *("retrain.channels", "retrain.num_cells", "retrain.exchange"),
-    *("retrain.auxiliary_weight", "retrain.drop_path_prob", "algorithm.evaluate_every"),
-    *("algorithm.configurations", "algorithm.ranges", "algorithm.search.hardware"),
-    *("privacy.metrics_noise_multiplier", "privacy.statistics_noise_multiplier"),
-    *("privacy.sites", "privacy.test_seed"),
-}
+SWITCHES = (
+    "secure_sum sampling genotype training.oversample training.class_factors "
+    "evaluation.personalised evaluation.baselines algorithm.client_tags dataset.linear_baseline "
+    "dataset.limit_test dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std "
+    "retrain.channels retrain.num_cells retrain.exchange retrain.auxiliary_weight "
+    "retrain.drop_path_prob algorithm.evaluate_every algorithm.configurations algorithm.ranges "
+    "algorithm.search.hardware privacy.metrics_noise_multiplier "
+    "privacy.statistics_noise_multiplier privacy.sites privacy.test_seed"
+).split()
 
 
 def without_effect(config: Config) -> dict[str, Rule]:
     """Return the settings that a run does not use, each with the first rule that says why."""
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     for rule in (*RULES, *algorithm_of(config).unused):
         if rule.when(config):
             for name in rule.settings.split():
-                found.setdefault(name, rule)
-    return found
+                rules.setdefault(name, rule)
+    for needed, settings in NEEDS.items():
+        key, _, text = needed.partition("=")
+        with suppress(AttributeError):  # there is no such setting
+            if show(attrgetter(key)(config)) != text and _rule_for(key, rules, config) is None:
+                rule = Rule(settings, bool, f"{key}={{c.{key}}}", f"remove it, or set {needed}")
+                rules = dict.fromkeys(settings.split(), rule) | rules
+    return rules
 
 
 def check_effect(config: Config, given: Given, alone: Config | None) -> None:

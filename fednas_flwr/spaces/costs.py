@@ -3,26 +3,42 @@
 :func:`count_multiply_adds` counts as papers do. Of a supernet's ops :class:`Costs` are milliseconds
 (``latency_tables.py``) or multiply-adds, sums over layers; :class:`HardwareLoss` holds the expected
 cost near a target (Cai et al. 2019, ProxylessNAS, arXiv 1812.00332, section 3.3).
+:func:`measure_space` makes the latency table of a machine and compares sums over it with whole
+networks.
 
 Tensor suffixes: E blocks, O ops.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice
+from fednas_flwr.settings import Hardware, expanded
+from fednas_flwr.spaces.genotype import Genotype
+from fednas_flwr.spaces.latency_tables import (
+    LatencyTable,
+    Timing,
+    from_json,
+    machine_name,
+    measure_latency,
+    time_modules,
+)
+from fednas_flwr.spaces.mbconv import Layer, MBConvSpace, make_layer
+from fednas_flwr.spaces.space import SearchSpace
 
 UNITS = ("ms", "multiply_adds")
 LOSSES = ("multiplicative", "additive")
-
-L = TypeVar("L")  # a layer
+NETWORK_PASSES = 21
 
 
 @dataclass(frozen=True)
@@ -64,66 +80,68 @@ class Costs:
         return math.fsum([self.fixed, *chosen])
 
 
-def sum_costs(
-    *,
-    unit: str,
-    fixed: Iterable[L],
-    blocks: Iterable[Sequence[L | None]],
-    cost_of: Callable[[L], float],
-) -> Costs:
-    """Return the costs of a supernet.
-
-    Args:
-        unit: Of ``cost_of``.
-        fixed: The layers that all networks share.
-        blocks: For each block the layer of every op; None where it does not offer the op.
-        cost_of: Cost of a layer, a finite number.
-    """
-    if unit not in UNITS:
-        raise unknown_choice("unit", unit, UNITS)
-    rows = [[math.nan if layer is None else cost_of(layer) for layer in row] for row in blocks]
-    per_op_EO = torch.tensor(rows, dtype=torch.float64)
-    return Costs(unit, math.fsum(cost_of(layer) for layer in fixed), per_op_EO)
-
-
 @dataclass(frozen=True)
 class HardwareLoss:
     """A loss of a network's task loss CE and its expected cost E, with a target T.
 
     ``multiplicative``: ``CE * scale * (log E / log T) ** exponent`` (MnasNet's form as in
     ProxylessNAS' public code). ``additive``: ``CE + scale * (E - T) / T`` (divided by T so that
-    ``scale`` has no unit).
+    ``scale`` has no unit). Plain values, as they travel to clients.
 
     Attributes:
-        costs: Of the supernet.
-        target: T, in the unit of the costs.
-        unit: The unit of ``target``; must be that of the costs.
+        target: T.
+        unit: Unit of the target and the costs, one of ``UNITS``.
         form: One of ``LOSSES``.
         scale: ``a`` of the multiplicative form, ``lambda`` of the additive one.
         exponent: ``b`` of the multiplicative form.
-
-    Raises:
-        ConfigError: When the unit differs, no network can reach the target, or logarithms of the
-            multiplicative form would not be positive.
+        fixed: Cost of the layers that all networks share.
+        per_op: Cost of every op of every block; None where a block does not offer it.
     """
 
-    costs: Costs
     target: float
     unit: str
     form: str
     scale: float
-    exponent: float = 1.0
+    exponent: float
+    fixed: float
+    per_op: list[list[float | None]]
 
-    def __post_init__(self) -> None:
-        """Check the unit and the range."""
-        costs = self.costs
-        if self.form not in LOSSES:
-            raise unknown_choice("hardware.loss", self.form, LOSSES)
-        if self.unit != costs.unit:
+    @classmethod
+    def of(
+        cls,
+        costs: Costs,
+        *,
+        target: float,
+        unit: str,
+        form: str,
+        scale: float,
+        exponent: float = 1.0,
+    ) -> HardwareLoss:
+        """Build the loss of a supernet's costs.
+
+        Raises:
+            ConfigError: The unit is not that of the costs, or :meth:`check` refuses the loss.
+        """
+        if unit != costs.unit:
             raise ConfigError(
-                f"hardware.unit={self.unit}, but the costs are in {costs.unit}: give the target in "
+                f"hardware.unit={unit}, but the costs are in {costs.unit}: give the target in "
                 f"{costs.unit}, from {costs.lowest:.4g} to {costs.highest:.4g}."
             )
+        per_op = [[None if math.isnan(c) else c for c in row] for row in costs.per_op_EO.tolist()]
+        loss = cls(target, unit, form, scale, exponent, costs.fixed, per_op)
+        loss.check()
+        return loss
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs of the supernet."""
+        rows = [[math.nan if c is None else c for c in row] for row in self.per_op]
+        return Costs(self.unit, self.fixed, torch.tensor(rows, dtype=torch.float64))
+
+    def check(self) -> None:
+        """Raise ConfigError if no network reaches the target, or a logarithm is not positive."""
+        costs = self.costs
+        check_choice("hardware.loss", self.form, LOSSES)
         if not costs.lowest <= self.target <= costs.highest:
             raise ConfigError(
                 f"hardware.target={self.target:g} {self.unit} cannot be reached: networks of this "
@@ -141,44 +159,6 @@ class HardwareLoss:
         if self.form == "multiplicative":
             return task_loss * self.scale * (cost.log() / math.log(self.target)) ** self.exponent
         return task_loss + self.scale * (cost - self.target) / self.target
-
-
-@dataclass(frozen=True)
-class HardwareTerms:
-    """A :class:`HardwareLoss` as plain values, as it travels to clients.
-
-    Attributes:
-        fixed: Cost of the layers that all networks share.
-        per_op: Cost of every op of every block; None where a block does not offer it.
-        target: See :class:`HardwareLoss`, as the others.
-    """
-
-    target: float
-    unit: str
-    form: str
-    scale: float
-    exponent: float
-    fixed: float
-    per_op: list[list[float | None]]
-
-    @classmethod
-    def of(cls, loss: HardwareLoss) -> HardwareTerms:
-        """Return the plain values of a loss; :meth:`loss` makes it again."""
-        costs = loss.costs
-        per_op = [[None if math.isnan(c) else c for c in row] for row in costs.per_op_EO.tolist()]
-        terms = (loss.target, loss.unit, loss.form, loss.scale, loss.exponent)
-        return cls(*terms, costs.fixed, per_op)
-
-    def loss(self) -> HardwareLoss:
-        """Return the loss.
-
-        Raises:
-            ConfigError: :class:`HardwareLoss` refuses it.
-        """
-        rows = [[math.nan if c is None else c for c in row] for row in self.per_op]
-        costs = Costs(self.unit, self.fixed, torch.tensor(rows, dtype=torch.float64))
-        terms = (self.target, self.unit, self.form, self.scale, self.exponent)
-        return HardwareLoss(costs, *terms)
 
 
 def count_parameters(network: nn.Module) -> int:
@@ -202,3 +182,146 @@ def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int
     network.train(was_training)
     flops: int = counter.get_total_flops()
     return flops // 2
+
+
+class Prediction(NamedTuple):
+    """A derived network's latency: the sum over a table, and as it was measured."""
+
+    predicted_ms: float
+    measured: Timing
+
+
+def measure_space(
+    space: MBConvSpace,
+    *,
+    device: torch.device,
+    threads: int,
+    batch_size: int,
+    passes: int,
+    genotypes: Sequence[Genotype] = (),
+) -> tuple[LatencyTable, list[Prediction]]:
+    """Measure the latency of every different layer of a space; see ``latency_tables``.
+
+    Also how well it predicts the derived networks of ``genotypes``, measured in the same passes.
+    """
+    plan = space.plan
+    candidates = (layer for row in plan.blocks for layer in row if layer is not None)
+    table, measured = measure_latency(
+        [*plan.before, *candidates, *plan.after],
+        functools.partial(make_layer, norm=space.norm),
+        device=device,
+        threads=threads,
+        batch_size=batch_size,
+        norm=space.norm,
+        passes=passes,
+        networks=[(space.network(genotype), space.input_shape) for genotype in genotypes],
+    )
+    costs = space_costs(space, table)
+    predicted = (costs.of_path(space.path(genotype)) for genotype in genotypes)
+    return table, [Prediction(*pair) for pair in zip(predicted, measured, strict=True)]
+
+
+def measure_network(
+    space: MBConvSpace, table: LatencyTable, genotype: Genotype, *, device: torch.device
+) -> float | None:
+    """Return the median time of a derived network in ms, measured here as the table was.
+
+    None if the table is of another kind of machine.
+    """
+    if (table.machine, table.device) != (machine_name(device), device.type):
+        return None
+    (timing,) = time_modules(
+        [(space.network(genotype), space.input_shape)],
+        batch_size=table.batch_size,
+        device=device,
+        threads=table.threads,
+        passes=NETWORK_PASSES,
+    )
+    return timing.median_ms
+
+
+def space_costs(space: MBConvSpace, table: LatencyTable | None) -> Costs:
+    """Return the cost of every op of the space: ms by the table, else multiply-adds.
+
+    Raises:
+        ConfigError: The table lacks a layer, or was measured with another norm.
+    """
+    plan = space.plan
+    if table is not None and table.norm != space.norm:
+        raise ConfigError(
+            f"the latency table of {table.machine} was measured with norm={table.norm}, but "
+            f"search_space.norm={space.norm}: measure it anew."
+        )
+
+    @functools.cache
+    def multiply_adds(layer: Layer) -> float:
+        with torch.device("meta"):
+            return count_multiply_adds(make_layer(layer, norm=space.norm), layer.input_shape)
+
+    unit, cost_of = ("multiply_adds", multiply_adds) if table is None else ("ms", table.latency_ms)
+    rows = [[math.nan if one is None else cost_of(one) for one in row] for row in plan.blocks]
+    fixed = math.fsum(cost_of(layer) for layer in (*plan.before, *plan.after))
+    return Costs(unit, fixed, torch.tensor(rows, dtype=torch.float64))
+
+
+def load_table(hardware: Hardware) -> LatencyTable | None:
+    """Return the latency table of a cost, None where costs are multiply-adds.
+
+    Raises:
+        ConfigError: The file cannot be read or is no table.
+    """
+    return None if hardware.table is None else read_table(Path(hardware.table))
+
+
+def read_table(path: Path) -> LatencyTable:
+    """Return the latency table in a file.
+
+    Raises:
+        ConfigError: The file cannot be read or is no table.
+    """
+    try:
+        text = expanded("algorithm.hardware.table", str(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the latency table {path} cannot be read: {error}.") from error
+    return from_json(text, origin=str(path))
+
+
+def check_hardware(losses: Iterable[Hardware], space: SearchSpace) -> None:
+    """Refuse a hardware loss that does not exist, or a target that no network reaches.
+
+    For targets in ms without a table the latter is known when clients have measured.
+    """
+    for hardware in losses:
+        check_choice("algorithm.hardware.loss", hardware.loss, LOSSES)
+        if hardware.table is not None or hardware.unit != "ms":
+            hardware_loss(hardware, space)
+
+
+def hardware_loss(hardware: Hardware | None, space: SearchSpace) -> HardwareLoss | None:
+    """Build the hardware loss of some settings; refuse targets that the space cannot reach."""
+    if hardware is None:
+        return None
+    assert isinstance(space, MBConvSpace)  # as the configuration has it
+    return HardwareLoss.of(
+        space_costs(space, load_table(hardware)),
+        target=hardware.target,
+        unit=hardware.unit,
+        form=hardware.loss,
+        scale=hardware.scale,
+        exponent=hardware.exponent,
+    )
+
+
+def latency_of(space: SearchSpace, table: str) -> Callable[[Genotype], float]:
+    """Build a predictor of the latency in ms of a genotype's network, by a table in a file.
+
+    Raises:
+        ConfigError: The file is no table, or the space has no latency.
+    """
+    if not isinstance(space, MBConvSpace):
+        raise ConfigError(
+            f"algorithm.limits.table={table} with search_space={space.name}: a latency table is "
+            "for mbconv only; set limits of parameters or multiply_adds."
+        )
+    costs = space_costs(space, read_table(Path(table)))
+    return lambda genotype: costs.of_path(space.path(genotype))

@@ -6,8 +6,9 @@ before it) and four nodes (2 to 5), each the sum of edges from earlier nodes; it
 concatenation of the four. A supernet's cells have all 14 edges with all ops, a discrete network's
 cells two edges per node with one op each.
 
-A supernet computes from each state the edges to all later nodes at once (``wide_operations.py``),
-with the parameters and the result of a module for each op of each edge.
+A supernet computes from each state the edges to all later nodes at once
+(``operations.node_states``), with the parameters and the result of a module for each op of each
+edge.
 
 Tensor suffixes: B batch, E edges, O ops.
 """
@@ -24,24 +25,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.layers import Stack, convolution, depthwise, linear, pointwise
 from fednas_flwr.settings.names import Norm
-from fednas_flwr.spaces.cell_graph import CellGraphSpace, StackedSpace, candidate_edges
-from fednas_flwr.spaces.genotype import Edge, Genotype
+from fednas_flwr.settings.optimizers import Count
+from fednas_flwr.settings.parser import check_range
+from fednas_flwr.spaces.cell_graph import candidate_edges
+from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.operations import (
     FactorizedReduce,
     MixedOp,
     SkipNetwork,
     TwoInputCell,
+    average_pool,
     channels_last,
     depthwise_separable,
     every_second,
     make_norm,
+    max_pool,
+    mix,
+    node_states,
+    normalised,
     relu_conv_norm,
 )
-from fednas_flwr.spaces.space import Supernet
-from fednas_flwr.spaces.wide_operations import average_pool, max_pool, mix, node_states, norm
+from fednas_flwr.spaces.space import CellGraphSpace
 
 OPS = (
     "none",
@@ -77,43 +83,36 @@ class DARTSSpace(CellGraphSpace):
 
     name: ClassVar[str] = "darts"
     ops: ClassVar[tuple[str, ...]] = OPS
-    nodes: ClassVar[range] = NODES
+    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
+    outputs: ClassVar[range] = NODES
+    has_auxiliary: ClassVar[bool] = True
 
-    channels: int = 16
+    channels: Count = 16
     num_cells: int = 8
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
         super().__post_init__()
-        if self.num_cells < 3:
-            raise ConfigError(
-                f"num_cells must be at least 3 for darts, got {self.num_cells}: with fewer there "
-                "is no normal cell; set search_space.num_cells and retrain.num_cells."
-            )
+        expected = (
+            "at least 3 for darts, as with fewer there is no normal cell; set "
+            "search_space.num_cells and retrain.num_cells"
+        )
+        check_range(self.num_cells >= 3, "num_cells", self.num_cells, expected)
 
-    def supernet(self) -> Supernet:
-        """Return a newly initialised supernet; its norms have no affine part.
+    def body(self) -> DARTSBody:
+        """Build the body of a supernet; its norms have no affine part.
 
         Deviation: the published code leaves the affine part of the stem's norm on (96 weights of
         1,930,618 at C = 16); here no norm of a supernet has one.
         """
-        body = self.with_skip(DARTSBody(self))
-        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
+        return DARTSBody(self)
 
-    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DARTSNetwork:
-        """Return the newly initialised discrete network of the space's space.
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> DARTSNetwork:
+        """Build a discrete network, in the paper of 20 cells of 36 channels.
 
-        In the paper 20 cells of 36 channels.
-
-        Args:
-            genotype: The cells.
-            auxiliary: True if a second classifier is added at cell 2L//3.
-
-        Raises:
-            ConfigError: If the genotype is not of this space.
+        An auxiliary head is added at cell 2L//3.
         """
-        self.check(genotype)
-        return self.with_skip(DARTSNetwork(genotype, self, auxiliary=auxiliary))
+        return DARTSNetwork(genotype, self, auxiliary=auxiliary)
 
 
 def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: bool) -> nn.Module:
@@ -147,28 +146,20 @@ def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: b
 class DARTSNetwork(SkipNetwork):
     """A discrete DARTS network, to be trained from scratch.
 
-    Attributes:
-        drop_path_prob: Probability of drop-path on every edge but identities, in [0, 1); the
-            trainer raises it from 0 (paper: to .2, linearly over the epochs).
+    The paper raises ``drop_path_prob`` to .2, linearly over the epochs.
     """
 
-    drop_path_prob: float
-
-    def __init__(
-        self,
-        genotype: Genotype,
-        space: StackedSpace,
-        *,
-        auxiliary: bool,
-    ) -> None:
+    def __init__(self, genotype: Genotype, space: DARTSSpace, *, auxiliary: bool) -> None:
         """Build the network of a genotype that the space has checked."""
         super().__init__()
-        self.drop_path_prob = 0.0
         plans, norm = _plan_cells(space), space.norm
         self.stem = _stem(space, affine=True)
-        self.cells = nn.ModuleList(
-            _discrete_cell(plan, genotype.cells[plan.kind], norm=norm) for plan in plans
-        )
+        self.cells = nn.ModuleList()
+        for plan in plans:
+            edges = genotype.cells[plan.kind]
+            ops = (plan.operation(e.op, e.source, norm=norm, affine=True) for e in edges)
+            inputs = _preprocessing(plan, norm=norm, affine=True)
+            self.cells.append(TwoInputCell(inputs, edges, ops, nodes=NODES))
         self.classifier = nn.Linear(plans[-1].out_channels, space.num_classes)
         self.auxiliary_cell = 2 * space.num_cells // 3
         self.auxiliary = None
@@ -178,11 +169,10 @@ class DARTSNetwork(SkipNetwork):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, classes]; in train mode with auxiliary head (logits, auxiliary)."""
-        probability = self.drop_path_prob if self.training else 0.0
         auxiliary_logits = None
         before = last = channels_last(self.stem(x))
         for index, cell in enumerate(self.cells):
-            before, last = last, cell(before, last, probability)
+            before, last = last, cell(before, last, self.dropped)
             if index == self.auxiliary_cell and self.training and self.auxiliary is not None:
                 auxiliary_logits = self.auxiliary(last)
         logits = self.joined(self.classifier(last.mean(dim=(2, 3))), x)
@@ -229,7 +219,7 @@ class DARTSBody(SkipNetwork):
 
     takes_stack = True
 
-    def __init__(self, space: StackedSpace) -> None:
+    def __init__(self, space: DARTSSpace) -> None:
         """Build the body; see :class:`DARTSSpace` for the space."""
         super().__init__()
         plans = _plan_cells(space)
@@ -243,7 +233,9 @@ class DARTSBody(SkipNetwork):
     ) -> Tensor:
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
         stem: Any = self.stem
-        before = last = norm(convolution(x, stack([stem[0].weight]), padding=(1, 1)), [stem[1]])
+        before = last = normalised(
+            convolution(x, stack([stem[0].weight]), padding=(1, 1)), [stem[1]]
+        )
         for kind, cell in zip(self.kinds, self.cells, strict=True):
             weights_BEO = op_weights[kind].expand(len(x), -1, -1)
             before, last = last, cell(before, last, weights_BEO, stack)
@@ -261,13 +253,7 @@ class SearchCell(nn.Module):
         self.edges = nn.ModuleList(
             MixedOp(
                 OPS,
-                functools.partial(
-                    make_operation,
-                    channels=plan.channels,
-                    stride=plan.stride(source),
-                    norm=norm,
-                    affine=False,
-                ),
+                functools.partial(plan.operation, source=source, norm=norm, affine=False),
             )
             for source, _ in EDGES
         )
@@ -288,8 +274,8 @@ class SearchCell(nn.Module):
 def _preprocess(module: Any, x: Tensor, stack: Stack) -> Tensor:
     if isinstance(module, FactorizedReduce):
         return _factorized_reduce([module], F.relu(x), stack)[:, 0]
-    _, convolution_1x1, norm_ = module
-    return norm(pointwise(F.relu(x), stack([convolution_1x1.weight])), [norm_])
+    _, convolution_1x1, norm = module
+    return normalised(pointwise(F.relu(x), stack([convolution_1x1.weight])), [norm])
 
 
 def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
@@ -302,11 +288,11 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor, stack: Stack) -
     pools = [max_pool(x, stride=stride), average_pool(x, stride=stride)]
     norms = [[module[1] for module in modules[op]] for op in POOLS]
     if isinstance(norms[0][0], nn.GroupNorm):  # the same for all edges
-        pooled = norm(torch.cat(pools, 1), [norms[0][0], norms[1][0]])
+        pooled = normalised(torch.cat(pools, 1), [norms[0][0], norms[1][0]])
         parts.append((_by_op(pooled, 2, 1), POOLS))
     else:  # every edge keeps running statistics of its own
         wide = torch.cat([pool.repeat(1, len(edges), 1, 1) for pool in pools], 1)
-        parts.append((_by_op(norm(wide, norms[0] + norms[1]), 2, len(edges)), POOLS))
+        parts.append((_by_op(normalised(wide, norms[0] + norms[1]), 2, len(edges)), POOLS))
     if stride == 1:
         parts.append((_by_op(x, 1, 1), ["skip_connect"]))
     else:
@@ -329,7 +315,7 @@ def _separable(
     dilation = flat[0][start + 1].dilation[0]
     out = depthwise(x, depthwise_weights, stride=stride, dilation=dilation)
     out = pointwise(out, stack([m[start + 2].weight for m in flat]), groups=len(flat))
-    return norm(out, [m[start + 3] for m in flat])
+    return normalised(out, [m[start + 3] for m in flat])
 
 
 def _factorized_reduce(modules: Sequence[Any], active: Tensor, stack: Stack) -> Tensor:
@@ -342,23 +328,11 @@ def _factorized_reduce(modules: Sequence[Any], active: Tensor, stack: Stack) -> 
         out = pointwise(odd, stack([m.conv_odd.weight for m in modules]))
         halves.append(torch.unflatten(out, 1, (len(modules), -1)))
     both = torch.cat(halves, dim=2)
-    return norm(both.flatten(1, 2), [m.norm for m in modules]).view(both.shape)
+    return normalised(both.flatten(1, 2), [m.norm for m in modules]).view(both.shape)
 
 
 def _by_op(x_BCHW: Tensor, ops: int, edges: int) -> Tensor:
     return torch.unflatten(x_BCHW, 1, (ops, edges, -1))
-
-
-def _discrete_cell(plan: _CellPlan, edges: tuple[Edge, ...], *, norm: Norm) -> TwoInputCell:
-    """Return a cell with one op on each of 8 edges."""
-    before, last = _preprocessing(plan, norm=norm, affine=True)
-    ops = (
-        make_operation(
-            edge.op, plan.channels, stride=plan.stride(edge.source), norm=norm, affine=True
-        )
-        for edge in edges
-    )
-    return TwoInputCell(before, last, edges, ops, nodes=NODES)
 
 
 @dataclass(frozen=True)
@@ -379,12 +353,13 @@ class _CellPlan:
     def out_channels(self) -> int:
         return len(NODES) * self.channels
 
-    def stride(self, source: int) -> int:
-        """Return 2 for edges from the inputs of a reduction cell, else 1."""
-        return 2 if self.reduction and source < NODES.start else 1
+    def operation(self, op: str, source: int, *, norm: Norm, affine: bool) -> nn.Module:
+        """Build an op, of stride 2 on edges from the inputs of a reduction cell."""
+        stride = 2 if self.reduction and source < NODES.start else 1
+        return make_operation(op, self.channels, stride=stride, norm=norm, affine=affine)
 
 
-def _plan_cells(space: StackedSpace) -> list[_CellPlan]:
+def _plan_cells(space: DARTSSpace) -> list[_CellPlan]:
     """Return the sizes of all cells; channels double at the cells L//3 and 2L//3."""
     plans: list[_CellPlan] = []
     channels = space.channels
@@ -399,7 +374,7 @@ def _plan_cells(space: StackedSpace) -> list[_CellPlan]:
     return plans
 
 
-def _stem(space: StackedSpace, *, affine: bool) -> nn.Sequential:
+def _stem(space: DARTSSpace, *, affine: bool) -> nn.Sequential:
     """Return conv3x3 to 3C and norm, at stride 1: the paper's form for small images."""
     out_channels = STEM_MULTIPLIER * space.channels
     return nn.Sequential(

@@ -15,15 +15,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
-from fednas_flwr.settings.names import GROUP, Norm
+from fednas_flwr.base.errors import ConfigError, check_choice
+from fednas_flwr.settings.names import GROUP, NORMS, Norm
+from fednas_flwr.settings.optimizers import Count
+from fednas_flwr.settings.parser import OneOf
 from fednas_flwr.spaces import darts
-from fednas_flwr.spaces.cell_graph import CELL, WholeGraphSpace, candidate_edges
+from fednas_flwr.spaces.cell_graph import candidate_edges, routes
 from fednas_flwr.spaces.genotype import SKIP, Genotype
 from fednas_flwr.spaces.operations import (
     MixedOp,
@@ -32,7 +34,7 @@ from fednas_flwr.spaces.operations import (
     make_norm,
     mixed_states,
 )
-from fednas_flwr.spaces.space import Supernet
+from fednas_flwr.spaces.space import CELL, SearchSpace
 
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
 EDGES = candidate_edges(NODES)
@@ -56,7 +58,7 @@ BLOCKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPCellSpace(WholeGraphSpace):
+class DPCellSpace(SearchSpace):
     """The DP-friendly search space for images of one shape.
 
     Attributes:
@@ -72,64 +74,38 @@ class DPCellSpace(WholeGraphSpace):
 
     name: ClassVar[str] = "dp_cells"
     ops: ClassVar[tuple[str, ...]] = OPS
-    nodes: ClassVar[range] = NODES
+    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
     outputs: ClassVar[range] = NODES
+    routes: ClassVar[list[list[int]]] = routes(EDGES, outputs=NODES)
 
     widths: tuple[int, ...] = (32, 32, 64)
-    head: int = 128
+    head: Count = 128
     activation: str = "tanh"
-    norm: Norm = GROUP
+    norm: Annotated[Norm, OneOf(NORMS)] = GROUP
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
         super().__post_init__()
-        if self.activation not in ACTIVATIONS:
-            raise unknown_choice("search_space.activation", self.activation, ACTIVATIONS)
+        check_choice("search_space.activation", self.activation, ACTIVATIONS)
         if len(self.widths) != BLOCKS or min(self.widths) < 1:
             raise ConfigError(
                 f"search_space.widths={list(self.widths)} must be {BLOCKS} numbers of channels, "
                 "each at least 1: one for each cell."
             )
-        self.check_sizes("head")
 
-    @classmethod
-    def choices(cls) -> tuple[int, ...]:
-        """Return for every edge the number of ops to choose from."""
-        return (len(cls.ops),) * len(EDGES)
+    def body(self) -> DPCellNetwork:
+        """Build the body of a supernet, with the weights of all ops on all edges.
 
-    def supernet(self) -> Supernet:
-        """Return a newly initialised supernet with the weights of all ops on all edges.
-
-        With a path its body computes that path alone. Without, the supernet is the relaxation of
-        DARTS on this space, which is not in the paper.
+        With a path it computes that path alone. Without, the supernet is the relaxation of DARTS on
+        this space, which is not in the paper.
         """
-        body = self._network([self.ops] * len(EDGES), groups=SEARCH_GROUPS, near_identity=True)
-        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(self.ops))
+        ops = [self.ops] * len(EDGES)
+        return DPCellNetwork(self, ops, groups=SEARCH_GROUPS, near_identity=True)
 
-    def path(self, genotype: Genotype) -> list[int]:
-        """Return for every edge the column of the genotype's op; raises as :meth:`check`."""
-        self.check(genotype)
-        return [self.ops.index(edge.op) for edge in genotype.cells[CELL]]
-
-    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> DPCellNetwork:
-        """Return the newly initialised derived network, of the space's own sizes.
-
-        Args:
-            genotype: The cell.
-            auxiliary: Must be False: there is no auxiliary head.
-
-        Raises:
-            ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
-        """
-        path = self.path(genotype)
-        self.check_auxiliary(auxiliary)
-        return self._network([[self.ops[op]] for op in path], groups=TRAINING_GROUPS)
-
-    def _network(
-        self, ops_of_edges: Sequence[Sequence[str]], *, groups: int, near_identity: bool = False
-    ) -> DPCellNetwork:
-        network = DPCellNetwork(self, ops_of_edges, groups=groups, near_identity=near_identity)
-        return self.with_skip(network)
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> DPCellNetwork:
+        """Build the derived network."""
+        ops = [[edge.op] for edge in genotype.cells[CELL]]
+        return DPCellNetwork(self, ops, groups=TRAINING_GROUPS)
 
 
 class DARTSOpsSpace(DPCellSpace):
@@ -161,12 +137,7 @@ class DPCellNetwork(SkipNetwork):
     Deviation: ``near_identity`` adds a larger number to the centre of each op's kernels, for a
     supernet. Kernels drawn at random make what candidates compute unrelated, so that they cannot
     share a head at first: 1,500 steps on digits leave the loss at ln 10, with it 360 reach 1.8.
-
-    Attributes:
-        drop_path_prob: Probability of drop-path on every op but the identity, in [0, 1).
     """
-
-    drop_path_prob: float
 
     def __init__(
         self,
@@ -185,7 +156,6 @@ class DPCellNetwork(SkipNetwork):
             near_identity: True if the ops' convolutions begin as identities with noise.
         """
         super().__init__()
-        self.drop_path_prob = 0.0
         channels, height, width = space.input_shape
         widths, head, norm = space.widths, space.head, space.norm
 
@@ -234,10 +204,9 @@ class DPCellNetwork(SkipNetwork):
                 None is the first op of every edge.
         """
         weights_EO = None if op_weights is None else op_weights[CELL]
-        drop = self.drop_path_prob if self.training else 0.0
         images, x = x, self.stem(x)
         for block in self.blocks:
-            x = block(x, weights_EO, path, drop)
+            x = block(x, weights_EO, path, self.dropped)
         return self.joined(self.head(x), images)
 
     def chain(self) -> list[nn.Module]:

@@ -38,6 +38,11 @@ class Edge:
     source: int
     target: int
 
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Source and target."""
+        return self.source, self.target
+
 
 @dataclass(frozen=True)
 class Genotype:
@@ -95,16 +100,8 @@ def from_json(text: str, *, origin: str = "genotype") -> Genotype:
         ConfigError: If the text is not JSON, is of another format or version, or a field is
             missing, unknown, doubled or of the wrong type; the sentence names the field and value.
     """
-    try:
-        document = load_json(text, object_pairs_hook=_unique_keys)
-    except ValueError as error:
-        raise ConfigError(f"{origin} is not valid JSON: {error}.") from error
-    about = document if isinstance(document, dict) else {"format": document}
-    for field, expected in (("format", FORMAT), ("version", VERSION)):
-        found = about.pop(field, None)
-        if found != expected or isinstance(found, bool):
-            newer = "; a newer file needs a newer fednas_flwr" * (field == "version")
-            raise ConfigError(f"{origin}: {field} must be {expected!r}, got {show(found)}{newer}.")
+    hint = "; a newer file needs a newer fednas_flwr"
+    about = read_document(text, origin=origin, format=FORMAT, version=VERSION, hint=hint)
     try:
         genotype: Genotype = parse(Genotype, about, key=f"{origin}: genotype")
     except MissingSettingError as error:
@@ -116,6 +113,27 @@ def from_json(text: str, *, origin: str = "genotype") -> Genotype:
                 pair = f"{edge.source} and {edge.target}"
                 raise ConfigError(f"{where}: 0 <= source < target must hold, got {pair}.")
     return genotype
+
+
+def read_document(
+    text: str, *, origin: str, format: str, version: int, hint: str
+) -> dict[str, Any]:
+    """Read the fields of a JSON document that begins with its format and version.
+
+    Raises:
+        ConfigError: The text is not JSON, a field is doubled, or it is of another format or, which
+            ``hint`` follows, version.
+    """
+    try:
+        document = load_json(text, object_pairs_hook=_unique_keys)
+    except ValueError as error:
+        raise ConfigError(f"{origin} is not valid JSON: {error}.") from error
+    fields = document if isinstance(document, dict) else {"format": document}
+    for field, expected, advice in (("format", format, ""), ("version", version, hint)):
+        value = fields.pop(field, None)
+        if value != expected or isinstance(value, bool):
+            raise ConfigError(f"{origin}: {field} must be {expected!r}, got {show(value)}{advice}.")
+    return fields
 
 
 def save_genotype(path: Path, genotype: Genotype) -> None:

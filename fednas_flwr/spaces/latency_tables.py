@@ -11,38 +11,38 @@ import functools
 import json
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from time import process_time
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.base.foreign import load_json
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.parser import Between, Checked, Where, parse
+from fednas_flwr.spaces.genotype import read_document
+from fednas_flwr.spaces.mbconv import Layer
 
 FORMAT = "fednas-latency"
 VERSION = 1
 RUN_BEFORE = 5  # layers, before each measurement
-LONGEST_TEXT, LARGEST_NUMBER = 200, 2**31 - 1  # in a table
 LONGEST_MS = 1e9  # whose sum over a network is finite
 
 
-class LayerKey(NamedTuple):
-    """Key that a layer's latency depends on; equal to any tuple of the same values."""
-
-    op: str
-    input_shape: tuple[int, ...]
-    output_shape: tuple[int, ...]
-    expansion: int
-    kernel: int
-    stride: int
-
-
 Sized = tuple[nn.Module, tuple[int, ...]]  # a module and the shape of one example
-Key = tuple[str, tuple[int, ...], tuple[int, ...], int, int, int]
+Size = Annotated[int, Between(0, 2**31 - 1)]
+LONGEST_LINE = 200
+
+
+def is_line(text: str) -> bool:
+    """Tell whether a text is one line that is not too long."""
+    return len(text) <= LONGEST_LINE and text.isprintable()
+
+
+Line = Annotated[str, Where(is_line, "a line of text")]
 
 
 class Timing(NamedTuple):
@@ -58,7 +58,21 @@ class Timing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LatencyTable:
+class MeasuredLayer(Checked):
+    """A layer of a network (``mbconv.Layer``), its median time and their spread."""
+
+    op: Line
+    input_shape: tuple[Size, ...]
+    output_shape: tuple[Size, ...]
+    expansion: Size
+    kernel: Size
+    stride: Size
+    median_ms: Annotated[float, Between(0, LONGEST_MS, above=True)]
+    spread_ms: Annotated[float, Between(0, LONGEST_MS)]
+
+
+@dataclass(frozen=True)
+class LatencyTable(Checked):
     """Measured layers and what they were measured with.
 
     Attributes:
@@ -69,28 +83,38 @@ class LatencyTable:
         batch_size: Examples of one forward.
         norm: Of the layers.
         torch: Its version.
-        timings: By layer.
+        layers: Each different layer once.
     """
 
-    machine: str
-    device: str
-    clock: str
-    threads: int
-    batch_size: int
-    norm: str
-    torch: str
-    timings: dict[Key, Timing]
+    machine: Line
+    device: Line
+    clock: Line
+    threads: Size
+    batch_size: Size
+    norm: Line
+    torch: Line
+    layers: list[MeasuredLayer]
 
-    def latency_ms(self, layer: Key) -> float:
-        """Return the median time of a layer.
+    def __post_init__(self) -> None:
+        """Refuse a table that has a layer twice."""
+        super().__post_init__()
+        if len(self.timings) != len(self.layers):
+            raise ConfigError("layers: a layer appears twice.")
+
+    @cached_property
+    def timings(self) -> dict[Layer, Timing]:
+        """The times by layer."""
+        values = map(astuple, self.layers)
+        return {Layer(*v[:6]): Timing(*v[6:]) for v in values}
+
+    def latency_ms(self, layer: Layer) -> float:
+        """Look the median time of a layer up.
 
         Raises:
             ConfigError: It was not measured.
         """
         if layer not in self.timings:
-            shown = ", ".join(
-                f"{name} {value}" for name, value in zip(LayerKey._fields, layer, strict=True)
-            )
+            shown = ", ".join(f"{name} {value}" for name, value in layer._asdict().items())
             raise ConfigError(
                 f"the latency table of {self.machine} lacks the layer {shown}: measure the search "
                 "space and the input shape of this run with `fednas latency measure`."
@@ -99,8 +123,8 @@ class LatencyTable:
 
 
 def measure_latency(
-    layers: Iterable[Key],
-    make: Callable[[Any], nn.Module],
+    layers: Iterable[Layer],
+    make: Callable[[Layer], nn.Module],
     *,
     device: torch.device,
     threads: int,
@@ -126,7 +150,7 @@ def measure_latency(
     """
     different = list(dict.fromkeys(layers))
     timings = time_modules(
-        [*((make(layer), layer[1]) for layer in different), *networks],
+        [*((make(layer), layer.input_shape) for layer in different), *networks],
         batch_size=batch_size,
         device=device,
         threads=threads,
@@ -140,7 +164,7 @@ def measure_latency(
         batch_size=batch_size,
         norm=norm,
         torch=torch.__version__,
-        timings=dict(zip(different, timings, strict=False)),
+        layers=[MeasuredLayer(*key, *t) for key, t in zip(different, timings, strict=False)],
     )
     return table, timings[len(different) :]
 
@@ -220,40 +244,22 @@ def machine_name(device: torch.device) -> str:
 
 
 def to_json(table: LatencyTable) -> str:
-    """Return the table as JSON, one layer to a line; :func:`from_json` gives an equal one back."""
-    head = {"format": FORMAT, "version": VERSION} | asdict(table)
-    del head["timings"]
-    layers = [LayerKey(*key)._asdict() | t._asdict() for key, t in table.timings.items()]
-    lines = ",\n  ".join(json.dumps(layer) for layer in layers)
+    """Write the table as JSON, one layer to a line; :func:`from_json` gives an equal one back."""
+    head: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(table)}
+    lines = ",\n  ".join(json.dumps(layer) for layer in head.pop("layers"))
     return json.dumps(head, indent=1)[:-2] + f',\n "layers": [\n  {lines}\n ]\n}}\n'
 
 
 def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
-    """Return the table that ``text`` holds.
+    """Read the table that ``text`` holds.
 
     Raises:
         ConfigError: The text is not such a table, of another version, names a layer twice, or a
             time is no positive number.
     """
-    try:
-        document = load_json(text)
-    except ValueError as error:
-        raise ConfigError(f"{origin} is not valid JSON: {error}.") from error
-    if not isinstance(document, Mapping) or document.get("format") != FORMAT:
-        raise ConfigError(f"{origin}: format must be {FORMAT!r}; see `fednas latency measure`.")
-    if document.get("version") != VERSION:
-        raise ConfigError(
-            f"{origin}: version must be {VERSION}, got {show(document.get('version'))}: measure "
-            "anew."
-        )
-    try:
-        timings = dict(_timings(document["layers"]))
-        head = {key: kind(document[key]) for key, kind in _HEAD.items()}
-        table = LatencyTable(**head, timings=timings)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{origin}: a field is missing or wrong: {error}.") from error
-    if len(timings) != len(document["layers"]):
-        raise ConfigError(f"{origin}: a layer appears twice.")
+    hint = ": measure anew by `fednas latency measure`"
+    fields = read_document(text, origin=origin, format=FORMAT, version=VERSION, hint=hint)
+    table: LatencyTable = parse(LatencyTable, fields, key=origin)
     return table
 
 
@@ -268,43 +274,11 @@ def median_table(tables: Sequence[LatencyTable]) -> LatencyTable:
     """
     first, machines = tables[0], dict.fromkeys(table.machine for table in tables)
     shared = [key for key in first.timings if all(key in table.timings for table in tables)]
-    timings = {
-        key: Timing(*map(statistics.median, zip(*(t.timings[key] for t in tables), strict=True)))
-        for key in shared
-    }
+    layers = []
+    for key in shared:
+        times = zip(*(table.timings[key] for table in tables), strict=True)
+        layers.append(MeasuredLayer(*key, *(statistics.median(each) for each in times)))
     threads = statistics.median_low(table.threads for table in tables)
-    return replace(first, machine=", ".join(machines), threads=threads, timings=timings)
-
-
-def _text(value: Any) -> str:
-    if not (isinstance(value, str) and len(value) <= LONGEST_TEXT and value.isprintable()):
-        raise ValueError(f"expected a line of text, got {show(value)}")
-    return value
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= LARGEST_NUMBER:
-        raise ValueError(f"expected a whole number up to {LARGEST_NUMBER}, got {show(value)}")
-    return value
-
-
-_HEAD: dict[str, Callable[[Any], Any]] = {
-    **{"machine": _text, "device": _text, "clock": _text, "norm": _text, "torch": _text},
-    **{"threads": _number, "batch_size": _number},
-}
-
-
-def _timings(layers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Key, Timing]]:
-    for layer in layers:
-        timing = Timing(float(layer["median_ms"]), float(layer["spread_ms"]))
-        if not (0 < timing.median_ms <= LONGEST_MS and 0 <= timing.spread_ms <= LONGEST_MS):
-            raise ValueError(f"times must be above 0, at most {LONGEST_MS:g} ms, got {timing}")
-        yield (
-            LayerKey(
-                _text(layer["op"]),
-                tuple(map(_number, layer["input_shape"])),
-                tuple(map(_number, layer["output_shape"])),
-                *(_number(layer[key]) for key in ("expansion", "kernel", "stride")),
-            ),
-            timing,
-        )
+    return replace(
+        first, machine=", ".join(machines)[:LONGEST_LINE], threads=threads, layers=layers
+    )

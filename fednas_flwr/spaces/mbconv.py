@@ -17,19 +17,19 @@ Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, C
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.settings.names import Norm
-from fednas_flwr.spaces.degenerate import WEIGHTLESS, first_trained, nearest_trained
-from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
+from fednas_flwr.settings.parser import Between
+from fednas_flwr.spaces.genotype import Edge, Genotype
 from fednas_flwr.spaces.operations import (
     Choice,
     SkipNetwork,
@@ -37,13 +37,7 @@ from fednas_flwr.spaces.operations import (
     drop_path,
     make_norm,
 )
-from fednas_flwr.spaces.space import (
-    SpaceShape,
-    Supernet,
-    check_alphas,
-    check_cells,
-    check_op,
-)
+from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 # The alpha of an op that a block does not offer. Its softmax and its gradient are exactly zero in
 # every dtype, so that samplers, entropies, averages and checkpoints need not know of it.
@@ -137,7 +131,7 @@ CANDIDATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MBConvSpace(SpaceShape):
+class MBConvSpace(SearchSpace):
     """The MBConv search space for images of one shape.
 
     Attributes:
@@ -151,16 +145,15 @@ class MBConvSpace(SpaceShape):
     """
 
     name: ClassVar[str] = "mbconv"
+    kinds: ClassVar[tuple[str, ...]] = (CELL,)
 
     skeleton: Skeleton = SKELETONS["fdnas"]
     candidates: tuple[str, ...] = CANDIDATES["fdnas"]
-    width: float = 1.0
+    width: Annotated[float, Between(0, 16, above=True)] = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built, or offers no choice."""
         super().__post_init__()
-        if not 0 < self.width <= 16:
-            raise ConfigError(f"search_space.width={self.width} is out of range: above 0, to 16.")
         for op in self.candidates:
             if op not in (*MBCONVS, ZERO):
                 raise unknown_choice("candidate", op, (*MBCONVS, ZERO))
@@ -172,126 +165,60 @@ class MBConvSpace(SpaceShape):
             )
 
     @property
-    def ops(self) -> tuple[str, ...]:
+    def ops(self) -> tuple[str, ...]:  # type: ignore[override]
         """The candidates."""
         return self.candidates
 
     @property
-    def cell_kinds(self) -> dict[str, int]:
-        """Number of searchable blocks."""
-        return {CELL: len(self.plan.blocks)}
+    def edges(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
+        """The searchable blocks, a chain."""
+        return tuple((block, block + 1) for block in range(len(self.plan.blocks)))
 
-    @cached_property
-    def plan(self) -> Plan:
-        """The supernet as layers."""
-        return make_plan(self)
-
-    def supernet(self) -> Supernet:
-        """Return a newly initialised supernet; ``NEVER`` stands at what a block does not offer.
-
-        Without op weights it is the sum of all ops weighted by softmax(alphas), as in DARTS; with
-        one-hot gates and paths (:class:`MBConvNetwork`) it is ProxylessNAS' supernet.
-        """
-        supernet = Supernet(
-            self.with_skip(MBConvNetwork(self.plan, norm=self.norm)),
-            num_edges=self.cell_kinds,
-            num_ops=len(self.ops),
-        )
-        missing_EO = torch.tensor([[layer is None for layer in row] for row in self.plan.blocks])
-        with torch.no_grad():
-            supernet.alphas()[CELL].masked_fill_(missing_EO, NEVER)
-        return supernet
-
-    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Return the genotype with the op of the largest alpha in every block that it offers.
-
-        Ties go to the lowest op. If this is ``zero`` in every block, the block in which it costs
-        the least log-probability takes its likeliest other op.
-
-        Raises:
-            ValueError: If kinds or shapes are wrong or an alpha is not finite.
-        """
-        check_alphas(alphas, num_edges=self.cell_kinds, num_ops=len(self.ops))
-        rows = alphas[CELL].detach().tolist()
-        # max() keeps the first of equals, which torch.argmax does not promise.
-        path = [
-            max(offered, key=row.__getitem__)
-            for row, offered in zip(rows, self.offered, strict=True)
-        ]
-        genotype = self.genotype(path)
-        if self.is_degenerate(genotype):  # so every block offers every op
-            ways = [[block] for block in range(len(path))]
-            return self.genotype(nearest_trained(rows, path, ops=self.ops, routes=ways))
-        return genotype
-
-    def random_genotype(self, generator: torch.Generator) -> Genotype:
-        """Return any genotype that is not degenerate with the same probability."""
-
-        def draw() -> Genotype:
-            return self.genotype(
-                offered[int(torch.randint(len(offered), (), generator=generator))]
-                for offered in self.offered
-            )
-
-        return first_trained(draw, self.is_degenerate)
-
-    def is_degenerate(self, genotype: Genotype) -> bool:
-        """Return whether every block is ``zero``.
-
-        A block that changes the size or the channels does not offer it, and most skeletons have
-        such a block.
-        """
-        return all(edge.op in WEIGHTLESS for edge in genotype.cells[CELL])
+    @property
+    def outputs(self) -> range:  # type: ignore[override]
+        """The end of the chain."""
+        return range(len(self.plan.blocks), len(self.plan.blocks) + 1)
 
     @property
     def offered(self) -> list[list[int]]:
         """For every block the columns of the ops that it offers."""
         return [[i for i, layer in enumerate(row) if layer is not None] for row in self.plan.blocks]
 
-    def genotype(self, path: Iterable[int]) -> Genotype:
-        """Return the genotype with one op per block, given by column."""
-        edges = (Edge(self.ops[op], block, block + 1) for block, op in enumerate(path))
-        return Genotype(space=self.name, cells={CELL: tuple(edges)})
+    @cached_property
+    def plan(self) -> Plan:
+        """The supernet as layers."""
+        return make_plan(self)
 
-    def path(self, genotype: Genotype) -> list[int]:
-        """Return for every block the column of the genotype's op; raises as :meth:`check`."""
-        self.check(genotype)
-        return [self.ops.index(edge.op) for edge in genotype.cells[CELL]]
+    def body(self) -> MBConvNetwork:
+        """Build the body of a supernet."""
+        return MBConvNetwork(self.plan, norm=self.norm)
 
-    def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype has the form that :meth:`derive` returns."""
-        check_cells(genotype, space=self.name, kinds=self.cell_kinds)
-        edges, blocks = genotype.cells[CELL], self.plan.blocks
-        for edge in edges:
-            check_op(edge, kind=CELL, ops=self.ops)
-        chain = [(block, block + 1) for block in range(len(blocks))]
-        pairs = [(edge.source, edge.target) for edge in edges]
-        if pairs != chain:
-            raise ConfigError(
-                f"cell {CELL!r}: the edges 0 -> 1, 1 -> 2, ... up to {len(blocks)} are needed in "
-                f"this order, one for each block of the skeleton; got {arrows(pairs)}."
-            )
-        for edge, row in zip(edges, blocks, strict=True):
+    def supernet(self) -> Supernet:
+        """Build a newly initialised supernet; ``NEVER`` stands at what a block does not offer.
+
+        Without op weights it is the sum of all ops weighted by softmax(alphas), as in DARTS; with
+        one-hot gates and paths (:class:`MBConvNetwork`) it is ProxylessNAS' supernet.
+        """
+        supernet = super().supernet()
+        missing_EO = torch.tensor([[layer is None for layer in row] for row in self.plan.blocks])
+        with torch.no_grad():
+            supernet.alphas()[CELL].masked_fill_(missing_EO, NEVER)
+        return supernet
+
+    def check_cell(self, kind: str, edges: Sequence[Edge]) -> None:
+        """Raise ConfigError unless each block has one of the ops that it offers, in order."""
+        super().check_cell(kind, edges)
+        for edge, row in zip(edges, self.plan.blocks, strict=True):
             if row[self.ops.index(edge.op)] is None:
                 raise ConfigError(
                     f"block {edge.target} cannot be {edge.op}: it changes the size or the channels."
                 )
 
-    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> MBConvNetwork:
-        """Return the newly initialised derived network, of the space's own sizes.
-
-        Args:
-            genotype: One op per block.
-            auxiliary: Must be False: there is no auxiliary head.
-
-        Raises:
-            ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
-        """
-        self.check_auxiliary(auxiliary)
-        chosen = tuple(
-            (row[op],) for row, op in zip(self.plan.blocks, self.path(genotype), strict=True)
-        )
-        return self.with_skip(MBConvNetwork(self.plan._replace(blocks=chosen), norm=self.norm))
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> MBConvNetwork:
+        """Build the derived network."""
+        pairs = zip(self.plan.blocks, self.path(genotype), strict=True)
+        chosen = tuple((row[op],) for row, op in pairs)
+        return MBConvNetwork(self.plan._replace(blocks=chosen), norm=self.norm)
 
 
 def make_plan(space: MBConvSpace) -> Plan:
@@ -304,12 +231,12 @@ def make_plan(space: MBConvSpace) -> Plan:
         kernel=3,
         stride=skeleton.stem_stride,
     )
-    first = _op_layer("mbconv1_3x3", stem.output_shape, scale_channels(skeleton.first, width))
+    first = _layer("mbconv1_3x3", stem.output_shape, scale_channels(skeleton.first, width))
     shape, blocks = first.output_shape, []
     widths = [scale_channels(c, width) for c, count in skeleton.stages for _ in range(count)]
     for number, channels in enumerate(widths, 1):
         stride = 2 if number in skeleton.downsampling else 1
-        layers = [_op_layer(op, shape, channels, stride=stride) for op in space.candidates]
+        layers = [_layer(op, shape, channels, stride=stride) for op in space.candidates]
         fits = stride == 1 and channels == shape[0]
         blocks.append(tuple(layer if fits or layer.op != ZERO else None for layer in layers))
         shape = layers[0].output_shape
@@ -332,30 +259,21 @@ def scale_channels(channels: int, width: float) -> int:
     return rounded + 8 if rounded < 0.9 * exact else rounded
 
 
-def _op_layer(op: str, input_shape: tuple[int, ...], channels: int, *, stride: int = 1) -> Layer:
-    expansion, kernel = MBCONVS.get(op, (1, 1))
-    return _layer(op, input_shape, channels, expansion=expansion, kernel=kernel, stride=stride)
-
-
 def _layer(
-    op: str,
-    input_shape: tuple[int, ...],
-    channels: int,
-    *,
-    expansion: int = 1,
-    kernel: int = 1,
-    stride: int = 1,
+    op: str, input_shape: tuple[int, ...], channels: int, *, kernel: int = 1, stride: int = 1
 ) -> Layer:
-    """Return the layer, its output shape worked out."""
+    """Plan a layer: its output shape, and of a block what its name says."""
     _, *sizes = input_shape
     output_shape = (channels, *(ceil(size / stride) for size in sizes))
-    return Layer(op, tuple(input_shape), output_shape, expansion, kernel, stride)
+    return Layer(op, tuple(input_shape), output_shape, *MBCONVS.get(op, (1, kernel)), stride)
 
 
 def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
     """Return the newly initialised module of one layer; of a block with its residual connection."""
     if layer.op == "conv":
-        return _conv_norm(layer, norm=norm)
+        inputs, outputs = layer.input_shape[0], layer.output_shape[0]
+        convolution = _convolution(inputs, outputs, kernel=layer.kernel, stride=layer.stride)
+        return nn.Sequential(convolution, make_norm(outputs, norm=norm, affine=True), nn.ReLU6())
     if layer.op == "classifier":
         linear = nn.Linear(layer.input_shape[0], layer.output_shape[0])
         nn.init.normal_(linear.weight, std=0.01)
@@ -368,17 +286,11 @@ class MBConvNetwork(SkipNetwork):
     """Stem, first block, searchable blocks, head and classifier.
 
     Initialised as MobileNetV2: convolutions He-normal by fan-out, the classifier with std .01.
-
-    Attributes:
-        drop_path_prob: Probability of drop-path on blocks with a residual connection, in [0, 1).
     """
-
-    drop_path_prob: float
 
     def __init__(self, plan: Plan, *, norm: Norm) -> None:
         """Build the planned layers."""
         super().__init__()
-        self.drop_path_prob = 0.0
         self.before = nn.Sequential(*(make_layer(layer, norm=norm) for layer in plan.before))
         self.blocks = nn.ModuleList(Block(layers, norm=norm) for layers in plan.blocks)
         self.after = nn.Sequential(*(make_layer(layer, norm=norm) for layer in plan.after))
@@ -405,13 +317,12 @@ class MBConvNetwork(SkipNetwork):
                 None computes the first op of each block.
         """
         gates_EK = None if op_weights is None else op_weights[CELL]
-        drop = self.drop_path_prob if self.training else 0.0
         images = x
         x = channels_last(self.before(x))
         for index, block in enumerate(self.blocks):
             gates_K = None if gates_EK is None else gates_EK[..., index, :]
             path = None if paths is None else paths[index]
-            x = block(x, gates_K, path, drop)
+            x = block(x, gates_K, path, self.dropped)
         return self.joined(self.after(x), images)
 
     def choices(self) -> list[Block]:
@@ -488,12 +399,6 @@ def _mbconv(layer: Layer, *, norm: Norm) -> nn.Sequential:
     parts["project"] = _convolution(inner, outputs)
     parts["project_norm"] = make_norm(outputs, norm=norm, affine=True)
     return nn.Sequential(parts)
-
-
-def _conv_norm(layer: Layer, *, norm: Norm) -> nn.Sequential:
-    inputs, outputs = layer.input_shape[0], layer.output_shape[0]
-    convolution = _convolution(inputs, outputs, kernel=layer.kernel, stride=layer.stride)
-    return nn.Sequential(convolution, make_norm(outputs, norm=norm, affine=True), nn.ReLU6())
 
 
 def _convolution(

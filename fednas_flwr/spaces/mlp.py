@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,19 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.names import GROUP, Norm
-from fednas_flwr.spaces.cell_graph import CellGraphSpace, StackedSpace, candidate_edges
-from fednas_flwr.spaces.genotype import Edge, Genotype
-from fednas_flwr.spaces.operations import SkipNetwork, TwoInputCell
-from fednas_flwr.spaces.space import Supernet
-from fednas_flwr.spaces.wide_operations import node_states
+from fednas_flwr.settings.optimizers import Count
+from fednas_flwr.settings.parser import Between
+from fednas_flwr.spaces.cell_graph import candidate_edges
+from fednas_flwr.spaces.genotype import Genotype
+from fednas_flwr.spaces.operations import SkipNetwork, TwoInputCell, node_states
+from fednas_flwr.spaces.space import CellGraphSpace
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}  # in the order of OPS, for either width
 NODES = range(2, 5)
 EDGES = candidate_edges(NODES)
-LEAST_WIDTH = 8  # half of a reduction cell's half: 2 units, the fewest that a layer norm leaves
+# Half of a reduction cell's half must be 2 units, the fewest that a layer norm leaves.
+WIDTHS = Between(8, reason="for mlp, as a norm over one unit leaves nothing of it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +61,15 @@ class MLPSpace(CellGraphSpace):
 
     name: ClassVar[str] = "mlp"
     ops: ClassVar[tuple[str, ...]] = OPS
-    nodes: ClassVar[range] = NODES
+    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
+    outputs: ClassVar[range] = NODES
     inputs: ClassVar[str] = "tables"
 
-    channels: int = 32
-    num_cells: int = 3
+    channels: Annotated[int, WIDTHS] = 32
+    num_cells: Count = 3
 
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be built."""
-        super().__post_init__()
-        if self.channels < LEAST_WIDTH:
-            raise ConfigError(
-                f"channels must be at least {LEAST_WIDTH} for mlp, got {self.channels}: a norm "
-                "over one unit leaves nothing of it."
-            )
-
-    def supernet(self) -> Supernet:
-        """Return a newly initialised supernet; its norms have no affine part.
+    def body(self) -> MLPBody:
+        """Build the body of a supernet; its norms have no affine part.
 
         Raises:
             ConfigError: There are fewer than two cells.
@@ -85,22 +79,11 @@ class MLPSpace(CellGraphSpace):
                 f"search_space.num_cells must be at least 2 for mlp, got {self.num_cells}: with "
                 "one there is no normal cell."
             )
-        body = self.with_skip(MLPBody(self))
-        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
+        return MLPBody(self)
 
-    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> MLPNetwork:
-        """Return the newly initialised discrete network of the space's space.
-
-        Args:
-            genotype: The cells.
-            auxiliary: Must be False.
-
-        Raises:
-            ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
-        """
-        self.check(genotype)
-        self.check_auxiliary(auxiliary)
-        return self.with_skip(MLPNetwork(genotype, self))
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> MLPNetwork:
+        """Build a discrete network."""
+        return MLPNetwork(genotype, self)
 
 
 def make_norm(width: int, *, layers: int = 1, norm: Norm, affine: bool) -> nn.Module:
@@ -115,7 +98,7 @@ def make_norm(width: int, *, layers: int = 1, norm: Norm, affine: bool) -> nn.Mo
 
 
 def make_operation(op: str, width: int, *, norm: Norm) -> nn.Module:
-    """Return the module [B, W] -> [B, W] of one op of a discrete cell (every name but ``none``)."""
+    """Build the module [B, W] -> [B, W] of one op of a discrete cell (every name but ``none``)."""
     if op == "skip_connect":
         return nn.Identity()
     if op not in OPS[2:]:
@@ -131,30 +114,25 @@ def make_operation(op: str, width: int, *, norm: Norm) -> nn.Module:
 
 
 class MLPNetwork(SkipNetwork):
-    """A discrete network of MLP cells, to be trained from scratch.
+    """A discrete network of MLP cells, to be trained from scratch."""
 
-    Attributes:
-        drop_path_prob: Probability of drop-path on every edge but identities, in [0, 1).
-    """
-
-    drop_path_prob: float
-
-    def __init__(self, genotype: Genotype, space: StackedSpace) -> None:
+    def __init__(self, genotype: Genotype, space: MLPSpace) -> None:
         """Build the network of a genotype that the space has checked."""
         super().__init__()
-        self.drop_path_prob = 0.0
         plans = _plan_cells(space)
-        self.cells = nn.ModuleList(
-            _discrete_cell(plan, genotype.cells[plan.kind], norm=space.norm) for plan in plans
-        )
+        self.cells = nn.ModuleList()
+        for plan in plans:
+            edges = genotype.cells[plan.kind]
+            ops = (make_operation(edge.op, plan.width, norm=space.norm) for edge in edges)
+            inputs = _preprocessing(plan, norm=space.norm, affine=True)
+            self.cells.append(TwoInputCell(inputs, edges, ops, nodes=NODES))
         self.classifier = nn.Linear(plans[-1].out_width, space.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes]."""
-        probability = self.drop_path_prob if self.training else 0.0
         before = last = x
         for cell in self.cells:
-            before, last = last, cell(before, last, probability)
+            before, last = last, cell(before, last, self.dropped)
         return self.joined(self.classifier(last), x)
 
     def chain(self) -> list[nn.Module]:
@@ -165,7 +143,7 @@ class MLPNetwork(SkipNetwork):
 class MLPBody(SkipNetwork):
     """Search cells and classifier."""
 
-    def __init__(self, space: StackedSpace) -> None:
+    def __init__(self, space: MLPSpace) -> None:
         """Build the body; see :class:`MLPSpace` for the space."""
         super().__init__()
         plans = _plan_cells(space)
@@ -245,13 +223,6 @@ class ParallelLayers(nn.Module):
         return mixed
 
 
-def _discrete_cell(plan: _CellPlan, edges: tuple[Edge, ...], *, norm: Norm) -> TwoInputCell:
-    """Return a cell with one op on each of 6 edges."""
-    before, last = _preprocessing(plan, norm=norm, affine=True)
-    ops = (make_operation(edge.op, plan.width, norm=norm) for edge in edges)
-    return TwoInputCell(before, last, edges, ops, nodes=NODES)
-
-
 @dataclass(frozen=True)
 class _CellPlan:
     """Sizes of one cell: width of the output of the cell before the last, of the last, of nodes."""
@@ -266,7 +237,7 @@ class _CellPlan:
         return len(NODES) * self.width
 
 
-def _plan_cells(space: StackedSpace) -> list[_CellPlan]:
+def _plan_cells(space: MLPSpace) -> list[_CellPlan]:
     """Return the sizes of all cells; the width is halved at cell L//2 and stays so."""
     plans: list[_CellPlan] = []
     before = last = space.input_shape[0]

@@ -5,8 +5,9 @@ alphas to a genotype and the discrete network. In a cell, node 0 is the input, e
 sum of the edges from all earlier nodes, node 3 the output. The network has three stages of cells.
 :func:`to_arch_string` and :func:`from_arch_string` speak the benchmark's own notation.
 
-A supernet computes from each state the edges to all later nodes at once (``wide_operations.py``),
-with the parameters and the result of a module for each op of each edge.
+A supernet computes from each state the edges to all later nodes at once
+(``operations.node_states``), with the parameters and the result of a module for each op of each
+edge.
 
 Tensor suffixes: B batch, E edges, O ops.
 """
@@ -26,19 +27,23 @@ from torch.nn import functional as F
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.layers import Stack, convolution, linear, pointwise
 from fednas_flwr.settings.names import Norm
-from fednas_flwr.spaces.cell_graph import CELL, StackedSpace, WholeGraphSpace, candidate_edges
+from fednas_flwr.settings.optimizers import Count
+from fednas_flwr.spaces.cell_graph import candidate_edges, routes
 from fednas_flwr.spaces.genotype import Edge, Genotype
 from fednas_flwr.spaces.operations import (
     MixedOp,
     SkipNetwork,
+    average_pool,
     channels_last,
     discrete_states,
     make_norm,
+    mix,
+    node_states,
+    normalised,
     path_states,
     relu_conv_norm,
 )
-from fednas_flwr.spaces.space import Supernet
-from fednas_flwr.spaces.wide_operations import average_pool, mix, node_states, norm
+from fednas_flwr.spaces.space import CELL, SearchSpace
 
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 NODES = range(1, 4)
@@ -48,7 +53,7 @@ CONVOLUTIONS = ("nor_conv_1x1", "nor_conv_3x3")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NASBench201Space(StackedSpace, WholeGraphSpace):
+class NASBench201Space(SearchSpace):
     """The NAS-Bench-201 search space for images of one shape.
 
     Attributes:
@@ -61,30 +66,20 @@ class NASBench201Space(StackedSpace, WholeGraphSpace):
 
     name: ClassVar[str] = "nasbench201"
     ops: ClassVar[tuple[str, ...]] = OPS
-    nodes: ClassVar[range] = NODES
+    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
     outputs: ClassVar[range] = NODES[-1:]
+    routes: ClassVar[list[list[int]]] = routes(EDGES, outputs=NODES[-1:])
 
-    channels: int = 16
-    num_cells: int = 5
+    channels: Count = 16
+    num_cells: Count = 5
 
-    def supernet(self) -> Supernet:
-        """Return a newly initialised supernet; its norms have no affine part."""
-        body = self.with_skip(NASBench201Body(self))
-        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(OPS))
+    def body(self) -> NASBench201Body:
+        """Build the body of a supernet; its norms have no affine part."""
+        return NASBench201Body(self)
 
-    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> NASBench201Network:
-        """Return the newly initialised discrete network of the space's space.
-
-        Args:
-            genotype: The cell.
-            auxiliary: Must be False: the benchmark's networks have no auxiliary head.
-
-        Raises:
-            ConfigError: If the genotype is not of this space, or an auxiliary head is asked for.
-        """
-        self.check(genotype)
-        self.check_auxiliary(auxiliary)
-        return self.with_skip(NASBench201Network(genotype, self))
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> NASBench201Network:
+        """Build a discrete network."""
+        return NASBench201Network(genotype, self)
 
 
 def to_arch_string(genotype: Genotype) -> str:
@@ -112,7 +107,8 @@ def from_arch_string(text: str) -> Genotype:
             f"{text!r} is not a NAS-Bench-201 cell: expected |op~0|+|op~0|op~1|+|op~0|op~1|op~2| "
             f"with the ops {', '.join(OPS)}."
         )
-    return NASBench201Space.genotype(OPS.index(op) for op in match.groups())
+    edges = (Edge(op, *edge) for op, edge in zip(match.groups(), EDGES, strict=True))
+    return Genotype(NASBench201Space.name, {CELL: tuple(edges)})
 
 
 def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Module:
@@ -135,19 +131,13 @@ class NASBench201Network(SkipNetwork):
 
     Weights that the output does not depend on (edges out of a node that nothing enters, or into one
     that nothing leaves) are kept, as in the benchmark's parameter counts; their gradient is None or
-    zero. With ``none`` on every path to the output the logits do not depend on the image.
-
-    Attributes:
-        drop_path_prob: Probability of drop-path on every edge but identities, in [0, 1); the
-            benchmark uses 0.
+    zero. With ``none`` on every path to the output the logits do not depend on the image. The
+    benchmark's ``drop_path_prob`` is 0.
     """
 
-    drop_path_prob: float
-
-    def __init__(self, genotype: Genotype, space: StackedSpace) -> None:
+    def __init__(self, genotype: Genotype, space: NASBench201Space) -> None:
         """Build the network of a genotype that the space has checked."""
         super().__init__()
-        self.drop_path_prob = 0.0
         self.skeleton = _Skeleton(
             functools.partial(_DiscreteCell, genotype.cells[CELL], norm=space.norm),
             space,
@@ -156,7 +146,7 @@ class NASBench201Network(SkipNetwork):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes]."""
-        return self.joined(self.skeleton(x, self.drop_path_prob if self.training else 0.0), x)
+        return self.joined(self.skeleton(x, self.dropped), x)
 
     def chain(self) -> list[nn.Module]:
         """Return the stem, the cells and the residual blocks, in the order of computation."""
@@ -172,7 +162,7 @@ class NASBench201Body(SkipNetwork):
 
     takes_stack = True
 
-    def __init__(self, space: StackedSpace) -> None:
+    def __init__(self, space: NASBench201Space) -> None:
         """Build the body; see :class:`NASBench201Space` for the space."""
         super().__init__()
         self.skeleton = _Skeleton(
@@ -186,13 +176,13 @@ class NASBench201Body(SkipNetwork):
         net: Any = self.skeleton
         weights_BEO = op_weights[CELL].expand(len(x), -1, -1)
         images = x
-        x = norm(convolution(x, stack([net.stem[0].weight]), padding=(1, 1)), [net.stem[1]])
+        x = normalised(convolution(x, stack([net.stem[0].weight]), padding=(1, 1)), [net.stem[1]])
         for reduction, stage in zip(net.reductions, net.stages, strict=True):
             if isinstance(reduction, ResidualBlock):
                 x = _residual(reduction, x, stack)
             for cell in stage.children():
                 x = cell.mixed(x, weights_BEO, stack)
-        pooled = F.relu(norm(x, [net.head_norm])).mean(dim=(2, 3))
+        pooled = F.relu(normalised(x, [net.head_norm])).mean(dim=(2, 3))
         parameters = (stack([net.classifier.weight]), stack([net.classifier.bias]))
         return self.joined(linear(pooled, *parameters), images, stack)
 
@@ -222,7 +212,7 @@ class _Skeleton(nn.Module):
     """
 
     def __init__(
-        self, make_cell: Callable[[int], nn.Module], space: StackedSpace, *, affine: bool
+        self, make_cell: Callable[[int], nn.Module], space: NASBench201Space, *, affine: bool
     ) -> None:
         super().__init__()
         channels, norm = space.channels, space.norm
@@ -297,7 +287,7 @@ class SearchCell(nn.Module):
             one = pointwise(active, stack([m[1].weight for m in modules["nor_conv_1x1"]]))
             kernels = stack([m[1].weight for m in modules["nor_conv_3x3"]])
             three = convolution(active, kernels, padding=(1, 1))
-            convolved = norm(
+            convolved = normalised(
                 torch.cat([one, three], 1), [m[2] for op in CONVOLUTIONS for m in modules[op]]
             )
             shared = torch.stack([state, average_pool(state)], dim=1)[:, :, None]
@@ -313,9 +303,9 @@ class SearchCell(nn.Module):
 def _residual(block: Any, x: Tensor, stack: Stack) -> Tensor:
     out = x
     for layers in block.convolutions:
-        _, conv, norm_ = layers
+        _, conv, norm = layers
         out = convolution(F.relu(out), stack([conv.weight]), stride=conv.stride, padding=(1, 1))
-        out = norm(out, [norm_])
+        out = normalised(out, [norm])
     pool, conv = block.shortcut
     return out + pointwise(pool(x), stack([conv.weight]))
 

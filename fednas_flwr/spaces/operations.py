@@ -6,31 +6,30 @@ state is read by many edges. Definitions: Liu et al. (2019), arXiv 1806.09055, a
 (2020), arXiv 2001.00326. ``none`` is not a module: whoever holds an edge leaves it out. Which names
 a space gives to which modules stands in the space's own file.
 
-Tensor suffixes: B batch, C channels, H height, W width, O ops.
+A supernet computes what the edges that leave one state have in common once (:func:`node_states`):
+they share the ReLU and the pools, and their kernels are stacked into one call of
+``fednas_flwr.base.layers``, with the result of the modules.
+
+Tensor suffixes: B batch, C channels, H height, W width, E edges of a state, O ops.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import unknown_choice
-from fednas_flwr.base.layers import Stack, linear
+from fednas_flwr.base.errors import check_choice
+from fednas_flwr.base.layers import Stack, depthwise, linear
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
 from fednas_flwr.spaces.genotype import Edge
 
 MAX_GROUPS = 8
 NOTHING = ("none", "zero")  # ops without a module
-
-
-def check_norm(norm: str) -> None:
-    """Raise ConfigError unless ``norm`` is one of ``NORMS``."""
-    if norm not in NORMS:
-        raise unknown_choice("search_space.norm", norm, NORMS)
 
 
 def num_groups(channels: int, *, most: int = MAX_GROUPS) -> int:
@@ -49,7 +48,12 @@ def num_groups(channels: int, *, most: int = MAX_GROUPS) -> int:
 def make_norm(
     channels: int, *, norm: Norm, affine: bool, most_groups: int = MAX_GROUPS
 ) -> nn.Module:
-    """Return batch normalisation, or group normalisation with :func:`num_groups` groups."""
+    """Build batch normalisation, or group normalisation with :func:`num_groups` groups.
+
+    Raises:
+        ConfigError: There is no such norm.
+    """
+    check_choice("search_space.norm", norm, NORMS)
     if norm == GROUP:
         return nn.GroupNorm(num_groups(channels, most=most_groups), channels, affine=affine)
     return nn.BatchNorm2d(channels, affine=affine)
@@ -170,6 +174,36 @@ def add_all(terms: Iterable[Tensor]) -> Tensor:
     return functools.reduce(torch.add, terms)
 
 
+def summed_states(
+    inputs: Sequence[Tensor],
+    edges: Sequence[tuple[int, int]],
+    compute: Callable[[int, Any], Tensor | None],
+    *,
+    nodes: range,
+    empty: Tensor | None,
+) -> list[Any]:
+    """Compute the states of all nodes of a cell, those of its inputs first.
+
+    Args:
+        inputs: States of the first nodes.
+        edges: (source, target) of every edge.
+        compute: Computes an edge, given by its index, from the state of its source; None is left
+            out.
+        nodes: The nodes that are no inputs; each is the sum of its edges.
+        empty: State of a node without any.
+    """
+    states: list[Any] = list(inputs)
+    for node in nodes:
+        outs = [
+            compute(index, states[source])
+            for index, (source, target) in enumerate(edges)
+            if target == node
+        ]
+        incoming = [out for out in outs if out is not None]
+        states.append(add_all(incoming) if incoming else empty)
+    return states
+
+
 def discrete_states(
     inputs: Sequence[Tensor],
     edges: Sequence[tuple[int, int]],
@@ -178,9 +212,7 @@ def discrete_states(
     nodes: range,
     drop_path_prob: float,
 ) -> list[Tensor]:
-    """Return the states of all nodes of a discrete cell, those of its inputs first.
-
-    Every later node is the sum of its edges, or zero without any.
+    """Compute the states of a discrete cell (:func:`summed_states`), zero without an edge.
 
     Args:
         inputs: States of the first nodes.
@@ -189,71 +221,68 @@ def discrete_states(
         nodes: The nodes that are no inputs.
         drop_path_prob: Of every edge but identities, see :func:`drop_path`.
     """
-    states, wiring = list(inputs), list(zip(edges, ops, strict=True))
-    for node in nodes:
-        incoming = []
-        for (source, target), op in wiring:
-            if target == node and op is not None:
-                out = op(states[source])
-                dropped = not isinstance(op, nn.Identity)
-                incoming.append(drop_path(out, drop_path_prob) if dropped else out)
-        states.append(add_all(incoming) if incoming else torch.zeros_like(inputs[0]))
-    return states
+    modules = list(ops)
+
+    def compute(index: int, state: Tensor) -> Tensor | None:
+        op = modules[index]
+        if op is None:
+            return None
+        out: Tensor = op(state)
+        return out if isinstance(op, nn.Identity) else drop_path(out, drop_path_prob)
+
+    return summed_states(inputs, edges, compute, nodes=nodes, empty=torch.zeros_like(inputs[0]))
 
 
 class TwoInputCell(nn.Module):
-    """A derived cell whose inputs are the cells before: its output joins its later nodes.
-
-    Args:
-        preprocess0: Of the output of the cell before the last.
-        preprocess1: Of the last's.
-        wiring: The edges.
-        edges: The module of each.
-        nodes: The nodes that are no inputs.
-    """
+    """A derived cell whose inputs are the cells before: its output joins its later nodes."""
 
     def __init__(
         self,
-        preprocess0: nn.Module,
-        preprocess1: nn.Module,
-        wiring: tuple[Edge, ...],
-        edges: Iterable[nn.Module],
+        inputs: tuple[nn.Module, nn.Module],
+        edges: Sequence[Edge],
+        ops: Iterable[nn.Module],
         *,
         nodes: range,
     ) -> None:
-        """See the class."""
+        """Take the modules.
+
+        Args:
+            inputs: Modules for the outputs of the cell before the last and of the last.
+            edges: Those of the genotype.
+            ops: The module of each; made after those of the inputs.
+            nodes: The nodes that are no inputs.
+        """
         super().__init__()
-        self.preprocess0, self.preprocess1 = preprocess0, preprocess1
-        self.wiring, self.nodes = wiring, nodes
-        self.edges = nn.ModuleList(edges)
+        self.preprocess0, self.preprocess1 = inputs
+        self.wiring, self.nodes = edges, nodes
+        self.edges = nn.ModuleList(ops)
 
     def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
         """Return the nodes' states, side by side in dimension 1."""
-        inputs = [self.preprocess0(before), self.preprocess1(last)]
-        pairs = [(edge.source, edge.target) for edge in self.wiring]
         states = discrete_states(
-            inputs, pairs, self.edges, nodes=self.nodes, drop_path_prob=drop_path_prob
+            [self.preprocess0(before), self.preprocess1(last)],
+            [edge.pair for edge in self.wiring],
+            self.edges,
+            nodes=self.nodes,
+            drop_path_prob=drop_path_prob,
         )
-        return torch.cat(states[len(inputs) :], dim=1)
+        return torch.cat(states[self.nodes.start :], dim=1)
 
 
 def mixed_states(
     inputs: Sequence[Tensor],
     edges: Sequence[tuple[int, int]],
-    ops: Iterable[nn.Module],
+    ops: Sequence[nn.Module],
     weights_EO: Tensor,
 ) -> list[Tensor]:
-    """Return the states of a cell's inputs and nodes, all edges with their mixed ops."""
-    states, wiring = list(inputs), list(zip(edges, ops, strict=True))
-    for node in range(len(inputs), edges[-1][1] + 1):
-        states.append(
-            add_all(
-                op(states[source], weights_EO[..., index, :])
-                for index, ((source, target), op) in enumerate(wiring)
-                if target == node
-            )
-        )
-    return states
+    """Compute the states of a cell's inputs and nodes, all edges with their mixed ops."""
+
+    def compute(index: int, state: Tensor) -> Tensor:
+        out: Tensor = ops[index](state, weights_EO[..., index, :])
+        return out
+
+    nodes = range(len(inputs), edges[-1][1] + 1)
+    return summed_states(inputs, edges, compute, nodes=nodes, empty=None)
 
 
 def path_states(
@@ -263,7 +292,7 @@ def path_states(
     columns: Sequence[int],
     gates_E: Tensor,
 ) -> list[Tensor]:
-    """Return the states of a cell's inputs and nodes, with one op on each edge; of stride 1.
+    """Compute the states of a cell's inputs and nodes, with one op on each edge; of stride 1.
 
     Args:
         inputs: States of the first nodes.
@@ -273,15 +302,14 @@ def path_states(
             out.
         gates_E: What each op's output is multiplied by.
     """
-    states: list[Tensor | None] = list(inputs)
-    wiring = [(edge, op.op(column)) for edge, op, column in zip(edges, ops, columns, strict=True)]
-    for node in range(len(inputs), edges[-1][1] + 1):
-        incoming = [
-            gates_E[index] * op(state)
-            for index, ((source, target), op) in enumerate(wiring)
-            if target == node and op is not None and (state := states[source]) is not None
-        ]
-        states.append(add_all(incoming) if incoming else None)
+    modules = [op.op(column) for op, column in zip(ops, columns, strict=True)]
+
+    def compute(index: int, state: Tensor | None) -> Tensor | None:
+        op = modules[index]
+        return None if op is None or state is None else gates_E[index] * op(state)
+
+    nodes = range(len(inputs), edges[-1][1] + 1)
+    states = summed_states(inputs, edges, compute, nodes=nodes, empty=None)
     return [torch.zeros_like(inputs[0]) if state is None else state for state in states]
 
 
@@ -322,6 +350,95 @@ class MixedOp(Choice):
         )
 
 
+def node_states(
+    inputs: Sequence[Tensor],
+    edges: Sequence[tuple[int, int]],
+    leave: Callable[[Tensor, list[int]], Tensor],
+) -> list[Tensor]:
+    """Return the states of all nodes of a cell, those of its inputs first.
+
+    Args:
+        inputs: States of the first nodes.
+        edges: (source, target) of every edge; every later node has one.
+        leave: From a state and the indices of the edges that leave it to their outputs [B, E, ...].
+    """
+    states, last = list(inputs), max(target for _, target in edges)
+    incoming: dict[int, list[Tensor]] = {node: [] for node in range(last + 1)}
+    for source in range(last):
+        if source >= len(inputs):
+            states.append(add_all(incoming[source]))
+        indices = [index for index, edge in enumerate(edges) if edge[0] == source]
+        outs = leave(states[source], indices).unbind(1)
+        for index, out in zip(indices, outs, strict=True):
+            incoming[edges[index][1]].append(out)
+    return [*states, add_all(incoming[last])]
+
+
+def normalised(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
+    """Return the channels normalised by norms without affine part, each on its share of them.
+
+    The running statistics of batch norms move as they would one by one.
+
+    Raises:
+        ValueError: Some batch norms are in training mode and others are not.
+    """
+    first = modules[0]
+    if isinstance(first, nn.GroupNorm):
+        return F.group_norm(x_BCHW, len(modules) * first.num_groups, eps=first.eps)
+    if len({module.training for module in modules}) > 1:
+        raise ValueError("a supernet needs all norms in one mode: call train() or eval()")
+    buffers = [[m.running_mean for m in modules], [m.running_var for m in modules]]
+    mean, variance = (torch.cat(each) for each in buffers)
+    momentum = first.momentum
+    if momentum is None:  # as torch's own: the mean over all batches
+        momentum = 1 / (int(first.num_batches_tracked) + 1)
+    out = F.batch_norm(
+        x_BCHW, mean, variance, training=first.training, momentum=momentum, eps=first.eps
+    )
+    if first.training:
+        for module, mean_C, variance_C in zip(
+            modules, mean.chunk(len(modules)), variance.chunk(len(modules)), strict=True
+        ):
+            module.running_mean.copy_(mean_C)
+            module.running_var.copy_(variance_C)
+            module.num_batches_tracked.add_(1)
+    return out
+
+
+def max_pool(x_BCHW: Tensor, *, stride: int = 1) -> Tensor:
+    """Return 3x3 maxima, computed with all channels innermost in memory, at .2 of the cost."""
+    batch, channels, height, width = x_BCHW.shape
+    side_by_side = x_BCHW.reshape(1, batch * channels, height, width)
+    out = F.max_pool2d(side_by_side.contiguous(memory_format=torch.channels_last), 3, stride, 1)
+    return out.contiguous().view(batch, channels, *out.shape[2:])
+
+
+def average_pool(x_BCHW: Tensor, *, stride: int = 1) -> Tensor:
+    """Return 3x3 means over the pixels inside the image, as a depthwise convolution."""
+    ones = x_BCHW.new_ones(1, 1, 3, 3)
+    inside = F.conv2d(ones.new_ones(1, 1, *x_BCHW.shape[2:]), ones, stride=stride, padding=1)
+    return depthwise(x_BCHW, [ones.expand(x_BCHW.shape[1], 1, 3, 3)], stride=stride) / inside
+
+
+def mix(
+    parts: Sequence[tuple[Tensor, Sequence[str]]], weights_BEO: Tensor, *, ops: Sequence[str]
+) -> Tensor:
+    """Return the weighted sum of all ops for the edges of a state, [B, E, C, H, W].
+
+    Args:
+        parts: Outputs [B, o, E (or 1: the same for all edges), C, H, W], and the names of their o
+            ops.
+        weights_BEO: Weight of every op on every edge.
+        ops: Names of the O ops.
+    """
+
+    def weighted(out: Tensor, names: Sequence[str]) -> Tensor:
+        columns = [weights_BEO[..., ops.index(name)] for name in names]
+        return (out * torch.stack(columns, dim=1)[..., None, None, None]).sum(1)
+
+    return add_all(weighted(out, names) for out, names in parts)
+
+
 class SkipNetwork(nn.Module):
     """A network that can have a linear classifier on its input beside all else that it computes.
 
@@ -330,14 +447,23 @@ class SkipNetwork(nn.Module):
 
     Attributes:
         skip: The classifier, whose logits are added; None for none.
+        drop_path_prob: Probability of drop-path, in [0, 1), on every edge but identities, on every
+            block with a residual connection; a trainer raises it from 0.
     """
 
     skip: nn.Linear | None
+    drop_path_prob: float
 
     def __init__(self) -> None:
-        """Begin without one."""
+        """Begin without a skip and without drop-path."""
         super().__init__()
         self.skip = None
+        self.drop_path_prob = 0.0
+
+    @property
+    def dropped(self) -> float:
+        """Probability of drop-path at the moment: 0 in evaluation mode."""
+        return self.drop_path_prob if self.training else 0.0
 
     def joined(self, logits: Tensor, x: Tensor, stack: Stack | None = None) -> Tensor:
         """Return the logits [B, classes] after adding the skip's.

@@ -1,8 +1,8 @@
 """Interface of every search space, and the supernet that all of them share.
 
-A space is a frozen dataclass of its sizes that fulfils :class:`SearchSpace`. Its relaxed network is
-a :class:`Supernet`: the architecture parameters (alphas) beside a body that holds all weights. A
-new space writes a body, a discrete network and the way from alphas to a genotype.
+A space is a frozen dataclass of its sizes, a :class:`SearchSpace`. Its relaxed network is a
+:class:`Supernet`: the architecture parameters (alphas) beside a body that holds all weights. A new
+space writes a body and a discrete network; the ways between alphas and genotypes are here.
 
 Tensor suffixes: B batch, E edges of a cell, O ops.
 """
@@ -10,22 +10,26 @@ Tensor suffixes: B batch, E edges of a cell, O ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import ClassVar, Protocol, TypeVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.layers import Stack
-from fednas_flwr.settings.names import BATCH, LINEAR, NO_SKIP, SKIPS, Norm
-from fednas_flwr.spaces.genotype import Edge, Genotype
-from fednas_flwr.spaces.operations import Choice, SkipNetwork, check_norm
+from fednas_flwr.settings.names import BATCH, LINEAR, NO_SKIP, NORMS, SKIPS, Norm
+from fednas_flwr.settings.optimizers import Count
+from fednas_flwr.settings.parser import Checked, OneOf
+from fednas_flwr.spaces.cell_graph import has_weights, nearest_trained
+from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
+from fednas_flwr.spaces.operations import Choice, SkipNetwork
 
 ALPHA_STD = 1e-3
-Network = TypeVar("Network", bound=SkipNetwork)
+CELL = "cell"  # the kind of cell, where there is only one
+INTO_NODE = 2  # edges that a genotype keeps
 AXES = {"images": ("channels", "height", "width"), "tables": ("features",)}
 
 
@@ -112,80 +116,47 @@ class Supernet(nn.Module):
         return logits
 
 
-class SearchSpace(Protocol):
-    """A set of architectures: its relaxation, its discrete networks and the way between them."""
-
-    @property
-    def name(self) -> str:
-        """The name users choose the space by; the ``space`` of its genotypes."""
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one example."""
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        """Names of the candidate ops, in the order of an alpha row."""
-
-    @property
-    def cell_kinds(self) -> dict[str, int]:
-        """Number of edges with alphas per kind of cell."""
-
-    def supernet(self) -> Supernet:
-        """Return a newly initialised supernet; draws from torch's global generator."""
-
-    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Return the architecture that the alphas stand for; ties go to the lowest index.
-
-        It is never degenerate.
-        """
-
-    def random_genotype(self, generator: torch.Generator) -> Genotype:
-        """Return a genotype drawn uniformly from those that ``derive`` can return."""
-
-    def is_degenerate(self, genotype: Genotype) -> bool:
-        """Return whether nothing in the cells can be trained, see ``degenerate``."""
-
-    def check(self, genotype: Genotype) -> None:
-        """Raise ConfigError unless the genotype belongs to this space, in its canonical order.
-
-        Degenerate ones do: a user may train one.
-        """
-
-    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> nn.Module:
-        """Return the newly initialised discrete network of the space's sizes, to be trained.
-
-        Its forward returns logits; in train mode with an auxiliary head a pair, logits and
-        auxiliary logits. A trainer sets its attribute ``drop_path_prob``. Its method ``chain()``
-        returns the modules that compute one after the other, from the stem to the last cell.
-        """
-
-
 @dataclass(frozen=True, kw_only=True)
-class SpaceShape:
-    """Data and sizes that every search space of the package is made for.
+class SearchSpace(Checked):
+    """A set of architectures: its relaxation, its discrete networks and the way between them.
+
+    As it stands here, a network has one op on each edge of each kind of cell. A space gives the
+    class variables, :meth:`body` and :meth:`discrete`.
 
     Attributes:
-        input_shape: Of one example.
+        name: The name users choose the space by; the ``space`` of its genotypes.
+        inputs: Kind of examples, one of ``AXES``.
+        ops: Names of the candidate ops, in the order of an alpha row.
+        kinds: Kinds of cell.
+        edges: (source, target) of the edges of a cell with alphas.
+        outputs: The nodes that a cell's output is made of.
+        routes: Ways through the cell, as positions of edges, along each of which some op must have
+            weights for there to be something to train; None where every edge is one.
+        has_auxiliary: True if networks can have a second classifier.
+        input_shape: Shape of one example.
         num_classes: Number of classes.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
-        skip: What is added to the logits of every network: ``none``, or those of a ``linear``
+        skip: Addition to the logits of every network: ``none``, or those of a ``linear``
             classifier on the input, which begins with zeros.
     """
 
     name: ClassVar[str]
-    inputs: ClassVar[str] = "images"  # one of AXES
+    inputs: ClassVar[str] = "images"
+    ops: ClassVar[tuple[str, ...]]
+    kinds: ClassVar[tuple[str, ...]] = (CELL,)
+    edges: ClassVar[tuple[tuple[int, int], ...]]
+    outputs: ClassVar[range]
+    routes: ClassVar[Sequence[Sequence[int]] | None] = None
+    has_auxiliary: ClassVar[bool] = False
 
     input_shape: tuple[int, ...]
-    num_classes: int
-    norm: Norm = BATCH
-    skip: str = NO_SKIP
+    num_classes: Count
+    norm: Annotated[Norm, OneOf(NORMS)] = BATCH
+    skip: Annotated[str, OneOf(SKIPS)] = NO_SKIP
 
     def __post_init__(self) -> None:
         """Refuse examples for which no network can be built."""
-        check_norm(self.norm)
-        if self.skip not in SKIPS:
-            raise unknown_choice("search_space.skip", self.skip, SKIPS)
+        super().__post_init__()
         axes = AXES[self.inputs]
         if len(self.input_shape) != len(axes) or min(self.input_shape) < 1:
             other = {1: "; of a table take search_space=mlp_small", 3: "; of images, darts_small"}
@@ -194,10 +165,174 @@ class SpaceShape:
                 f"the data set's examples have the shape {tuple(self.input_shape)}"
                 f"{other.get(len(self.input_shape), '')}."
             )
-        self.check_sizes("num_classes")
 
-    def with_skip(self, network: Network) -> Network:
-        """Return the network, with the space's skip in it."""
+    def body(self) -> SkipNetwork:
+        """Build the newly initialised body of the supernet."""
+        raise NotImplementedError
+
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> SkipNetwork:
+        """Build the newly initialised network of a genotype of this space, which has been checked.
+
+        ``auxiliary`` is False of spaces without such a head.
+        """
+        raise NotImplementedError
+
+    @property
+    def cell_kinds(self) -> dict[str, int]:
+        """Number of edges with alphas per kind of cell."""
+        return dict.fromkeys(self.kinds, len(self.edges))
+
+    @property
+    def offered(self) -> list[list[int]]:
+        """For every edge the columns of the ops that it offers."""
+        return [list(range(len(self.ops)))] * len(self.edges)
+
+    def supernet(self) -> Supernet:
+        """Build a newly initialised supernet; draws from torch's global generator."""
+        body = self._with_skip(self.body())
+        return Supernet(body, num_edges=self.cell_kinds, num_ops=len(self.ops))
+
+    def network(self, genotype: Genotype, *, auxiliary: bool = False) -> SkipNetwork:
+        """Build the newly initialised discrete network of the space's sizes, to be trained.
+
+        Its forward returns logits; in train mode with an auxiliary head a pair, logits and
+        auxiliary logits. A trainer sets its attribute ``drop_path_prob``. Its method ``chain()``
+        returns the modules that compute one after the other, from the stem to the last cell.
+
+        Args:
+            genotype: Its cells.
+            auxiliary: True if a second classifier is added.
+
+        Raises:
+            ConfigError: The genotype is not of this space, or it has no auxiliary head.
+        """
+        self.check(genotype)
+        if auxiliary and not self.has_auxiliary:
+            raise ConfigError(
+                f"{self.name} networks have no auxiliary head: set retrain.auxiliary_weight=0."
+            )
+        return self._with_skip(self.discrete(genotype, auxiliary=auxiliary))
+
+    def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Find the architecture that the alphas stand for, which is never degenerate.
+
+        If :meth:`likeliest` is, the most likely ops that are not take their place
+        (``cell_graph.nearest_trained``).
+
+        Raises:
+            ValueError: If kinds or shapes are wrong or an alpha is not finite.
+        """
+        if set(alphas) != set(self.kinds):
+            raise ValueError(f"expected alphas for {sorted(self.kinds)}, got {sorted(alphas)}")
+        expected = (len(self.edges), len(self.ops))
+        for kind in self.kinds:
+            if (shape := tuple(alphas[kind].shape)) != expected:
+                raise ValueError(f"expected alphas of shape {expected} for {kind}, got {shape}")
+            if not bool(torch.isfinite(alphas[kind]).all()):
+                raise ValueError(f"alphas of {kind} are not all finite")
+        genotype = self.likeliest(alphas)
+        return self._nearest(genotype, alphas) if self.is_degenerate(genotype) else genotype
+
+    def likeliest(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Find the genotype with the op of the largest alpha on every edge; ties to the lowest."""
+        rows = alphas[self.kinds[0]].detach().tolist()
+        # max() keeps the first of equals, which torch.argmax does not promise.
+        pairs = zip(rows, self.offered, strict=True)
+        return self.genotype(max(columns, key=row.__getitem__) for row, columns in pairs)
+
+    def random_genotype(self, generator: torch.Generator) -> Genotype:
+        """Draw a genotype uniformly from those that :meth:`derive` can return."""
+        while self.is_degenerate(genotype := self.draw(generator)):
+            pass
+        return genotype
+
+    def draw(self, generator: torch.Generator) -> Genotype:
+        """Draw a genotype uniformly, which may be degenerate."""
+        return self.genotype(
+            columns[int(torch.randint(len(columns), (), generator=generator))]
+            for columns in self.offered
+        )
+
+    def is_degenerate(self, genotype: Genotype) -> bool:
+        """Tell whether nothing in the cells can be trained, see ``cell_graph``."""
+        cells = genotype.cells.values()
+        return not any(has_weights(edges, outputs=self.outputs) for edges in cells)
+
+    def genotype(self, path: Iterable[int]) -> Genotype:
+        """Build the genotype with these ops, given by column, on the edges of the only cell."""
+        edges = (Edge(self.ops[op], *edge) for op, edge in zip(path, self.edges, strict=True))
+        return Genotype(space=self.name, cells={self.kinds[0]: tuple(edges)})
+
+    def path(self, genotype: Genotype) -> list[int]:
+        """List for every edge of the only cell its op's column; raises as :meth:`check`."""
+        self.check(genotype)
+        return [self.ops.index(edge.op) for edge in genotype.cells[self.kinds[0]]]
+
+    def lead(self, genotype: Genotype, margin: float) -> dict[str, Tensor]:
+        """Build alphas: ``margin`` (above 0) for the ops of a genotype, 0 for all others.
+
+        The space derives the genotype from them.
+        """
+        alphas = {kind: torch.zeros(len(self.edges), len(self.ops)) for kind in genotype.cells}
+        for kind, edges in genotype.cells.items():
+            for edge in edges:
+                alphas[kind][self.edges.index(edge.pair), self.ops.index(edge.op)] = margin
+        return alphas
+
+    def check(self, genotype: Genotype) -> None:
+        """Raise ConfigError unless the genotype belongs to this space, in its canonical order.
+
+        Degenerate ones do: a user may train one.
+        """
+        if genotype.space != self.name:
+            raise ConfigError(
+                f"the genotype's space is {show(genotype.space)!r}, but search_space={self.name}: "
+                "choose the search space that it was found in."
+            )
+        if set(genotype.cells) != set(self.kinds):
+            raise ConfigError(
+                f"a {self.name} genotype has the cells {sorted(self.kinds)}, got "
+                f"{show(', '.join(sorted(genotype.cells)))}."
+            )
+        for kind, edges in genotype.cells.items():
+            self.check_cell(kind, edges)
+
+    def check_cell(self, kind: str, edges: Sequence[Edge]) -> None:
+        """Raise ConfigError unless a cell has one op on each edge, in order."""
+        self._check_ops(kind, edges, self.ops)
+        pairs = tuple(edge.pair for edge in edges)
+        if pairs != self.edges:
+            raise ConfigError(
+                f"cell {kind!r}: the edges {arrows(self.edges)} are needed in this order; got "
+                f"{arrows(pairs)}."
+            )
+
+    def _check_ops(self, kind: str, edges: Sequence[Edge], ops: Sequence[str]) -> None:
+        """Raise ConfigError unless every edge's op is one of ``ops``."""
+        for edge in edges:
+            if edge.op not in ops:
+                raise ConfigError(
+                    f"cell {kind!r}: edge {edge.source} -> {edge.target} has the unknown op "
+                    f"{show(edge.op)!r}, expected one of {', '.join(ops)}."
+                )
+
+    def _nearest(self, genotype: Genotype, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Change ops of a degenerate genotype to the likeliest that are not degenerate."""
+        places = [(kind, edge) for kind, edges in genotype.cells.items() for edge in edges]
+        rows = {kind: alphas_EO.detach().tolist() for kind, alphas_EO in alphas.items()}
+        path = nearest_trained(
+            [rows[kind][self.edges.index(edge.pair)] for kind, edge in places],
+            [self.ops.index(edge.op) for _, edge in places],
+            ops=self.ops,
+            routes=self.routes or [[place] for place in range(len(places))],
+        )
+        cells: dict[str, tuple[Edge, ...]] = dict.fromkeys(genotype.cells, ())
+        for (kind, edge), op in zip(places, path, strict=True):
+            cells[kind] += (replace(edge, op=self.ops[op]),)
+        return replace(genotype, cells=cells)
+
+    def _with_skip(self, network: SkipNetwork) -> SkipNetwork:
+        """Put the space's skip into a network."""
         if self.skip == LINEAR:
             sizes = (math.prod(self.input_shape), self.num_classes)
             empty = nn.Linear(*sizes, device="meta")  # draws nothing: all else stays the same
@@ -206,53 +341,60 @@ class SpaceShape:
             nn.init.zeros_(network.skip.bias)
         return network
 
-    def check_auxiliary(self, auxiliary: bool) -> None:  # noqa: FBT001
-        """Raise ConfigError if an auxiliary head is asked for, of a space without one."""
-        if auxiliary:
+
+class CellGraphSpace(SearchSpace):
+    """Spaces with a normal and a reduction cell, in which a genotype keeps two edges into a node.
+
+    The first op is ``none``, which no genotype has; a cell's output is all of its nodes that are no
+    inputs (Liu et al. 2019, arXiv 1806.09055).
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("normal", "reduction")
+
+    def likeliest(self, alphas: Mapping[str, Tensor]) -> Genotype:
+        """Find the genotype of the strongest edges (Liu et al. 2019, section 2.4).
+
+        Every node keeps the two incoming edges whose best op other than ``none`` has the largest
+        softmax weight, each with that op. Ties go to the lowest op and the lowest source.
+        Deviation, of :meth:`derive`: if none of these ops has weights, the edge on which it costs
+        the least log-probability takes its strongest op that has.
+        """
+        return Genotype(self.name, {kind: self._strongest(alphas[kind]) for kind in self.kinds})
+
+    def _strongest(self, alphas_EO: Tensor) -> tuple[Edge, ...]:
+        weights_EO = alphas_EO.detach().double().cpu().softmax(dim=-1).tolist()
+        strongest = []
+        for pair, weights_O in zip(self.edges, weights_EO, strict=True):
+            op = max(range(1, len(self.ops)), key=weights_O.__getitem__)
+            strongest.append((weights_O[op], Edge(self.ops[op], *pair)))
+        chosen: list[Edge] = []
+        for node in self.outputs:
+            incoming = [pair for pair in strongest if pair[1].target == node]
+            best = sorted(incoming, key=lambda pair: -pair[0])[:INTO_NODE]
+            chosen.extend(sorted((edge for _, edge in best), key=lambda edge: edge.source))
+        return tuple(chosen)
+
+    def draw(self, generator: torch.Generator) -> Genotype:
+        """Draw two distinct sources per node and any op but ``none`` on each, uniformly."""
+        cells = {}
+        for kind in self.kinds:
+            edges = []
+            for target in self.outputs:
+                sources = torch.randperm(target, generator=generator)[:INTO_NODE].sort().values
+                for source in sources.tolist():
+                    op = int(torch.randint(1, len(self.ops), (), generator=generator))
+                    edges.append(Edge(self.ops[op], source, target))
+            cells[kind] = tuple(edges)
+        return Genotype(self.name, cells)
+
+    def check_cell(self, kind: str, edges: Sequence[Edge]) -> None:
+        """Raise ConfigError unless :meth:`derive` could have returned these edges."""
+        self._check_ops(kind, edges, self.ops[1:])
+        pairs = [(edge.target, edge.source) for edge in edges]
+        targets = [target for target in self.outputs for _ in range(INTO_NODE)]
+        if [target for target, _ in pairs] != targets or sorted(set(pairs)) != pairs:
             raise ConfigError(
-                f"{self.name} networks have no auxiliary head: set retrain.auxiliary_weight=0."
+                f"cell {kind!r}: each of the nodes {self.outputs[0]} to {self.outputs[-1]} needs "
+                "two edges from different earlier nodes, ordered by target, then source; got "
+                f"{arrows([edge.pair for edge in edges])}."
             )
-
-    def check_sizes(self, *fields: str) -> None:
-        """Raise ConfigError for the first of some fields that is below 1."""
-        for field in fields:
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)}.")
-
-
-def check_alphas(
-    alphas: Mapping[str, Tensor], *, num_edges: Mapping[str, int], num_ops: int
-) -> None:
-    """Raise ValueError unless there is one finite tensor [edges, ops] for every kind of cell."""
-    if set(alphas) != set(num_edges):
-        raise ValueError(f"expected alphas for {sorted(num_edges)}, got {sorted(alphas)}")
-    for kind, edges in num_edges.items():
-        if alphas[kind].shape != (edges, num_ops):
-            shape = tuple(alphas[kind].shape)
-            raise ValueError(f"expected alphas of shape {(edges, num_ops)} for {kind}, got {shape}")
-        if not bool(torch.isfinite(alphas[kind]).all()):
-            raise ValueError(f"alphas of {kind} are not all finite")
-
-
-def check_cells(genotype: Genotype, *, space: str, kinds: Mapping[str, int]) -> None:
-    """Raise ConfigError unless the genotype names this space and has exactly its kinds of cell."""
-    if genotype.space != space:
-        raise ConfigError(
-            f"the genotype's space is {show(genotype.space)!r}, but search_space={space}: choose "
-            "the search space that it was found in."
-        )
-    if set(genotype.cells) != set(kinds):
-        raise ConfigError(
-            f"a {space} genotype has the cells {sorted(kinds)}, got "
-            f"{show(', '.join(sorted(genotype.cells)))}."
-        )
-
-
-def check_op(edge: Edge, *, kind: str, ops: tuple[str, ...]) -> None:
-    """Raise ConfigError unless the edge's op is one of ``ops``."""
-    if edge.op not in ops:
-        raise ConfigError(
-            f"cell {kind!r}: edge {edge.source} -> {edge.target} has the unknown op "
-            f"{show(edge.op)!r}, "
-            f"expected one of {', '.join(ops)}."
-        )

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import unpack
-from fednas_flwr.search.candidate import Candidate, path_states
+from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.optimizer_step import path_states
 
 DPNAS = [
     *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),
@@ -166,24 +167,24 @@ def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
         torch.testing.assert_close(torch.tensor(found), expected)
 
 
-@pytest.mark.parametrize("sampler", ["controller", "evolution", "random"])
-def test_no_degenerate_candidate_is_trained_measured_or_found(sampler, compose_config, federate):
+@pytest.mark.parametrize("name", ["controller", "evolution", "random"])
+def test_no_degenerate_candidate_is_trained_measured_or_found(name, compose_config, federate):
     """From samplers that like ops without weights, of whose own draws many are degenerate."""
-    strategy = federate(compose_config(*DPNAS, f"algorithm.sampler={sampler}")).strategy
-    own, space = strategy.sampler.sampler, strategy.cells
+    strategy = federate(compose_config(*DPNAS, f"algorithm.sampler={name}")).strategy
+    sampler, space = strategy.sampler, strategy.cells
     generator = torch.Generator().manual_seed(0)
-    if sampler == "controller":
+    if name == "controller":
         with torch.no_grad():
-            for decoder in own.policy.decoders:
+            for decoder in sampler.policy.decoders:
                 decoder.bias[:4] += 3  # none, the pools and the skip connection
-        plain = [space.genotype(path) for path in own.sample(300, generator)]
+        plain = [space.genotype(path) for path in sampler.draw(300, generator)]
         assert sum(space.is_degenerate(genotype) for genotype in plain) > 20
     else:
-        own.choices = (4,) * 14 + (10,)  # the last edge alone may have weights
+        sampler.choices = (4,) * 14 + (10,)  # the last edge alone may have weights
     for _ in range(3):
-        paths = strategy.sampler.sample(60, generator)
+        paths = sampler.sample(60, generator)
         assert not any(space.is_degenerate(space.genotype(path)) for path in paths)
-        strategy.sampler.learn(paths, [0.5] * len(paths))
+        sampler.learn(paths, [0.5] * len(paths))
 
 
 @pytest.mark.parametrize("momentum", ["reset", "averaged", "server"])

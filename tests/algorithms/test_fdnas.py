@@ -13,7 +13,7 @@ from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.messages import Header, Reply, encode_reply
-from fednas_flwr.protocol.states import Layout, changed_part, fill_unchanged, pack
+from fednas_flwr.protocol.states import Layout, fill_unchanged, pack, take_part
 from fednas_flwr.search.proxyless import (
     alpha_gradient,
     draw_paths,
@@ -23,7 +23,7 @@ from fednas_flwr.search.proxyless import (
 )
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import accept_reply
-from fednas_flwr.spaces.space_costs import space_costs
+from fednas_flwr.spaces.costs import space_costs
 
 from ..asked import smallest
 
@@ -138,14 +138,15 @@ def test_a_part_is_what_has_changed_and_fills_in_to_the_whole():
     sent = {"a": torch.zeros(2, 3), "b": torch.ones(4), "n": torch.tensor(3)}
     new = sent | {"b": torch.tensor([1.0, 1.0, 2.0, 1.0])}
     layout = Layout.of(sent)
-    part, chosen = changed_part(pack(new), pack(sent), layout)
-    assert chosen == "010"
+    assert layout.marks(["b"]) == "010"
+    assert layout.marked("010") == {"b"}
+    part = take_part(pack(new), layout, ["b"])
     assert {dtype: vector.tolist() for dtype, vector in part.items()} == {"float32": [1, 1, 2, 1]}
-    whole = fill_unchanged(part, pack(sent), layout, chosen)
+    whole = fill_unchanged(part, pack(sent), layout, ["b"])
     assert all(torch.equal(whole[dtype], vector) for dtype, vector in pack(new).items())
-    nothing, chosen = changed_part(pack(sent), pack(sent), layout)
-    assert (nothing, chosen) == ({}, "000")
-    same = fill_unchanged(nothing, pack(sent), layout, chosen)
+    nothing = take_part(pack(sent), layout, layout.marked("000"))
+    assert nothing == {}
+    same = fill_unchanged(nothing, pack(sent), layout, [])
     assert all(torch.equal(same[dtype], vector) for dtype, vector in pack(sent).items())
 
 
@@ -194,7 +195,7 @@ def test_hostile_sparse_replies_are_refused():
     sent = {"weights": {"float32": torch.arange(5.0)}}
     header = Header("run", "search", 1, 1, 0, "nonce")
     part = {"weights": {"float32": torch.tensor([7.0, 8.0])}}
-    digest = layout.part("01").digest
+    digest = layout.part(layout.marked("01")).digest
 
     def accepted(changed, states=part, digest=digest):
         properties = {} if changed is None else {"changed": changed}
@@ -222,7 +223,7 @@ def test_hostile_sparse_replies_are_refused():
         with pytest.raises(ReplyError, match="names, shapes or dtypes|sizes"):
             accepted({"weights": changed})
     with pytest.raises(ReplyError, match="sizes"):
-        accepted({"weights": "10"}, digest=layout.part("10").digest)
+        accepted({"weights": "10"}, digest=layout.part(layout.marked("10")).digest)
     wild = {"weights": {"float32": torch.tensor([7.0, float("inf")])}}
     with pytest.raises(ReplyError, match="not finite"):
         accepted({"weights": "01"}, states=wild)

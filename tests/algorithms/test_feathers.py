@@ -338,8 +338,7 @@ def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkey
 @pytest.mark.parametrize(("scale", "expected"), [(0.0, 5.0), (0.1, 0.4), (1e-9, 1e-3), (9.0, 5.0)])
 def test_the_bound_of_noised_rewards_follows_their_size(scale, expected, compose_config, federate):
     strategy = federate(compose_config(*SETTINGS, "algorithm.loss_bound=5")).strategy
-    bandit = replace(strategy.tuner.bandit, scale=scale)
-    strategy.tuner = replace(strategy.tuner, bandit=bandit)
+    strategy.tuner = replace(strategy.tuner, scale=scale)
     assert strategy._bound() == 5.0
     strategy.is_private = True
     assert strategy._bound() == pytest.approx(expected)

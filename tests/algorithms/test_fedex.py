@@ -19,8 +19,7 @@ from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.runs.events import latest_rounds, read_events
-from fednas_flwr.search.bandit import draw_configurations
-from fednas_flwr.search.exponentiated_gradient import Theta, Trial
+from fednas_flwr.search.bandit import Theta, Trial, draw_configurations
 from fednas_flwr.spaces.genotype import save_genotype
 
 from ..asked import in_words, of_exchange

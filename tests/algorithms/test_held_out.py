@@ -15,7 +15,7 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.models.prediction import read_model
-from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.feasible import check_buildable
 
 LINEAR = (
     *("dataset=digits", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),

@@ -19,7 +19,7 @@ from fednas_flwr.client.answer import answer
 from fednas_flwr.models.networks import describe_network, supernet_space
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
-from fednas_flwr.search.architect import alpha_gradient_sum
+from fednas_flwr.search.batch_gradients import alpha_gradient_sum
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.exchange import Exchange
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.networks import make_space
-from fednas_flwr.pipeline.buildable import check_buildable
-from fednas_flwr.spaces.cell_graph import CellGraphSpace, WholeGraphSpace, lead
+from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.spaces.genotype import from_json
 
 from ..asked import in_words, of_exchange
@@ -30,9 +29,8 @@ PRIVATE = ("algorithm=dp_fnas", *FEW)
 
 @given(st.sampled_from(SPACES), st.integers(0, 2**30), st.floats(1e-3, 10))
 def test_a_space_derives_the_architecture_that_leads(space, seed, margin) -> None:
-    assert isinstance(space, CellGraphSpace | WholeGraphSpace)
     genotype = space.random_genotype(make_generator(seed, "lead"))
-    alphas = lead(genotype, margin, ops=space.ops, nodes=space.nodes)
+    alphas = space.lead(genotype, margin)
     assert space.derive(alphas) == genotype
     for kind, edges in genotype.cells.items():
         assert alphas[kind].shape == (space.cell_kinds[kind], len(space.ops))
@@ -75,7 +73,7 @@ def test_clients_are_sent_alphas_with_the_lead(
     federation.strategy.start(federation.grid, num_rounds=1)
     (first,) = sent[0].values()
     space = federation.strategy.space
-    expected = lead(found_in(data_free), 0.75, ops=space.ops, nodes=space.nodes)["cell"]
+    expected = space.lead(found_in(data_free), 0.75)["cell"]
     assert torch.equal(first, (without + expected).flatten())
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.base import PrivateRound
 from fednas_flwr.algorithms.stage_strategies import releases_by_round
 from fednas_flwr.algorithms.successive_halving.strategy import SuccessiveHalving, num_left
 from fednas_flwr.base.errors import ConfigError

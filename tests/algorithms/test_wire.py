@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.protocol.messages import restore_sent, round_sent
 from fednas_flwr.protocol.states import pack
-from fednas_flwr.protocol.wire import restore_sent, round_sent
 
 
 def round_with(compose_config, federate, wire, *, sent=None):

@@ -30,7 +30,6 @@ from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request
 from fednas_flwr.protocol.requests import (
     RewardCandidates,
     Settings,
-    Site,
     TrainCandidates,
     Trial,
 )
@@ -271,7 +270,7 @@ def make_site(
         def asked(action: str) -> Settings:
             """Return what an action is given unless a test changes it: one step of each release."""
             every = smallest(
-                Site("ward"),
+                "ward",
                 network=networks.description,
                 split="train+validation",
                 weights=STEP,

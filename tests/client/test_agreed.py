@@ -18,11 +18,11 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.answer import agreed, begin_sum
-from fednas_flwr.client.client import Augmentation, Client
+from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.release_guard import Commitment
 from fednas_flwr.data.prepared import make_data
-from fednas_flwr.data.schema import Column
+from fednas_flwr.data.records import Column, Inputs
 from fednas_flwr.data.statistics import Moments, Statistics
 from fednas_flwr.deploy import client_app
 from fednas_flwr.pipeline.beginning import SITE_PROPERTIES
@@ -30,12 +30,11 @@ from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import DataSetPolicy
+from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.requests import Site, TakeGradients
-from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
+from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.protocol.sum_requests import Summed
-from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings import dump_config
 
 SETTINGS = TakeGradients(
@@ -45,7 +44,7 @@ SETTINGS = TakeGradients(
     batch_size=None,
     order=1,
     inner_lr=0.1,
-    site=Site("records"),
+    data_set="records",
 )
 PLANNED = PlannedRelease(
     "search", "train.weight_gradient", "weights", ("train",), 8.0, 20, 0.5, 1.5, shared=True
@@ -115,7 +114,6 @@ REFUSES = "it decides whether there is a reply, never what is in it"
 COUNTS = "how many records its own sum is of; its noise does not depend on it"
 ROUNDING = "how its own gradients are rounded, before clipping"
 OWN_POLICY = {
-    "data_set": REFUSES,
     "account": REFUSES,
     "epsilon": REFUSES,
     "delta": REFUSES,
@@ -143,12 +141,20 @@ BY_SETTINGS = {
     "precision": {"training": {"precision": "bfloat16"}},
     "wire": {"runtime": {"wire": "int8"}},
 }
-SHARED_CLIENT = {
+SHARED_CLIENT = {"settings_digest": "other"}
+SHARED_INPUTS = {
     "class_names": ("a", "b"),
     "schema": (Column("age", "number"),),
-    "image_shape": (1, 8, 8),
     "scattering": (2, 8),
-    "settings_digest": "other",
+    "multi_label": True,
+}
+OWN_INPUTS = {
+    "shape": "shared as that of the records, and of the images before a transform",
+    "mean": "shared as that of the records, see below",
+    "std": "shared as that of the records, see below",
+    "label": "a name in its files",
+    "label_separator": "a sign in its files",
+    "intensity": "how it reads its images",
 }
 OWN_CLIENT = {
     "index": "its place in the roster",
@@ -162,7 +168,11 @@ OWN_CLIENT = {
     "rehearsed": ROUNDING,
 }
 SECRET_CLIENT = {"data": "records", "moments": "follow from records"}
-INSIDE = {"guard": "policy, commitment, generator", "sums": "roster, terms, keys"}
+INSIDE = {
+    "guard": "policy, commitment, generator",
+    "sums": "roster, terms, keys",
+    "inputs": "what the records are",
+}
 
 
 @pytest.fixture
@@ -209,6 +219,7 @@ def test_every_input_is_in_one_list():
     assert sorted([*SHARED_POLICY, *OWN_POLICY]) == sorted(named(DataSetPolicy))
     lists = (SHARED_CLIENT, BY_SETTINGS, OWN_CLIENT, SECRET_CLIENT, INSIDE)
     assert sorted(itertools.chain(*lists)) == sorted(named(Client))
+    assert sorted([*SHARED_INPUTS, *OWN_INPUTS]) == sorted(named(Inputs))
 
 
 def test_the_form_of_the_data_is_what_the_server_compares():
@@ -217,10 +228,8 @@ def test_the_form_of_the_data_is_what_the_server_compares():
 
 def _client_without_data():
     split = SimpleNamespace(features=torch.zeros(1, 1, 8, 8), mean=(0.0,), std=(1.0,))
-    return SimpleNamespace(
-        moments=None, data=SimpleNamespace(train=split), image_shape=(), scattering=(), schema=(),
-        class_names=("a", "b"), objective=Objective(),
-    )  # fmt: skip
+    inputs = Inputs((1, 8, 8), (), (0.0,), (1.0,), ("a", "b"))
+    return SimpleNamespace(moments=None, data=SimpleNamespace(train=split), inputs=inputs)
 
 
 @pytest.mark.parametrize("name", SHARED_REQUEST)
@@ -251,7 +260,7 @@ def test_the_unit_and_the_honest_sites_of_a_policy_are_shared(client, context):
     assert context(terms=SHARED_POLICY["secure_sum"]) != before
     # more sites of which more collude: the shares of noise are the same
     assert context(terms=SumTerms("ab" * 32, 3, 0)) == before
-    assert context(with_policy(client, unit=SHARED_POLICY["unit"])) != before
+    assert context(with_policy(client, unit=SHARED_POLICY["unit"], records=1)) != before
 
 
 def test_noise_from_a_seed_is_shared_by_all_or_none(client, context):
@@ -264,7 +273,7 @@ def test_noise_from_a_seed_is_shared_by_all_or_none(client, context):
     "change",
     [
         {"epsilon": 1e3}, {"least_noise_multiplier": 0.1}, {"largest_steps": 7},
-        {"records": {"train": 5, "validation": 5, "test": 5}}, {"threads": 2},
+        {"records": 15}, {"threads": 2},
         {"micro_batch_size": 3},
     ],
     ids=str,
@@ -275,8 +284,14 @@ def test_a_sites_own_rules_are_not(change, client, context):
 
 
 @pytest.mark.parametrize("name", SHARED_CLIENT)
-def test_the_form_of_the_data_and_the_settings_are_shared(name, client, context):
+def test_the_settings_are_shared(name, client, context):
     assert context(replace(client, **{name: SHARED_CLIENT[name]})) != context()
+
+
+@pytest.mark.parametrize("name", SHARED_INPUTS)
+def test_what_the_records_are_is_shared(name, client, context):
+    inputs = replace(client.inputs, **{name: SHARED_INPUTS[name]})
+    assert context(replace(client, inputs=inputs)) != context()
 
 
 @pytest.mark.parametrize("split_part", ["mean", "std"])
@@ -327,7 +342,7 @@ def test_sites_that_read_and_cache_elsewhere_agree_on_what_the_server_has_sent(
         {"cache": None},
         {"rehearsed": {"x": 1}},
         {"moments": None},
-        {"augmentation": Augmentation(crop_padding=0, flip=False, cutout=0)},
+        {"augmentation": {"crop_padding": 0, "flip": False, "cutout": 0}},
     ],
     ids=str,
 )

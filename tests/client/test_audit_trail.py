@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import DamagedError, DayFullError
 from fednas_flwr.cli import main
+from fednas_flwr.client.answer import admit
 from fednas_flwr.client.audit_trail import AuditTrail, verify_trail
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.protocol.messages import Header, Reply, Request
-from fednas_flwr.protocol.requests import RewardCandidates, Site
+from fednas_flwr.protocol.requests import RewardCandidates
 
-ASKED = RewardCandidates(candidates=[[123, 4711]], site=Site("ward"))
+ASKED = RewardCandidates(candidates=[[123, 4711]], data_set="ward")
 REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
 
 
@@ -81,7 +82,8 @@ def test_noise_of_what_left_is_what_the_run_has_committed_to(make_site, tmp_path
         "query.describe": {},
     }
     for action in expected:
-        trail.released(site.request(action), site.ask(action), guard=site.guard)
+        request = admit(site.guard, site.request(action))
+        trail.released(request, site.ask(action), guard=site.guard)
     told = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert {line["action"]: line["noise_multipliers"] for line in told} == expected
     assert told[-1]["epsilon_spent"] == site.guard.spent() > told[0]["epsilon_spent"] > 0
@@ -206,6 +208,7 @@ WRITER = """
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from fednas_flwr.client.answer import admit
 from fednas_flwr.client.audit_trail import AuditTrail
 path, key = map(Path, sys.argv[1:])
 for _ in range(40):

@@ -22,8 +22,8 @@ from fednas_flwr.models.export import export_safetensors
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.protocol import requests
+from fednas_flwr.protocol.keys import is_signed, make_signing_key, sign_model
 from fednas_flwr.protocol.messages import Header
-from fednas_flwr.protocol.signed_model import is_signed, make_signing_key, sign_model
 
 from .conftest import received
 
@@ -59,7 +59,7 @@ def site(make_site, keys, tmp_path):
         file, *, run="run", card=CARD, key="signing", shown=None, states=None, data_set="ward"
     ):
         signature = sign_model(keys[key][0], run="run", model=file, card=CARD)
-        values = {"card": card, "signature": signature, "site": {"data_set": data_set}}
+        values = {"card": card, "signature": signature, "data_set": data_set}
         vector = torch.from_numpy(np.frombuffer(shown or file, dtype=np.uint8).copy())
         states = {"model": {"uint8": vector}} if states is None else states
         header = Header(run, "hand over", 0, 1, 0, "nonce")

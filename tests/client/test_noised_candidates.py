@@ -20,8 +20,8 @@ from fednas_flwr.protocol.states import (
     network_states,
     unpack,
 )
-from fednas_flwr.search.candidate import Candidate, path_states
-from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.optimizer_step import no_moments, path_states
 
 from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, schedule
 

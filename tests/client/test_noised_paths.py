@@ -25,9 +25,8 @@ from fednas_flwr.search.proxyless import (
     uniform_alphas,
 )
 from fednas_flwr.settings.optimizers import Adam
-from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
+from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 from fednas_flwr.spaces.latency_tables import from_json
-from fednas_flwr.spaces.space_costs import space_costs
 
 from .conftest import RECORDS, STEP, TERMS, make_networks, schedule
 
@@ -90,7 +89,9 @@ def totals(monkeypatch):
 def hardware(networks, form):
     costs = space_costs(networks.space, None)
     target = (costs.lowest + costs.highest) / 2
-    return HardwareLoss(costs, target, "multiply_adds", form, scale=0.5, exponent=0.7)
+    return HardwareLoss.of(
+        costs, target=target, unit="multiply_adds", form=form, scale=0.5, exponent=0.7
+    )
 
 
 def clipped(split, gradients_of, norm):
@@ -165,8 +166,7 @@ def test_private_path_search_is_clipped_steps_of_one_network(
     mode, form, warm_up, ask, networks, totals
 ):
     loss = None if form is None else hardware(networks, form)
-    given = None if loss is None else HardwareTerms.of(loss)
-    site, reply = ask(gates=mode, hardware=given, warm_up=warm_up)
+    site, reply = ask(gates=mode, hardware=loss, warm_up=warm_up)
     state = {"float32": networks.states["supernet"]["alphas"]["float32"]}
     twin = searched(site, networks, mode=mode, loss=loss, warm_up=warm_up)
     for name, tensors in (("weights", twin.weights()), ("alphas", twin.alphas())):
@@ -214,7 +214,7 @@ def without_last(name):
 
 @pytest.mark.parametrize("form", [None, "additive", "multiplicative"])
 def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(form, ask, networks, totals):
-    given = None if form is None else HardwareTerms.of(hardware(networks, form))
+    given = None if form is None else hardware(networks, form)
     asked = {"hardware": given, "steps": 1, "gates": "full"}
     released = {}
     for hold in (None, "train", "validation"):
@@ -256,7 +256,7 @@ COSTLY |= {"fixed": 0.5}
         {"alternating": {"rule": "first_order", "validation_weight": 1.0}},
         {"batch_size": 8},
         {"steps": None, "epochs": 1},
-        {"site.micro_batch_size": 4},
+        {"micro_batch_size": 4},
     ],
 )
 def test_whether_a_request_fails_does_not_depend_on_the_records(change, make_site):
@@ -278,7 +278,7 @@ def test_everything_that_the_server_says_of_costs_is_rehearsed(make_site, networ
     site = make_site(committed=EVERYTHING)
     loss = hardware(networks, "multiplicative")
     for scale in (0.5, 0.5, 2.0):
-        given = HardwareTerms.of(replace(loss, scale=scale))
+        given = replace(loss, scale=scale)
         site.ask("train.search", **LOCAL | {"hardware": given, "steps": 1})
     rehearsed = [json.loads(key) for key in site.client.rehearsed]
     assert len({str(chosen[0]) for kind, *chosen in rehearsed if kind.startswith("gates")}) == 2

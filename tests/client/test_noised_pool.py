@@ -18,7 +18,7 @@ from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer
 from fednas_flwr.models.networks import describe_pool, make_network
 from fednas_flwr.protocol.messages import Header
-from fednas_flwr.protocol.requests import Amount, LocalTraining, RewardCandidates, Site, Train
+from fednas_flwr.protocol.requests import Amount, LocalTraining, RewardCandidates, Train
 from fednas_flwr.protocol.states import Layout, network_states, pack, unpack
 
 from .conftest import METRICS, RECORDS, STEP, TERMS, received, schedule
@@ -26,7 +26,7 @@ from .conftest import METRICS, RECORDS, STEP, TERMS, received, schedule
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 MEMBERS = 3
 JOINT_NORM = NORM * math.sqrt(MEMBERS)
-SITE = Site("ward")
+DATA_SET = "ward"
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def train(site, pool, steps=1, **changes):
     described = pool.described | changes
     amount = Amount(None, steps, None)
     local = LocalTraining(described, "train+validation", amount, STEP, 0.0, 0.0)
-    return ask(site, "train.weights", "retrain", Train(local=local, site=SITE), pool.states)
+    return ask(site, "train.weights", "retrain", Train(local=local, data_set=DATA_SET), pool.states)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_one_record_changes_the_release_by_the_norm_of_its_noise_at_most(make_si
 
 
 def test_rewards_of_members_are_one_vector_of_counts(site, pool, totals):
-    settings = RewardCandidates(network=pool.described, site=SITE)
+    settings = RewardCandidates(network=pool.described, data_set=DATA_SET)
     reply = ask(site, "evaluate.candidates", "search", settings, pool.states)
     split = site.client.data.validation
     x, y = split.batch(torch.arange(len(split)), "cpu")
@@ -158,7 +158,7 @@ class Evaluated:
     network: object
     candidates: None = None
     training: None = None
-    site: Site = SITE
+    data_set: str = DATA_SET
     sparse: bool = False
 
 
@@ -187,7 +187,7 @@ def test_what_is_no_private_pool_is_refused_before_a_record_is_read(
 def test_members_are_not_trained_to_be_measured(site, pool, no_record):
     """Of their losses no plan bounds what a record moves."""
     training = LocalTraining(pool.described, "train", Amount(1, None, 4), STEP, 0.0, 0.0)
-    settings = RewardCandidates(training=training, site=SITE)
+    settings = RewardCandidates(training=training, data_set=DATA_SET)
     with pytest.raises(ConfigError, match="refused, training of candidates with privacy=dp"):
         ask(site, "evaluate.candidates", "search", settings, pool.states)
     assert site.rows() == []
@@ -195,5 +195,5 @@ def test_members_are_not_trained_to_be_measured(site, pool, no_record):
 
 @pytest.mark.parametrize("given", [{}, {"candidates": [[0]], "network": {"genotypes": [{}]}}])
 def test_paths_or_a_pool_are_measured_and_not_both(given):
-    with pytest.raises(ConfigError, match="candidates, network or training must be given"):
+    with pytest.raises(ConfigError, match="candidates or network or training must be given"):
         RewardCandidates(**given)

@@ -183,5 +183,5 @@ def test_a_policy_declares_one_client():
     with pytest.raises(ConfigError, match="records=5000 is out of range: expected 1 with unit"):
         parse_policy(text)
     own = parse_policy(text.replace("records: 5000", "records: 1")).data_sets["my-data"]
-    assert own.records == dict.fromkeys(SPLITS, 1)
+    assert own.by_split == dict.fromkeys(SPLITS, 1)
     assert POLICY["unit"] != own.unit

@@ -13,7 +13,7 @@ import torch
 
 import fednas_flwr
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
-from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment
+from fednas_flwr.client.release_guard import Contributions, ReleaseGuard, read_commitment
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.accounting import gdp_epsilon, prv_epsilon, rdp_epsilon
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
@@ -38,7 +38,7 @@ def admit(site, action="train.weight_gradient", kind="weights", splits=("train",
 
 
 def release(guard, planned, num_records, clipped_sum):
-    return guard.release(planned, HEADER, num_records, clipped_sum)
+    return guard.release(planned, HEADER, Contributions(num_records, clipped_sum))
 
 
 def zeros(rows):
@@ -181,13 +181,13 @@ def test_two_policies_that_name_one_account_pay_on_every_split_but_for_the_first
     """The second policy knows nothing of the first: what they share is the ledger."""
     first = make_site(policy={"account": "shared"})
     release(first.guard, admit(first), 30, zeros)
-    second = Policy({"lab": replace(first.guard.allowed, data_set="lab")})
+    second = Policy({"lab": first.guard.allowed})
     guard = ReleaseGuard(second, first.guard._ledger, SecureGenerator(), data_set="lab")
     guard.hold("the same")
     header = replace(HEADER, run="second")
     guard.commit("second", schedule())
     planned = admit(first)
-    guard.release(planned, header, 30, zeros)
+    guard.release(planned, header, Contributions(30, zeros))
     release(first.guard, planned, 30, zeros)
     booked = [(row.data_set, row.splits) for row in first.rows()]
     assert booked == [("ward", ("train",)), ("lab", SPLITS), ("ward", ("train",))]
@@ -205,9 +205,9 @@ def test_a_run_whose_account_was_used_with_other_records_meanwhile_is_refused(ma
     other.guard.commit("other", schedule())
     release(site.guard, admit(site), 30, zeros)
     with pytest.raises(ConfigError, match="used with other records or splits: start a new run"):
-        other.guard.release(admit(site), replace(HEADER, run="other"), 30, zeros)
+        other.guard.release(admit(site), replace(HEADER, run="other"), Contributions(30, zeros))
     other.guard.commit("third", schedule())
-    other.guard.release(admit(site), replace(HEADER, run="third"), 30, zeros)
+    other.guard.release(admit(site), replace(HEADER, run="third"), Contributions(30, zeros))
     assert [row.splits for row in site.rows()] == [("train",), SPLITS]
 
 

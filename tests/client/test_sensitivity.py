@@ -24,13 +24,12 @@ from torchvision.ops import StochasticDepth
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client import release_guard
-from fednas_flwr.client.admission import asked_kinds
-from fednas_flwr.client.answer import answer
+from fednas_flwr.client.answer import answer, asked_kinds
 from fednas_flwr.client.making import make_client, make_site_guard
 from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.prepared import make_data
-from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
 from fednas_flwr.models.networks import (
+    FIXED_NETWORKS,
     describe_derived,
     describe_pool,
     make_network,
@@ -41,6 +40,7 @@ from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import (
     Amount,
@@ -50,7 +50,6 @@ from fednas_flwr.protocol.requests import (
     Probe,
     RewardCandidates,
     Search,
-    Site,
     TakeGradients,
     TakeNetworkGradient,
     TellStatistics,
@@ -58,7 +57,6 @@ from fednas_flwr.protocol.requests import (
     TrainCandidates,
     Trial,
 )
-from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.protocol.sum_requests import Summed
@@ -66,14 +64,13 @@ from fednas_flwr.search.candidate import all_alike
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.spaces.costs import HardwareLoss, HardwareTerms
-from fednas_flwr.spaces.space_costs import space_costs
-from fednas_flwr.spaces.space_entries import SEARCH_SPACES
+from fednas_flwr.spaces import SEARCH_SPACES
+from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 
 from ..patients import patients
 from .conftest import POLICY
 
-SITE = Site("ward")
+DATA_SET = "ward"
 NORM, SIGMA = 0.25, 1.5
 STEP = SGD(lr=0.5, min_lr=0.0, momentum=0.9, weight_decay=0.01, clip_norm=None)
 ALPHAS = Adam(lr=0.05, weight_decay=0.0)
@@ -120,14 +117,22 @@ def of_network(action, described, states):
             batch_size=None,
             auxiliary_weight=0.4,
             drop_path_prob=0.0,
-            site=SITE,
+            data_set=DATA_SET,
         ),
-        "train.weights": lambda: Train(local=training(described, "train+validation"), site=SITE),
+        "train.weights": lambda: Train(
+            local=training(described, "train+validation"), data_set=DATA_SET
+        ),
         "train.probe": lambda: Probe(
-            search=None, training=training(described), trials=[trial] * 2, loss_bound=0.3, site=SITE
+            search=None,
+            training=training(described),
+            trials=[trial] * 2,
+            loss_bound=0.3,
+            data_set=DATA_SET,
         ),
-        "evaluate.model": lambda: Evaluate(network=described, split="validation", site=SITE),
-        "evaluate.candidates": lambda: RewardCandidates(network=described, site=SITE),
+        "evaluate.model": lambda: Evaluate(
+            network=described, split="validation", data_set=DATA_SET
+        ),
+        "evaluate.candidates": lambda: RewardCandidates(network=described, data_set=DATA_SET),
     }[action]()
 
 
@@ -141,7 +146,7 @@ def of_supernet(action, kit):
         batch_size=None,
         order=1,
         inner_lr=0.1,
-        site=SITE,
+        data_set=DATA_SET,
     )
     if action in ("train.weight_gradient", "train.alpha_gradient", "train.gradients"):
         return [gradients]
@@ -149,7 +154,9 @@ def of_supernet(action, kit):
         costs = space_costs(kit.space, None)
         target = (costs.lowest + costs.highest) / 2
         losses = [
-            HardwareTerms.of(HardwareLoss(costs, target, "multiply_adds", form, 0.5, 0.7))
+            HardwareLoss.of(
+                costs, target=target, unit="multiply_adds", form=form, scale=0.5, exponent=0.7
+            )
             for form in ("additive", "multiplicative")
         ]
         paths = [
@@ -158,10 +165,11 @@ def of_supernet(action, kit):
         ]
         paths.append(SampledPaths(gates="two", warm_up=True, hardware=None))
         return [
-            Search(local=LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p), site=SITE) for p in paths
+            Search(local=LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p), data_set=DATA_SET)
+            for p in paths
         ]
     if action == "train.search":
-        return [Search(local=search, site=SITE)]
+        return [Search(local=search, data_set=DATA_SET)]
     if action == "train.probe":
         return [
             Probe(
@@ -169,17 +177,17 @@ def of_supernet(action, kit):
                 training=None,
                 trials=[Trial(STEP, ALPHAS, 0.0)] * 2,
                 loss_bound=0.3,
-                site=SITE,
+                data_set=DATA_SET,
             )
         ]
     if action == "evaluate.model":
-        return [Evaluate(network={"name": "supernet"}, split="validation", site=SITE)]
+        return [Evaluate(network={"name": "supernet"}, split="validation", data_set=DATA_SET)]
     if action in ("train.candidate", "evaluate.candidates"):
         if not kit.name.startswith("dp_cells"):
             return []  # a candidate is a path of these spaces
         paths = all_alike(kit.supernet)[:3]
         if action == "evaluate.candidates":
-            return [RewardCandidates(candidates=paths, site=SITE)]
+            return [RewardCandidates(candidates=paths, data_set=DATA_SET)]
         return [
             TrainCandidates(
                 candidates=paths,
@@ -188,7 +196,7 @@ def of_supernet(action, kit):
                 batch_size=None,
                 weights=STEP,
                 dp_aware=None,
-                site=SITE,
+                data_set=DATA_SET,
             )
         ]
     assert action == "train.network_gradient"
@@ -200,7 +208,7 @@ def of_supernet(action, kit):
             batch_size=None,
             auxiliary_weight=0.0,
             drop_path_prob=0.0,
-            site=SITE,
+            data_set=DATA_SET,
         )
     ]
 
@@ -416,7 +424,7 @@ def ask(tmp_path, totals):
         ]
         client.guard.commit("run", plan)
         if sums:
-            records = guard.allowed.records
+            records = guard.allowed.by_split
             ranges = {p.kind: 2 * p.sum_range(records) for p in plan if p.shared}
             request = replace(request, summed=Summed("a", (0, 1, 2), ranges))
         totals.seen.clear()
@@ -540,7 +548,7 @@ def test_whole_clients(action, sums, kits, ask, totals):
         described = next(descriptions(kit, pools=True))
         with seeded(2, "network"):
             states = packed(make_network(described), 1.0)
-        settings = Train(local=replace(training(described), amount=local), site=SITE)
+        settings = Train(local=replace(training(described), amount=local), data_set=DATA_SET)
     elif action == "train.search":
         settings = replace(settings, local=replace(settings.local, amount=local))
     else:
@@ -553,5 +561,5 @@ def test_whole_clients(action, sums, kits, ask, totals):
 
 
 def test_statistics_of_a_table(kits, ask, totals):
-    asked = Asked(TellStatistics(site=SITE), {})
+    asked = Asked(TellStatistics(data_set=DATA_SET), {})
     assert check(ask, totals, kits("mlp"), "query.statistics", asked) > 1e-6

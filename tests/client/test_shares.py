@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.admission import admit
+from fednas_flwr.client.answer import admit
 from fednas_flwr.client.noised_updates import MOST_CELLS, noised_update
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import of_clients
 from fednas_flwr.protocol.messages import Header, Reply, encode_reply
-from fednas_flwr.protocol.secure_sum.grid import Cells, Grid
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.sum_encoding import Summands, sizes_of
 from fednas_flwr.protocol.sum_requests import Summed
 
@@ -47,9 +47,9 @@ def asked(site, weight):
     """The request of a training from weights of one size, by all of its sites, as admitted."""
     request = site.request("train.weights", **{TRAINING["train.weights"]: EPOCHS.__dict__})
     packed = request.states["weights"]["float32"]
-    planned = site.guard._commitment("run").plan
-    (key,) = [key for key in planned if key.startswith("retrain/train.weights")]
-    most = planned[key].sum_range(site.guard.allowed.records)
+    releases = site.guard._commitment("run").releases
+    (planned,) = [p for p in releases if p.key.startswith("retrain/train.weights")]
+    most = planned.sum_range(site.guard.allowed.by_split)
     states = {**request.states, "weights": {"float32": torch.full_like(packed, weight)}}
     summed = Summed("attempt", tuple(range(SITES)), {"weights": most})
     return admit(site.guard, replace(request, states=states, summed=summed))

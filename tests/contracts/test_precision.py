@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.candidate import Candidate, GumbelPath
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
-from fednas_flwr.search.gumbel import GumbelPath
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.search.optimizer_step import Descent, make_sgd
+from fednas_flwr.search.optimizer_step import Optimizer, make_sgd
 from fednas_flwr.search.proxyless import PathNetwork, draw_paths, drawable_alphas
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
 from fednas_flwr.settings.optimizers import SGD
@@ -50,7 +49,7 @@ def exact(space: SearchSpace, precision: str, *, several: bool = False) -> Exact
 
 
 def alphas_by(
-    rule: str, gradients: ExactGradients, supernet: Supernet, weights: Descent
+    rule: str, gradients: ExactGradients, supernet: Supernet, weights: Optimizer
 ) -> Mapping[str, Tensor | None]:
     return gradients.alphas(supernet, weights, rule=rule, validation_weight=1.0)
 
@@ -89,14 +88,14 @@ def test_gradients_of_weights(space: SearchSpace, norm: str, several: bool) -> N
 @pytest.mark.parametrize("rule", ["first_order", "mixed_level"])
 def test_gradients_of_alphas(space: SearchSpace, rule: str) -> None:
     supernet = make(space)
-    weights = Descent(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS))
+    weights = Optimizer(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS))
     check_near({p: alphas_by(rule, exact(space, p), supernet, weights) for p in PRECISIONS})
 
 
 def test_finite_differences_stay_float32() -> None:
     space = SPACES["mlp"]
     supernet = make(space)
-    weights = Descent(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS))
+    weights = Optimizer(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS))
     found = [alphas_by("second_order", exact(space, p), supernet, weights) for p in PRECISIONS]
     torch.testing.assert_close(*found, rtol=0, atol=0)
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
+from fednas_flwr.models.networks import FIXED_NETWORKS
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
+from fednas_flwr.search.batch_gradients import Tally, weight_gradient
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.exact_gradients import alpha_gradient_sum
-from fednas_flwr.search.gradient_sums import Tally, weight_gradient
-from fednas_flwr.search.optimizer_step import Descent, make_adam, make_sgd
+from fednas_flwr.search.optimizer_step import Optimizer, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
@@ -42,7 +42,7 @@ def records(space: SearchSpace) -> tuple[Tensor, Tensor]:
 def take(parameters: Mapping[str, nn.Parameter], given: Given, optimizer: object) -> None:
     """Take a step, and see that it leaves nothing elsewhere."""
     assert any(gradient is not None for gradient in given.values())
-    Descent(parameters, optimizer, WEIGHTS.clip_norm).step(given)  # type: ignore[arg-type]
+    Optimizer(parameters, optimizer, WEIGHTS.clip_norm).step(given)  # type: ignore[arg-type]
     assert {parameter.device.type for parameter in parameters.values()} == {"meta"}
 
 

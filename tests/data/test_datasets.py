@@ -1,5 +1,12 @@
 import io
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +15,13 @@ import torch
 from PIL import Image
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.datasets import find_source, fingerprint, load_or_build, load_sites
 from fednas_flwr.data.prepared import partition
 from fednas_flwr.data.readers import data_settings
+from fednas_flwr.data.records import RecordsPair, select_records
 from fednas_flwr.settings.data_settings import Partition
 
-from ..data_sets import prepared
+from ..data_sets import prepared, read
 
 
 @pytest.fixture
@@ -111,7 +120,7 @@ def test_given_statistics_of_a_table(cache: Path, table_csv: Path):
     assert torch.equal(given.train.features.nan_to_num(), own.train.features.nan_to_num())
     with pytest.raises(ConfigError, match="every numeric column once .*: age is missing or too"):
         prepared(**settings, statistics={"pressure": (2, 0.5)})
-    with pytest.raises(ConfigError, match=r"dataset.statistics.age=\[50.0, 0.0\] must be"):
+    with pytest.raises(ConfigError, match=r"dataset.statistics.age=\[50.0, 0.0\] .* \[mean, std\]"):
         prepared(**settings, statistics=statistics | {"age": (50.0, 0)})
 
 
@@ -129,14 +138,14 @@ def test_sites_become_a_partition(cache: Path, tmp_path: Path):
     ("settings", "message"),
     [
         ({"limit_train": 0}, "dataset.limit_train=0 is out of range: expected 1 or more"),
-        ({"channels": 2}, "dataset.channels=2 must be 1 or 3"),
+        ({"channels": 2}, "dataset.channels=2 is out of range: expected 1 or 3, or null"),
         ({"image_size": 0}, "dataset.image_size=0 is out of range: expected 1 to"),
         ({"image_size": -4}, "dataset.image_size=-4 is out of range"),
         ({"label": "ill"}, "setting=dataset.label is unknown"),
         ({"download": True}, "setting=dataset.download is unknown"),
         ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
         ({"std": (0.5, 0.5)}, "do not fit images of 3 channels"),
-        ({"statistics": {"a": (0, 1)}}, "statistics is for tables"),
+        ({"statistics": {"a": (0, 1)}}, "are for tables: these are images"),
     ],
 )
 def test_settings_that_do_not_fit(cache: Path, npz: Path, settings, message):
@@ -231,10 +240,10 @@ def test_ranges_are_statistics_of_equally_likely_numbers():
     [
         (
             {"age": [80, 20]},
-            r"dataset.ranges.age=\[80.0, 20.0\] must be finite \[low, high\], low below high",
+            r"dataset.ranges.age=\[80.0, 20.0\] .* expected finite \[low, high\], low below high",
         ),
-        ({"age": [1]}, "must be finite .low, high., low below high"),
-        ({"age": [-1e308, 1e308]}, "must be finite .low, high., low below high"),
+        ({"age": [1]}, "expected finite .low, high., low below high"),
+        ({"age": [-1e308, 1e308]}, "expected finite .low, high., low below high"),
         ({"age": [1, float("nan")]}, r"dataset.ranges.age\[1\]=nan has the wrong type"),
         ({"weight": [40, 120]}, "dataset.ranges.weight has no effect beside dataset.statistics.w"),
     ],
@@ -253,3 +262,232 @@ def test_a_table_is_standardised_by_its_declared_ranges(table_csv: Path, tmp_pat
     assert found.std == pytest.approx((60 / 12**0.5, 1, 1, 1, 1, 1))
     with pytest.raises(ConfigError, match="or dataset.ranges must name every numeric column once"):
         prepared(cache=tmp_path, **chosen, ranges={"age": [30, 90]})
+
+
+def never():
+    raise AssertionError("built although it was cached")
+
+
+def assert_equal(one, other):
+    assert torch.equal(one.features, other.features)
+    assert torch.equal(one.labels, other.labels)
+    assert one.ids.tolist() == other.ids.tolist()
+    assert one.class_names == other.class_names
+    assert one.id_column == other.id_column
+    assert {k: v.tolist() for k, v in one.columns.items()} == {
+        k: v.tolist() for k, v in other.columns.items()
+    }
+
+
+def test_round_trip_is_memory_mapped(tmp_path: Path, images):
+    persons = replace(select_records(images, np.arange(9)), id_column="patient")
+    parts = {"train": images, "server_test": persons}
+    for build in (lambda: parts, never):
+        loaded = load_or_build(tmp_path / "set", build)
+        assert loaded.keys() == parts.keys()
+        for name, records in parts.items():
+            assert_equal(loaded[name], records)
+    assert isinstance(loaded["train"].ids, np.memmap)
+    assert _is_mapped(tmp_path / "set" / "train-features.npy")
+    assert os.listdir(tmp_path) == ["set"]
+
+
+def test_writing_to_a_loaded_tensor_does_not_change_the_file(tmp_path: Path, images):
+    load_or_build(tmp_path / "set", lambda: {"train": images})["train"].features.zero_()
+    assert_equal(load_or_build(tmp_path / "set", never)["train"], images)
+
+
+@pytest.mark.parametrize("file", ["train-features.npy", "train-ids.npy", "index.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_cache_is_built_again(tmp_path: Path, images, file, damage):
+    load_or_build(tmp_path / "set", lambda: {"train": images})
+    path = tmp_path / "set" / file
+    if damage == "gone":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size - 1)
+    assert_equal(load_or_build(tmp_path / "set", lambda: {"train": images})["train"], images)
+    assert os.listdir(tmp_path) == ["set"]
+
+
+DAMAGES = {
+    "zeros in the features": lambda folder: overwrite(folder / "train-features.npy", -64, 64),
+    "zeros in the labels": lambda folder: overwrite(folder / "train-labels.npy", -64, 64),
+    "a broken header": lambda folder: overwrite(folder / "train-ids.npy", 0, 8),
+    "an index of another form": lambda folder: (folder / "index.json").write_text("[1]"),
+    "an index without files": lambda folder: (folder / "index.json").write_text("{}"),
+    "an index of bytes": lambda folder: (folder / "index.json").write_bytes(b"\xff"),
+    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+    "a folder in a file's place": lambda folder: (
+        (folder / "train-ids.npy").unlink(),
+        (folder / "train-ids.npy").mkdir(),
+    ),
+}
+
+
+def overwrite(path: Path, position: int, count: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        file.write(bytes(count))
+    times = path.stat()
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1))  # clocks tick in steps
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_cache_with_other_content_is_built_again(tmp_path: Path, images, damage):
+    images = replace(images, features=images.features.clone(), labels=images.labels.clone())
+    images.features[-1] = 7  # not zeros
+    images.labels[-8:] = 1
+    load_or_build(tmp_path / "set", lambda: {"train": images})
+    DAMAGES[damage](tmp_path / "set")
+    assert_equal(load_or_build(tmp_path / "set", lambda: {"train": images})["train"], images)
+    assert_equal(load_or_build(tmp_path / "set", never)["train"], images)
+    assert os.listdir(tmp_path) == ["set"]
+
+
+def test_a_copied_cache_is_used(tmp_path: Path, images):
+    load_or_build(tmp_path / "set", lambda: {"train": images})
+    shutil.copytree(tmp_path / "set", tmp_path / "copy", copy_function=shutil.copyfile)
+    assert_equal(load_or_build(tmp_path / "copy", never)["train"], images)
+
+
+def test_a_process_killed_while_writing_leaves_nothing_that_is_read(tmp_path: Path, images):
+    program = f"""
+        import os, signal
+        from pathlib import Path
+        import torch
+        from fednas_flwr.data.datasets import load_or_build
+        from fednas_flwr.data.records import Records, record_ids
+
+        class Killer(dict):
+            def __iter__(self):
+                print("written:", len(list(Path({str(tmp_path)!r}).glob("*/*"))), flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        ids = record_ids([b"a", b"b"])
+        records = Records(torch.zeros(2, 1), torch.zeros(2).long(), ids, ("a",))
+        object.__setattr__(records, "columns", Killer())
+        load_or_build(Path({str(tmp_path)!r}) / "set", lambda: {{"train": records}})
+    """
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert child.stdout == "written: 3\n"
+    assert not (tmp_path / "set").exists()
+    assert_equal(load_or_build(tmp_path / "set", lambda: {"train": images})["train"], images)
+
+
+def test_two_may_build_at_once(tmp_path: Path, images):
+    both_building = threading.Barrier(2, timeout=20)
+    loaded = []
+
+    def build():
+        both_building.wait()
+        return {"train": images}
+
+    threads = [
+        threading.Thread(target=lambda: loaded.append(load_or_build(tmp_path / "set", build)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(loaded) == 2
+    for parts in loaded:
+        assert_equal(parts["train"], images)
+    assert os.listdir(tmp_path) == ["set"]
+
+
+def test_an_unwritable_place_is_an_os_error(tmp_path: Path, images):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        load_or_build(tmp_path / "file" / "set", lambda: {"train": images})
+
+
+def _is_mapped(path: Path) -> bool:
+    maps = Path("/proc/self/maps")
+    return not maps.exists() or str(path) in maps.read_text()
+
+
+def read_csv(path: Path) -> RecordsPair:
+    return read("csv", path)
+
+
+def read_folder(path: Path) -> RecordsPair:
+    return read("image_folder", path)
+
+
+def test_sites_are_sorted_by_name(tmp_path: Path):
+    (tmp_path / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
+    (tmp_path / "bern.csv").write_text("a,y\n3,0\n4,1\n5,1\n")
+    (tmp_path / "readme.txt").write_text("no site")
+    records, _ = load_sites(tmp_path, name="csv", read=read_csv)
+    assert records.columns["site"].tolist() == ["bern"] * 3 + ["oslo"] * 2
+    assert records.features[:, 0].tolist() == [3, 4, 5, 1, 2]
+
+
+def test_a_folder_of_images_per_site(tmp_path: Path):
+    for i, site in enumerate(("b", "a")):
+        for kind in ("cat", "dog"):
+            (tmp_path / site / kind).mkdir(parents=True)
+            Image.new("L", (4, 4), i).save(tmp_path / site / kind / "1.png")
+
+    records, _ = load_sites(tmp_path, name="image_folder", read=read_folder)
+    assert records.columns["site"].tolist() == ["a", "a", "b", "b"]
+    assert records.labels.tolist() == [0, 1, 0, 1]
+    assert records.features[:, 0, 0, 0].tolist() == [1, 1, 0, 0]
+    (tmp_path / "c" / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "c" / "test" / "cat").mkdir(parents=True)
+    for part in ("train", "test"):
+        Image.new("L", (4, 4)).save(tmp_path / "c" / part / "cat" / "1.png")
+    with pytest.raises(ConfigError, match="the site .*c has a test part of its own"):
+        load_sites(tmp_path, name="image_folder", read=read_folder)
+
+
+def test_sites_that_do_not_exist_or_fit(tmp_path: Path):
+    with pytest.raises(ConfigError, match="holds no sites"):
+        load_sites(tmp_path, name="csv", read=read_csv)
+    with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=digits"):
+        load_sites(tmp_path, name="digits", read=read_csv)
+    (tmp_path / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
+    (tmp_path / "bern.csv").write_text("a,y\n1,0\n2,0\n")
+    with pytest.raises(ConfigError, match="dataset.class_names"):
+        load_sites(tmp_path, name="csv", read=read_csv)
+    (tmp_path / "bern.csv").write_text("a,b,y\n1,0,1\n2,0,0\n")
+    with pytest.raises(ConfigError, match="same feature columns .*differ in b"):
+        load_sites(tmp_path, name="csv", read=read_csv)
+    (tmp_path / "bern.csv").rename(tmp_path / "oslo.csv.gz")
+    with pytest.raises(ConfigError, match="same name|cannot be read"):
+        load_sites(tmp_path, name="csv", read=read_csv)
+
+
+def find(name: str, root: Path | None, *, sites: bool = False) -> Path:
+    place = None if root is None else str(root)
+    return find_source(data_settings(name, {"cache": "none", "root": place}), sites=sites)
+
+
+def test_a_missing_root_is_one_sentence(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"dataset=npz needs .* dataset.root="):
+        find("npz", None)
+    with pytest.raises(ConfigError, match="is not a file"):
+        find("npz", tmp_path)
+    with pytest.raises(ConfigError, match="is not a file or folder"):
+        find("csv", tmp_path / "x")
+    assert find("csv", tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match="is not a folder"):
+        find("npz", tmp_path / "x", sites=True)
+    with pytest.raises(
+        ConfigError, match=r"FashionMNIST/raw.*dataset.root=.*dataset.download=true"
+    ):
+        find("fashion_mnist", tmp_path)
+
+
+def test_the_fingerprint_changes_with_the_files(tmp_path: Path):
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    first = fingerprint("image_folder", tmp_path)
+    assert fingerprint("image_folder", tmp_path) == first
+    np.save(tmp_path / "a.npy", np.zeros(4))
+    assert fingerprint("image_folder", tmp_path) != first
+    assert fingerprint("npz", tmp_path / "a.npy")[0][1] == (tmp_path / "a.npy").stat().st_size

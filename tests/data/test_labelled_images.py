@@ -103,7 +103,7 @@ def test_a_broken_image_takes_its_row_with_it(tmp_path: Path) -> None:
         ("gone.png,p9,Mass", {}, "names 1 of 5 images that are not in"),
         ("a.png,p9,Mass", {}, "names the image a.png in more than one row"),
         ("", {"labels_file": "other.csv"}, r"other\.csv does not exist"),
-        ("", {"labels_file": "../labels.csv"}, "must be the name of a file in dataset.root"),
+        ("", {"labels_file": "../labels.csv"}, "expected the name of a file in dataset.root"),
         ("", {"label": "Finding"}, "Finding"),
         ("", {"label": "Image Index"}, "begins with the column Image Index"),
         ("", {"class_names": ["Mass", "Mess"]}, "has the label Nodule, which is not in"),

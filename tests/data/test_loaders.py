@@ -21,8 +21,7 @@ from fednas_flwr.data.loaders import (
     server_split,
     step_batch,
 )
-from fednas_flwr.data.records import Records, record_ids, select_records
-from fednas_flwr.data.schema import Column
+from fednas_flwr.data.records import Column, Records, record_ids, select_records
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -92,11 +91,6 @@ def test_concat_splits(images):
     data = client_data(images, np.arange(300))
     both = concat_splits(data.train, data.validation)
     assert both.rows.tolist() == data.train.rows.tolist() + data.validation.rows.tolist()
-    copy = select_records(images, np.arange(300))
-    with pytest.raises(ValueError, match="same client"):
-        concat_splits(data.train, client_data(copy, np.arange(300)).train)
-    with pytest.raises(ValueError, match="same client"):
-        concat_splits(data.train, client_data(images, np.arange(300), mean=(0.0,) * 3).train)
 
 
 def test_a_client_without_training_records(images):
@@ -210,8 +204,6 @@ def test_impossible_batches_are_refused():
         step_batch(0, batch_size=4, step=0, seed=0, purpose=())
     with pytest.raises(ValueError, match="batch_size=0"):
         next(epoch_batches(4, batch_size=0, generator=make_generator(0)))
-    with pytest.raises(ValueError, match="step=-1"):
-        step_batch(4, batch_size=4, step=-1, seed=0, purpose=())
 
 
 def slow_augment(x, *, generator, crop_padding, flip, cutout):
@@ -271,10 +263,6 @@ def test_augment_skips_what_is_off():
     before = generator.get_state()
     assert augment(x, generator=generator, crop_padding=0, flip=False, cutout=0) is x
     assert torch.equal(generator.get_state(), before)
-    with pytest.raises(ValueError, match="only images"):
-        augment(x, generator=generator, crop_padding=0, flip=True, cutout=0)
-    with pytest.raises(ValueError, match="cutout=-1 must be at least 0"):
-        augment(x, generator=generator, crop_padding=0, flip=False, cutout=-1)
 
 
 @pytest.mark.gpu

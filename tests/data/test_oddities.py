@@ -6,8 +6,7 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.oddities import oddities
-from fednas_flwr.data.records import Records, record_ids
-from fednas_flwr.data.schema import CATEGORY, Column
+from fednas_flwr.data.records import CATEGORY, Column, Records, record_ids
 
 N = 200
 RNG = np.random.default_rng(0)

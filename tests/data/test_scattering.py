@@ -15,12 +15,11 @@ from torch.nn import functional
 from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.client.client import Augmentation
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import server_split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.scattering import Scattering, num_paths
-from fednas_flwr.data.summary import found
+from fednas_flwr.data.summary import reading_notes
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import parse_config
@@ -119,7 +118,7 @@ def test_prepared_features_are_those_of_the_raw_images(tmp_path: Path) -> None:
         x, y = split.batch(torch.tensor([1, 3]), "cpu")
         assert torch.equal(x, made.features[[1, 3]])
         assert torch.equal(y, raw.labels[[1, 3]])
-    (note,) = found(features)
+    (note,) = reading_notes(features)
     assert re.fullmatch(r"scattering features: \(\d+, \d+, \d+\), \d+ MB, [\d.]+ s", note)
     again = prepared(**settings, scattering={"scales": 1, "angles": 3})
     assert again.input_shape == (4, 4, 4)
@@ -135,7 +134,7 @@ def test_features_are_not_augmented_and_what_asks_for_it_is_refused(
     made = compose_config("dataset.scattering={scales: 2, angles: 2}")
     made = replace(made, dataset=replace(made.dataset, crop_padding=2, flip=True))
     client = make_client(made, 0, data=make_data(made), networks={})
-    assert client.augmentation == Augmentation(crop_padding=0, flip=0, cutout=0)
+    assert client.augmentation == {"crop_padding": 0, "flip": 0, "cutout": 0}
     for setting in ("dataset.flip=true", "dataset.crop_padding=1", "dataset.mean=[0.5]"):
         overrides = ("dataset.scattering={scales: 2, angles: 8}", setting)
         given = given_settings(overrides)

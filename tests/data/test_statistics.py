@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.data.records import Records, record_ids
-from fednas_flwr.data.schema import Column
+from fednas_flwr.data.records import Column, Records, record_ids
 from fednas_flwr.data.statistics import REACH, Moments, bounded, column_moments, pooled
 
 

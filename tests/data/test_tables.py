@@ -128,7 +128,7 @@ def test_whole_number_labels_are_in_order_of_number(tmp_path: Path):
         ({"label": "sick"}, "no column sick: it has patient, age"),
         ({"numeric": ("weight",)}, "no column weight"),
         ({"categories": {"sites": ()}}, "no column sites"),
-        ({"numeric": ("age", "ill")}, "column ill of .* has two uses"),
+        ({"numeric": ("age", "ill")}, "dataset.labels, .* holds ill more than once"),
         ({"numeric": ("age",), "categorical": ("age",)}, r"dataset.ignore=.* age more than once"),
         ({"numeric": ("smokes",)}, "smokes of .* is numeric but holds yes in row 1"),
         ({"categories": {"site": ("A",)}}, "holds B, which is not in dataset.categories.site"),
@@ -333,7 +333,10 @@ def test_a_column_of_lists_makes_several_labels(labelled: Path):
         ({"labels": ("a", "b"), "label": "found"}, "dataset.label has no effect with dataset.lab"),
         ({"labels": ("a", "b"), "label_separator": ";"}, "dataset.label_separator has no effect"),
         ({"labels": ("a", "b"), "class_names": ("a", "b")}, "dataset.class_names has no effect"),
-        ({"labels": ("a", "b"), "numeric": ("a",)}, "column a of .* has two uses"),
+        (
+            {"labels": ("a", "b"), "numeric": ("a",)},
+            "dataset.labels, .* holds a more than once",
+        ),
         (
             {"label_separator": ";", "class_names": ("x", "y")},
             "label z, which is not in",

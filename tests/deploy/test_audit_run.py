@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.cli import main
-from fednas_flwr.cli.commands import INCONCLUSIVE, RUN_FAILED
+from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, main
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.deploy import audit_run as audit
 from fednas_flwr.deploy.audit_run import audit_run

@@ -34,9 +34,9 @@ from fednas_flwr.deploy.deployment import (
     write_run_config,
 )
 from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.protocol.keys import SIGNING_KEY, make_signing_key
 from fednas_flwr.protocol.messages import Header, decode_reply, encode_request
 from fednas_flwr.protocol.requests import Describe
-from fednas_flwr.protocol.signed_model import SIGNING_KEY, make_signing_key
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.cohort import QuorumError

@@ -8,7 +8,7 @@ import pytest
 from flwr.app import Message, RecordDict
 
 from fednas_flwr.deploy import flower_patches
-from fednas_flwr.deploy.ray_grid import AHEAD, SHARE, SHORT_S, Dispatcher
+from fednas_flwr.deploy.grids import AHEAD, SHARE, SHORT_S, Dispatcher
 
 SHORT, LONG = "query.short", "train.long"
 SECONDS = {SHORT: SHORT_S / 4.5, LONG: SHORT_S * 4}

@@ -11,7 +11,7 @@ import pytest
 
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.deploy.ray_clusters import check_cluster
+from fednas_flwr.deploy.grids import check_cluster
 from fednas_flwr.settings import Config
 
 Compose = Callable[..., Config]
@@ -38,7 +38,7 @@ def test_a_cluster_that_does_not_answer_is_refused(
     address = request.getfixturevalue(kind)
     config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
     with pytest.raises(ConfigError, match=f"^runtime.ray_address={address}: no Ray cluster answer"):
-        api.check([config])
+        api.check(config)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "127.0.0.1:99999999"])
@@ -75,7 +75,7 @@ def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     if text is not None:
         (tmp_path / "config.toml").write_text(text)
-    api.check([compose_config("runtime=deployment", f"runtime.superlink={good}")])
+    api.check(compose_config("runtime=deployment", f"runtime.superlink={good}"))
     for wrong in ("nothing", "default"):
         config = compose_config(
             "runtime=deployment", f"runtime.superlink={wrong}", f"run_dir={tmp_path / 'run'}"

@@ -20,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.deploy import flower_patches
-from fednas_flwr.deploy.ray_clusters import places
-from fednas_flwr.deploy.ray_grid import without_arrays
+from fednas_flwr.deploy.grids import places, without_arrays
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.run_settings import RayRuntime
 
@@ -75,7 +74,7 @@ import ray
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from fednas_flwr import compose
-from fednas_flwr.deploy.ray_grid import ray_grid
+from fednas_flwr.deploy.grids import ray_grid
 
 app, GO, CLIENTS = ClientApp(), Path("go"), range(2, 10)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from fednas_flwr import load
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.schema import Column, Inputs
+from fednas_flwr.data.records import Column, Inputs
 from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.networks import make_network, make_space
 from fednas_flwr.models.prediction import METADATA_KEY, Model

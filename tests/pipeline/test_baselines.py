@@ -13,8 +13,7 @@ import pytest
 from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.api import compose, run
 from fednas_flwr.base.errors import NoEffectError
-from fednas_flwr.models.fixed_networks import FIXED_NETWORKS
-from fednas_flwr.models.networks import load_description
+from fednas_flwr.models.networks import FIXED_NETWORKS, load_description
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.pipeline.schedule import make_schedule
 from fednas_flwr.privacy.books.ledger import Ledger

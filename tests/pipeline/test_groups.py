@@ -18,7 +18,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.models.networks import load
-from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.pipeline.groups import group_by_alphas
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.checkpoints import CheckpointFolder

@@ -14,11 +14,11 @@ from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.latency import cost_of
+from fednas_flwr.pipeline.later_settings import cost_of
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LARGEST_TABLE, decode
+from fednas_flwr.spaces.costs import space_costs
 from fednas_flwr.spaces.latency_tables import from_json, machine_name, median_table, to_json
-from fednas_flwr.spaces.space_costs import space_costs
 
 from ..asked import decoded
 from .test_hostile_properties import variants
@@ -116,12 +116,12 @@ def test_medians_are_by_layer_over_the_layers_that_all_have(whole):
     first, *others = table.timings
 
     def scaled(factor, name, without=()):
-        timings = {
-            key: timing._replace(median_ms=factor * timing.median_ms)
-            for key, timing in table.timings.items()
+        layers = [
+            replace(layer, median_ms=factor * layer.median_ms)
+            for layer, key in zip(table.layers, table.timings, strict=True)
             if key not in without
-        }
-        return replace(table, machine=name, timings=timings)
+        ]
+        return replace(table, machine=name, layers=layers)
 
     merged = median_table([scaled(1, "a"), scaled(9, "b", [first]), scaled(2, "a")])
     assert list(merged.timings) == others
@@ -203,4 +203,4 @@ def test_without_a_target_there_is_no_cost_and_no_question(compose_config, whole
 )
 def test_a_client_measures_within_limits_only(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        decode("query.latency", {"site": None, **settings})
+        decode("query.latency", {"data_set": None, **settings})

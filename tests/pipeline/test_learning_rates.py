@@ -13,7 +13,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.dry_run import private_terms
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.pipeline.learning_rates import with_learning_rate
+from fednas_flwr.pipeline.later_settings import with_learning_rate
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.protocol.messages import decode_request
 from fednas_flwr.protocol.requests import Train

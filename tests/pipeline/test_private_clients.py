@@ -9,10 +9,10 @@ import pytest
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import release_guard
-from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
-from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.unused import without_effect
 

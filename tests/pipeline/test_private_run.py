@@ -21,7 +21,6 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.audit_trail import verify_trail
-from fednas_flwr.client.client import Augmentation
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import (
     PRIVATE_SITE_KEYS,
@@ -36,7 +35,7 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline import beginning
 from fednas_flwr.pipeline.beginning import commit, make_cohort
-from fednas_flwr.pipeline.schedule import make_schedule
+from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
@@ -46,7 +45,7 @@ from fednas_flwr.privacy.mechanism.accounting import gdp_epsilon, prv_epsilon, r
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Header, encode_request
-from fednas_flwr.protocol.requests import Amount, Commit, Describe, Evaluate, Site
+from fednas_flwr.protocol.requests import Amount, Commit, Describe, Evaluate
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
@@ -55,6 +54,12 @@ from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
+
+
+def make_schedule(*args, **settings):
+    """The releases of a client that is asked in every round."""
+    return make_schedules(*args, **settings)[0]
+
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 DP = [
@@ -863,11 +868,11 @@ def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
     assert "4711" in capsys.readouterr().err
 
 
-SITE = Site("records")
+DATA_SET = "records"
 PLANNED = PlannedRelease(
     "search", "train.weight_gradient", "weights", ("train",), 8, 2, 1.0, noise_multiplier=1.0
 )
-OF_SITE = smallest(SITE)
+OF_SITE = smallest(DATA_SET)
 ASKED = OF_SITE["train.weight_gradient"]
 NORMED = {"name": "mobilenet_v2"}
 
@@ -897,7 +902,7 @@ WITHOUT_DATA = [
     ("train.gradients", ASKED, "rule actions: action=train.gradients"),
     (
         "train.weight_gradient",
-        replace(ASKED, site=Site("other")),
+        replace(ASKED, data_set="other"),
         "rule data_sets: data set=other",
     ),
     ("train.weight_gradient", replace(ASKED, order=2), "rule first order only: order=2"),
@@ -905,22 +910,26 @@ WITHOUT_DATA = [
     ("train.weight_gradient", replace(ASKED, batch_size=8), "batches are those committed to"),
     (
         "train.weight_gradient",
-        Evaluate(network=SUPERNET, split="train", site=SITE),
+        Evaluate(network=SUPERNET, split="train", data_set=DATA_SET),
         "is unknown|is missing",
     ),
     (
         "evaluate.model",
-        Evaluate(network=SUPERNET, split="test", site=SITE),
+        Evaluate(network=SUPERNET, split="test", data_set=DATA_SET),
         "committed values: release=search/evalu",
     ),
     ("train.weights", training(), "rule committed values: release=search/train.weights"),
     ("train.weights", training(amount=Amount(1, None, None)), "takes steps, each of them booked"),
     ("train.weights", replace(training(), validates=True), "would tell a loss without noise"),
     ("train.weights", training(network={"name": "derived", "norm": "batch"}), "rule no batch_norm"),
-    ("evaluate.model", Evaluate(network=NORMED, split="train", site=SITE), "rule no batch_norm"),
     (
         "evaluate.model",
-        Evaluate(network=NORMED | {"norm": "batch"}, split="train", site=SITE),
+        Evaluate(network=NORMED, split="train", data_set=DATA_SET),
+        "rule no batch_norm",
+    ),
+    (
+        "evaluate.model",
+        Evaluate(network=NORMED | {"norm": "batch"}, split="train", data_set=DATA_SET),
         "rule no batch_norm",
     ),
     ("train.weights", training(network=["derived"]), "local.network=.* has the wrong type"),
@@ -955,7 +964,7 @@ def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
     theirs = InProcessGrid(normalising, 1)
     for node, context in grid._contexts.items():
         theirs._contexts[node].node_config |= context.node_config
-    cohort._grid, about = theirs, Evaluate(network=SUPERNET, split="train", site=SITE)
+    cohort._grid, about = theirs, Evaluate(network=SUPERNET, split="train", data_set=DATA_SET)
     for action, asked in (("train.weight_gradient", ASKED), ("evaluate.model", about)):
         with pytest.raises(QuorumError, match="rule no batch_norm"):
             list(cohort.ask(Exchange(action, stage="search", settings=asked)))
@@ -982,7 +991,7 @@ def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
         properties.append(cohort.properties[0])
         client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
         assert client.data.train.mean == (0.5, 0.5, 0.5)
-        assert client.augmentation == Augmentation(crop_padding=0, flip=False, cutout=0)
+        assert client.augmentation == {"crop_padding": 0, "flip": False, "cutout": 0}
         assert sum(len(s) for s in vars(client.data).values()) == 80
     assert properties[0] == properties[1]
     assert properties[0]["class_names"] == ["red", "green", "blue"]

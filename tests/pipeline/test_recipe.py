@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.pipeline.learning_rates import learning_rate, noise_per_step
+from fednas_flwr.pipeline.later_settings import learning_rate, noise_per_step
 from fednas_flwr.privacy.plan import PlannedRelease
 
 RELEASE = PlannedRelease(

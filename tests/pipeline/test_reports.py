@@ -9,7 +9,7 @@ import pytest
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism import accounting
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
-from fednas_flwr.report.texts import facts, title
+from fednas_flwr.report.tables import facts, title
 from fednas_flwr.runs.numbers import read_run
 
 PRIVATE = [

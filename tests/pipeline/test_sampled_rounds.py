@@ -193,7 +193,7 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
 
 
 def turn_of(client):
-    from fednas_flwr.server.client_sampling import Participants
+    from fednas_flwr.server.exchange import Participants
 
     return Participants((client,))
 

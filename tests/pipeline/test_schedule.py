@@ -8,16 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fednas_flwr.algorithms.private_rounds import local_steps as steps_of
-from fednas_flwr.algorithms.private_rounds import site_of
+from fednas_flwr.algorithms.base import data_set_of
+from fednas_flwr.algorithms.base import local_steps as steps_of
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.pipeline.schedule import make_schedule, paying
+from fednas_flwr.pipeline.schedule import make_schedules, paying
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter, filter_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
 from fednas_flwr.search.bandit import Bandit
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
+
+
+def make_schedule(*args, **settings):
+    """The releases of a client that is asked in every round."""
+    return make_schedules(*args, **settings)[0]
+
 
 RECORDS = [
     {"train": 4000, "validation": 3000, "test": 900},
@@ -111,8 +117,8 @@ def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(
         ("retrain", "weights"): ("train", "validation"),
         ("evaluate", "metrics"): ("test",),
     }
-    assert site_of(config).data_set == "records"
-    assert site_of(compose_config("algorithm=fnas")) is None
+    assert data_set_of(config) == "records"
+    assert data_set_of(compose_config("algorithm=fnas")) is None
     federation = federate(config)
     strategy = make_search(config, federation.data[0], federation.cohort, None, schedule)
     for item in schedule:

@@ -20,7 +20,7 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.protocol.messages import decode_reply, decode_request
-from fednas_flwr.protocol.secure_sum.grid import Grid
+from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.runs.events import latest_rounds, read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import dump_config

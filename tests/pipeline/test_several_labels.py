@@ -20,7 +20,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
-from fednas_flwr.pipeline.buildable import check_buildable
+from fednas_flwr.pipeline.feasible import check_buildable
 
 from ..data_sets import read
 

@@ -76,16 +76,16 @@ def test_a_limit_that_is_not_reached_changes_nothing(run_inline):
     [("45s", 45), ("30min", 1800), ("2h", 7200), ("1h30min", 5400), ("1.5d", 129600)],
 )
 def test_times_with_units(text, expected):
-    assert seconds("time_limit", text) == expected
+    assert seconds(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["30", "0s", "min", "1h30", "-1h", "1 h", "2hours", "infs", "1e3s"]
 )
 def test_what_is_no_time_is_one_sentence(text):
-    words = r"^time_limit=.* is out of range: expected a time with its unit: 45s, 30min"
+    words = r"^runtime.time_limit=.* is out of range: expected a time with its unit: 45s, 30min"
     with pytest.raises(ConfigError, match=words):
-        seconds("time_limit", text)
+        parse_config(compose_tree([f"runtime.time_limit='{text}'"]))
 
 
 def test_a_limit_where_no_rounds_are_is_refused():

@@ -16,13 +16,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.models.fixed_networks import linear, plain_cnn, torchvision_network
+from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
 from fednas_flwr.privacy.self_test import unwatched
-from fednas_flwr.search.architect import alpha_gradient_sum
-from fednas_flwr.search.gradient_sums import Tally, trainable_weights, weight_gradient_sum
+from fednas_flwr.search.batch_gradients import (
+    Tally,
+    alpha_gradient_sum,
+    trainable_weights,
+    weight_gradient_sum,
+)
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
@@ -641,8 +645,8 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
         if as_factors:
             gradients.append((["c"], OuterProducts(first, second)))
             shapes["c"] = torch.empty(2, 3)
-        scale = clipping._Scale(max_norm, factors, len(rows))
-        sums = clipping._clipped_sum(gradients, shapes, scale, unwatched)
+        terms = clipping._Clipping(max_norm, None, None, None, unwatched)
+        sums = terms._clipped_sum(gradients, shapes, factors, len(rows))
         return {n: micro_batches.from_units(total, bound=max_norm) for n, total in sums.items()}
 
     both = add(rows, factors)

@@ -15,9 +15,10 @@ from fednas_flwr.privacy.mechanism.noise import (
     SecureGenerator,
     Words,
     _Keystream,
-    continuous_divergence,
     sample_discrete_gaussian,
 )
+
+from .divergences import continuous_divergence
 
 KEY = bytes(range(32))
 

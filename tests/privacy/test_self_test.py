@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.layers import own_linear_layers
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.models.fixed_networks import linear, plain_cnn, torchvision_network
+from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy import self_test
 from fednas_flwr.privacy.mechanism import record_gradients
 from fednas_flwr.privacy.mechanism.clipping import (

@@ -11,7 +11,9 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_noise
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, share_sigma, sum_divergence
+from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, share_sigma
+
+from .divergences import sum_divergence
 
 
 def gaussian(variance: Decimal, reach: int) -> list[Decimal]:

@@ -8,12 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ConfigRecord
+from flwr.app import Array, ConfigRecord, Message
+from flwr.clientapp import ClientApp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.data.statistics import Statistics
+from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.messages import (
+    BLOCK,
+    SCALES,
     Header,
     Reply,
     Request,
@@ -23,9 +30,15 @@ from fednas_flwr.protocol.messages import (
     encode_request,
     encode_states,
     payload_bytes,
+    restore_vector,
+    round_reply,
+    round_vector,
 )
 from fednas_flwr.protocol.requests import Describe
+from fednas_flwr.protocol.states import Layout, pack
 from fednas_flwr.protocol.sum_requests import Summed
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.reply_checks import accept_reply
 
 from ..server.conftest import SEARCH
 
@@ -166,3 +179,184 @@ def test_names_that_a_site_would_keep_are_short(name: str) -> None:
             decode_request("query.describe", content)
     with pytest.raises(ConfigError, match=f"header.{name}=é+ is out of range: expected 0 to 300"):
         decode_request("query.describe", content)
+
+
+# --- rounded tensors
+
+
+LENGTH = 2 * BLOCK + 3
+ROUNDED = ["float16", "int8"]
+STEP = {"float16": 2.0**-10, "int8": 1 / 127}  # relative to a block's largest magnitude
+
+
+def made(seed: int, scale: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "weights": {"a": scale * torch.randn(LENGTH, generator=generator)},
+        "alphas": {"cell": torch.randn(5, generator=generator)},
+        "buffers": {"mean": torch.randn(BLOCK, generator=generator), "batches": torch.tensor(9)},
+    }
+
+
+def reply_of(tensors: dict[str, dict[str, torch.Tensor]]) -> Reply:
+    return Reply(
+        num_examples=4.0,
+        states={name: pack(own) for name, own in tensors.items()},
+        digests={name: Layout.of(own).digest for name, own in tensors.items()},
+    )
+
+
+def generator_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def accepted(reply: Reply, wire: str, base: dict | None, tensors: dict | None = None) -> Reply:
+    InProcessGrid(ClientApp(), 1)  # Flower makes messages for a task only
+    message = Message(encode_reply(HEADER, reply), dst_node_id=1, message_type="train.search")
+    layouts = {name: Layout.of(own) for name, own in (tensors or made(0)).items()}
+    exchange = Exchange(
+        "train.search", stage="search", settings=SEARCH, states=base or {}, layouts=layouts
+    )
+    return accept_reply(message, exchange, header=HEADER, wire=wire)
+
+
+@pytest.mark.parametrize("wire", ROUNDED)
+def test_a_variance_that_rounding_takes_below_zero_is_zero(wire: str) -> None:
+    """Beside one that rises much: steps are larger than what is left."""
+    before = {"buffers": {"norm.running_var": torch.full((BLOCK,), 0.5)}}
+    variances = torch.full((BLOCK,), 1e-6)
+    variances[0] = 900.0
+    tensors = {"buffers": {"norm.running_var": variances}}
+    base = {name: pack(own) for name, own in before.items()}
+    request = Request("train.search", HEADER, SEARCH, base)
+    rounded = round_reply(reply_of(tensors), request, wire=wire, generator=generator_of(1))
+    exact = restore_vector(*list(rounded.states["buffers"].values())) + 0.5
+    assert (exact < 0).any()
+    found = accepted(rounded, wire, base, tensors).states["buffers"]["float32"]
+    assert torch.equal(found, exact.clamp(min=0))
+    below = {"buffers": {"norm.running_var": -variances}}
+    with pytest.raises(ReplyError, match="negative norm.running_var"):
+        accepted(reply_of(below), "float32", base, tensors)
+
+
+def test_256_values_have_one_scale() -> None:
+    vector = torch.cat([torch.full((256,), 2.0**20), torch.full((256,), 2.0**-20)])
+    _, scales = round_vector(vector, wire="int8", generator=generator_of(0))
+    assert len(scales) == 2
+    assert scales[0] / scales[1] == 2.0**40
+
+
+@given(
+    hnp.arrays(
+        np.float32,
+        st.integers(1, 3 * BLOCK),
+        elements=st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-1, 1, width=32),
+    ),
+    st.sampled_from(ROUNDED),
+    st.integers(0, 2**32),
+)
+def test_every_value_is_one_of_its_two_neighbours(values: np.ndarray, wire: str, seed: int) -> None:
+    vector = torch.from_numpy(values.copy())
+    rounded, scales = round_vector(vector, wire=wire, generator=generator_of(seed))
+    assert str(rounded.dtype) == f"torch.{wire}"
+    again = restore_vector(rounded, scales).double()
+    for start in range(0, len(vector), BLOCK):
+        block, found = vector[start : start + BLOCK].double(), again[start : start + BLOCK]
+        largest = max(block.abs().max().item(), 127 * torch.finfo(torch.float32).tiny)
+        assert ((found - block).abs() <= STEP[wire] * largest * 1.001).all()
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.floats(-1000, 1000, width=32), min_size=2, max_size=8),
+    st.sampled_from(ROUNDED),
+    st.integers(0, 2**32),
+)
+def test_rounding_is_unbiased(values: list[float], wire: str, seed: int) -> None:
+    """The mean of many draws is as near as chance allows, for rare steps too."""
+    block = torch.zeros(BLOCK)
+    block[: len(values)] = torch.tensor(values)
+    draws = 4000
+    rounded, scales = round_vector(block.repeat(draws), wire=wire, generator=generator_of(seed))
+    found = restore_vector(rounded, scales).view(draws, BLOCK).double()
+    error = (found.mean(dim=0) - block).abs()
+    step = STEP[wire] * max(block.abs().max().item(), 1e-30)
+    variance = step**2 * (block.abs() / step).clamp(max=0.25)  # of a draw between two neighbours
+    bound = 6 * (variance / draws).sqrt() + 24 * step / draws  # Bernstein: e-18
+    assert (error <= bound + 1e-6 * block.abs().max() + 1e-37).all()
+
+
+@pytest.mark.parametrize("wire", ROUNDED)
+def test_a_trained_model_is_sent_as_a_difference(wire: str) -> None:
+    sent = {name: pack(own) for name, own in made(0).items()}
+    near = made(0)
+    for name, own in made(1, scale=1.0).items():
+        for key, tensor in own.items():
+            if tensor.is_floating_point():
+                near[name][key] = near[name][key] + 1e-3 * tensor
+    reply = reply_of(near)
+    for action, base in (("train.search", sent), ("train.weight_gradient", None)):
+        request = Request(action, HEADER, SEARCH, states=sent)
+        rounded = round_reply(reply, request, wire=wire, generator=generator_of(3))
+        found = accepted(rounded, wire, base)
+        error = (found.states["weights"]["float32"] - reply.states["weights"]["float32"]).abs()
+        step = STEP[wire] * (5e-3 if base else 5.0)
+        assert 0 < error.max() <= step
+        assert torch.equal(found.states["alphas"]["float32"], reply.states["alphas"]["float32"])
+        assert torch.equal(found.states["buffers"]["int64"], reply.states["buffers"]["int64"])
+    twice = [round_reply(reply, request, wire=wire, generator=generator_of(4)) for _ in range(2)]
+    for key, vector in twice[0].states["weights"].items():
+        assert torch.equal(vector, twice[1].states["weights"][key])
+
+
+def test_what_travels_is_a_half_and_a_quarter() -> None:
+    tensors = {"weights": {"a": torch.randn(10**5)}}
+    whole = payload_bytes(encode_reply(HEADER, reply_of(tensors)))
+    for wire, share in (("float16", 0.5), ("int8", 0.25)):
+        request = Request("train.search", HEADER, SEARCH)
+        rounded = round_reply(reply_of(tensors), request, wire=wire, generator=generator_of(1))
+        assert payload_bytes(encode_reply(HEADER, rounded)) < (share + 0.005) * whole
+
+
+def float32_as_it_is(packed: dict) -> dict:
+    return {"float32": torch.zeros(LENGTH)}
+
+
+HOSTILE = {
+    "not rounded": (float32_as_it_is, "rounded to int8"),
+    "no scales": (lambda p: {k: v for k, v in p.items() if k != SCALES}, "rounded to int8"),
+    "a scale more": (lambda p: p | {SCALES: torch.ones(4)}, "rounded to int8"),
+    "a value less": (lambda p: p | {"rounded:int8": p["rounded:int8"][1:]}, "rounded to int8"),
+    "another wire": (
+        lambda p: {"rounded:float16": p["rounded:int8"].half(), SCALES: p[SCALES]},
+        "rounded to int8",
+    ),
+    "both": (lambda p: p | {"float32": torch.zeros(LENGTH)}, "rounded to int8"),
+    "a vector more": (lambda p: p | {"more:int8": p["rounded:int8"]}, "must have sizes"),
+    "other dtype": (lambda p: p | {"rounded:int8": p["rounded:int8"].short()}, "malformed"),
+    "NaN scale": (lambda p: p | {SCALES: p[SCALES] * torch.nan}, "not finite"),
+    "infinite scale": (lambda p: p | {SCALES: p[SCALES] * torch.inf}, "not finite"),
+    "huge scale": (lambda p: p | {SCALES: torch.full((3,), 3e38)}, "not finite"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_rounding_is_refused(name: str) -> None:
+    damage, words = HOSTILE[name]
+    request = Request("train.weight_gradient", HEADER, SEARCH)
+    good = round_reply(reply_of(made(0)), request, wire="int8", generator=generator_of(1))
+    accepted(good, "int8", None)
+    weights = damage(dict(good.states["weights"]))
+    with pytest.raises(ReplyError, match=words):
+        accepted(replace(good, states={**good.states, "weights": weights}), "int8", None)
+
+
+def test_a_diverged_model_is_refused_as_it_would_be_unrounded() -> None:
+    for value in (torch.nan, torch.inf):
+        tensors = made(0)
+        tensors["weights"]["a"][5] = value
+        request = Request("train.weight_gradient", HEADER, SEARCH)
+        for wire in ROUNDED:
+            reply = round_reply(reply_of(tensors), request, wire=wire, generator=generator_of(1))
+            with pytest.raises(ReplyError, match="not finite"):
+                accepted(reply, wire, None)

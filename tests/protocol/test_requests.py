@@ -41,7 +41,6 @@ from fednas_flwr.protocol.requests import (
     Probe,
     RewardCandidates,
     Search,
-    Site,
     TakeGradients,
     TakeNetworkGradient,
     TellStatistics,
@@ -54,7 +53,7 @@ from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
-from fednas_flwr.spaces.costs import HardwareTerms
+from fednas_flwr.spaces.costs import HardwareLoss
 
 from ..asked import smallest
 
@@ -82,14 +81,13 @@ sgds = st.builds(
     clip_norm=st.none() | st.floats(1e-12, LARGEST_NORM),
 )
 adams = st.builds(Adam, lr=from_zero, weight_decay=from_zero)
-sites = st.builds(Site, data_set=names)
 sizes = st.none() | st.integers(1, 2**62)
 amounts = st.builds(
     Amount, epochs=st.none(), steps=st.integers(1, 10**6), batch_size=sizes
 ) | st.builds(Amount, epochs=st.integers(1, 10**6), steps=st.none(), batch_size=sizes)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 hardware = st.builds(
-    HardwareTerms,
+    HardwareLoss,
     target=numbers,
     unit=names,
     form=names,
@@ -148,7 +146,7 @@ pool_trainings = st.builds(
     lambda training, pool, amount: replace(training, network=pool, amount=amount),
     *(trainings, pools, amounts.filter(lambda amount: amount.epochs is not None)),
 )
-here = st.none() | sites
+here = st.none() | names
 gradients = st.builds(
     TakeGradients,
     step=st.integers(0, 2**40),
@@ -157,30 +155,33 @@ gradients = st.builds(
     batch_size=sizes,
     order=st.sampled_from([1, 2]),
     inner_lr=rates,
-    site=here,
+    data_set=here,
 )
 probes = {"trials": st.lists(trials, min_size=1, max_size=3), "loss_bound": st.floats(1e-3, 1e3)}
 contexts = st.binary(min_size=32, max_size=32).map(bytes.hex)
 indices = st.lists(st.integers(0, 999), max_size=4).map(tuple)
-by_site = st.dictionaries(st.integers(0, 999).map(str), st.binary(max_size=9).map(bytes.hex))
+signatures, boxes = (
+    st.dictionaries(st.integers(0, 999).map(str), st.binary(min_size=n, max_size=n).map(bytes.hex))
+    for n in (64, 49)
+)
 ALL = {
     "query.describe": st.builds(Describe),
     "query.commit": st.builds(
         Commit, data_set=names, releases=st.lists(releases, max_size=3).map(tuple)
     ),
     "query.latency": st.builds(
-        MeasureLatency, batch_size=st.integers(1, 1024), passes=st.integers(2, 1000), site=here
+        MeasureLatency, batch_size=st.integers(1, 1024), passes=st.integers(2, 1000), data_set=here
     ),
-    "query.statistics": st.builds(TellStatistics, site=here),
+    "query.statistics": st.builds(TellStatistics, data_set=here),
     "query.keep_model": st.builds(
         KeepModel,
         card=st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=99),
         signature=st.binary(min_size=64, max_size=64).map(bytes.hex),
-        site=here,
+        data_set=here,
     ),
     "query.sign_survivors": st.builds(SignSurvivors, context=contexts, survivors=indices),
     "query.open_masks": st.builds(
-        OpenMasks, context=contexts, survivors=indices, signatures=by_site, boxes=by_site
+        OpenMasks, context=contexts, survivors=indices, signatures=signatures, boxes=boxes
     ),
     "train.weight_gradient": gradients,
     "train.alpha_gradient": gradients,
@@ -193,9 +194,9 @@ ALL = {
         batch_size=sizes,
         auxiliary_weight=from_zero,
         drop_path_prob=st.floats(0, 0.99),
-        site=here,
+        data_set=here,
     ),
-    "train.search": st.builds(Search, local=searches, sparse=st.booleans(), site=here),
+    "train.search": st.builds(Search, local=searches, sparse=st.booleans(), data_set=here),
     "train.candidate": st.builds(
         TrainCandidates,
         candidates=paths,
@@ -204,18 +205,18 @@ ALL = {
         batch_size=sizes,
         weights=sgds,
         dp_aware=st.none() | st.builds(DPAware, max_grad_norm=rates, noise_multiplier=from_zero),
-        site=here,
+        data_set=here,
         sparse=st.booleans(),
     ),
-    "train.probe": st.builds(Probe, search=searches, training=st.none(), site=here, **probes)
-    | st.builds(Probe, search=st.none(), training=trainings, site=here, **probes),
-    "train.weights": st.builds(Train, local=trainings, validates=st.booleans(), site=here),
+    "train.probe": st.builds(Probe, search=searches, training=st.none(), data_set=here, **probes)
+    | st.builds(Probe, search=st.none(), training=trainings, data_set=here, **probes),
+    "train.weights": st.builds(Train, local=trainings, validates=st.booleans(), data_set=here),
     "evaluate.candidates": st.builds(
-        RewardCandidates, candidates=paths, site=here, sparse=st.booleans()
+        RewardCandidates, candidates=paths, data_set=here, sparse=st.booleans()
     )
-    | st.builds(RewardCandidates, network=pools, site=here)
-    | st.builds(RewardCandidates, training=pool_trainings, site=here),
-    "evaluate.model": st.builds(Evaluate, network=descriptions, split=names, site=here),
+    | st.builds(RewardCandidates, network=pools, data_set=here)
+    | st.builds(RewardCandidates, training=pool_trainings, data_set=here),
+    "evaluate.model": st.builds(Evaluate, network=descriptions, split=names, data_set=here),
     "evaluate.personalised": st.builds(Personalise, local=trainings),
 }
 ASKED = Header("run", "search", 1, 2, 3, "nonce")
@@ -371,8 +372,8 @@ def test_the_cases_above_reach_every_dataclass_and_none_is_left_out():
         reach(kind)
     names = {kind.__name__ for kind in found - set(REQUESTS.values())}
     assert names == {
-        *("Site", "Amount", "LocalSearch", "LocalTraining", "Trial", "SGD", "Adam", "DPAware"),
-        *("Alternating", "SampledPaths", "HardwareTerms", "PlannedRelease"),
+        *("Amount", "LocalSearch", "LocalTraining", "Trial", "SGD", "Adam", "DPAware"),
+        *("Alternating", "SampledPaths", "HardwareLoss", "PlannedRelease"),
     }
 
 
@@ -432,7 +433,7 @@ BAD = {
     },
     "evaluate.candidates": {"candidates": [[], [[0]] * 1001]},
 }
-AT_LEAST = smallest(Site("a"))
+AT_LEAST = smallest("a")
 AT_LEAST["train.candidate"] = replace(AT_LEAST["train.candidate"], dp_aware=DPAware(0.1, 0.0))
 AT_LEAST["train.probe"] = replace(
     AT_LEAST["train.probe"],
@@ -478,17 +479,17 @@ def test_a_learning_rate_of_no_state_is_refused():
 @pytest.mark.parametrize(
     ("action", "change", "words"),
     [
-        ("train.search", {"amount": {"epochs": 1, "steps": 1, "batch_size": None}}, "exactly one"),
+        ("train.search", {"amount": {"epochs": 1, "steps": 1, "batch_size": None}}, "only one"),
         (
             "train.search",
             {"amount": {"epochs": None, "steps": None, "batch_size": None}},
-            "exactly one must be given",
+            "epochs or steps must be given, and only one",
         ),
-        ("train.search", {"alternating": None}, "alternating or paths must be given, and not both"),
+        ("train.search", {"alternating": None}, "alternating or paths must be given, and only one"),
         (
             "train.search",
             {"paths": {"gates": "two", "warm_up": False, "hardware": None}},
-            "alternating or paths must be given, and not both",
+            "alternating or paths must be given, and only one",
         ),
     ],
 )
@@ -503,7 +504,7 @@ def test_a_probe_is_of_a_search_or_of_a_training():
     values = asdict(AT_LEAST["train.probe"])
     searched = asdict(AT_LEAST["train.search"])["local"]
     for change in ({"training": None}, {"search": searched}):
-        with pytest.raises(ConfigError, match="search or training must be given, and not both"):
+        with pytest.raises(ConfigError, match="search or training must be given, and only one"):
             decode("train.probe", json.loads(json.dumps(values | change)))
 
 

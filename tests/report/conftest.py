@@ -101,7 +101,7 @@ def emit_rounds(
             metrics |= {"alpha_entropy": 1.3, "skip_share": 0.25}
             alphas = [[0.0, 0.1, 0.2, 0.1 * number]] * 14
             alphas_by_kind = {"normal": alphas, "reduction": alphas}
-            log.emit("alphas", round=number, ops=OPS, alphas=alphas_by_kind)
+            log.emit("alphas", round=number, ops=OPS, alphas=alphas_by_kind, cells={})
         log.emit(
             "round",
             stage=stage,
@@ -111,6 +111,7 @@ def emit_rounds(
             metrics=metrics,
             bytes_sent=2_000_000,
             bytes_received=1_000_000,
+            bytes_dense=3_000_000,
             clients={},
         )
 
@@ -151,6 +152,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
                 class_names=[class_name, "one"],
                 counts=None if private else [[10, 20], [30, 0], [5, 5]],
                 splits=[{"train": 20, "validation": 5, "test": 5}] * 3,
+                clients=[0, 1, 2],
                 server_test=100,
             )
             if private:
@@ -225,6 +227,7 @@ def make_hostile(folder: Path, evil: str) -> Path:
             "partition",
             class_names=[evil, f"{evil}2"],
             splits=[{"train": 20, "validation": 5, "test": 5}] * 3,
+            clients=[0, 1, 2],
             counts=[[10, 20], [30, 0], [5, 5]],
             server_test=100,
         )

@@ -1,8 +1,7 @@
 import pytest
 
 from fednas_flwr.report import tables
-from fednas_flwr.report.quantities import epsilon_text
-from fednas_flwr.report.templates import paragraphs, sentence
+from fednas_flwr.report.templates import epsilon_text, paragraphs, sentence
 from fednas_flwr.runs.numbers import overall
 
 
@@ -99,7 +98,7 @@ def test_the_warning_names_every_client_whose_noise_is_known() -> None:
         ({}, [0.02, 0.16], "16", "0.02 to 0.16"),
         ({}, [0.160001, 0.16], "16", "0.16"),
         ({"batch_size": None}, [1.0, 1.0], "every record", "1"),
-        ({}, [], "16", "not recorded"),  # an older run
+        ({}, [], "16", "not recorded"),  # nobody has accepted
     ],
 )
 def test_the_rate_is_that_of_the_clients(
@@ -167,6 +166,7 @@ def test_shared_noise_is_told_with_what_it_rests_on():
             "budget": {"epsilon": 8, "delta": 1e-5},
             "honest_sites": 6,
             "alone_epsilon": alone,
+            "rates": [0.5, 0.5],
         }
         for number, alone in enumerate((21.34, 20.0))
     ]

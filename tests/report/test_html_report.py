@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fednas_flwr.report import texts
+from fednas_flwr.report import tables
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
@@ -132,6 +132,7 @@ def test_a_run_without_search_alphas_partition_and_config(tmp_path: Path) -> Non
             metrics={},
             bytes_sent=0,
             bytes_received=0,
+            bytes_dense=0,
             clients={},
         )
         log.emit("derived", genotype=None, num_parameters=5, multiply_adds=None)
@@ -237,7 +238,7 @@ def test_a_run_that_stopped_early_tells_how_far_it_came(make_run: Callable[..., 
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     kept = [e for e in events if not (e["event"] == "round" and e["round"] == 3)]
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in kept))
-    shown = dict(texts.facts(read_run(folder)))
+    shown = dict(tables.facts(read_run(folder)))
     assert shown["search rounds"] == "2 of 3"
     assert shown["retraining"] == "rounds 0 of 2"
     assert shown["clients"] == "3, 1 left before the end"
@@ -251,7 +252,7 @@ def test_a_run_without_a_round_does_not_praise_its_clients(make_run: Callable[..
     text = Page(write_report(folder)).text
     assert "every client answered" not in text
     assert text.count("no round has finished") == 2
-    shown = dict(texts.facts(read_run(folder)))
+    shown = dict(tables.facts(read_run(folder)))
     assert (shown["clients"], shown["search rounds"]) == ("0 of 3", "0 of 3")
 
 
@@ -263,7 +264,7 @@ def test_a_search_that_did_not_run_was_not_private(
     config = (folder / "config.yaml").read_text()
     aware = "dp_aware: {max_grad_norm: 0.1, noise_multiplier: 0.2}"
     (folder / "config.yaml").write_text(config.replace("alpha_lr: 3e-4", aware))
-    shown = dict(texts.facts(read_run(folder)))
+    shown = dict(tables.facts(read_run(folder)))
     assert ("the search was" in shown) == (stage == "search")
 
 
@@ -282,7 +283,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
             server_test=0,
         )
     run = read_run(folder)
-    assert dict(texts.facts(run))["clients"] == "2 of 3"
+    assert dict(tables.facts(run))["clients"] == "2 of 3"
     path = write_report(folder)
     rows = r'<tr><td class="num">(\d)</td><td class="num">20</td>'
     assert re.findall(rows, path.read_text(encoding="utf-8")) == ["0", "2"]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report.html_report import render_report
-from fednas_flwr.report.quantities import DASH
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import METRICS, read_run
 
@@ -62,8 +62,15 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
         log.emit("stage_started", stage="search", rounds=3)
         for number in (1, 2):
             log.emit("client_failed", stage="search", round=number, **failed)
-            log.emit("round", stage="search", round=number, bytes_sent=10, bytes_received=None)
-            log.emit("alphas", round=number, alphas={"normal": [[0.0]]}, ops=["a"])
+            log.emit(
+                "round",
+                stage="search",
+                round=number,
+                bytes_sent=10,
+                bytes_received=0,
+                bytes_dense=40,
+            )
+            log.emit("alphas", round=number, alphas={"normal": [[0.0]]}, ops=["a"], cells={})
     killed = read_run(tmp_path)
     assert (killed.status, killed.reason, killed.numbers()["central_accuracy"]) == (
         "unfinished",
@@ -74,13 +81,20 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
         log.emit("run_started", resumed=True)
         log.emit("stage_started", stage="search", rounds=3)
         for number in (2, 3):
-            log.emit("round", stage="search", round=number, bytes_sent=20, bytes_received=5)
-            log.emit("alphas", round=number, alphas={"normal": [[9.0]]}, ops=["a"])
+            log.emit(
+                "round",
+                stage="search",
+                round=number,
+                bytes_sent=20,
+                bytes_received=5,
+                bytes_dense=40,
+            )
+            log.emit("alphas", round=number, alphas={"normal": [[9.0]]}, ops=["a"], cells={})
         log.emit("stage_finished", stage="search", seconds=100.0)
         log.emit("run_finished", status="failed", reason="quorum lost")
     run = read_run(tmp_path)
     assert (run.status, run.reason, len(run.attempts())) == ("failed", "quorum lost", 2)
-    assert run.traffic("search") == (10 + 20 + 20, 10, None)
+    assert run.traffic("search") == (10 + 20 + 20, 10, 120)
     assert [failure["round"] for failure in run.failures()] == [1]  # round 2 went well in the end
     assert [event["alphas"]["normal"][0][0] for event in run.alphas()] == [0.0, 9.0, 9.0]
     first = killed.attempts()[0]
@@ -89,7 +103,6 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
 
 
 def test_traffic_is_told_as_a_share_of_what_whole_states_would_take(tmp_path: Path) -> None:
-    """Of runs that do not say it a dash stands in its place."""
     path = tmp_path / "events.jsonl"
 
     def shares() -> list[str]:
@@ -109,9 +122,6 @@ def test_traffic_is_told_as_a_share_of_what_whole_states_would_take(tmp_path: Pa
             dense = {"bytes_dense": 600 if stage == "search" else 150}
             log.emit("round", stage=stage, round=number, **told, **dense)
     assert shares() == ["25.0 %", "100.0 %", "33.3 %"]
-    with EventLog(path) as log:
-        log.emit("round", stage="retrain", round=2, **told)
-    assert shares() == ["25.0 %", DASH, DASH]
 
 
 def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:
@@ -153,11 +163,18 @@ def test_a_client_that_left_counts_once_and_not_if_a_resume_undid_it(tmp_path: P
         log.emit("run_started", resumed=False)
         for client in (0, 1):
             log.emit("client_left", round=2, client=client, **place)
-        log.emit("round", stage="search", round=2)
+        log.emit("round", stage="search", round=2, bytes_dense=0)
     assert [e["client"] for e in read_run(tmp_path).departures()] == [0, 1]
     assert read_run(tmp_path).failures() == []
     with EventLog(path) as log:
         log.emit("run_started", resumed=True)
         log.emit("client_left", round=2, client=1, **place)
-        log.emit("round", stage="search", round=2)
+        log.emit("round", stage="search", round=2, bytes_dense=0)
     assert [e["client"] for e in read_run(tmp_path).departures()] == [1]
+
+
+def test_a_run_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.emit("alphas", round=1, alphas={})
+    with pytest.raises(ConfigError, match="was written by an older version of fednas_flwr"):
+        read_run(tmp_path)

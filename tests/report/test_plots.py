@@ -37,11 +37,12 @@ def test_curves_draw_what_was_measured_with_a_gap_where_it_was_not() -> None:
 def test_traffic_is_in_megabytes() -> None:
     figure = _valid(plots.traffic(_rounds(2)))
     assert [list(trace.y) for trace in figure.data] == [[3.0, 3.0], [1.0, 1.0]]
-    assert plots.traffic([{"round": 1, "metrics": {}}]) is None
+    assert plots.traffic([{"round": 1, "bytes_sent": 0, "bytes_received": 0}]) is None
 
 
 def test_the_partition_has_a_row_per_class_and_a_column_per_client() -> None:
-    event = {"class_names": ["a" * 30, "a" * 30], "counts": [[1, 2], [3, 0], [5, 6]]}
+    counts = [[1, 2], [3, 0], [5, 6]]
+    event = {"class_names": ["a" * 30, "a" * 30], "counts": counts, "clients": [0, 1, 2]}
     figure = _valid(plots.partition(event))
     heat = figure.data[0]
     assert [list(row) for row in heat.z] == [[1, 3, 5], [2, 0, 6]]
@@ -53,7 +54,7 @@ def test_the_partition_has_a_row_per_class_and_a_column_per_client() -> None:
 
 def test_a_large_partition_keeps_a_bounded_height() -> None:
     event = {"class_names": [f"class {i}" for i in range(100)], "counts": [[1] * 100] * 100}
-    figure = _valid(plots.partition(event))
+    figure = _valid(plots.partition(event | {"clients": list(range(100))}))
     assert 400 < figure.layout.height < 1000
 
 

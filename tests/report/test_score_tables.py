@@ -85,7 +85,7 @@ def test_a_class_that_does_not_exist_is_refused_before_the_run(
     compose_config: Callable[..., Any],
 ) -> None:
     from fednas_flwr.base.errors import ConfigError
-    from fednas_flwr.pipeline.buildable import check_buildable
+    from fednas_flwr.pipeline.feasible import check_buildable
 
     with pytest.raises(
         ConfigError, match=r"evaluation.positive=3 is unknown: choose one of 0, 1, 2"

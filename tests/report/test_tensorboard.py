@@ -32,12 +32,14 @@ def test_a_number_that_is_missing_is_left_out(tmp_path: Path) -> None:
         "round": 1,
         "seconds": 1.0,
         "metrics": {"train_loss": None},
+        "bytes_sent": 0,
+        "bytes_received": 0,
     }
     with TensorBoard(tmp_path) as writer:
         writer(event)
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
-    assert read.Tags()["scalars"] == ["search/seconds"]
+    assert read.Tags()["scalars"] == ["search/seconds", "search/mb_sent", "search/mb_received"]
 
 
 def test_reports_do_not_load_torch() -> None:

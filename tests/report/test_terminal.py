@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fednas_flwr.cli.commands import fail
+from fednas_flwr.cli import fail
 from fednas_flwr.report.comparison import compare_runs, print_comparison
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.terminal import ProgressDisplay, print_summary

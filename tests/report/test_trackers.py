@@ -66,7 +66,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
 ) -> None:
     monkeypatch.setattr("fednas_flwr.report.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'fednas-flwr\[mlflow\]'"):
-        check([compose("trackers=[mlflow]", f"run_dir={tmp_path / 'run'}")])
+        check(compose("trackers=[mlflow]", f"run_dir={tmp_path / 'run'}"))
     with pytest.raises(ConfigError, match="choose one of mlflow, tensorboard, wandb"):
         compose("trackers=[tensorboardx]")
     with pytest.raises(ConfigError, match="more than once"):

@@ -93,4 +93,4 @@ def test_what_cannot_be_served_is_one_sentence(
         assert main(["watch", str(folder), "--port", str(port)]) == 2
     assert f"--port={port} cannot be served" in capsys.readouterr().err
     assert main(["watch", str(folder), "--port", "99999"]) == 2
-    assert "--port=99999 must be from 1 to 65535" in capsys.readouterr().err
+    assert "--port=99999 is out of range: expected 1 to 65535" in capsys.readouterr().err

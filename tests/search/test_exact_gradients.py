@@ -7,14 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.architect import (
+from fednas_flwr.search.batch_gradients import (
     alpha_gradient_sum,
     mixed_level_gradient,
     second_order_gradient,
 )
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.search.optimizer_step import Descent
+from fednas_flwr.search.optimizer_step import Optimizer
 from fednas_flwr.search.proxyless import alpha_gradient, draw_paths, gate_gradient
 
 from ..small_spaces import PATH_SPACE
@@ -52,15 +52,15 @@ def records(batch):
     return make
 
 
-def descent(net):
-    return Descent(net.weights(), torch.optim.SGD(net.weights().values(), lr=0.1, momentum=0.9))
+def optimizer(net):
+    return Optimizer(net.weights(), torch.optim.SGD(net.weights().values(), lr=0.1, momentum=0.9))
 
 
 def take(gradients, net):
     """Ask for both gradients in every step; return how many there were."""
     steps = 0
     for _ in gradients.steps():
-        gradients.alphas(net, descent(net), rule="first_order", validation_weight=1.0)
+        gradients.alphas(net, optimizer(net), rule="first_order", validation_weight=1.0)
         gradients.weights(net)
         steps += 1
     return steps
@@ -78,7 +78,7 @@ def take(gradients, net):
 )
 def test_as_many_steps_as_asked_over_as_many_passes_as_needed(net, records, steps, drawn):
     train, _, log = records(3)
-    gradients = ExactGradients(train, epochs=None, steps=steps)
+    gradients = ExactGradients(train, num_steps=steps)
     seen = [gradients.train_batch for _ in gradients.steps()]
     assert log == drawn
     assert len(seen) == steps
@@ -87,7 +87,7 @@ def test_as_many_steps_as_asked_over_as_many_passes_as_needed(net, records, step
 
 def test_steps_draw_no_batch_beyond_the_last_of_an_endless_pass(records):
     train, _, log = records(20)
-    for _ in ExactGradients(train, epochs=None, steps=5).steps():
+    for _ in ExactGradients(train, num_steps=5).steps():
         pass
     assert log == [f"train 1.{i}" for i in range(5)]
 
@@ -99,7 +99,7 @@ def test_epochs_are_whole_passes(records, epochs):
     assert log == [f"train {n}.{i}" for n in range(1, epochs + 1) for i in range(2)]
 
 
-@pytest.mark.parametrize("limit", [{"epochs": 2}, {"epochs": None, "steps": 10}])
+@pytest.mark.parametrize("limit", [{"epochs": 2}, {"num_steps": 10}])
 def test_validation_batches_begin_anew_with_every_pass(net, records, limit):
     """Within one, as many passes are made as it needs; each batch is drawn after the step's own."""
     train, validation, log = records(5, 2)
@@ -124,12 +124,12 @@ def test_a_step_has_one_batch_of_each_split(records):
         assert batches[1] is expected[1]
 
 
-@pytest.mark.parametrize("limit", [{"epochs": 3}, {"epochs": None, "steps": 8}])
+@pytest.mark.parametrize("limit", [{"epochs": 3}, {"num_steps": 8}])
 def test_tallies_are_of_the_last_pass(net, records, limit):
     train, validation, _ = records(3, 2)
     gradients = ExactGradients(train, validation, **limit)
     take(gradients, net)
-    last = 3 if "steps" not in limit else 2
+    last = 3 if "num_steps" not in limit else 2
     x, y = (torch.cat(part) for part in zip(*train.batches[:last], strict=True))
     logits = net(x)
     hits = int((logits.argmax(1) == y).sum())
@@ -189,7 +189,7 @@ def test_weights_have_the_gradient_of_the_objectives_mean_over_both_heads(net, r
 def test_alphas_have_the_rules_gradient_of_the_steps_batches(rule, net, records, untouched):
     train, validation, _ = records(2, 1)
     gradients = ExactGradients(train, validation, objective=Objective(FACTORS))
-    sgd, objective = descent(net), Objective(FACTORS)
+    sgd, objective = optimizer(net), Objective(FACTORS)
     check, seen = untouched(net), []
     for one, _ in zip(train.batches, gradients.steps(), strict=True):
         found = gradients.alphas(net, sgd, rule=rule, validation_weight=0.5)

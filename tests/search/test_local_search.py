@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.search.architect import mixed_level_gradient, second_order_gradient
+from fednas_flwr.search.batch_gradients import mixed_level_gradient, second_order_gradient
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate
-from fednas_flwr.search.optimizer_step import Descent, Descents, make_adam, make_sgd
+from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import SGD, Adam
 
 WEIGHTS = SGD(0.3, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
@@ -21,21 +21,23 @@ ALPHAS = Adam(0.05, weight_decay=1e-3)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
-def descents_of(
+def optimizers_of(
     network: nn.Module, weights: SGD, alphas: Adam, *, beta: float = 0.5, nesterov: bool = False
-) -> Descents:
+) -> Optimizers:
     """Make the optimisers of a search."""
     own, others = network.weights(), network.alphas()
     sgd = make_sgd(own.values(), weights, nesterov=nesterov)
     adam = make_adam(others.values(), alphas, beta=beta)
-    return Descents(Descent(own, sgd, weights.clip_norm), Descent(others, adam))
+    return Optimizers(Optimizer(own, sgd, weights.clip_norm), Optimizer(others, adam))
 
 
 def search(net, train, validation, rule, alphas=ALPHAS, validation_weight=0.5, beta_decay=0.0):
     """Search for one pass over ``train``; return where the gradients came from."""
     gradients = ExactGradients(lambda: iter(train), lambda: iter(validation))
-    descents = descents_of(net, WEIGHTS, alphas)
-    alternate(net, gradients, descents, Alternating(rule, validation_weight, beta_decay=beta_decay))
+    optimizers = optimizers_of(net, WEIGHTS, alphas)
+    alternate(
+        net, gradients, optimizers, Alternating(rule, validation_weight, beta_decay=beta_decay)
+    )
     return gradients
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.candidate import train_candidates
 from fednas_flwr.search.exact_gradients import ExactGradients
-from fednas_flwr.search.local_search import Alternating, alternate
+from fednas_flwr.search.local_search import Alternating, alternate, train_candidates
 from fednas_flwr.search.optimizer_step import (
-    Descent,
-    Descents,
+    Optimizer,
+    Optimizers,
     make_adam,
     make_sgd,
     no_moments,
@@ -108,15 +107,15 @@ def test_requests_with_moments_handed_over_are_one_training(parts, momentum, nes
     weights, alphas = parts.weights(), parts.alphas()
     moments = no_moments(parts)
     for request in range(4):
-        descents = Descents(
-            Descent(weights, make_sgd(weights.values(), settings, nesterov=nesterov), 0.5),
-            Descent(alphas, make_adam(alphas.values(), ALPHAS, beta=beta)),
+        optimizers = Optimizers(
+            Optimizer(weights, make_sgd(weights.values(), settings, nesterov=nesterov), 0.5),
+            Optimizer(alphas, make_adam(alphas.values(), ALPHAS, beta=beta)),
             moments,
         )
         for one in gradients[request * STEPS :][:STEPS]:
-            descents.alphas.step(one["alphas"])
-            descents.weights.step(one["weights"])
-        moments = descents.moments()
+            optimizers.alphas.step(one["alphas"])
+            optimizers.weights.step(one["weights"])
+        moments = optimizers.moments()
 
     weights, alphas = twin.weights(), twin.alphas()
     sgd = torch.optim.SGD(
@@ -143,7 +142,7 @@ class Stream:
 
     Attributes:
         space: Of the supernet that is trained.
-        loop: Takes the stream, gradients and descents.
+        loop: Takes the stream, gradients and optimizers.
         nesterov: Of the weights' momentum.
         beta: Of Adam; None trains no alphas.
     """
@@ -166,27 +165,25 @@ class Stream:
             x = torch.randn(5, *shape, generator=generator)
             yield x, torch.randint(3, (5,), generator=generator)
 
-    def descents(self, sent: dict[str, torch.Tensor]) -> Descents:
+    def optimizers(self, sent: dict[str, torch.Tensor]) -> Optimizers:
         """Make new optimisers that go on with what was sent."""
         weights, alphas = self.network.weights(), self.network.alphas()
         settings = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
-        own = Descent(weights, make_sgd(weights.values(), settings, nesterov=self.nesterov), 1.0)
+        own = Optimizer(weights, make_sgd(weights.values(), settings, nesterov=self.nesterov), 1.0)
         if self.beta is None:
-            return Descents(own, sent=sent)
+            return Optimizers(own, sent=sent)
         adam = make_adam(alphas.values(), ALPHAS, beta=self.beta)
-        return Descents(own, Descent(alphas, adam), sent)
+        return Optimizers(own, Optimizer(alphas, adam), sent)
 
-    def take(self, steps: int, descents: Descents) -> None:
-        gradients = ExactGradients(
-            lambda: self.train, lambda: self.validation, epochs=None, steps=steps
-        )
+    def take(self, steps: int, optimizers: Optimizers) -> None:
+        gradients = ExactGradients(lambda: self.train, lambda: self.validation, num_steps=steps)
         self.steps = steps
-        self.loop(self, gradients, descents)
+        self.loop(self, gradients, optimizers)
 
 
 def all_ops(rule: str) -> Callable[[], Stream]:
-    def loop(stream, gradients, descents):
-        alternate(stream.network, gradients, descents, Alternating(rule))
+    def loop(stream, gradients, optimizers):
+        alternate(stream.network, gradients, optimizers, Alternating(rule))
 
     return partial(Stream, MLP, loop, beta=0.5)
 
@@ -194,20 +191,19 @@ def all_ops(rule: str) -> Callable[[], Stream]:
 def paths(*, gates: str, warm_up: bool) -> Callable[[], Stream]:
     settings = SampledPaths(gates, warm_up, None)
 
-    def loop(stream, gradients, descents):
-        terms = {"hardware": None, "generator": stream.generator}
-        search_paths(stream.network, gradients, descents, settings, **terms)
+    def loop(stream, gradients, optimizers):
+        search_paths(stream.network, gradients, optimizers, settings, generator=stream.generator)
 
     return partial(Stream, PATH_SPACE, loop, nesterov=True, beta=0.0)
 
 
-def candidates(stream, gradients, descents):
+def candidates(stream, gradients, optimizers):
     drawn = [CELLS.path(CELLS.random_genotype(stream.generator)) for _ in range(stream.steps)]
-    train_candidates(stream.network, drawn, gradients, descents.weights, steps=1)
+    train_candidates(stream.network, drawn, gradients, optimizers.weights, steps=1)
 
 
-def weights_alone(stream, gradients, descents):
-    train(stream.network, gradients, descents.weights)
+def weights_alone(stream, gradients, optimizers):
+    train(stream.network, gradients, optimizers.weights)
 
 
 STREAMS = {
@@ -226,23 +222,23 @@ def test_two_requests_of_every_loop_are_one_training(name):
     """Bit by bit, also where weights have no gradient in some steps, or in all of them."""
     whole, parted = STREAMS[name](), STREAMS[name]()
     before = copy.deepcopy(whole.network.state_dict())
-    lone = whole.descents({})
+    lone = whole.optimizers({})
     whole.take(2 * STEPS, lone)
     sent, begun = no_moments(parted.network), []
     for _ in range(2):
         given = {key: value.clone() for key, value in sent.items()}
-        descents = parted.descents(sent)
-        parted.take(STEPS, descents)
+        optimizers = parted.optimizers(sent)
+        parted.take(STEPS, optimizers)
         assert all(torch.equal(value, sent[key]) for key, value in given.items())  # as it came
-        sent = descents.moments()
+        sent = optimizers.moments()
         begun.append({key for key, value in sent.items() if value.any()})
     after = whole.network.state_dict()
     assert sum(not torch.equal(tensor, before[key]) for key, tensor in after.items()) > 5
     for key, tensor in parted.network.state_dict().items():
         assert torch.equal(tensor, after[key]), key
-    kept = kept_moments(whole.network.weights(), lone.weights.optimizer, "weights")
+    kept = kept_moments(whole.network.weights(), lone.weights.torch_optimizer, "weights")
     if lone.alphas is not None:
-        kept |= kept_moments(whole.network.alphas(), lone.alphas.optimizer, "alphas")
+        kept |= kept_moments(whole.network.alphas(), lone.alphas.torch_optimizer, "alphas")
     assert_moments(sent, kept)
     late = {key for key in begun[1] - begun[0] if key.startswith("weights.")}
     idle = {key for key in sent if key.startswith("weights.") and key not in kept}
@@ -260,9 +256,9 @@ def test_a_request_without_one_of_the_moments_differs(forgotten):
         stream = STREAMS["first_order"]()
         sent = no_moments(stream.network)
         for _ in range(2):
-            descents = stream.descents(sent)
-            stream.take(STEPS, descents)
-            sent = descents.moments()
+            optimizers = stream.optimizers(sent)
+            stream.take(STEPS, optimizers)
+            sent = optimizers.moments()
             for key, value in sent.items():
                 if forgets and key.startswith(forgotten):
                     value.zero_()
@@ -284,9 +280,9 @@ def test_moments_are_named_and_shaped_as_those_of_the_network(name):
         expected[f"alphas.step.{kind}"] = torch.Size([1])
     assert {key: value.shape for key, value in none.items()} == expected
     assert not any(value.any() for value in none.values())
-    descents = stream.descents(none)
-    stream.take(1, descents)
-    found = descents.moments()
+    optimizers = stream.optimizers(none)
+    stream.take(1, optimizers)
+    found = optimizers.moments()
     assert {key: value.shape for key, value in found.items()} == expected
     assert {value.dtype for value in found.values()} == {torch.float32}
 
@@ -303,10 +299,10 @@ def test_a_network_without_alphas_has_moments_of_its_parameters():
 @pytest.mark.parametrize("name", STREAMS)
 def test_without_sent_moments_none_are_returned(name):
     stream = STREAMS[name]()
-    descents = stream.descents({})
-    stream.take(1, descents)
-    assert descents.moments() == {}
-    assert descents.weights.optimizer.state  # there would be some
+    optimizers = stream.optimizers({})
+    stream.take(1, optimizers)
+    assert optimizers.moments() == {}
+    assert optimizers.weights.torch_optimizer.state  # there would be some
 
 
 @pytest.mark.parametrize("name", ["candidates", "warm-up"])
@@ -316,9 +312,9 @@ def test_moments_of_alphas_that_stay_are_returned_as_they_were_sent(name):
         key: torch.full_like(value, 2.0) if key.startswith("alphas.") else value
         for key, value in no_moments(stream.network).items()
     }
-    descents = stream.descents(sent)
-    stream.take(2, descents)
-    found = descents.moments()
+    optimizers = stream.optimizers(sent)
+    stream.take(2, optimizers)
+    found = optimizers.moments()
     for key, value in found.items():
         if key.startswith("alphas."):
             assert torch.equal(value, sent[key]), key
@@ -330,14 +326,14 @@ def test_a_step_leaves_parameters_without_a_gradient_as_they_are(parts):
     """Neither momentum nor decay moves them; the others take the gradient as it was given."""
     weights = parts.weights()
     settings = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.5, clip_norm=None)
-    descent = Descent(weights, make_sgd(weights.values(), settings))
-    descent.step({name: torch.ones(3, 2) for name in weights})
+    optimizer = Optimizer(weights, make_sgd(weights.values(), settings))
+    optimizer.step({name: torch.ones(3, 2) for name in weights})
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     gradient = torch.full((3, 2), 2.0, dtype=torch.float64)
-    descent.step({"parts.a": None, "parts.b": gradient, "elsewhere": torch.ones(1)})
+    optimizer.step({"parts.a": None, "parts.b": gradient, "elsewhere": torch.ones(1)})
     assert torch.equal(weights["parts.a"], before["parts.a"])
     assert torch.equal(weights["parts.c"], before["parts.c"])
     moved = before["parts.b"] - weights["parts.b"].detach()
-    velocity = descent.optimizer.state[weights["parts.b"]]["momentum_buffer"]
+    velocity = optimizer.torch_optimizer.state[weights["parts.b"]]["momentum_buffer"]
     torch.testing.assert_close(moved, 0.1 * velocity)
     assert all(weight.grad is None for weight in weights.values())

@@ -36,7 +36,7 @@ from ..small_spaces import PATH_COSTS as COSTS
 from ..small_spaces import PATH_SPACE as SPACE
 
 MULTIPLICATIVE, ADDITIVE = (
-    HardwareLoss(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
+    HardwareLoss.of(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
     for form in ("multiplicative", "additive")
 )
 

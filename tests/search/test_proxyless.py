@@ -26,7 +26,7 @@ from fednas_flwr.spaces.mbconv import NEVER
 
 from ..small_spaces import PATH_COSTS as COSTS
 from ..small_spaces import PATH_SPACE as SPACE
-from .test_local_search import descents_of
+from .test_local_search import optimizers_of
 
 WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
 ALPHAS = Adam(0.01, weight_decay=0.0)
@@ -61,9 +61,8 @@ def search(supernet, *, steps=4, mode="two", warm_up=False, hardware=None):
     search_paths(
         supernet,
         gradients,
-        descents_of(supernet, WEIGHTS, ALPHAS, **SEARCHED),
-        SampledPaths(mode, warm_up, None),
-        hardware=hardware,
+        optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED),
+        SampledPaths(mode, warm_up, hardware),
         generator=make_generator(0, "paths"),
     )
     return gradients
@@ -75,7 +74,7 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
 
     The alphas have a learning rate of zero and so stay, too.
     """
-    descents = descents_of(supernet, WEIGHTS, Adam(0.0, 0.0), **SEARCHED)
+    optimizers = optimizers_of(supernet, WEIGHTS, Adam(0.0, 0.0), **SEARCHED)
     generator, again = (make_generator(0, "paths") for _ in range(2))
     momenta = {}
     alphas = supernet.alphas()["blocks"]
@@ -102,7 +101,7 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
 
         gradients = ExactGradients(lambda batch=batch: iter([batch]), lambda: batches(1, start=100))
         paths = SampledPaths("two", warm_up, None)
-        search_paths(supernet, gradients, descents, paths, hardware=None, generator=generator)
+        search_paths(supernet, gradients, optimizers, paths, generator=generator)
         assert gradients.train_tally.loss == pytest.approx(loss.item())
         trained = network.state_dict()
         for name, tensor in supernet.state_dict().items():
@@ -110,23 +109,23 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
             torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-12)
 
 
-def alpha_step(supernet, batch, descents, mode, generator):
+def alpha_step(supernet, batch, optimizers, mode, generator):
     """One step of the alphas on a validation batch."""
     gradients = AlphasOnly(lambda: batches(1, start=100), lambda: iter([batch]))
     paths = SampledPaths(mode, False, None)
-    search_paths(supernet, gradients, descents, paths, hardware=None, generator=generator)
+    search_paths(supernet, gradients, optimizers, paths, generator=generator)
     assert gradients.validation_tally.num_examples == len(batch[1])
 
 
 def test_alpha_steps_move_only_sampled_probabilities(supernet):
-    descents = descents_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
+    optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
     generator, again = (make_generator(0, "paths") for _ in range(2))
     weights = copy.deepcopy(supernet.weights())
     alphas = supernet.alphas()["blocks"]
     for batch in batches(20):
         before = alphas.detach().clone()
         pairs = draw_paths(alphas, mode="two", generator=again)
-        alpha_step(supernet, batch, descents, "two", generator)
+        alpha_step(supernet, batch, optimizers, "two", generator)
         draw_paths(alphas, mode="one", generator=again)  # of the weight step
         sampled = torch.zeros(3, 4, dtype=torch.bool).scatter(1, pairs, True)
         change = alphas.softmax(-1) - before.softmax(-1)
@@ -141,13 +140,13 @@ def test_a_full_alpha_step_is_adams_on_the_gate_gradient(supernet):
     alphas = supernet.alphas()["blocks"]
     twin = alphas.detach().clone().requires_grad_()
     adam = torch.optim.Adam([twin], lr=0.01, betas=(0.0, 0.999))
-    descents = descents_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
+    optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
     generator, again = (make_generator(0, "paths") for _ in range(2))
     for batch in batches(3):
         paths = draw_paths(twin, mode="full", generator=again)
         twin.grad = alpha_gradient(gate_gradient(supernet, batch, paths)[0], twin, paths)
         adam.step()
-        alpha_step(supernet, batch, descents, "full", generator)
+        alpha_step(supernet, batch, optimizers, "full", generator)
         draw_paths(twin, mode="one", generator=again)  # of the weight step
         torch.testing.assert_close(alphas.detach(), twin.detach(), rtol=1e-10, atol=1e-13)
 
@@ -155,7 +154,7 @@ def test_a_full_alpha_step_is_adams_on_the_gate_gradient(supernet):
 @pytest.mark.parametrize("form", ["additive", "multiplicative"])
 def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
     """Mode full, by the chain rule on CE and on E through softmax(alphas)."""
-    hardware = HardwareLoss(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
+    hardware = HardwareLoss.of(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
     batch = next(batches(1))
     alphas = supernet.alphas()["blocks"].detach().requires_grad_()
     paths = draw_paths(alphas, mode="full", generator=make_generator(0, "paths"))
@@ -172,7 +171,7 @@ def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
 
 
 def test_a_low_target_makes_cheap_ops_likely(supernet):
-    hardware = HardwareLoss(COSTS, target=5.0, unit="ms", form="additive", scale=50.0)
+    hardware = HardwareLoss.of(COSTS, target=5.0, unit="ms", form="additive", scale=50.0)
     before = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()
     search(supernet, steps=60, hardware=hardware)
     after = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()

@@ -11,9 +11,8 @@ from flwr.app import RecordDict
 
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.requests import Describe
-from fednas_flwr.server.client_sampling import Participants
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.server.exchange import Exchange, Participants
 
 from .conftest import SEARCH
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,14 +51,17 @@ def plan(kind="weights", action="train.weights", *, batch=32.0, sigma=1.5, norm=
 
 
 def limits(action, settings, *, sizes, sent=None, examples=550.0, classes=1, planned=()):
+    exchange = SimpleNamespace(
+        action=action,
+        layouts={name: SimpleNamespace(sizes={"float32": size}) for name, size in sizes.items()},
+        planned={release.kind: release for release in planned},
+    )
     return honest_limits(
-        action,
+        exchange,
         settings,
-        sizes=sizes,
         sent=sent or {},
         examples=examples,
         classes=classes,
-        planned={release.kind: release for release in planned},
         records=RECORDS if planned else {},
     )
 

@@ -17,8 +17,8 @@ from fednas_flwr.deploy.sites.client_process import answer_sum_message
 from fednas_flwr.deploy.sites.provision import make_sum_key
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.policy import load_policy, template
+from fednas_flwr.protocol.keys import Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.messages import decode_reply
-from fednas_flwr.protocol.secure_sum.roster import Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 
 NAMES = ("north", "south", "east")
@@ -167,10 +167,11 @@ def test_what_a_site_does_not_sign(node: dict[str, str | int]) -> None:
         (request | {"context": "zz" * 32}, "64 hex digits"),
         (request | {"more": 1}, "unknown"),
         ({}, "missing"),
-        ([], "group of settings"),
+        ([], "wrong type"),
     ):
         assert said in asked(action, settings, node).error.reason, settings
-    assert "header and settings" in asked(action, request, node, summed={}).error.reason
+    summed = {"attempt": "a", "participants": [0, 2], "ranges": {}}
+    assert "header and settings" in asked(action, request, node, summed=summed).error.reason
     policy = Path(str(node["policy"]))
     whole = policy.read_text()
     policy.write_text(whole.replace("      - query.sign_survivors", "      # - none"))

@@ -69,7 +69,7 @@ def test_reduction_cells_stand_at_thirds(num_cells, sizes):
 
 
 def test_a_supernet_without_normal_cell_is_refused():
-    with pytest.raises(ConfigError, match="num_cells must be at least 3 for darts, got 2"):
+    with pytest.raises(ConfigError, match="num_cells=2 is out of range: expected at least 3"):
         DARTSSpace(input_shape=(1, 8, 8), num_classes=10, num_cells=2)
 
 

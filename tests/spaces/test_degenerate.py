@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.spaces import darts, dp_cells, mlp, nasbench201
-from fednas_flwr.spaces.cell_graph import candidate_edges, random_edges, strongest_edges
-from fednas_flwr.spaces.degenerate import WEIGHTLESS
+from fednas_flwr.spaces.cell_graph import WEIGHTLESS
 from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton
 
 from ..small_spaces import IMAGES
@@ -161,14 +160,10 @@ def test_where_all_edges_are_alive_one_op_changes_at_the_least_loss(seed, name):
         before = {"blocks": ["zero"] * 3}
         rows = {"blocks": alphas["blocks"]}
     else:
-        kept = {
-            kind: strongest_edges(alphas[kind], ops=space.ops, nodes=space.nodes)
-            for kind in space.cell_kinds
-        }
-        pairs = candidate_edges(space.nodes)
+        kept = space.likeliest(alphas).cells
         before = {kind: [e.op for e in edges] for kind, edges in kept.items()}
         rows = {
-            kind: torch.stack([alphas[kind][pairs.index((e.source, e.target))] for e in edges])
+            kind: torch.stack([alphas[kind][space.edges.index(e.pair)] for e in edges])
             for kind, edges in kept.items()
         }
     derived = space.derive(alphas)
@@ -223,11 +218,8 @@ def test_other_cells_of_two_edges_per_node_are_derived_and_drawn_as_ever(name):
     for seed in range(30):
         alphas, generator = alphas_of(space, seed), make_generator(seed, "draw")
         derived, drawn = space.derive(alphas), space.random_genotype(generator)
-        again = make_generator(seed, "draw")
-        for kind in space.cell_kinds:
-            kept = strongest_edges(alphas[kind], ops=space.ops, nodes=space.nodes)
-            assert derived.cells[kind] == kept
-            assert drawn.cells[kind] == random_edges(again, ops=space.ops, nodes=space.nodes)
+        assert derived == space.likeliest(alphas)
+        assert drawn == space.draw(make_generator(seed, "draw"))
 
 
 def test_draws_of_nasbench201_are_uniform_over_what_is_left():

@@ -108,7 +108,7 @@ def test_only_the_path_runs_and_is_trained():
     [
         ({"widths": (8, 8)}, r"search_space\.widths=\[8, 8\] must be 3 numbers"),
         ({"widths": (8, 0, 8)}, "each at least 1"),
-        ({"head": 0}, "head must be at least 1, got 0"),
+        ({"head": 0}, "head=0 is out of range"),
         ({"activation": "selo"}, r"search_space\.activation=selo is unknown.*nearest: selu"),
     ],
 )

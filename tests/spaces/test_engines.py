@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import update_bn
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces.operations import make_norm
-from fednas_flwr.spaces.wide_operations import average_pool, max_pool, norm
+from fednas_flwr.spaces.operations import average_pool, make_norm, max_pool, normalised
 
 from ..reference_engine import by
 from ..small_spaces import SPACES
@@ -126,7 +125,7 @@ def test_norms_side_by_side(kind, training):
     twins = [make_norm(4, norm=kind, affine=False).double().train(training) for _ in range(3)]
     x = draw(2, 12, 3, 5)
     expected = torch.cat([m(part) for m, part in zip(twins, x.split(4, dim=1), strict=True)], 1)
-    torch.testing.assert_close(norm(x, modules), expected)
+    torch.testing.assert_close(normalised(x, modules), expected)
     for module, twin in zip(modules, twins, strict=True):
         for buffer, other in zip(module.buffers(), twin.buffers(), strict=True):
             torch.testing.assert_close(buffer, other)

@@ -12,17 +12,18 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.spaces import latency_tables
 from fednas_flwr.spaces.latency_tables import (
     LatencyTable,
-    LayerKey,
+    MeasuredLayer,
     Timing,
     from_json,
     measure_latency,
     summarise,
     to_json,
 )
+from fednas_flwr.spaces.mbconv import Layer
 
 CPU = torch.device("cpu")
-SMALL = LayerKey("conv", (2, 4, 4), (2, 4, 4), 1, 1, 1)
-LARGE = LayerKey("conv", (64, 32, 32), (64, 32, 32), 1, 7, 1)
+SMALL = Layer("conv", (2, 4, 4), (2, 4, 4), 1, 1, 1)
+LARGE = Layer("conv", (64, 32, 32), (64, 32, 32), 1, 7, 1)
 TABLE = LatencyTable(
     machine="a machine",
     device="cpu",
@@ -31,7 +32,7 @@ TABLE = LatencyTable(
     batch_size=2,
     norm="batch",
     torch="2.11",
-    timings={SMALL: Timing(0.25, 0.125), LARGE: Timing(7.5, 0.0)},
+    layers=[MeasuredLayer(*SMALL, 0.25, 0.125), MeasuredLayer(*LARGE, 7.5, 0.0)],
 )
 
 
@@ -47,7 +48,7 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
             now[0] += made[self.number].kernel
             return x
 
-    def remember(layer: LayerKey) -> nn.Module:
+    def remember(layer: Layer) -> nn.Module:
         made.append(layer)
         module = Slow()
         module.number = len(made) - 1
@@ -108,13 +109,15 @@ def changed_layer(**fields: object) -> str:
         ("[]", "format must be 'fednas-latency'"),
         (changed(format="other"), "format must be"),
         (changed(version=2), "version must be 1, got 2: measure anew"),
-        (changed(threads=None), "a field is missing or wrong"),
-        (changed(layers=[{}]), "a field is missing or wrong: 'median_ms'"),
+        (changed(threads=None), "table.json.threads=null has the wrong type"),
+        (changed(machine="x" * 201), "table.json.machine=x.* is out of range"),
+        (changed(layers=[{}]), "layers.0..op is missing"),
         (changed(layers=json.loads(to_json(TABLE))["layers"] * 2), "a layer appears twice"),
-        (changed_layer(median_ms=0), "times must be above 0, at most 1e\\+09 ms"),
-        (changed_layer(median_ms=float("nan")), "times must be above 0, at most 1e\\+09 ms"),
-        (changed_layer(spread_ms=-1), "times must be above 0, at most 1e\\+09 ms"),
-        (changed_layer(input_shape=3), "a field is missing or wrong"),
+        (changed_layer(median_ms=0), "median_ms=0.0 is out of range: expected above 0, at most 1"),
+        (changed_layer(median_ms=float("nan")), "median_ms=nan has the wrong type"),
+        (changed_layer(spread_ms=-1), "spread_ms=-1.0 is out of range"),
+        (changed_layer(kernel=-1), "kernel=-1 is out of range"),
+        (changed_layer(input_shape=3), "input_shape=3 has the wrong type"),
     ],
 )
 def test_what_is_no_table_is_refused(text: str, message: str) -> None:

@@ -92,7 +92,7 @@ def test_the_middle_cell_halves_the_width(num_cells, widths):
 def test_sizes_that_leave_nothing_are_refused():
     with pytest.raises(ConfigError, match="num_cells must be at least 2 for mlp, got 1"):
         MLPSpace(input_shape=(6,), num_classes=3, num_cells=1).supernet()
-    with pytest.raises(ConfigError, match="channels must be at least 8 for mlp, got 7"):
+    with pytest.raises(ConfigError, match="channels=7 is out of range: expected 8 or more"):
         MLPSpace(input_shape=(6,), num_classes=3, channels=7)
 
 

@@ -77,16 +77,6 @@ _UNUSED = (
         lambda c: not isinstance(c.privacy, NoPrivacy),
         "privacy=dp, whose noise takes its place",
     ),
-    Rule(
-        "algorithm.controller",
-        lambda c: c.algorithm.sampler != "controller",
-        "algorithm.sampler={c.algorithm.sampler}",
-    ),
-    Rule(
-        "algorithm.evolution",
-        lambda c: c.algorithm.sampler != "evolution",
-        "algorithm.sampler={c.algorithm.sampler}",
-    ),
     NO_ALPHAS,
 )
 register(

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.dpnas import DPNASSettings
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.protocol.states import Tensors
-from fednas_flwr.search.candidate import path_states
-from fednas_flwr.search.samplers import (
-    Controller,
-    Evolution,
-    Path,
-    RandomSampler,
-    RejectionSampler,
-    Sampler,
-)
+from fednas_flwr.search.optimizer_step import path_states
+from fednas_flwr.search.samplers import Controller, Evolution, Path, Sampler
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.space import Supernet
@@ -55,7 +47,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             del states["alphas"]  # paths are sampled without
         assert isinstance(self.space, DPCellSpace)  # as the configuration has it
         self.cells = self.space
-        self.sampler = make_sampler(self.config.seed, self.settings, type(self.space))
+        self.sampler = make_sampler(self.config.seed, self.settings, self.cells)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train candidates, then teach the controller; after the last round choose."""
@@ -68,11 +60,10 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             batch_size=None if self.is_private else settings.batch_size,
             weights=self.client_weights(settings.weights.at_round(server_round, num_rounds)),
             dp_aware=None if self.is_private else settings.dp_aware,
-            site=self.site,
             sparse=True,
         )
-        own = path_states(self.supernet, request.candidates)
-        metrics = self.train("train.candidate", request, settings.weights.momentum, only=own)
+        only = path_states(self.supernet, request.candidates)
+        metrics = self.train("train.candidate", request, settings.weights.momentum, only=only)
         if server_round > settings.warm_up_rounds:
             paths = self.sampler.sample(settings.rewarded_candidates, generator)
             rewards, measured = self._measure(paths)
@@ -87,15 +78,13 @@ class DPNAS(RoundStrategy[DPNASSettings]):
 
     def _measure(self, paths: Sequence[Path]) -> tuple[list[float], dict[str, float]]:
         """Each candidate's accuracy over all clients' validation records, and metrics."""
-        request = RewardCandidates(
-            candidates=[list(path) for path in paths], site=self.site, sparse=True
-        )
-        own = path_states(self.supernet, paths)
-        rewards, metrics = self.reward(request, only=own, paths=paths)
+        request = RewardCandidates(candidates=[list(path) for path in paths], sparse=True)
+        only = path_states(self.supernet, paths)
+        rewards, metrics = self.reward(request, only=only, paths=paths)
         return rewards, {"validation_accuracy": sum(rewards) / len(rewards), **metrics}
 
     def derive(self) -> Genotype:
-        """Return the best of the final candidates.
+        """The best of the final candidates.
 
         Raises:
             ValueError: The last round is not over.
@@ -105,7 +94,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         return self.cells.genotype(self.values["path"])
 
     def server_tensors(self) -> Tensors:
-        """Return the controller's learnt tensors."""
+        """The controller's learnt tensors."""
         return self.sampler.tensors()
 
     def load_server_tensors(self, tensors: Tensors) -> None:
@@ -124,18 +113,15 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         return planned
 
 
-def make_sampler(seed: int, settings: DPNASSettings, space: type[DPCellSpace]) -> Sampler:
+def make_sampler(seed: int, settings: DPNASSettings, space: DPCellSpace) -> Sampler:
     """A sampler of candidates that are not degenerate, initialised from the run's seed."""
-    choices = space.choices()
-
-    def rejects(path: list[int]) -> bool:
-        return space.is_degenerate(space.genotype(path))
-
+    choices = tuple(map(len, space.offered))
     samplers: dict[str, Callable[[], Sampler]] = {
         "controller": lambda: Controller(choices, settings.controller),
         "evolution": lambda: Evolution(choices, settings.evolution),
-        "random": lambda: RandomSampler(choices),
+        "random": lambda: Sampler(choices),
     }
     with seeded(seed, "sampler"):
         sampler = samplers[settings.sampler]()
-    return RejectionSampler(sampler, choices, rejects)
+    sampler.rejects = lambda path: space.is_degenerate(space.genotype(path))
+    return sampler

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
@@ -107,8 +107,7 @@ class CFDNASSettings(AlgorithmSettings):
         if self.num_groups is not None:
             names = [str(number) for number in range(1, self.num_groups + 1)]
             for name in self.group_hardware:
-                if name not in names:
-                    raise unknown_choice("group_hardware", name, names)
+                check_choice("group_hardware", name, names)
 
     def check(self, config: Config) -> None:
         """Refuse what FDNAS does, groups by alphas that rest, and averages that need a number."""
@@ -136,6 +135,11 @@ class CFDNASSettings(AlgorithmSettings):
             )
         self.search.check(config)
 
+    def whole_search(self, config: Config) -> Config:
+        """The configuration of a run of FDNAS with all rounds, of all clients and of a group."""
+        rounds = self.group_rounds + (config.rounds if self.inherit else 0)
+        return replace(config, algorithm=self.search, rounds=rounds)
+
     def check_groups(self, config: Config) -> None:
         """Refuse groups that cannot come about; real nodes tell their own tags."""
         if self.num_groups is not None and self.num_groups > config.clients:
@@ -154,20 +158,7 @@ class CFDNASSettings(AlgorithmSettings):
         for client, tag in enumerate(tags):
             group_name({"tag": tag}, client, "tag")
         for name in self.group_hardware:
-            if name not in tags:
-                raise unknown_choice("algorithm.group_hardware", name, set(tags))
-
-
-def whole_search(config: Config) -> Config:
-    """The configuration with all rounds of search that a client is asked in.
-
-    It is the run's own except for CFDNAS, whose groups search on: then it is one of FDNAS.
-    """
-    settings = config.algorithm
-    if not isinstance(settings, CFDNASSettings):
-        return config
-    rounds = settings.group_rounds + (config.rounds if settings.inherit else 0)
-    return replace(config, algorithm=settings.search, rounds=rounds)
+            check_choice("algorithm.group_hardware", name, set(tags))
 
 
 def all_hardware(settings: AlgorithmSettings) -> list[Hardware]:
@@ -225,12 +216,6 @@ register(
                 "evaluation.baselines",
                 lambda c: True,
                 "algorithm=cfdnas, whose groups each have a network",
-            ),
-            Rule(
-                "rounds algorithm.search.hardware",
-                lambda c: not c.algorithm.inherit,
-                "algorithm.inherit=false, which leaves the search of all clients out",
-                "remove it, and set algorithm.group_rounds and algorithm.group_hardware",
             ),
         ),
     ),

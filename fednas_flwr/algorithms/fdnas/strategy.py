@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings, FDNASSettings, all_hardware
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
@@ -17,8 +16,8 @@ from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings import Config
+from fednas_flwr.spaces.costs import check_hardware, hardware_loss
 from fednas_flwr.spaces.space import SearchSpace
-from fednas_flwr.spaces.space_costs import check_hardware, hardware_terms
 
 
 class FDNAS(RoundStrategy[FDNASSettings]):
@@ -34,8 +33,8 @@ class FDNAS(RoundStrategy[FDNASSettings]):
     keeps_updates = False
 
     def set_up(self) -> None:
-        """Make the terms of the hardware loss."""
-        self._hardware = hardware_terms(self.settings.hardware, self.space)
+        """Make the hardware loss."""
+        self._hardware = hardware_loss(self.settings.hardware, self.space)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
@@ -48,7 +47,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
                 settings.gates, server_round <= settings.warm_up_rounds, self._hardware
             ),
         )
-        request = Search(local=local, sparse=settings.sparse, site=self.site)
+        request = Search(local=local, sparse=settings.sparse)
         return self.train("train.search", request, settings.weights.momentum)
 
     def average(
@@ -58,7 +57,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         return super().average(self._keep(replies) if self.keeps_updates else replies)
 
     def updates(self) -> dict[int, Tensor]:
-        """Return by client the sum of its updates of the alphas over the rounds, float64 [A].
+        """The sum of each client's updates of the alphas over the rounds, float64 [A].
 
         With privacy these are sums of what the client has released, and cost nothing more.
         """
@@ -70,10 +69,10 @@ class FDNAS(RoundStrategy[FDNASSettings]):
     def _keep(self, replies: Iterable[tuple[int, Reply]]) -> Iterator[tuple[int, Reply]]:
         before = _flat(self.states["alphas"])
         earlier = self.updates()
-        kept = self.values.setdefault("updates", {})
+        updates = self.values.setdefault("updates", {})
         for client, reply in replies:
             moved = _flat(reply.states["alphas"]) - before
-            kept[str(client)] = (earlier.get(client, 0.0) + moved).tolist()
+            updates[str(client)] = (earlier.get(client, 0.0) + moved).tolist()
             yield client, reply
 
     @classmethod

@@ -64,17 +64,6 @@ _UNUSED = (
         lambda c: not searches(c),
         "stages={c.stages}, which lack search",
     ),
-    registry.Rule(
-        "retrain.weights.lr retrain.weights.min_lr retrain.weights.momentum "
-        "retrain.weights.weight_decay retrain.drop_path_prob",
-        lambda c: True,
-        "algorithm={c.algorithm.name}, which chooses it from configurations of its own",
-    ),
-    registry.Rule(
-        "algorithm.bandit.scale_retention",
-        lambda c: not c.algorithm.bandit.scaled,
-        "algorithm.bandit.scaled=false",
-    ),
 )
 registry.register(
     "algorithm",

@@ -9,15 +9,14 @@ from dataclasses import asdict
 
 import torch
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.feathers import FEATHERSSettings
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
-from fednas_flwr.search.architect import rising
 from fednas_flwr.search.bandit import Bandit, Tuner, make_configurations
+from fednas_flwr.search.batch_gradients import rising
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
 
@@ -53,7 +52,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         """Make the bandit."""
         settings, retrain = self.settings, self.config.retrain
         configurations = make_configurations(settings, self.config.seed)
-        self.tuner = Tuner.of(configurations, settings.ranges, settings.bandit)
+        self.tuner = Tuner.over(configurations, settings.ranges, settings.bandit)
         self.values = {"tuner": self.tuner.to_json(), "loss": None}
         self._beta_weight = 0.0
         self.clip_norm, self.batch_size = settings.clip_norm, settings.batch_size
@@ -66,7 +65,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round, progress=(server_round - 1) / num_rounds)
-        best = self.tuner.best()
+        best = self.tuner.configuration()
         metrics = self.train(*self._training(best), best.momentum)
         loss = metrics.get("validation_loss", metrics.get("train_loss"))
         self.values = {"tuner": self.tuner.to_json(), "loss": loss}
@@ -78,33 +77,32 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
         generator = make_generator(self.config.seed, "bandit", self.stage, server_round)
         before = self.tuner.seeing(progress=progress, loss=self.values["loss"])
-        entropy, arms, bound = before.bandit.entropy(), before.draw(generator), self._bound()
+        arms, bound = before.draw(before.num_trials(), generator), self._bound()
         tried = [before.configurations[arm] for arm in arms]
         measure = self._rewards if self.settings.rewarded == "local" else self._averaged_rewards
         rewards, noise = measure(tried, bound)
         rewarded = dict(zip(arms, rewards, strict=True))
-        self.tuner = before.updated(rewarded, generator, noise=noise)
-        best = self.tuner.bandit.best()
+        self.tuner = before.learnt(rewarded, generator, noise=noise)
         self.cohort.emit(
             "explored",
             stage=self.stage,
             round=server_round,
-            entropy=entropy,
+            entropy=before.entropy(),
             kappa=len(arms),
             loss_bound=bound,
             rewards={str(arm): reward for arm, reward in rewarded.items()},
             noise=noise,
-            estimates=self.tuner.bandit.estimates_N.tolist(),
-            best=best,
-            configuration=asdict(self.tuner.best()),
+            estimates=self.tuner.estimates_N.tolist(),
+            best=self.tuner.best(),
+            configuration=asdict(self.tuner.configuration()),
             seconds=time.monotonic() - started,
             bytes_sent=self.cohort.bytes_sent - sent,
             bytes_received=self.cohort.bytes_received - received,
         )
 
     def _bound(self) -> float:
-        """Return M of the next phase."""
-        scale = self.tuner.bandit.scale
+        """M of the next phase."""
+        scale = self.tuner.scale
         if not self.is_private or scale == 0:
             return self.settings.loss_bound
         return min(self.settings.loss_bound, max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale))
@@ -112,7 +110,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     def _rewards(
         self, configurations: Sequence[Configuration], bound: float
     ) -> tuple[list[float], float]:
-        """Return each configuration's reward (Eq. 5), and the std of the noise on it.
+        """Each configuration's reward (Eq. 5), and the std of the noise on it.
 
         The clients' mean decreases by validation size. What a client says is held to the bound once
         more: one client's nonsense must not choose.
@@ -124,7 +122,6 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             training=local if isinstance(local, rq.LocalTraining) else None,
             trials=[rq.Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
             loss_bound=bound,
-            site=self.site,
         )
         total = torch.zeros(len(configurations), dtype=torch.float64)
         weight, num_clients = 0.0, 0
@@ -142,7 +139,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     def _averaged_rewards(
         self, configurations: Sequence[Configuration], bound: float
     ) -> tuple[list[float], float]:
-        """Return each configuration's reward by the averaged model, and 0, the std of no noise.
+        """Each configuration's reward by the averaged model, and 0, the std of no noise.
 
         It is the mean over the clients that answered before and after the trial; 0 without any.
         """
@@ -177,11 +174,11 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         }
 
     def _training(self, configuration: Configuration) -> tuple[str, rq.Settings]:
-        """Return action and request of a round of training with a configuration."""
+        """Action and request of a round of training with a configuration."""
         local = self._local(configuration)
         if isinstance(local, rq.LocalTraining):
-            return "train.weights", rq.Train(local=local, site=self.site)
-        return "train.search", rq.Search(local=local, site=self.site)
+            return "train.weights", rq.Train(local=local)
+        return "train.search", rq.Search(local=local)
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
         """Local search or training with a configuration."""
@@ -214,10 +211,10 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
 
 def _clamped(decrease: float, bound: float) -> float:
-    """Return a decrease within the bound; one that is no number counts -bound."""
+    """A decrease within the bound; one that is no number counts -bound."""
     return max(-bound, min(bound, decrease)) if math.isfinite(decrease) else -bound
 
 
 def explores(server_round: int, nas_rounds: int) -> bool:
-    """Return whether a round, from 1, begins with an exploration."""
+    """True if a round, from 1, begins with an exploration."""
     return (server_round - 1) % nas_rounds == 0

@@ -79,20 +79,7 @@ def check_rule(config: Config, rule: str) -> None:
         )
 
 
-_UNUSED = registry.Rule(
-    "algorithm.validation_weight",
-    lambda c: c.algorithm.rule != "mixed_level",
-    "algorithm.rule={c.algorithm.rule}",
-    "set algorithm.rule=mixed_level or remove it",
-)
-
-
-_entry = partial(
-    registry.Algorithm,
-    FedDARTSSettings,
-    f"{__name__}.strategy:FedDARTS",
-    unused=(_UNUSED,),
-)
+_entry = partial(registry.Algorithm, FedDARTSSettings, f"{__name__}.strategy:FedDARTS")
 registry.register("algorithm", "fed_darts", _entry(units=UNITS))
 registry.register("algorithm", "fedprox_darts", _entry(units=UNITS))
 registry.register("algorithm", "fednas", _entry())

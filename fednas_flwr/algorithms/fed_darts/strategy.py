@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalSearch, Search
-from fednas_flwr.search.architect import rising
+from fednas_flwr.search.batch_gradients import rising
 from fednas_flwr.search.local_search import Alternating
 
 
@@ -22,7 +21,7 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
 
     With the rule ``mixed_level`` it is FedNAS (He et al., 2020, arXiv 2004.08546, Alg. 1).
 
-    With ``temperatures`` the steps are GDAS' (``search.gumbel``).
+    With ``temperatures`` the steps are GDAS' (``search.candidate``).
     """
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -42,7 +41,7 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
                 temperature=temperature,
             ),
         )
-        request = Search(local=local, site=self.site)
+        request = Search(local=local)
         return self.train("train.search", request, settings.weights.momentum)
 
     @classmethod

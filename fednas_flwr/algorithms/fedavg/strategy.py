@@ -17,15 +17,14 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.fedopt import FedOpt
 
-from fednas_flwr.algorithms.base import RoundStrategy, after_prefix, mean_metrics
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, local_steps, mean_metrics
 from fednas_flwr.algorithms.fedavg import FedAvgSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
-from fednas_flwr.algorithms.private_rounds import PrivateRound, local_steps
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient, Train
 from fednas_flwr.protocol.states import Packed, Tensors
-from fednas_flwr.search.optimizer_step import make_sgd
+from fednas_flwr.search.optimizer_step import after_prefix, make_sgd
 from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.run_settings import ServerAdagrad, ServerAdam
@@ -35,7 +34,7 @@ FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
 
 def trained_on(evaluate_every: int) -> tuple[str, ...]:
-    """Return the splits to train on; validation records are held out if they are measured."""
+    """The splits to train on; validation records are held out if they are measured."""
     return SPLITS[:1] if evaluate_every else SPLITS
 
 
@@ -43,7 +42,7 @@ def training_settings(config: Config, configuration: Configuration | None) -> tu
     """The optimiser of retraining and the drop-path probability of its last round.
 
     Args:
-        config: Gives them where the search has found no others.
+        config: Settings of the run, which hold where the search has found no others.
         configuration: The hyper-parameters that the search has found, None if none.
     """
     weights = config.retrain.weights
@@ -58,7 +57,7 @@ class _Averaged(FlowerFedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the only reply, which is the average."""
+        """The only reply, which is the average."""
         (average,) = replies
         return cast(ArrayRecord, average), None
 
@@ -85,10 +84,10 @@ class ServerOptimizer:
         self._steps: FedOpt = type(kind.__name__, (kind, _Averaged), {})(**constants)
 
     def step(self, average: Packed, before: Packed, server_round: int) -> Packed:
-        """Return the new weights.
+        """The new weights.
 
         Args:
-            average: Of the clients' weights.
+            average: Average of the clients' weights.
             before: States that the clients were sent.
             server_round: From 1.
         """
@@ -99,7 +98,7 @@ class ServerOptimizer:
         return {d: torch.from_numpy(moved[d].numpy()).to(v.dtype) for d, v in before.items()}
 
     def tensors(self) -> Tensors:
-        """Return the moments, none before the first step."""
+        """The moments, none before the first step."""
         return {
             f"{moments}.{dtype}": torch.from_numpy(array)
             for moments in FLOWERS_MOMENTS
@@ -109,8 +108,8 @@ class ServerOptimizer:
     def load(self, tensors: Tensors) -> None:
         """Take back what :meth:`tensors` returned."""
         for moments in FLOWERS_MOMENTS:
-            own = after_prefix(tensors, f"{moments}.")
-            setattr(self._steps, moments, {dtype: t.numpy() for dtype, t in own.items()})
+            named = after_prefix(tensors, f"{moments}.").items()
+            setattr(self._steps, moments, {dtype: tensor.numpy() for dtype, tensor in named})
 
 
 class FedAvg(RoundStrategy[AlgorithmSettings]):
@@ -136,7 +135,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
             split="+".join(trained_on(every)),
             proximal=self.proximal,
         )
-        request = Train(local=local, site=self.site)
+        request = Train(local=local)
         metrics = self.train("train.weights", request, weights.momentum)
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
@@ -148,7 +147,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         super().move(average, momentum)
 
     def server_tensors(self) -> Tensors:
-        """Return the moments of the server's optimiser."""
+        """The moments of the server's optimiser."""
         return {} if self.optimizer is None else self.optimizer.tensors()
 
     def load_server_tensors(self, tensors: Tensors) -> None:
@@ -186,7 +185,7 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
         sgd, retrain = self.weights.at_round(server_round, num_rounds), self.config.retrain
         steps = self._steps()
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
-        told: list[Reply] = []
+        replies: list[Reply] = []
         for step in range((server_round - 1) * steps, server_round * steps):
             request = TakeNetworkGradient(
                 network=self.description,
@@ -195,14 +194,13 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
                 batch_size=None if self.is_private else retrain.batch_size,
                 auxiliary_weight=retrain.auxiliary_weight,
                 drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
-                site=self.site,
             )
-            replies = self.ask(
+            answers = self.ask(
                 "train.network_gradient", request, states=self.states, layouts=self.layouts
             )
-            told += self.descend(replies, ("weights",), clip_norm=sgd.clip_norm)
+            replies += self.step_along(answers, ("weights",), clip_norm=sgd.clip_norm)
         every = retrain.evaluate_every
-        return mean_metrics(told) | self.validation_metrics(every, server_round, num_rounds)
+        return mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
 
     def _steps(self) -> int:
         """Number of steps of a round."""
@@ -210,9 +208,9 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
         if steps is not None:
             return steps
         retrain = self.config.retrain
-        declared = [known.get("splits", {}) for known in self.cohort.properties.values()]
-        splits = trained_on(retrain.evaluate_every)
-        records: float = median(sum(own.get(split, 0) for split in splits) for own in declared)
+        declared = [of.get("splits", {}) for of in self.cohort.properties.values()]
+        names = trained_on(retrain.evaluate_every)
+        records: float = median(sum(splits.get(name, 0) for name in names) for splits in declared)
         return retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
 
     @classmethod

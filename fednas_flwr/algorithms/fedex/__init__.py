@@ -45,14 +45,9 @@ register(
         },
         unused=(
             Rule(
-                "retrain.weights retrain.drop_path_prob",
+                "retrain.weights algorithm.ranges.alpha_lr algorithm.ranges.alpha_weight_decay",
                 lambda c: True,
-                "algorithm={c.algorithm.name}, which chooses it from configurations of its own",
-            ),
-            Rule(
-                "algorithm.ranges.alpha_lr algorithm.ranges.alpha_weight_decay",
-                lambda c: True,
-                "algorithm=fedex, which trains no alphas",
+                "algorithm=fedex, which chooses what weights are trained with, and has no alphas",
             ),
         ),
     ),

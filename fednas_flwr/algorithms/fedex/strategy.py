@@ -10,8 +10,7 @@ from fednas_flwr.algorithms.fedex import FedExSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Train
-from fednas_flwr.search.bandit import make_configurations
-from fednas_flwr.search.exponentiated_gradient import Theta, Trial
+from fednas_flwr.search.bandit import Theta, Trial, make_configurations
 from fednas_flwr.settings.optimizers import Configuration
 
 
@@ -69,6 +68,6 @@ class FedEx(RoundStrategy[FedExSettings]):
         return Train(local=local, validates=True)
 
     def _loss(self, reply: Reply) -> float:
-        """Return a client's loss, held to the bound: one client's nonsense must not choose."""
+        """A client's loss, held to the bound: one client's nonsense must not choose."""
         loss, bound = reply.metrics["validation_loss"], self.settings.loss_bound
         return min(max(loss, 0.0), bound) if math.isfinite(loss) else bound

@@ -9,10 +9,10 @@ from typing import Annotated
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.incompatible import retrains, searches
+from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import PERSON, RECORD
 from fednas_flwr.settings.parser import Between, OneOf
-from fednas_flwr.settings.registry import Algorithm, Rule, register
+from fednas_flwr.settings.registry import Algorithm, register
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,6 @@ _entry = partial(
         "aggregate": "it adds up sums of gradients over batches of different sizes; set "
         "aggregate=mean"
     },
-    unused=(
-        Rule(
-            "training.momentum",
-            lambda c: not retrains(c),
-            "algorithm={c.algorithm.name} and stages={c.stages}: clients send gradients",
-            "remove it; the server steps with algorithm.weights.momentum",
-        ),
-    ),
 )
 register("algorithm", "vanilla_nas", _entry())
 register("algorithm", "fnas", _entry())

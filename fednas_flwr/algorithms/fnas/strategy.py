@@ -12,14 +12,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import evaluates, mean_metrics
+from fednas_flwr.algorithms.base import PrivateRound, evaluates, mean_metrics
 from fednas_flwr.algorithms.fnas import FNASSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
-from fednas_flwr.algorithms.private_rounds import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import Packed, pack
-from fednas_flwr.search.architect import beta_gradient, rising
+from fednas_flwr.search.batch_gradients import beta_gradient, rising
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 from fednas_flwr.settings.optimizers import SGD
 
@@ -57,7 +56,6 @@ class FNAS(GradientStrategy[FNASSettings]):
             batch_size=None if self.is_private else self.settings.batch_size,
             order=self.settings.order,
             inner_lr=sgd.lr,
-            site=self.site,
         )
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
@@ -89,13 +87,13 @@ class FNAS(GradientStrategy[FNASSettings]):
         layouts = {name: self.layouts[name] for name in names if name in self.layouts}
         replies = self.ask(action, request, states={**self.states, **further}, layouts=layouts)
         added = {"alphas": self._beta_gradient()} if "alphas" in states else {}
-        told = self.descend(
-            replies, states, clip_norm=sgd.clip_norm, reduce=self.settings.reduce, added=added
+        reduce = self.settings.reduce
+        return mean_metrics(
+            self.step_along(replies, states, clip_norm=sgd.clip_norm, reduce=reduce, added=added)
         )
-        return mean_metrics(told)
 
     def _beta_gradient(self) -> Tensor | float:
-        """Return the gradient of the round's regulariser, packed as the alphas are."""
+        """The gradient of the round's regulariser, packed as the alphas are."""
         if not self._beta_weight:
             return 0.0
         weight = self._beta_weight * self.settings.local_steps

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from fednas_flwr.settings import AlgorithmSettings
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
 
 
@@ -42,23 +41,11 @@ class RandomSearchSettings(AlgorithmSettings):
         return self.trial_rounds > 0
 
 
-_DRAWN = "algorithm.ranges, from which the search draws it"
 _UNUSED = (
     Rule(
         "algorithm.local_epochs algorithm.batch_size algorithm.weights algorithm.ranges",
         lambda c: not c.algorithm.trains_models,
         "algorithm.trial_rounds=0, which tries no network",
-    ),
-    Rule(
-        "algorithm.weights.lr algorithm.weights.momentum algorithm.weights.weight_decay",
-        lambda c: c.algorithm.ranges is not None,
-        _DRAWN,
-    ),
-    Rule(
-        "retrain.weights.lr retrain.weights.momentum retrain.weights.weight_decay "
-        "retrain.drop_path_prob",
-        lambda c: c.algorithm.ranges is not None and searches(c),
-        _DRAWN,
     ),
 )
 register(

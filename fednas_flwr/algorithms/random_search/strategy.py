@@ -37,34 +37,34 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
         configuration = None
         if self.settings.ranges is not None:
             (configuration,) = draw_configurations(1, self.settings.ranges, generator)
-        metrics, own = self._try(genotype, configuration)
+        metrics, accuracies = self._try(genotype, configuration)
         accuracy = metrics.get("validation_accuracy", 0.0)
-        if "genotype" not in self.values or self._is_better(accuracy, own):
+        if "genotype" not in self.values or self._is_better(accuracy, accuracies):
             self.values = {
                 "genotype": to_json(genotype),
                 "accuracy": accuracy,
-                "accuracies": own,
+                "accuracies": accuracies,
                 "configuration": asdict(configuration) if configuration else None,
             }
         self.tell_best(self.derive(), server_round)
         return metrics | ({"lr": configuration.lr} if configuration else {})
 
-    def _is_better(self, accuracy: float, own: Mapping[str, float]) -> bool:
-        """Return whether a candidate beats the best so far; the mean breaks ties.
+    def _is_better(self, accuracy: float, accuracies: Mapping[str, float]) -> bool:
+        """True if a candidate beats the best so far; the mean breaks ties.
 
         Args:
-            accuracy: Its mean accuracy.
-            own: By client, as text, its accuracy there.
+            accuracy: Mean accuracy of the candidate.
+            accuracies: Its accuracy by client, as text.
         """
         best = self.values.get("accuracies", {})
-        gains = [value - best[client] for client, value in own.items() if client in best]
+        gains = [value - best[client] for client, value in accuracies.items() if client in best]
         gain = median(gains) if len(gains) >= FEWEST_VOTES else 0.0
         return gain > 0 or (gain == 0 and accuracy > self.values["accuracy"])
 
     def _try(
         self, genotype: Genotype, configuration: Configuration | None
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return training and validation metrics of one candidate, and its accuracy by client.
+        """Training and validation metrics of one candidate, and its accuracy by client.
 
         Both are empty without trial rounds.
         """
@@ -75,7 +75,7 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
         sgd = configuration.annealed(settings.weights) if configuration else settings.weights
         drop_path_prob = configuration.dropout if configuration else 0.0
         metrics: dict[str, float] = {}
-        own: dict[str, float] = {}
+        accuracies: dict[str, float] = {}
         for trial in range(1, settings.trial_rounds + 1):
             local = LocalTraining(
                 description,
@@ -89,24 +89,24 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
         if settings.trial_rounds:
             request = Evaluate(network=description, split="validation")
             replies = self.ask("evaluate.model", request, states=self.model)
-            held = {str(client): _held(reply) for client, reply in replies}
-            own = {client: reply.metrics["accuracy"] for client, reply in held.items()}
-            validation = mean_metrics(held.values())
+            votes = {str(client): _bounded(reply) for client, reply in replies}
+            accuracies = {client: reply.metrics["accuracy"] for client, reply in votes.items()}
+            validation = mean_metrics(votes.values())
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
         self.layouts, self.states, self._velocity = {}, {}, {}  # a candidate's are not kept
-        return metrics, own
+        return metrics, accuracies
 
     def derive(self) -> Genotype:
-        """Return the candidate with the best validation accuracy."""
+        """The candidate with the best validation accuracy."""
         return from_json(self.values["genotype"])
 
     def configuration(self) -> Configuration | None:
-        """Return that candidate's hyper-parameters, None if none were drawn."""
-        found = self.values["configuration"]
-        return Configuration(**found) if found else None
+        """That candidate's hyper-parameters, None if none were drawn."""
+        values = self.values["configuration"]
+        return Configuration(**values) if values else None
 
 
-def _held(reply: Reply) -> Reply:
-    """Return a reply whose accuracy is from 0 to 1: a client has one vote, whatever it claims."""
+def _bounded(reply: Reply) -> Reply:
+    """A reply whose accuracy is from 0 to 1: a client has one vote, whatever it claims."""
     accuracy = min(1.0, max(0.0, reply.metrics.get("accuracy", 0.0)))
     return replace(reply, metrics={**reply.metrics, "accuracy": accuracy})

@@ -3,67 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fednas_flwr.algorithms.zero_cost import check_scores, check_shortlist
+from fednas_flwr.algorithms.zero_cost import PoolSettings, check_scores
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits, NoPrivacy
+from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains
 from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.parser import Between, Checked, Names, OneOf, check_range
+from fednas_flwr.settings.parser import Between, OneOf, check_range
 from fednas_flwr.settings.registry import NETWORKS, NO_ALPHAS, Algorithm, Rule, register
-
-SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
-
-
-@dataclass(frozen=True)
-class PoolSettings(Checked):
-    """The networks that a search begins with; no record is read for it.
-
-    Attributes:
-        draws: Architectures that are drawn.
-        alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
-        keep: Number of the best drawn networks that are trained; null takes 8, or 16 of those that
-            no score ranks.
-        by: Names out of ``data_free_scores.SCORES`` that say which are best; none: the first drawn;
-            null takes those that rank networks of the search space, or none where none does.
-        shortlist: Null goes by the same scores to the end.
-        limits: Limits on the cost of the network that is retrained; in a run that does not, of one
-            of the supernet's size.
-    """
-
-    draws: opt.Count
-    alphas: str | None
-    keep: Annotated[int, Between(2, opt.MOST_CANDIDATES)] | None
-    by: Names | None
-    shortlist: opt.ShortlistSettings | None
-    limits: NetworkLimits
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        keep = self.keep or 2
-        if self.keep is None:
-            check_range(keep <= self.draws, "draws", self.draws, f"{keep} or more")
-        check_range(keep <= self.draws, "keep", keep, f"2 to draws={self.draws}")
-        check_shortlist(self.shortlist, self.draws, least=keep)
-
-    def chosen_scores(self, space: str) -> Sequence[str]:
-        """The scores that choose the pool from a space, by its name; none: the first drawn.
-
-        A score that ranks one space's networks may mislead in another.
-        """
-        from fednas_flwr.search.data_free_scores import trusted_scores  # brings torch
-
-        return trusted_scores(space) if self.by is None else self.by
-
-    def size(self, space: str) -> int:
-        """Number of networks that successive halving begins with in a space."""
-        usual = SCORED if self.chosen_scores(space) else UNSCORED
-        return self.keep or min(usual, self.draws)
 
 
 @dataclass(frozen=True)
@@ -92,6 +42,12 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
     def trains_models(self) -> bool:
         """True unless each client ranks by copies of its own."""
         return self.rewarded == "averaged"
+
+    def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
+        """A search whose pool is as large, and the first that are drawn."""
+        keep = self.pool.size(space)
+        pool = replace(self.pool, draws=keep, keep=keep, by=[], shortlist=None)
+        return replace(self, pool=pool), 1.0
 
     def check(self, config: Config) -> None:
         """Refuse scores that do not exist, and shortlists or local rankings that cannot be."""
@@ -135,7 +91,7 @@ register(
         asks_rewards=True,
         unused=(
             Rule(
-                "training.momentum runtime.wire",
+                "runtime.wire",
                 lambda c: not (c.algorithm.trains_models or retrains(c)),
                 "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
             ),

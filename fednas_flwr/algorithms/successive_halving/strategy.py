@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.private_rounds import PrivateRound
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.stage_strategies import found_alphas
 from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
 from fednas_flwr.algorithms.zero_cost.strategy import ScoredDraws
@@ -58,41 +57,40 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     @staticmethod
     def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
-        settings = config.algorithm
+        settings, options = config.algorithm, {}
         assert isinstance(settings, SuccessiveHalvingSettings)
-        pool, scores = settings.pool, settings.pool.chosen_scores(space.name)
-        options = {}
-        if pool.alphas is not None:
+        if settings.pool.alphas is not None:
             options["draw"] = partial(draw_by_alphas, space, found_alphas(config, space))
-        return ScoredDraws(config, prepared, space, scores, pool.limits, pool.shortlist, options)
+        return ScoredDraws(config, prepared, space, settings.pool, options)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train the networks that are left; at the end of a rung keep the best."""
         if "pool" not in self.values:
-            self._set_pool(self._choose()[: self._size()])
+            pool = self._choose()[: self._size()]
+            self.values = {"pool": [json.loads(to_json(genotype)) for genotype in pool]}
             self.fit_states()
         settings, described = self.settings, self._describe()
         amount = self.amount(settings.local_epochs, settings.batch_size)
         local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
         metrics = {"candidates": float(len(self.pool()))}
         if settings.rewarded == "local":
-            measured = RewardCandidates(training=local, site=self.site)
+            measured = RewardCandidates(training=local)
         else:
             weights = self.client_weights(settings.weights.at_round(server_round, num_rounds))
-            request = Train(local=replace(local, weights=weights), site=self.site)
+            request = Train(local=replace(local, weights=weights))
             metrics |= self.train("train.weights", request, settings.weights.momentum)
-            measured = RewardCandidates(network=described, site=self.site)
+            measured = RewardCandidates(network=described)
         left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
         if left < len(self.pool()):
             metrics |= self._halve(left, measured)
         return metrics
 
     def pool(self) -> list[Genotype]:
-        """Return the networks that are left, best first once they are measured."""
+        """The networks that are left, best first once they are measured."""
         return [from_json(json.dumps(genotype)) for genotype in self.values["pool"]]
 
     def derive(self) -> Genotype:
-        """Return the best of the networks that are left.
+        """The best of the networks that are left.
 
         Raises:
             ValueError: The first round is not over.
@@ -106,9 +104,6 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         network = seeded_network(self.config, self._describe())
         self.layouts, self.states = self._initial(network)
 
-    def _set_pool(self, pool: Sequence[Genotype]) -> None:
-        self.values = {"pool": [json.loads(to_json(genotype)) for genotype in pool]}
-
     def _describe(self) -> dict[str, Any]:
         """The description of the pool's networks, from which clients build it."""
         return describe_pool(self.pool(), **candidate_settings(self.config, self.prepared))
@@ -116,8 +111,8 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def _choose(self) -> list[Genotype]:
         """The ranking whose best networks are the pool."""
         generator = make_generator(self.config.seed, "successive_halving")
-        found = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
-        return [one.genotype for one in found]
+        ranking = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
+        return [one.genotype for one in ranking]
 
     def _size(self) -> int:
         """Size of the pool."""
@@ -125,17 +120,17 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def _halve(self, left: int, request: RewardCandidates) -> dict[str, float]:
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
-        pool = self.pool()
-        rewards, metrics = self.reward(request, by_median=True, genotypes=self.values["pool"])
-        kept = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
-        self._set_pool([pool[index] for index in kept])
+        pool = self.values["pool"]
+        rewards, metrics = self.reward(request, by_median=True, genotypes=pool)
+        indices = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
+        self.values = {"pool": [pool[index] for index in indices]}
         layouts, states = self.layouts, self.states
         self.fit_states()
 
         def left_of(packed: Packed, state: str) -> Packed:
             tensors = unpack(packed, layouts[state])
             names = (name for name, _, _ in self.layouts[state].entries)
-            return pack({name: tensors[name_before(name, kept)] for name in names})
+            return pack({name: tensors[name_before(name, indices)] for name in names})
 
         self.states = {state: left_of(packed, state) for state, packed in states.items()}
         if self._velocity:
@@ -168,7 +163,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
-    """Return the number of networks of a pool of ``keep`` that are left after a round.
+    """The number of networks of a pool of ``keep`` that are left after a round.
 
     Example:
         >>> [num_left(r, 8, keep=12, eta=2) for r in range(9)]

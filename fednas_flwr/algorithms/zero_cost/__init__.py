@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fednas_flwr.base.errors import unknown_choice
+from fednas_flwr.base.errors import check_choice
 from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import UNITS
-from fednas_flwr.settings.parser import Between, Length, Names, check_range
+from fednas_flwr.settings.parser import Between, Checked, Length, Names, check_range
 from fednas_flwr.settings.registry import Algorithm, Rule, register
+
+REHEARSED_DRAWS = 4
+SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
 
 
 def check_shortlist(shortlist: opt.ShortlistSettings | None, draws: int, *, least: int = 2) -> None:
@@ -61,10 +64,64 @@ class ZeroCostSettings(AlgorithmSettings):
 
         return self.scores or trusted_scores(space) or SYNFLOW
 
+    def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
+        """A search that scores a few networks."""
+        if self.draws <= REHEARSED_DRAWS:
+            return self, 1.0
+        few = replace(self, draws=REHEARSED_DRAWS, evolution=None, shortlist=None)
+        return few, self.draws / REHEARSED_DRAWS
+
     def check(self, config: Config) -> None:
         """Refuse scores that do not exist."""
         scores = self.chosen_scores(config.search_space.name)
         check_scores("algorithm.scores", scores, "algorithm.shortlist", self.shortlist)
+
+
+@dataclass(frozen=True)
+class PoolSettings(Checked):
+    """The networks that a search begins with; no record is read for it.
+
+    Attributes:
+        draws: Architectures that are drawn.
+        alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
+        keep: Number of the best drawn networks that are trained; null takes 8, or 16 of those that
+            no score ranks.
+        by: Names out of ``data_free_scores.SCORES`` that say which are best; none: the first drawn;
+            null takes those that rank networks of the search space, or none where none does.
+        shortlist: Null goes by the same scores to the end.
+        limits: Limits on the cost of the network that is retrained; in a run that does not, of one
+            of the supernet's size.
+    """
+
+    draws: opt.Count
+    alphas: str | None
+    keep: Annotated[int, Between(2, opt.MOST_CANDIDATES)] | None
+    by: Names | None
+    shortlist: opt.ShortlistSettings | None
+    limits: NetworkLimits
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        keep = self.keep or 2
+        if self.keep is None:
+            check_range(keep <= self.draws, "draws", self.draws, f"{keep} or more")
+        check_range(keep <= self.draws, "keep", keep, f"2 to draws={self.draws}")
+        check_shortlist(self.shortlist, self.draws, least=keep)
+
+    def chosen_scores(self, space: str) -> Sequence[str]:
+        """The scores that choose the pool from a space, by its name; none: the first drawn.
+
+        A score that ranks one space's networks may mislead in another.
+        """
+        from fednas_flwr.search.data_free_scores import trusted_scores  # brings torch
+
+        return trusted_scores(space) if self.by is None else self.by
+
+    def size(self, space: str) -> int:
+        """Number of networks that successive halving begins with in a space."""
+        usual = SCORED if self.chosen_scores(space) else UNSCORED
+        return self.keep or min(usual, self.draws)
 
 
 def check_scores(
@@ -77,8 +134,7 @@ def check_scores(
     if shortlist is not None:
         named += [(f"{shortlist_key}.scores", name) for name in shortlist.scores]
     for setting, name in named:
-        if name not in SCORES:
-            raise unknown_choice(setting, name, SCORES)
+        check_choice(setting, name, SCORES)
 
 
 register(

@@ -6,27 +6,25 @@ Also the parts of it that choose a pool: what is drawn, within which limits, and
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.private_rounds import PrivateRound
-from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
+from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
+from fednas_flwr.algorithms.zero_cost import PoolSettings, ZeroCostSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import describe_network, described_space
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_scores import measure
-from fednas_flwr.search.data_free_search import Limits, Score, Scored, search, shortlisted
-from fednas_flwr.settings import Config, NetworkLimits
-from fednas_flwr.settings.optimizers import ShortlistSettings
+from fednas_flwr.search.data_free_search import Score, Scored, search, shortlisted
+from fednas_flwr.settings import Config
+from fednas_flwr.spaces.costs import latency_of
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
-from fednas_flwr.spaces.space_costs import latency_of
 
 
 @dataclass(frozen=True)
@@ -34,21 +32,17 @@ class ScoredDraws:
     """Networks that are drawn from a space within limits and ranked by scores with a run's seed.
 
     Attributes:
-        config: The run's.
-        prepared: Its data.
+        config: Settings of the run.
+        prepared: Data of the run.
         space: The space, at the supernet's sizes.
-        scores: Names of the scores.
-        limits: On the cost of a network.
-        shortlist: Ranks the best anew; None ranks all by the same scores.
+        choice: Scores, limits and shortlist.
         options: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
     """
 
     config: Config
     prepared: Prepared
     space: SearchSpace
-    scores: Sequence[str]
-    limits: NetworkLimits
-    shortlist: ShortlistSettings | None
+    choice: ZeroCostSettings | PoolSettings
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def ranked(self, **drawn: Any) -> list[Scored]:
@@ -57,30 +51,24 @@ class ScoredDraws:
         Args:
             **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
         """
-        found = self._search(self._by(self.scores), **drawn)
-        if self.shortlist is None:
-            return found
-        return shortlisted(found, self._by(self.shortlist.scores), keep=self.shortlist.keep)
+        score = partial(measure, self.space, seed=self.config.seed)
+        scores, shortlist = self.choice.chosen_scores(self.space.name), self.choice.shortlist
+        ranking = self._search(partial(score, scores=scores), **drawn)
+        if shortlist is None:
+            return ranking
+        return shortlisted(ranking, partial(score, scores=shortlist.scores), keep=shortlist.keep)
 
     def check(self, generator: torch.Generator) -> None:
         """Refuse limits within which no network is drawn; none is scored.
 
         Args:
-            generator: That of the first draws.
+            generator: Source of the first draws.
         """
         self._search(lambda _: {"none": 0.0}, draws=1, generator=generator)
 
-    def _by(self, scores: Sequence[str]) -> Score:
-        return partial(measure, self.space, scores=scores, seed=self.config.seed)
-
     def _search(self, score: Score, **drawn: Any) -> list[Scored]:
-        limits, limited = self.limits, self.space
-        bounds = Limits(
-            parameters=limits.parameters,
-            multiply_adds=limits.multiply_adds,
-            latency_ms=limits.latency_ms,
-        )
-        if bounds != Limits() and "retrain" in self.config.stages:
+        limits, limited = self.choice.limits, self.space
+        if limits.by_name and "retrain" in self.config.stages:
             # at the sizes at which a found network is trained
             anything = self.space.random_genotype(torch.Generator())
             description = describe_network(self.config, self.prepared, anything)
@@ -88,7 +76,7 @@ class ScoredDraws:
         return search(
             self.space,
             score,
-            limits=bounds,
+            limits=limits.by_name,
             latency_ms=None if limits.table is None else latency_of(self.space, limits.table),
             limited=limited,
             **self.options,
@@ -107,21 +95,13 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
     """
 
     def set_up(self) -> None:
-        """Make the search."""
-        self._drawn = self._draws(self.config, self.prepared, self.space)
+        """Begin without a network."""
         self.values = {"found": []}
-
-    @staticmethod
-    def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
-        settings = config.algorithm
-        assert isinstance(settings, ZeroCostSettings)
-        scores = settings.chosen_scores(space.name)
-        return ScoredDraws(config, prepared, space, scores, settings.limits, settings.shortlist)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Score some more architectures and rank all of them."""
         settings = self.settings
-        pool = self._drawn.ranked(
+        pool = ScoredDraws(self.config, self.prepared, self.space, settings).ranked(
             draws=settings.draws,
             generator=make_generator(self.config.seed, "zero_cost", server_round),
             evolution=settings.evolution,
@@ -129,27 +109,21 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
         )
         self.values = {
             "found": [
-                {
-                    "genotype": json.loads(to_json(one.genotype)),
-                    "scores": dict(one.scores),
-                    "further": None if one.further is None else dict(one.further),
-                    "number": one.number,
-                }
-                for one in pool
+                one._asdict() | {"genotype": json.loads(to_json(one.genotype))} for one in pool
             ]
         }
         self.tell_best(pool[0].genotype, server_round)
         return {"scored": float(len(pool)), **pool[0].scores, **(pool[0].further or {})}
 
     def pool(self) -> list[Scored]:
-        """Return all architectures that were scored, the best first."""
+        """All architectures that were scored, the best first."""
         return [
             Scored(**one | {"genotype": from_json(json.dumps(one["genotype"]))})
             for one in self.values["found"]
         ]
 
     def derive(self) -> Genotype:
-        """Return the architecture that ranks first."""
+        """The architecture that ranks first."""
         return self.pool()[0].genotype
 
     @classmethod
@@ -160,5 +134,6 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
     @classmethod
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
         """Refuse limits within which no network is drawn in the first round."""
-        generator = make_generator(config.seed, "zero_cost", 1)
-        cls._draws(config, prepared, space).check(generator)
+        assert isinstance(config.algorithm, ZeroCostSettings)
+        drawn = ScoredDraws(config, prepared, space, config.algorithm)
+        drawn.check(make_generator(config.seed, "zero_cost", 1))

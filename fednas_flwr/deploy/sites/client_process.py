@@ -32,11 +32,10 @@ from fednas_flwr.protocol.sum_requests import (
     REQUESTS,
     SUM_ACTIONS,
     Asked,
-    Header,
     Settings,
     answer_sum,
     encode_values,
-    read_json,
+    read_values,
 )
 from fednas_flwr.settings.parser import parse
 
@@ -46,18 +45,17 @@ if TYPE_CHECKING:
 NAME = "fednas-message"  # that ``ps -o comm`` shows
 
 
-def _is_of_sum(message: Message, context: Context) -> bool:
-    """Return whether a message asks for a signature or an opening, at a site with a policy."""
-    return message.metadata.message_type in SUM_ACTIONS and "policy" in context.node_config
-
-
 def answer_sum_message(message: Message, context: Context) -> Message:
     """Return the reply to a request for a signature or an opening, or the error of a refusal."""
     node = {key: str(value) for key, value in context.node_config.items()}
     action, request = message.metadata.message_type, None
     trail = trail_of(node)
     try:
-        request = _read(action, message.content)
+        values = read_values(message.content)
+        if values.statistics is not None or values.summed is not None:
+            raise ConfigError("refused: this request has a header and settings, and nothing else.")
+        settings: Settings = parse(REQUESTS[action], values.settings, key="")
+        request = Asked(action, values.header, settings)
         trail.asked(request, flower_run=message.metadata.run_id)
         policy, data_set = load_policy(Path(node["policy"])), node["data-set"]
         allowed = check_action(policy, data_set, action, secure_noise=True, test_seed=False)
@@ -74,25 +72,6 @@ def answer_sum_message(message: Message, context: Context) -> Message:
         reason = "an error at the site, whose own log says which"
         reason = f"{type(error).__name__}: {error}" if refusal else reason
         return Message(Error(flower_patches.CLIENT_RAISED, reason), reply_to=message)
-
-
-def _read(action: str, content: RecordDict) -> Asked:
-    """Return the request in a message.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    try:
-        values = read_json(content)
-        header, settings = values["header"], values["settings"]
-    except Exception as error:  # whatever a server can send
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise ConfigError(f"refused, a malformed request: {reason}.") from error
-    if set(values) != {"header", "settings"}:
-        raise ConfigError("refused: a request has a header and settings, and nothing else.")
-    own: Header = parse(Header, header, key="header")
-    asked: Settings = parse(REQUESTS[action], settings, key="")
-    return Asked(action, own, asked)
 
 
 def answer(spec: ExecutionSpec) -> None:
@@ -131,7 +110,7 @@ def _answer(message: Message, context: Context) -> Message:
     """
     action, begun = message.metadata.message_type, time.monotonic()
     log(INFO, "%s: begun %.2f s after the start of its process", action, _age_s())
-    if _is_of_sum(message, context):
+    if action in SUM_ACTIONS and "policy" in context.node_config:
         reply = answer_sum_message(message, context)
     else:
         from fednas_flwr.deploy.client_app import app

@@ -132,11 +132,6 @@ def _secrets(folder: Path, settings: Settings) -> str:
     return f"{len(set(found))} files, readable by this user only"
 
 
-def _server_certificate(folder: Path, settings: Settings) -> str:
-    """Return the remaining validity of the certificate."""
-    return links.describe_certificate(folder)
-
-
 def _server_port(folder: Path, settings: Settings) -> str:
     """Check that a SuperLink answers, or that the port is free for one."""
     port = _port(settings)
@@ -205,8 +200,8 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.data.loaders import make_client_data
     from fednas_flwr.data.prepared import make_site_data
     from fednas_flwr.data.readers import site_dataset
-    from fednas_flwr.data.summary import found
-    from fednas_flwr.pipeline.buildable import check_features
+    from fednas_flwr.data.summary import reading_notes
+    from fednas_flwr.pipeline.feasible import check_features
     from fednas_flwr.privacy.policy import load_policy
     from fednas_flwr.server.limits import MORE_RECORDS
     from fednas_flwr.settings.configuration import parse_config
@@ -216,7 +211,8 @@ def _site_records(folder: Path, settings: Settings) -> str:
     _site_data(folder, settings)
     allowed = load_policy(folder / "policy.yaml").data_sets[settings["DATA_SET"]]
     dataset = site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
-    config = parse_config(compose_tree([*_ANY_RUN, f"search_space={_space(dataset.name)}"]))
+    space = "mlp_small" if dataset.name == "csv" else "darts_small"  # any that takes the data
+    config = parse_config(compose_tree([*_ANY_RUN, f"search_space={space}"]))
     config = replace(config, dataset=dataset.at(settings["DATA_PATH"]))
     prepared, (rows,) = make_site_data(config)
     check_public(config, prepared)
@@ -226,7 +222,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     key = folder / "state" / "split.key"
     text = key.read_text() if key.exists() else "none yet"  # the first start makes it
     parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
-    told = found(prepared)
+    told = reading_notes(prepared)
     try:
         check_features(prepared, [parts])
     except ConfigError as error:
@@ -236,7 +232,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     if allowed.unit == CLIENT:
         return "; ".join(["the site is protected as a whole", *told])
     held = {split: getattr(parts, split).num_units for split in SPLITS}
-    number, declared = sum(held.values()), sum(allowed.records.values())
+    number, declared = sum(held.values()), sum(allowed.by_split.values())
     words = f"{number:,} {allowed.unit}s, {held['train']:,} of them to train on"
     if number > MORE_RECORDS * declared:
         raise Trouble(
@@ -246,11 +242,6 @@ def _site_records(folder: Path, settings: Settings) -> str:
         )
     few = [f"policy.yaml declares {declared:,}: more noise than need be"]
     return "; ".join([words, *few * (number < declared / MORE_RECORDS), *told])
-
-
-def _space(data_set: str) -> str:
-    """Return a search space that takes a data set; which one a run has is its own affair."""
-    return "mlp_small" if data_set == "csv" else "darts_small"
 
 
 def _site_ledger(folder: Path, settings: Settings) -> str:
@@ -280,7 +271,10 @@ _COMMON: dict[str, Callable[[Path, Settings], str]] = {
     "disk": _disk,
     "secrets": _secrets,
 }
-_SERVER = _COMMON | {"certificate": _server_certificate, "port": _server_port}
+_SERVER = _COMMON | {
+    "certificate": lambda folder, _: links.describe_certificate(folder),
+    "port": _server_port,
+}
 _SITE = _COMMON | {
     "server": _site_server,
     "clock": _site_clock,

@@ -32,8 +32,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import OTHERS_WRITE, make_folder, umask, write_atomically, write_secret
 from fednas_flwr.base.foreign import load_json, read_yaml
 from fednas_flwr.privacy.policy import template
-from fednas_flwr.protocol.secure_sum.roster import PublicKeys, Roster, SiteKeys
-from fednas_flwr.protocol.signed_model import make_signing_key
+from fednas_flwr.protocol.keys import PublicKeys, Roster, SiteKeys, make_signing_key
 from fednas_flwr.settings import parser
 
 AUTHORITY_DAYS = 3650
@@ -52,18 +51,13 @@ def make_authority(folder: Path, *, name: str) -> None:
     """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(f"{name} authority")
-    usage = x509.KeyUsage(
-        **dict.fromkeys(_USAGES, False) | {"key_cert_sign": True, "crl_sign": True}
-    )
     certificate = (
-        _builder(subject, subject, key.public_key(), days=AUTHORITY_DAYS)
+        _builder(subject, subject, key, "key_cert_sign", "crl_sign", days=AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    write_secret(folder / "ca.key", _private_pem(key))
-    write_atomically(folder / "ca.crt", certificate.public_bytes(serialization.Encoding.PEM))
+    _write(folder / "ca", key, certificate)
 
 
 def issue_certificate(
@@ -84,11 +78,9 @@ def issue_certificate(
     issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
     assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(ec.SECP256R1())
-    usage = x509.KeyUsage(**dict.fromkeys(_USAGES, False) | {"digital_signature": True})
     certificate = (
-        _builder(_name(addresses[0]), issuer.subject, key.public_key(), days=days)
+        _builder(_name(addresses[0]), issuer.subject, key, "digital_signature", days=days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(usage, critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(
             x509.SubjectAlternativeName([general_name(address) for address in addresses]),
@@ -101,8 +93,7 @@ def issue_certificate(
         .sign(issuer_key, hashes.SHA256())
     )
     (folder / "server.key").unlink(missing_ok=True)
-    write_secret(folder / "server.key", _private_pem(key))
-    write_atomically(folder / "server.crt", certificate.public_bytes(serialization.Encoding.PEM))
+    _write(folder / "server", key, certificate)
 
 
 def make_node_key(path: Path) -> Path:
@@ -164,26 +155,36 @@ def _name(text: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, *, days: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    *usages: str,
+    days: float,
 ) -> x509.CertificateBuilder:
-    """Return a certificate without extensions that begins now, or a day before it expired."""
+    """Return a certificate for some usages that begins now, or a day before it expired."""
     now = datetime.now(UTC)
     end = now + timedelta(days=days)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(min(now - _CLOCK_SLACK, end - timedelta(days=1)))
         .not_valid_after(end)
+        .add_extension(
+            x509.KeyUsage(**dict.fromkeys(_USAGES, False) | dict.fromkeys(usages, True)),
+            critical=True,
+        )
     )
 
 
-def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+def _write(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+    """Write ``<path>.key`` and ``<path>.crt``."""
+    pem = serialization.Encoding.PEM
+    plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    write_secret(path.with_suffix(".key"), key.private_bytes(pem, *plain))
+    write_atomically(path.with_suffix(".crt"), certificate.public_bytes(pem))
 
 
 AUTHORITY, SERVER = "ca", "server"  # names of folders

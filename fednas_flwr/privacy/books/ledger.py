@@ -25,8 +25,8 @@ in the first assignment, however the same records were exported, divided or name
 budget can be passed by records that have changed sides.
 
 A row keeps the unit that its release protects, and every budget is counted for the unit that its
-next release protects (``renyi.counted``). Rows of older versions, which kept none, count as of
-records.
+next release protects (``renyi.counted``). A ledger of an older version, whose rows keep none, is
+refused.
 
 Guarantee:
     Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
@@ -45,17 +45,18 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from fednas_flwr.base.errors import BudgetExceededError, ConfigError, unknown_choice
+from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.privacy.books import anchor
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.mechanism import renyi
 from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.settings.names import RECORD, SPLITS
+from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf
 
 _ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
 _COLUMNS = (
@@ -70,19 +71,16 @@ _SCHEMA = """
         unit TEXT);
     CREATE TABLE IF NOT EXISTS totals (state TEXT, mac TEXT);
     CREATE TABLE IF NOT EXISTS commitments (run TEXT PRIMARY KEY, terms TEXT, mac TEXT);
-"""
-_LATER_SCHEMA = """
     CREATE TABLE IF NOT EXISTS approvals (run TEXT PRIMARY KEY, mac TEXT);
-"""  # which ledgers of older versions lack
+"""
 # {account: {"orders": [...], "totals": _Totals, "assignments": [[data set, HMAC], ...]}}
-_State = dict[str, Any]
+_State = dict[str, dict[str, Any]]
 # {unit: {split: what the unit's rows cost at each order, then what they cost for a finer unit}}
 _Totals = dict[str, dict[str, list[float]]]
-_UNKNOWN = ["", ""]  # the first assignment of an account that an older version has used
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(Checked):
     """One release, as it is booked.
 
     Attributes:
@@ -105,24 +103,12 @@ class Entry:
     stage: str
     round: int
     action: str
-    splits: tuple[str, ...]
+    splits: Annotated[
+        tuple[Annotated[str, OneOf(SPLITS)], ...], Length(Between(1, len(SPLITS))), Distinct()
+    ]
     release: Release
     committed_steps: int
     unit: str = RECORD
-
-    def __post_init__(self) -> None:
-        """Refuse types that sqlite would convert, and a split that would be a budget of its own."""
-        for name in ("account", "data_set", "run", "stage", "action", "unit"):
-            if type(getattr(self, name)) is not str:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected text.")
-        for name in ("round", "committed_steps"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer.")
-        if not self.splits or len(set(self.splits)) != len(self.splits):
-            raise ValueError(f"splits={self.splits}: expected different splits, at least one.")
-        for split in self.splits:
-            if split not in SPLITS:
-                raise unknown_choice("split", split, SPLITS)
 
 
 @dataclass(frozen=True)
@@ -309,7 +295,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             assignment: What :meth:`fingerprint` returns for the records that are held now.
         """
         with self._exclusive() as (last, last_mac):
-            known = _known_assignments(self._state(last, last_mac).get(account, {"totals": {}}))
+            known = _account(self._state(last, last_mac), account)["assignments"]
         return not known or known[0][1] == assignment
 
     def spent(self, account: str, unit: str, *, epsilon: float, delta: float) -> float:
@@ -322,7 +308,7 @@ class Ledger(AbstractContextManager["Ledger"]):
     ) -> dict[str, RenyiFilter]:
         """Return every split's filter after all booked spending, counted for a unit."""
         with self._exclusive() as (last, last_mac):
-            booked = self._state(last, last_mac).get(account, {"totals": {}})
+            booked = _account(self._state(last, last_mac), account)
             return {
                 split: _booked_filter(booked, split, unit, epsilon=epsilon, delta=delta)
                 for split in SPLITS
@@ -332,7 +318,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Return the units of privacy booked on all other accounts, sorted."""
         with self._exclusive() as (last, last_mac):
             others = [b for name, b in self._state(last, last_mac).items() if name != account]
-        return sorted({renyi.kind_of(unit) for booked in others for unit in _totals(booked)})
+        return sorted({renyi.kind_of(unit) for booked in others for unit in booked["totals"]})
 
     def entries(self, account: str | None = None) -> list[Row]:
         """Return all rows, or those of one account, in the order of booking, checked."""
@@ -353,7 +339,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 orders = state[row.entry.account]["orders"]
                 _add(sums.setdefault(row.entry.account, {}), row.entry, orders)
         for account, added in sums.items():
-            kept = _totals(state[account])
+            kept = state[account]["totals"]
             places = [(unit, split) for unit, by_split in added.items() for split in by_split]
             if not all(np.allclose(kept[u][s], added[u][s], rtol=1e-9, atol=0) for u, s in places):
                 raise anchor.damaged(
@@ -370,9 +356,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         try:
             if self._mark.is_empty():
                 self._rows.executescript(_SCHEMA)
-            self._rows.executescript(_LATER_SCHEMA)
-            if "unit" not in [c[1] for c in self._rows.execute("PRAGMA table_info(entries)")]:
-                self._rows.execute("ALTER TABLE entries ADD COLUMN unit TEXT")
+            self._check_form()
             if self._last_row() is not None and not self._mark.key_path.exists():
                 raise anchor.damaged(f"the key {self._mark.key_path} is missing")
             self._mark.load_key()
@@ -383,6 +367,16 @@ class Ledger(AbstractContextManager["Ledger"]):
         except BaseException:
             self._rows.close()
             raise
+
+    def _check_form(self) -> None:
+        """Refuse a ledger of an older version."""
+        oldest = self._rows.execute("SELECT * FROM entries ORDER BY sequence LIMIT 1")
+        columns, row = [column[0] for column in oldest.description], oldest.fetchone()
+        if "unit" not in columns or (row and row[columns.index("unit")] is None):
+            raise ConfigError(
+                f"the ledger {self.path} is of an older version, whose rows name no unit of "
+                "privacy: count its budgets as spent, and begin a new ledger."
+            )
 
     @contextmanager
     def _exclusive(self) -> Iterator[tuple[int, str]]:
@@ -461,7 +455,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         """Return the HMAC that the row in the file has after another row."""
         query = f"SELECT {_COLUMNS} FROM entries WHERE sequence = ?"
         values = self._rows.execute(query, (sequence,)).fetchone()
-        return self._mark.hmac("row", previous_mac, _sealed(values))
+        return self._mark.hmac("row", previous_mac, values)
 
     def _current_inodes(self) -> list[int | None]:
         """Return which files now lie where ledger and mark were opened."""
@@ -473,7 +467,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         mac, sequence = self._mark.genesis(), 0
         query = f"SELECT {_COLUMNS}, mac FROM entries ORDER BY sequence"
         for *values, found in self._rows.execute(query):
-            sequence, mac = sequence + 1, self._mark.hmac("row", mac, _sealed(values))
+            sequence, mac = sequence + 1, self._mark.hmac("row", mac, values)
             if values[0] != sequence or not anchor.equal(found, mac):
                 raise anchor.damaged(f"row {sequence} of {self.path} was edited, removed or moved")
             yield _row(values)
@@ -490,19 +484,20 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def _assign(self, state: _State, entry: Entry, assignment: str) -> None:
         """Note the entry's assignment in ``state``; refuse one that must pay on every split."""
-        booked = state.setdefault(entry.account, {"totals": {}})
-        known, this = _known_assignments(booked), [entry.data_set, assignment]
+        booked = _account(state, entry.account)
+        known, this = booked["assignments"], [entry.data_set, assignment]
         if known and known[0][1] != assignment and set(entry.splits) != set(SPLITS):
             raise ConfigError(
                 f"refused: since run {entry.run} committed to its schedule, the budget "
                 f"{entry.account} was used with other records or splits: start a new run."
             )
-        booked["assignments"] = known if this in known else [*known, this]
+        if this not in known:
+            known.append(this)
 
     def _spend(self, state: _State, entry: Entry, *, epsilon: float, delta: float) -> None:
         """Add the entry to the totals in ``state``, or raise where it does not fit."""
-        booked = state.setdefault(entry.account, {"totals": {}})
-        totals = _totals(booked)
+        booked = _account(state, entry.account)
+        totals = booked["totals"]
         if others := {
             renyi.kind_of(unit) for unit in totals if not renyi.protects(unit, entry.unit)
         }:
@@ -523,7 +518,6 @@ class Ledger(AbstractContextManager["Ledger"]):
                 raise ValueError(f"the cost of {entry.release} cannot be computed.")
             booked["orders"] = budget.orders
         _add(totals, entry, booked["orders"])
-        booked["totals"] = totals
 
     def _values(self, sequence: int, entry: Entry) -> tuple[Any, ...]:
         """Return the columns of a new row; refuse other terms than the run's, and more steps."""
@@ -539,15 +533,13 @@ class Ledger(AbstractContextManager["Ledger"]):
             )
         if booked + release.steps > entry.committed_steps:
             raise ConfigError(
-                f"run {entry.run} committed to {entry.committed_steps} steps of "
-                f"{entry.action}, has "
-                f"booked {booked} and now asks for {release.steps} more."
+                f"run {entry.run} committed to {entry.committed_steps} steps of {entry.action}, "
+                f"has booked {booked} and now asks for {release.steps} more."
             )
-        return (
-            *(sequence, int(self._clock()), entry.account, entry.data_set, entry.run),
-            *(entry.stage, entry.round, entry.action, splits, noise_multiplier, rate),
-            *(release.steps, booked + release.steps, entry.committed_steps, entry.unit),
-        )
+        asked = (entry.account, entry.data_set, entry.run, entry.stage, entry.round, entry.action)
+        numbers = (noise_multiplier, rate, release.steps, booked + release.steps)
+        when = int(self._clock())
+        return (sequence, when, *asked, splits, *numbers, entry.committed_steps, entry.unit)
 
     def _last_of_kind(self, kind: tuple[str, ...]) -> tuple[float, float, int, int] | None:
         """Return noise multiplier, rate, committed and booked steps of a kind's last row."""
@@ -567,18 +559,11 @@ class Ledger(AbstractContextManager["Ledger"]):
         return (terms[0], terms[1], terms[2], terms[3])
 
 
-def _known_assignments(booked: _State) -> list[list[str]]:
-    """Return the assignments of an account in the order of their first use."""
-    known: list[list[str]] | None = booked.get("assignments")
-    return known or ([_UNKNOWN] if booked["totals"] else [])
-
-
-def _totals(booked: _State) -> _Totals:
-    """Return the totals of an account; those of older versions are of records."""
-    totals: dict[str, Any] = booked["totals"]
-    if totals and totals.keys() <= set(SPLITS):
-        return {RECORD: {split: [*total, *total] for split, total in totals.items()}}
-    return totals
+def _account(state: _State, name: str) -> dict[str, Any]:
+    """Return what is booked on an account, changed in place."""
+    booked: dict[str, Any] = {"orders": None, "totals": {}, "assignments": []}
+    booked = state.setdefault(name, booked)
+    return booked
 
 
 def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
@@ -593,12 +578,12 @@ def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
 
 
 def _booked_filter(
-    booked: _State, split: str, unit: str, *, epsilon: float, delta: float
+    booked: dict[str, Any], split: str, unit: str, *, epsilon: float, delta: float
 ) -> RenyiFilter:
     """Return the filter of one split, as an account's state has it, counted for a unit."""
-    orders: list[float] | None = booked.get("orders")
+    orders: list[float] | None = booked["orders"]
     totals = [0.0] * len(orders or ())
-    for paid, by_split in _totals(booked).items():
+    for paid, by_split in booked["totals"].items():
         costs = by_split.get(split, [0.0] * 2 * len(totals))
         costs = costs[: len(totals)] if paid == unit else costs[len(totals) :]
         totals = [
@@ -608,27 +593,14 @@ def _booked_filter(
     return RenyiFilter(epsilon=epsilon, delta=delta, orders=orders, totals=totals or None)
 
 
-def _sealed(values: Sequence[object] | None) -> Sequence[object] | None:
-    """Return the columns of a row that its HMAC covers: rows of older versions have no unit."""
-    return values[:-1] if values is not None and values[-1] is None else values
-
-
 def _row(values: list[Any]) -> Row:
     """Return the row with these values of its columns."""
-    sequence, when, account, data_set, run, stage, server_round, action, splits = values[:9]
-    noise_multiplier, sample_rate, steps, run_steps, committed_steps, unit = values[9:]
-    entry = Entry(
-        account=account,
-        data_set=data_set,
-        run=run,
-        stage=stage,
-        round=server_round,
-        action=action,
-        splits=tuple(splits.split(",")),
-        release=Release(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps),
-        committed_steps=committed_steps,
-        unit=RECORD if unit is None else unit,
-    )
+    sequence, when, account, data_set, run, stage, number, action, splits = values[:9]
+    noise, rate, steps, run_steps, committed, unit = values[9:]
+    release = Release(noise_multiplier=noise, sample_rate=rate, steps=steps)
+    paying = tuple(splits.split(","))
+    asked = (account, data_set, run, stage, number, action)
+    entry = Entry(*asked, paying, release, committed, unit)
     return Row(sequence, when, entry, run_steps)
 
 

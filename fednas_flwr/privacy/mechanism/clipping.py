@@ -243,8 +243,8 @@ class _Clipping:
         sums: dict[str, Tensor] = {}
         for x_B, y_B, count in mb.micro_batches(x, y, size):
             factors_B = None if factors is None else factors.to(y_B.device)[y_B]
-            scale = _Scale(self.max_norm, factors_B, count, self.persons)
-            for name, part in _clipped_sum(gradients(x_B, y_B), by, scale, self.watch).items():
+            parts = self._clipped_sum(gradients(x_B, y_B), by, factors_B, count)
+            for name, part in parts.items():
                 sums[name] = sums[name] + part if name in sums else part
         tensors = {
             name: mb.from_units(sums[name], bound=self.max_norm)
@@ -254,64 +254,76 @@ class _Clipping:
         }
         return ClippedSum(tensors, norm=self.max_norm)
 
+    def _clipped_sum(
+        self,
+        gradients: Sequence[rg.Group],
+        parameters: Mapping[str, Tensor],
+        factors_B: Tensor | None,
+        count: int,
+    ) -> dict[str, Tensor]:
+        """Return the clipped sum of the gradients of B rows, in units, by name.
 
-class _Scale(NamedTuple):
-    """Scaling of a micro-batch: R, public factors [B], how many rows are records, and whose."""
+        The first ``count`` rows are records; ``factors_B`` are their public factors. Columns of
+        [B, P] are turned into float64 by parts, in cache; small gradients are joined first.
+        """
+        if not gradients:
+            return {}
+        outer, whole = _separated(gradients, keep_factors=self.persons is None)
+        whole = sorted(whole, key=lambda group: group[1].shape[1:].numel())
+        names = [name for group, _ in whole for name in group]
+        flat = [gradient.flatten(1) for _, gradient in whole]
+        small = [matrix for matrix in flat if matrix.shape[1] < COLUMNS]
+        if small:
+            flat = [torch.cat(small, dim=1), *flat[len(small) :]]
+        parts = [part for matrix in flat for part in torch.split(matrix, COLUMNS, dim=1)]
+        for shown in (*parts, *(factor for pair in outer.values() for factor in pair)):
+            self.watch(shown)
+        if self.persons is not None:
+            parts = [mb.person_means(part, self.persons) for part in parts]
+        norms = [_norms(part) for part in parts]
+        norms += [_norms(left_BO) * _norms(right_BI) for left_BO, right_BI in outer.values()]
+        scales_B = self._scales(norms, factors_B, count)
+        by_name, sums, contributes = {}, [], []
 
-    max_norm: float
-    factors_B: Tensor | None
-    num_records: int
-    persons: Tensor | None = None
+        def show(contribution: Tensor) -> None:
+            if self.watch is not unwatched:
+                self.watch(contribution)
+                contributes.append(contribution.flatten(1).any(1, keepdim=True))
 
+        for name, (left_BO, right_BI) in outer.items():
+            by_name[name], *cut = mb.sum_in_units(
+                left_BO, right_BI, bound=self.max_norm, factors_B=scales_B
+            )
+            for factor in cut:
+                show(factor)
+        for part in parts:
+            units = mb.in_units(part, bound=self.max_norm, factors_B=scales_B)
+            show(units)
+            sums.append(units.sum(0))
+        if contributes:
+            self.watch(torch.stack(contributes).any(0))
+        sizes = [parameters[name].numel() for name in names]
+        pieces = torch.split(torch.cat(sums), sizes) if sums else ()
+        by_name |= dict(zip(names, pieces, strict=True))
+        return {name: piece.view(parameters[name].shape) for name, piece in by_name.items()}
 
-def _clipped_sum(
-    gradients: Sequence[rg.Group], parameters: Mapping[str, Tensor], scale: _Scale, watch: Watch
-) -> dict[str, Tensor]:
-    """Return the clipped sum of the gradients of B rows, in units, by name.
+    def _scales(self, norms: list[Tensor], factors_B: Tensor | None, count: int) -> Tensor:
+        """Return the factors of rows with these norms of parts, float64 [B]; 0 leaves one out.
 
-    Columns of [B, P] are turned into float64 by parts, in cache; small gradients are joined first.
-    """
-    if not gradients:
-        return {}
-    outer, whole = _separated(gradients, keep_factors=scale.persons is None)
-    whole = sorted(whole, key=lambda group: group[1].shape[1:].numel())
-    names = [name for group, _ in whole for name in group]
-    flat = [gradient.flatten(1) for _, gradient in whole]
-    small = [matrix for matrix in flat if matrix.shape[1] < COLUMNS]
-    if small:
-        flat = [torch.cat(small, dim=1), *flat[len(small) :]]
-    parts = [part for matrix in flat for part in torch.split(matrix, COLUMNS, dim=1)]
-    for shown in (*parts, *(factor for pair in outer.values() for factor in pair)):
-        watch(shown)
-    if scale.persons is not None:
-        parts = [mb.person_means(part, scale.persons) for part in parts]
-    norms = [_norms(part) for part in parts]
-    norms += [_norms(left_BO) * _norms(right_BI) for left_BO, right_BI in outer.values()]
-    factors_B = _scaled(norms, scale)
-    by_name, sums, contributes = {}, [], []
-
-    def show(contribution: Tensor) -> None:
-        if watch is not unwatched:
-            watch(contribution)
-            contributes.append(contribution.flatten(1).any(1, keepdim=True))
-
-    for name, (left_BO, right_BI) in outer.items():
-        by_name[name], *cut = mb.sum_in_units(
-            left_BO, right_BI, bound=scale.max_norm, factors_B=factors_B
-        )
-        for factor in cut:
-            show(factor)
-    for part in parts:
-        units = mb.in_units(part, bound=scale.max_norm, factors_B=factors_B)
-        show(units)
-        sums.append(units.sum(0))
-    if contributes:
-        watch(torch.stack(contributes).any(0))
-    pieces = (
-        torch.split(torch.cat(sums), [parameters[name].numel() for name in names]) if sums else ()
-    )
-    by_name |= dict(zip(names, pieces, strict=True))
-    return {name: piece.view(parameters[name].shape) for name, piece in by_name.items()}
+        Left out are rows that are no records, and records whose gradient is not finite; of persons,
+        the same.
+        """
+        if self.persons is not None:
+            count = int(self.persons.max()) + 1 if count else 0
+            if factors_B is not None:
+                factors_B = mb.person_means(factors_B[:, None], self.persons)[:, 0]
+        norms_B = torch.linalg.vector_norm(torch.stack(norms, dim=1), dim=1)
+        scale_B: Tensor = (self.max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
+        if factors_B is not None:
+            scale_B = scale_B * factors_B.to(scale_B)
+        scale_B = scale_B.where(norms_B.isfinite(), 0.0)
+        scale_B[count:] = 0.0
+        return scale_B
 
 
 def _separated(
@@ -334,26 +346,6 @@ def _norms(rows: Tensor) -> Tensor:
     """Return the norms of rows [B, ...], float64 [B]."""
     norms_B: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms_B
-
-
-def _scaled(norms: list[Tensor], scale: _Scale) -> Tensor:
-    """Return the factors of rows with these norms of parts, float64 [B]; 0 leaves one out.
-
-    Left out are rows that are no records, and records whose gradient is not finite; of persons, the
-    same.
-    """
-    count, factors_B = scale.num_records, scale.factors_B
-    if scale.persons is not None:
-        count = int(scale.persons.max()) + 1 if count else 0
-        if factors_B is not None:
-            factors_B = mb.person_means(factors_B[:, None], scale.persons)[:, 0]
-    norms_B = torch.linalg.vector_norm(torch.stack(norms, dim=1), dim=1)
-    scale_B: Tensor = (scale.max_norm / norms_B).clamp(max=1.0)  # R / 0 = inf: factor 1
-    if factors_B is not None:
-        scale_B = scale_B * factors_B.to(scale_B)
-    scale_B = scale_B.where(norms_B.isfinite(), 0.0)
-    scale_B[count:] = 0.0
-    return scale_B
 
 
 def _watched(loss: rg.Loss, watch: Watch) -> rg.Loss:

@@ -71,48 +71,6 @@ def sample_discrete_gaussian(words: Words, count: int, *, sigma: int) -> np.ndar
     return samples
 
 
-def continuous_divergence(num_values: int, *, kernel_std: float = KERNEL_STD) -> float:
-    """Return a bound on what discrete noise can tell beyond continuous noise: an epsilon.
-
-    Formulas for the Poisson-sampled Gaussian mechanism speak of continuous noise. They hold for
-    discrete noise of sigma cells if they are evaluated at a std of ``sqrt(sigma^2 - r^2)`` cells, r
-    being ``kernel_std``, up to this: every outcome of ``num_values`` noised integers is as likely,
-    up to a factor of ``exp(+-divergence)``, as if they had carried continuous noise and then passed
-    through a random rounding K. As that is post-processing, an (epsilon, delta) of the continuous
-    mechanism becomes (epsilon + 2 divergence, delta exp(divergence)), and a Renyi divergence of
-    order a grows by at most ``(2 a - 1) / (a - 1) divergence``.
-
-    Proof. K maps x to k with probability ``exp(-(k - x)^2 / (2 r^2)) / Z(x)``, over the integers.
-    By Poisson's summation ``Z(x) = r sqrt(2 pi) (1 + 2 sum_n q^(n^2) cos(2 pi n x))``, n from 1,
-    with ``q = exp(-2 pi^2 r^2)``: constant up to a factor of 1 +- e, where
-    ``e = 2 q / (1 - q^3)``. Were it constant, K of a Gaussian of mean mu (an integer) and variance
-    ``sigma^2 - r^2`` would have probabilities in proportion to the integral of the product of two
-    Gaussian densities, which is in proportion to ``exp(-(k - mu)^2 / (2 sigma^2))``: the discrete
-    Gaussian (for lattices the argument is Peikert's, 2010, "An efficient and parallel Gaussian
-    sampler for lattices", Theorem 3.1). So the two differ by factors of at most (1 + e) / (1 - e),
-    the normalisation included. Values are noised independently, hence the factors of a vector
-    multiply; mixtures of batches and releases that depend on earlier ones keep them.
-
-    Args:
-        num_values: Of all releases together, at least 0.
-        kernel_std: r, in cells, at least .5.
-
-    Returns:
-        3e-137 per value at r = 4, which changes no digit of an epsilon.
-
-    Raises:
-        ValueError: An argument is out of range.
-    """
-    if num_values < 0 or not kernel_std >= 0.5:
-        raise ValueError(
-            f"num_values must be at least 0 and kernel_std at least .5, got {num_values!r} and "
-            f"{kernel_std!r}."
-        )
-    q = math.exp(-2 * math.pi**2 * kernel_std**2)
-    e = 2 * q / (1 - q**3)
-    return num_values * (math.log1p(e) - math.log1p(-e))
-
-
 def _accepted(words: Words, size: int, sigma: int) -> np.ndarray:
     """Return the accepted proposals of a block, int64."""
     proposals = _discrete_laplace(words, size, sigma)
@@ -160,23 +118,18 @@ def _bernoulli_exp(words: Words, numerators: np.ndarray, denominator: int) -> np
     return keep
 
 
-def _bernoulli_exp_fraction(words: Words, numerators: np.ndarray, denominator: int) -> np.ndarray:
-    """Return Bernoulli(exp(-x)) for x below 1: whether the first k that fails is odd."""
-    return _first_failure_is_odd(words, numerators, denominator, 1)
-
-
 def _bernoulli_exp_one(words: Words, count: int) -> np.ndarray:
     """Return Bernoulli(exp(-1)), where the first Bernoulli(x / k), of k = 1, is always true."""
-    return _first_failure_is_odd(words, np.ones(count, dtype=np.uint64), 1, 2)
+    return _bernoulli_exp_fraction(words, np.ones(count, dtype=np.uint64), 1, 2)
 
 
-def _first_failure_is_odd(
-    words: Words, numerators: np.ndarray, denominator: int, k: int
+def _bernoulli_exp_fraction(
+    words: Words, numerators: np.ndarray, denominator: int, k: int = 1
 ) -> np.ndarray:
-    """Return whether the least k for which Bernoulli(x / k) fails is odd, bool.
+    """Return Bernoulli(exp(-x)) for x below 1, bool: whether the first failure is odd.
 
-    A word below ``share * denominator * k`` is below ``share * numerator`` with just that
-    probability.
+    That is the least k for which Bernoulli(x / k) fails. A word below ``share * denominator * k``
+    is below ``share * numerator`` with just that probability.
     """
     odd, going = np.empty(len(numerators), dtype=bool), np.arange(len(numerators))
     while len(going):
@@ -311,7 +264,7 @@ def add_noise(
     + discrete Gaussian). Rounding moves two neighbouring totals apart by up to 1 cell in each of d
     values; so ``sigma >= noise_multiplier * (max_grad_norm / grid + sqrt(d)) + 1`` cells: noise is
     enlarged by ``noise_multiplier * sqrt(d)`` cells for rounding (by 6e-5 at most for a million
-    values at multiplier 1) and by 1 for being discrete, see :func:`continuous_divergence` (``(a +
+    values at multiplier 1) and by 1 for being discrete (``tests/privacy/divergences.py``; ``(a +
     1)^2`` is above ``a^2 + 4^2`` from a = 8 on).
 
     **Guarantee.** One step of a :class:`~fednas_flwr.privacy.mechanism.renyi.Release` with this
@@ -365,7 +318,7 @@ def add_shared_noise(
     this multiplier, as of :func:`add_noise`: the shares add up to at least ``sqrt(sigma^2 + 4^2)``,
     and
     to a discrete Gaussian up to
-    :func:`~fednas_flwr.privacy.mechanism.shared_noise.sum_divergence`. Who sees this client's value
+    ``sum_divergence`` in ``tests/privacy/divergences.py``. Who sees this client's value
     alone sees one of ``noise_multiplier / sqrt(honest)``.
 
     Args:

@@ -2,7 +2,8 @@
 
 Each site adds discrete Gaussian noise of ``1 / h`` of the variance that one release needs, h being
 the number of honest survivors that its policy relies on; the server sees the sum of h such shares,
-at least. Main functions: :func:`share_sigma` and :func:`sum_divergence`.
+at least. Main function: :func:`share_sigma`. How near a sum of shares is to one Gaussian is
+proved in ``tests/privacy/divergences.py``.
 """
 
 from __future__ import annotations
@@ -85,43 +86,3 @@ def share_sigma(sigma: float, honest: int) -> int:
         honest: h, at least 1.
     """
     return max(LEAST_SIGMA, math.floor(sigma / math.sqrt(honest)) + 2)  # up by 1 at least
-
-
-def sum_divergence(num_values: int, *, sigma: int, sites: int) -> float:
-    """Return the distance of a sum of discrete Gaussians from one: an epsilon, as a logarithm.
-
-    Every outcome of ``num_values`` sums of ``sites`` independent discrete Gaussians of ``sigma`` is
-    as likely, up to a factor of ``exp(+-divergence)``, as of one discrete Gaussian of
-    ``sqrt(sites) sigma``. With
-    :func:`~fednas_flwr.privacy.mechanism.noise.continuous_divergence`, to which it
-    adds, formulas for Poisson-sampled continuous noise hold for the sum.
-
-    Proof. Of samples of a and b, ``P(a + b = k)`` is in proportion to ``sum_j exp(-j^2 / (2 s^2) -
-    (k - j)^2 / (2 t^2)) = exp(-k^2 / (2 (s^2 + t^2))) sum_j exp(-(j - c)^2 / (2 r^2))``, with ``r^2
-    = s^2 t^2 / (s^2 + t^2)`` and ``c = k s^2 / (s^2 + t^2)``. By Poisson's summation the last sum
-    is ``r sqrt(2 pi) (1 + 2 sum_n q^(n^2) cos(2 pi n c))``, n from 1, with ``q = exp(-2 pi^2
-    r^2)``: the same for every k up to a factor of 1 +- e, ``e = 2 q / (1 - q^3)``. So a + b has the
-    probabilities of the discrete Gaussian of ``s^2 + t^2`` up to factors of ``(1 + e) / (1 - e)``,
-    the normalisation included. Sites are added one after the other; r is least for the first two,
-    ``sigma / sqrt(2)``. Shares that dishonest sites know only shift the sum; those of further
-    honest sites are post-processing.
-
-    Args:
-        num_values: Of all releases together, at least 0.
-        sigma: Of each site, in cells, at least 1.
-        sites: Number of shares, at least 1.
-
-    Returns:
-        2e-154 per value and site at the least sigma of 6.
-
-    Raises:
-        ValueError: An argument is out of range.
-    """
-    if num_values < 0 or sites < 1 or not sigma >= 1:
-        raise ValueError(
-            f"num_values >= 0, sites >= 1 and sigma >= 1 are needed, got {num_values!r}, "
-            f"{sites!r} and {sigma!r}."
-        )
-    q = math.exp(-(math.pi**2) * sigma**2)  # r^2 = sigma^2 / 2
-    e = 2 * q / (1 - q**3)
-    return num_values * (sites - 1) * (math.log1p(e) - math.log1p(-e))

@@ -11,7 +11,7 @@ every message; it is trusted with nothing. Up to ``colluding`` sites may help it
 
 **Context.** Everything is tied to one exchange: roster, run, attempt, stage, round, phase, the
 participants, and all by which the sites compute their replies and that they must share, such as the
-request and the release that each has committed to (:class:`~.roster.Context`,
+request and the release that each has committed to (``protocol.keys.Context``,
 ``client.answer.agreed``). Sites that were asked different things, have committed to different
 noise, or were told different participants have different contexts: their masks do not cancel, and
 their signatures do not count for one another.
@@ -19,7 +19,7 @@ their signatures do not count for one another.
 **Messages** of an exchange among participants P, of which U survive:
 
 1. The request as without secure sums, and P. Site i answers with ``x_i + own_i + sum_j +-pair_ij``
-   modulo 2^64 or 2^32 (:mod:`~.grid`, :mod:`~.masks`). ``pair_ij`` comes from the secret of i and
+   modulo 2^64 or 2^32 (:mod:`~.masks`). ``pair_ij`` comes from the secret of i and
    j, ``own_i`` from a seed that it splits over P (:mod:`~.masks`), any ``colluding + 1`` of whom
    can rebuild it; every part is encrypted for its site.
 2. The list U. A site signs it if it has at least ``least_sites`` members, itself among them.

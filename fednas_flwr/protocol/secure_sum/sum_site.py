@@ -20,8 +20,8 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.anchor import connect
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.protocol.keys import Context, Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum import masks
-from fednas_flwr.protocol.secure_sum.roster import Context, Roster, SiteKeys, survivors_message
 
 NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
 _SCHEMA = """
@@ -125,8 +125,8 @@ class SumSite:
         parts = masks.split(seed, [i + 1 for i in asked], threshold=threshold)
         values = (context.hex(), exchange.run, json.dumps(asked), parts[self.index + 1])
         with self._books() as books:
-            known = "SELECT 1 FROM answers WHERE context = ?"
-            if books.execute(known, (context.hex(),)).fetchone() is not None:
+            query = "SELECT 1 FROM answers WHERE context = ?"
+            if books.execute(query, (context.hex(),)).fetchone() is not None:
                 raise ConfigError(
                     "refused: this request was answered before; a secure sum has one answer."
                 )

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from fednas_flwr.protocol.secure_sum.grid import Grid
 from fednas_flwr.protocol.secure_sum.masks import (
     PRIME,
+    Grid,
     add_mask,
     derive,
     rebuild,

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.server.client_sampling import Participants, Sampling, midzuno, systematic
+from fednas_flwr.server.exchange import Participants, Sampling, midzuno, systematic
 from fednas_flwr.settings.names import SAMPLINGS
+from fednas_flwr.settings.run_settings import SamplingSettings
 
 sizes_of_clients = st.lists(st.integers(0, 6), min_size=2, max_size=4).filter(any)
 
@@ -128,5 +129,5 @@ def test_who_stands_in_stays_for_the_round_and_others_are_asked_again():
 
 
 def test_another_name_is_refused():
-    with pytest.raises(ConfigError, match="sampling.by=uniformly is unknown"):
-        sampling("uniformly")
+    with pytest.raises(ConfigError, match="by=uniformly is unknown"):
+        SamplingSettings(5, "uniformly")

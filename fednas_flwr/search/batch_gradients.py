@@ -1,7 +1,8 @@
-"""Gradients of the architecture parameters: first order, second order, mixed level, beta-DARTS.
+"""Gradients of batches: by weights, and by architecture parameters, with the tally of losses.
 
-What reads no record, as beta-DARTS' regulariser, costs no privacy, so a client or the server may
-add the gradient, with privacy after the noise.
+The weights are those of a supernet or of a derived network. For the alphas there are the first
+order, the second order, the mixed level and beta-DARTS' regulariser, which reads no record: it
+costs no privacy, so a client or the server may add its gradient, with privacy after the noise.
 
 All functions leave the weights, the alphas and their ``.grad`` as they found them. Batch norm's
 running statistics move, as with any forward in training mode.
@@ -10,21 +11,137 @@ running statistics move, as with any forward in training mode.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fednas_flwr.search.gradient_sums import Batch
-from fednas_flwr.search.gumbel import Relaxed
-from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.candidate import Relaxed
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, heads
+from fednas_flwr.search.optimizer_step import Tensors, trainable_weights
+
+Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B] or [B, L]
+
+
+@dataclass
+class Tally:
+    """Running sums over batches; ``loss`` and ``accuracy`` are means over examples.
+
+    The sums stay on the batches' device until they are asked for: no step waits for a GPU.
+    """
+
+    loss_sum: Tensor | float = 0.0
+    correct: Tensor | float = 0.0
+    num_examples: int = 0
+
+    def add(self, losses: Tensor, hits: Tensor | None = None) -> None:
+        """Add a batch: losses [B], and how right predictions were [B] (None leaves it out)."""
+        self.loss_sum = self.loss_sum + losses.detach().sum().double()
+        self.num_examples += len(losses)
+        if hits is not None:
+            self.correct = self.correct + hits.sum()
+
+    @property
+    def loss(self) -> float:
+        """Mean loss; NaN before the first batch."""
+        return float(self.loss_sum) / self.num_examples if self.num_examples else float("nan")
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct predictions; NaN before the first batch."""
+        return float(self.correct) / self.num_examples if self.num_examples else float("nan")
+
+
+def weight_gradient(
+    network: nn.Module,
+    batch: Batch,
+    tally: Tally,
+    *,
+    objective: Objective = CLASSIFICATION,
+    auxiliary_weight: float = 0.0,
+    reduce: Callable[[Tensor], Tensor] = torch.mean,
+) -> dict[str, Tensor | None]:
+    """The gradient of a batch's mean loss by a network's weights; None where it has none.
+
+    Args:
+        network: In training mode; may return auxiliary logits beside its logits.
+        batch: The records.
+        tally: The batch is added to it.
+        objective: The objective whose losses are taken.
+        auxiliary_weight: Weight of the auxiliary head's loss.
+        reduce: Reduction of the records' losses to one, the mean or the sum.
+    """
+    weights, output = trainable_weights(network), network(batch[0])
+    loss, losses = objective.batch_loss(output, batch[1], auxiliary_weight, reduce)
+    tally.add(losses, objective.hits(heads(output)[0], batch[1]))
+    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return dict(zip(weights, gradients, strict=True))
+
+
+def weight_gradient_sum(
+    network: nn.Module, batch: Batch, tally: Tally, **options: Any
+) -> dict[str, Tensor]:
+    """The sum over a batch of per-sample gradients of the weights, by parameter name.
+
+    ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
+    Parameters that the loss does not depend on get zeros. Alphas are left out. Arguments as
+    :func:`weight_gradient`.
+    """
+    weights = trainable_weights(network)
+    sums = weight_gradient(network, batch, tally, reduce=torch.sum, **options)
+    return {name: torch.zeros_like(weights[name]) if g is None else g for name, g in sums.items()}
+
+
+def periodic_gradients(
+    gradient_sums: Callable[[], Mapping[str, tuple[Tensors, float]]],
+    parameters: Mapping[str, Mapping[str, Tensor]],
+    *,
+    steps: int,
+    local_lrs: Mapping[str, float],
+) -> tuple[dict[str, Tensors], float]:
+    """The gradients of states (weights, alphas, or both) accumulated over local steps.
+
+    After each step but the last every state moves by ``-local_lr`` times its batch's mean gradient,
+    and the next gradients are taken there: the periodic updates that DP-FNAS leaves as future
+    work. With one step and one state this is what ``gradient_sums`` returns.
+
+    Args:
+        gradient_sums: Takes the next batches; returns for each state the sum of its gradients by
+            name, and the batch size B that the sum is divided by.
+        parameters: For each state its parameters by name; moved in place.
+        steps: At least 1.
+        local_lrs: For each state the learning rate of the local steps.
+
+    Returns:
+        For each state the sum over steps of mean gradients, times B, so that dividing by B gives
+        what the local steps moved in all; and B, the first state's mean batch size.
+    """
+    totals: dict[str, Tensors] = {}
+    sizes = []
+    for step in range(1, steps + 1):
+        sums = gradient_sums()
+        sizes.append(next(iter(sums.values()))[1])
+        if steps == 1 == len(sums):
+            return {state: gradients for state, (gradients, _) in sums.items()}, sizes[0]
+        for state, (gradients, batch_size) in sums.items():
+            means = {name: gradient / batch_size for name, gradient in gradients.items()}
+            before = totals.get(state)
+            totals[state] = {n: before[n] + g for n, g in means.items()} if before else means
+            if step < steps:
+                with torch.no_grad():
+                    for name, mean in means.items():
+                        parameters[state][name].sub_(mean, alpha=local_lrs[state])
+    size = sum(sizes) / len(sizes)
+    return {s: {n: g * size for n, g in total.items()} for s, total in totals.items()}, size
 
 
 def alpha_gradient_sum(
     supernet: Relaxed, batch: Batch, *, objective: Objective = CLASSIFICATION
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the sum over a batch of per-sample gradients of the alphas, and the batch's losses.
+    """The sum over a batch of per-sample gradients of the alphas, and the batch's losses.
 
     ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging). First
     order: the weights are held fixed.
@@ -44,7 +161,7 @@ def virtual_step(
     optimizer: torch.optim.Optimizer,
     objective: Objective = CLASSIFICATION,
 ) -> dict[str, Tensor]:
-    """Return ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
+    """Compute ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
 
     DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the constants and the momentum v of the
     weights' SGD, as its authors' experiments do. The weights themselves do not move.
@@ -73,7 +190,7 @@ def second_order_gradient(
     inner_lr: float,
     objective: Objective = CLASSIFICATION,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the second-order gradient of the alphas, of means over batches.
+    """The second-order gradient of the alphas, of means over batches.
 
     ``H = grad_A L_val(A, W') - inner_lr (grad_A L_tr(A, W+) - grad_A L_tr(A, W-)) / (2 r)`` with
     ``W+- = W +- r grad_W' L_val(A, W')`` and ``r = .01 / ||grad_W' L_val||`` (DP-FNAS, Eq. 5;
@@ -81,13 +198,13 @@ def second_order_gradient(
     is exact when the training loss is quadratic in W.
 
     Args:
-        supernet: Gives the function and the alphas A.
+        supernet: The function, with the alphas A.
         weights: W by parameter name.
         virtual_weights: W', the weights after one step on the training loss.
         train_batch: Batch of L_tr.
         validation_batch: Batch of L_val.
         inner_lr: Learning rate of the step from W to W'.
-        objective: Gives the losses.
+        objective: The objective whose losses are taken.
 
     Returns:
         Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
@@ -122,7 +239,7 @@ def mixed_level_gradient(
     validation_weight: float,
     objective: Objective = CLASSIFICATION,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
+    """Compute ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
 
     MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4), the local rule of FedNAS (arXiv
     2004.08546). Returns also the losses [B] of the validation batch.
@@ -135,7 +252,7 @@ def mixed_level_gradient(
 
 
 def beta_gradient(alphas: Mapping[str, Tensor], *, weight: float) -> dict[str, Tensor]:
-    """Return the gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
+    """The gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
 
     ``weight * softmax(alpha_e) / E``, the mean over the edges of all kinds of cells (Beta-Decay:
     Ye et al. 2022, beta-DARTS, arXiv 2203.01665, Eq. 11 and the authors' code). It holds back the
@@ -156,12 +273,12 @@ def beta_gradient(alphas: Mapping[str, Tensor], *, weight: float) -> dict[str, T
 
 
 def rising(weight: float, server_round: int, num_rounds: int) -> float:
-    """Return the weight of a round: linear, all of ``weight`` in the last round; from 1."""
+    """The weight of a round: linear, all of ``weight`` in the last round; from 1."""
     return weight * server_round / num_rounds
 
 
 def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
-    """Return the mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
+    """The mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
     entropies = [
         -(torch.softmax(a.detach().double(), -1) * torch.log_softmax(a.detach().double(), -1)).sum(
             -1
@@ -180,7 +297,7 @@ def _losses(
 
 
 def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients by name; zeros for what the loss does not depend on.
+    """The gradients by name; zeros for what the loss does not depend on.
 
     A net of two cells, both of them reductions, does not depend on the alphas of normal cells.
     """

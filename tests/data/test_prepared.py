@@ -197,11 +197,11 @@ def test_saved_partitions_come_back(tmp_path: Path, images):
         ("[" * 50_000 + "]" * 50_000, "cannot be read as a saved partition"),
         ("[]", "cannot be read as a saved partition"),
         (json.dumps({"clients": []}), "cannot be read as a saved partition"),
-        (json.dumps({"clients": [[0, 1], []]}), "is not a partition"),
-        (json.dumps({"clients": [[0, 1], [1, 2]]}), "is not a partition"),
-        (json.dumps({"clients": [[1, 0], [2]]}), "is not a partition"),
-        (json.dumps({"clients": [[-1, 0], [2]]}), "is not a partition"),
-        (json.dumps({"clients": [[0.5], [2]]}), "is not a partition"),
+        (json.dumps({"clients": [[0, 1], []]}), "saved partition: expected a list"),
+        (json.dumps({"clients": [[0, 1], [1, 2]]}), "saved partition: expected a list"),
+        (json.dumps({"clients": [[1, 0], [2]]}), "saved partition: expected a list"),
+        (json.dumps({"clients": [[-1, 0], [2]]}), "saved partition: expected a list"),
+        (json.dumps({"clients": [[0.5], [2]]}), "saved partition: expected a list"),
     ],
 )
 def test_files_that_hold_no_partition(tmp_path: Path, content, message):

@@ -1,6 +1,6 @@
 import pytest
 
-from fednas_flwr.report.quantities import count, duration, mean_and_deviation, num_bytes, percent
+from fednas_flwr.report.templates import count, duration, mean_and_deviation, num_bytes, percent
 
 
 @pytest.mark.parametrize(

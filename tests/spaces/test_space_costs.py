@@ -9,9 +9,8 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.spaces.costs import count_multiply_adds
+from fednas_flwr.spaces.costs import count_multiply_adds, measure_space, space_costs
 from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
-from fednas_flwr.spaces.space_costs import measure_space, space_costs
 
 SPACE = MBConvSpace(
     input_shape=(3, 28, 28),

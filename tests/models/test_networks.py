@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.models.fixed_networks import (
+from fednas_flwr.models.networks import (
     FIXED_NETWORKS,
     ResidualBlock,
     linear,

@@ -1,0 +1,429 @@
+"""Gradients of batches by weights and by alphas, against formulas and other codes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.search.batch_gradients import (
+    Tally,
+    alpha_entropy,
+    alpha_gradient_sum,
+    beta_gradient,
+    mixed_level_gradient,
+    periodic_gradients,
+    rising,
+    second_order_gradient,
+    virtual_step,
+    weight_gradient_sum,
+)
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.optimizer_step import (
+    Optimizer,
+    clip_gradients,
+    make_adam,
+    make_sgd,
+    train,
+    trainable_weights,
+)
+from fednas_flwr.settings.optimizers import SGD, Adam
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+PLAIN = SGD(0.1, 0.1, momentum=0.0, weight_decay=0.0, clip_norm=None)
+
+
+def exact(batches, **settings):
+    """Gradients of one pass over the batches."""
+    return ExactGradients(lambda: iter(batches), **settings)
+
+
+def test_the_learning_rate_falls_along_a_cosine():
+    settings = SGD(0.1, 0.02, momentum=0.9, weight_decay=3e-4, clip_norm=5.0)
+    rates = [settings.at_round(number, 8).lr for number in range(1, 9)]
+    assert rates[0] == 0.1
+    assert rates[4] == pytest.approx((0.1 + 0.02) / 2)
+    assert settings.at_round(9, 8).lr == pytest.approx(0.02)  # after the last round
+    assert all(left > right > 0.02 for left, right in zip(rates, rates[1:], strict=False))
+    # torch's own schedule, from which this is written.
+    optimizer = make_sgd([nn.Parameter(torch.zeros(1))], settings)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=0.02)
+    for rate in rates:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        optimizer.step()
+        schedule.step()
+    changed = settings.at_round(3, 8)
+    assert (changed.momentum, changed.weight_decay, changed.clip_norm) == (0.9, 3e-4, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": 0.0}, "^lr=0.0"),
+        ({"lr": float("nan")}, "^lr=nan"),
+        ({"lr": 1e31}, r"^lr=1e\+31"),
+        ({"min_lr": 0.2}, "^min_lr=0.2"),
+        ({"momentum": 1.0}, "^momentum=1.0"),
+        ({"weight_decay": -1e-4}, "^weight_decay=-0.0001"),
+        ({"weight_decay": float("inf")}, "^weight_decay=inf"),
+        ({"clip_norm": 0.0}, "^clip_norm=0.0"),
+        ({"clip_norm": float("inf")}, "^clip_norm=inf"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, message):
+    values = {"lr": 0.1, "min_lr": 0.0, "momentum": 0.9, "weight_decay": 0.0, "clip_norm": None}
+    with pytest.raises(ConfigError, match=message):
+        SGD(**{**values, **changes})
+
+
+def test_adam_has_the_betas_of_darts():
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = make_adam([parameter], Adam(lr=0.01, weight_decay=1e-3))
+    assert optimizer.defaults["betas"] == (0.5, 0.999)
+    assert optimizer.defaults["weight_decay"] == 1e-3
+    parameter.grad = torch.tensor([0.3, -5.0])
+    optimizer.step()
+    torch.testing.assert_close(parameter.detach(), torch.tensor([0.99, -1.99]))  # by lr, not more
+    with pytest.raises(ConfigError, match="^lr=-1.0"):
+        Adam(lr=-1.0, weight_decay=0.0)
+
+
+def test_the_weight_gradient_is_the_sum_of_a_loop_over_samples(net, batch, untouched):
+    x, y = batch(6, 0)
+    check, tally = untouched(net), Tally()
+    gradients = weight_gradient_sum(net, (x, y), tally)
+    check()
+    assert set(gradients) == set(net.weights())
+    for name, weight in net.weights().items():
+        losses = [F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]) for i in range(6)]
+        total = sum(torch.autograd.grad(loss, weight)[0] for loss in losses)
+        torch.testing.assert_close(gradients[name], total, **EXACT)
+    logits = net(x)
+    assert tally.loss == pytest.approx(F.cross_entropy(logits, y).item())
+    assert tally.accuracy == pytest.approx(((logits.argmax(1) == y).double().mean()).item())
+
+
+def descend(net, batches, *, lr):
+    """The weights' gradients over one local step per batch."""
+    rest = iter(batches)
+
+    def gradient_sums():
+        data = next(rest)
+        return {"weights": (weight_gradient_sum(net, data, Tally()), len(data[1]))}
+
+    gradients, size = periodic_gradients(
+        gradient_sums,
+        {"weights": net.weights()},
+        steps=len(batches),
+        local_lrs={"weights": lr},
+    )
+    return gradients["weights"], size
+
+
+def test_one_batch_is_its_own_gradient(net, batch, untouched):
+    data = batch(6, 0)
+    check = untouched(net)
+    gradients, size = descend(net, [data], lr=0.5)
+    check()
+    assert size == 6
+    expected = weight_gradient_sum(net, data, Tally())
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_three_steps_equal_a_loop_of_sgd(net, batch):
+    batches, lr = [batch(6, 0), batch(4, 1), batch(2, 2)], 0.5
+    start = {name: weight.detach().clone() for name, weight in net.weights().items()}
+    gradients, size = descend(net, batches, lr=lr)
+    assert size == 4  # the mean
+    before_last = {name: weight.detach().clone() for name, weight in net.weights().items()}
+    with torch.no_grad():
+        for name, weight in net.weights().items():
+            weight.copy_(start[name])
+    optimizer = torch.optim.SGD(net.weights().values(), lr=lr)
+    for index, (x, y) in enumerate(batches):
+        if index == 2:  # two of the three steps have been taken, as documented
+            for name, weight in net.weights().items():
+                torch.testing.assert_close(before_last[name], weight.detach(), **EXACT)
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    for name, weight in net.weights().items():
+        moved = (start[name] - weight.detach()) / lr
+        torch.testing.assert_close(gradients[name] / size, moved, **EXACT)
+        assert moved.abs().max() > 1e-3
+
+
+def test_a_pass_is_sgd_with_momentum_decay_and_clipping(net, batch):
+    settings = SGD(0.4, 0.0, momentum=0.9, weight_decay=0.1, clip_norm=0.05)
+    batches = [batch(6, seed) for seed in range(4)]
+    start = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    optimizer, gradients = make_sgd(net.weights().values(), settings), exact(batches)
+    train(net, gradients, Optimizer(net.weights(), optimizer, settings.clip_norm))
+    trained = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    net.load_state_dict(start)
+    velocity = {name: torch.zeros_like(weight) for name, weight in net.weights().items()}
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(net(x), y)
+        losses.append(loss.item())
+        found = torch.autograd.grad(loss, list(net.weights().values()))
+        norm = torch.cat([g.reshape(-1) for g in found]).norm()
+        assert norm > settings.clip_norm
+        with torch.no_grad():
+            for (name, weight), gradient in zip(net.weights().items(), found, strict=True):
+                clipped = gradient * settings.clip_norm / (norm + 1e-6)
+                velocity[name] = 0.9 * velocity[name] + clipped + 0.1 * weight
+                weight -= 0.4 * velocity[name]
+    for name, weight in net.named_parameters():
+        torch.testing.assert_close(trained[name], weight.detach(), rtol=1e-9, atol=1e-10)
+        assert torch.equal(trained[name], start[name]) == name.startswith("a.")
+    assert gradients.train_tally.loss == pytest.approx(sum(losses) / 4)
+    assert gradients.train_tally.num_examples == 24
+
+
+@pytest.mark.parametrize(("clip_norm", "expected"), [(None, 5.0), (10.0, 5.0), (0.5, 0.5)])
+def test_clipping_bounds_the_norm_of_all_parameters_together(clip_norm, expected):
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0]), torch.tensor([0.0, -4.0])
+    clip_gradients(make_sgd(parameters, PLAIN), clip_norm)
+    gradient = torch.cat([parameter.grad for parameter in parameters])
+    assert gradient.norm().item() == pytest.approx(expected, rel=1e-5)
+    assert gradient[0] / gradient[2] == pytest.approx(-0.75)
+
+
+def test_trainable_weights_leave_the_alphas_out(net):
+    assert set(trainable_weights(net)) == {n for n, _ in net.named_parameters() if n[0] != "a"}
+    assert set(trainable_weights(nn.Linear(1, 1))) == {"weight", "bias"}
+
+
+def test_an_empty_tally_knows_nothing():
+    assert math.isnan(Tally().loss)
+    assert math.isnan(Tally().accuracy)
+
+
+# Rows (q, t, c) of L = q (w - a t)^2 / 2 + c a w.
+TRAIN = torch.tensor([[2.0, 1.0, 0.5], [4.0, -1.0, 1.5]], dtype=torch.float64)
+VALIDATION = torch.tensor([[3.0, 2.0, 0.0], [1.0, 0.0, -1.0], [5.0, 1.0, 2.0]]).double()
+
+
+def derivatives(rows, w, a):
+    """Of the mean loss of ``rows`` by hand: dL/dw, dL/da and d2L/dadw."""
+    q, t, c = rows.unbind(1)
+    d_w = (q * (w - a * t) + c * a).mean()
+    d_a = (-q * t * (w - a * t) + c * w).mean()
+    d_aw = (-q * t + c).mean()
+    return d_w.item(), d_a.item(), d_aw.item()
+
+
+def step(network, lr):
+    """W' after one plain step on the training rows, by hand."""
+    d_w, _, _ = derivatives(TRAIN, network.w.item(), network.a.item())
+    return {"w": network.w.detach() - lr * d_w, "unused": network.unused.detach()}
+
+
+def second_order(network, virtual_weights, lr, validation=VALIDATION):
+    """Gradient and losses from the training rows and others, all of label 0."""
+    labels = torch.zeros(3, dtype=torch.int64)
+    return second_order_gradient(
+        network,
+        weights=network.weights(),
+        virtual_weights=virtual_weights,
+        train_batch=(TRAIN, labels[:2]),
+        validation_batch=(validation, labels[: len(validation)]),
+        inner_lr=lr,
+    )
+
+
+@pytest.mark.parametrize("lr", [0.05, 0.5])
+def test_second_order_of_a_quadratic_has_its_closed_form(lr, quadratic, untouched):
+    check = untouched(quadratic)
+    gradients, losses = second_order(quadratic, step(quadratic, lr), lr)
+    w, a = quadratic.w.item(), quadratic.a.item()
+    _, _, train_aw = derivatives(TRAIN, w, a)
+    virtual_w = step(quadratic, lr)["w"].item()
+    validation_w, validation_a, _ = derivatives(VALIDATION, virtual_w, a)
+    # d/da L_val(a, w - lr dL_tr/dw) = dL_val/da - lr d2L_tr/dadw dL_val/dw', and its finite
+    # difference is exact. Multiplying by 2 r instead of dividing leaves only the first term.
+    expected = validation_a - lr * train_aw * validation_w
+    assert abs(lr * train_aw * validation_w) > 0.05
+    torch.testing.assert_close(gradients["cell"].item(), expected, **EXACT)
+    q, t, c = VALIDATION.unbind(1)
+    by_hand = q * (virtual_w - a * t) ** 2 / 2 + c * a * virtual_w
+    torch.testing.assert_close(losses - quadratic.OFFSET, by_hand)
+    assert not losses.requires_grad
+    check()
+
+
+def test_second_order_is_the_derivative_through_the_step(quadratic):
+    """Against the number that the formula stands for: L_val after a step, as a function of a."""
+    lr, eps = 0.3, 1e-5
+
+    def validation_loss(a):
+        d_w, _, _ = derivatives(TRAIN, quadratic.w.item(), a)
+        w = quadratic.w.item() - lr * d_w
+        q, t, c = VALIDATION.unbind(1)
+        return ((q * (w - a * t) ** 2 / 2 + c * a * w).mean()).item()
+
+    a = quadratic.a.item()
+    expected = (validation_loss(a + eps) - validation_loss(a - eps)) / (2 * eps)
+    gradients, _ = second_order(quadratic, step(quadratic, lr), lr)
+    assert gradients["cell"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_a_gradient_at_the_virtual_weights_there_is_no_correction(quadratic):
+    rows = torch.tensor([[1.0, 0.0, 0.0]]).double()  # w^2 / 2: stationary at w = 0
+    stationary = {"w": torch.zeros(1).double(), "unused": quadratic.unused.detach()}
+    gradients, _ = second_order(quadratic, stationary, 0.1, rows)
+    assert gradients["cell"].item() == 0.0
+
+
+def test_second_order_of_a_network_equals_finite_differences(net, batch, untouched):
+    """On a smooth net: the step is differentiated numerically, alpha by alpha."""
+    train, validation, lr, eps = batch(8, 1), batch(6, 2), 0.2, 1e-5
+    weights = {name: weight.detach().clone() for name, weight in net.weights().items()}
+
+    def after_a_step():
+        loss = F.cross_entropy(net(train[0]), train[1])
+        gradients = torch.autograd.grad(loss, list(net.weights().values()))
+        return {n: weights[n] - lr * g for n, g in zip(weights, gradients, strict=True)}
+
+    def validation_loss():
+        moved = torch.func.functional_call(net, after_a_step(), (validation[0],))
+        return F.cross_entropy(moved, validation[1]).item()
+
+    check = untouched(net)
+    gradients, losses = second_order_gradient(
+        net,
+        weights=net.weights(),
+        virtual_weights=after_a_step(),
+        train_batch=train,
+        validation_batch=validation,
+        inner_lr=lr,
+    )
+    check()
+    assert losses.mean().item() == pytest.approx(validation_loss())
+    first_order, _ = alpha_gradient_sum(net, validation)
+    for kind, alpha in net.alphas().items():
+        numeric = torch.zeros_like(alpha)
+        for index in range(alpha.numel()):
+            values = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    alpha.view(-1)[index] += sign * eps
+                values.append(validation_loss())
+                with torch.no_grad():
+                    alpha.view(-1)[index] -= sign * eps
+            numeric.view(-1)[index] = (values[0] - values[1]) / (2 * eps)
+        torch.testing.assert_close(gradients[kind], numeric, rtol=1e-3, atol=1e-6)
+        off = (first_order[kind] / 6 - numeric).abs().max()
+        assert off > 20 * (gradients[kind] - numeric).abs().max()
+
+
+def test_first_order_is_the_sum_of_a_loop_over_samples(net, batch, untouched):
+    x, y = batch(5, 3)
+    check = untouched(net)
+    gradients, losses = alpha_gradient_sum(net, (x, y))
+    check()
+    total = {kind: torch.zeros_like(alpha) for kind, alpha in net.alphas().items()}
+    for index in range(5):
+        loss = F.cross_entropy(net(x[index : index + 1]), y[index : index + 1])
+        assert losses[index].item() == pytest.approx(loss.item(), rel=1e-12)
+        for kind, alpha in net.alphas().items():
+            total[kind] += torch.autograd.grad(loss, alpha, retain_graph=True)[0]
+    for kind, gradient in gradients.items():
+        assert gradient.abs().max() > 1e-3
+        torch.testing.assert_close(gradient, total[kind], **EXACT)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, 2.5])
+def test_mixed_level_adds_the_gradients_of_both_means(weight, net, batch, untouched):
+    train, validation = batch(7, 4), batch(3, 5)
+    check = untouched(net)
+    gradients, losses = mixed_level_gradient(
+        net, train_batch=train, validation_batch=validation, validation_weight=weight
+    )
+    check()
+    assert losses.shape == (3,)
+    from_train, _ = alpha_gradient_sum(net, train)
+    from_validation, own = alpha_gradient_sum(net, validation)
+    torch.testing.assert_close(losses, own)
+    for kind, gradient in gradients.items():
+        expected = from_train[kind] / 7 + weight * from_validation[kind] / 3
+        torch.testing.assert_close(gradient, expected, **EXACT)
+
+
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.1)])
+def test_the_virtual_step_is_the_step_that_sgd_takes(momentum, weight_decay, net, batch, untouched):
+    settings = SGD(0.3, 0.3, momentum=momentum, weight_decay=weight_decay, clip_norm=None)
+    optimizer = make_sgd(net.weights().values(), settings)
+
+    def real_step(data):
+        optimizer.zero_grad()
+        F.cross_entropy(net(data[0]), data[1]).backward()
+        optimizer.step()
+
+    for seed in range(3):  # the first step has no momentum yet
+        data = batch(6, seed)
+        optimizer.zero_grad()
+        check = untouched(net)
+        moved = virtual_step(
+            net,
+            data,
+            optimizer=optimizer,
+        )
+        check()
+        assert not any(weight.requires_grad for weight in moved.values())
+        real_step(data)
+        for name, weight in net.weights().items():
+            torch.testing.assert_close(moved[name], weight.detach(), **EXACT)
+
+
+def test_parameters_that_a_loss_does_not_use_get_zeros(quadratic):
+    labels = torch.zeros(2, dtype=torch.int64)
+    quadratic.forward = lambda x: torch.stack([x[:, 0] * quadratic.w, x[:, 1]], 1)
+    gradients, _ = alpha_gradient_sum(quadratic, (TRAIN, labels))
+    assert gradients["cell"].tolist() == [0.0]
+
+
+def test_entropy_of_known_distributions():
+    assert alpha_entropy({"a": torch.zeros(3, 8)}) == pytest.approx(math.log(8))
+    assert alpha_entropy({"a": torch.tensor([[1e4, 0.0]])}) == 0.0
+    half = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
+    two = {"a": half, "b": torch.zeros(1, 4)}
+    assert alpha_entropy(two) == pytest.approx((1.5 * math.log(2) + math.log(4)) / 2, rel=1e-6)
+
+
+def test_the_gradient_is_that_of_the_mean_logsumexp_of_all_edges():
+    torch.manual_seed(0)
+    alphas = {
+        "normal": torch.randn(4, 5, dtype=torch.float64, requires_grad=True),
+        "reduction": torch.randn(2, 5, dtype=torch.float64, requires_grad=True),
+    }
+    edges = torch.cat(list(alphas.values()))
+    loss = 3.5 * torch.stack([edge.exp().sum().log() for edge in edges]).mean()
+    expected = torch.autograd.grad(loss, list(alphas.values()))
+    actual = beta_gradient(alphas, weight=3.5)
+    assert list(actual) == list(alphas)
+    for mine, other in zip(actual.values(), expected, strict=True):
+        torch.testing.assert_close(mine, other)
+        assert not mine.requires_grad
+
+
+def test_by_hand():
+    """Two edges with the shares 1/4, 3/4 and 1/2, 1/2, times a weight of 8 over 2 edges."""
+    alphas = {"cell": torch.tensor([[0.0, math.log(3)], [7.0, 7.0]])}
+    gradient = beta_gradient(alphas, weight=8.0)["cell"]
+    torch.testing.assert_close(gradient, torch.tensor([[1.0, 3.0], [2.0, 2.0]]))
+
+
+def test_ops_that_are_never_chosen_are_left_alone():
+    gradient = beta_gradient({"cell": torch.tensor([[1.0, -1e9]])}, weight=2.0)["cell"]
+    assert gradient.tolist() == [[2.0, 0.0]]
+
+
+def test_the_weight_rises_linearly_to_its_value_in_the_last_round():
+    assert [rising(5.0, r, 4) for r in (1, 2, 3, 4)] == pytest.approx([1.25, 2.5, 3.75, 5.0])
