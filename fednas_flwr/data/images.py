@@ -251,8 +251,8 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
         raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
     skip = settings.corrupt == "skip"
     form = replace(LABELS_FORM, corrupt=settings.corrupt)
-    texts, _, notes = read_texts(path, form)
-    texts = without_missing(texts, form)
+    texts, _, found = read_texts(path, form)
+    texts, notes = without_missing(texts, form), tables.told(path, found)
     settings = replace(settings, label=tables.label_column(settings, texts))
     columns, named = tables.label_columns(settings), tables.named_columns(settings)
     check_columns(texts, named, where=str(path))

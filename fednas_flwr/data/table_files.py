@@ -45,7 +45,7 @@ def suffix_of(path: Path) -> str:
     return next((s for s in TABLE_SUFFIXES if path.name.lower().endswith(s)), "")
 
 
-def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, tuple[str, ...]]:
+def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     """Cells of a table's file as text, by column, its separator if it has one, and notes.
 
     Blanks around cells and names of columns do not count.
@@ -67,7 +67,7 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, tuple[str, ...]
     if len(table) == 0 and not form.strict:
         raise ConfigError(f"dataset.root={path} has no rows: give a table with a header.")
     texts = texts_of(table, where=str(path))
-    return texts, separator, tuple(f"{path.name}: {note}" for note in notes)
+    return texts, separator, notes
 
 
 def without_missing(texts: Texts, form: TableForm) -> Texts:
@@ -215,10 +215,8 @@ def _read_csv(path: Path, form: TableForm) -> tuple[Any, str, list[str]]:
         f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
         f"encoding {encoding}": encoding not in ("utf-8", "utf-8-sig"),
     }
-    unusual = [note for note, holds in found.items() if holds]
     named, more = _named(table, form)
-    notes = ([", ".join(unusual)] if unusual else []) + notes + more
-    return named, separator, notes
+    return named, separator, [note for note, holds in found.items() if holds] + notes + more
 
 
 def _cells(text: str, separator: str, width: int | None = None) -> Any:
@@ -365,14 +363,13 @@ def _separator(text: str, form: TableForm) -> str:
 
     sample = "\n".join(text[:_SAMPLE].split("\n", lines)[:lines])
 
-    def cells(separator: str) -> tuple[bool, int]:
+    def cells(separator: str) -> tuple[float, int]:
         try:
             rows = list(_rows(sample, separator))
         except csv.Error:
-            return False, 0
-        widths = Counter(map(len, rows[1:] or rows))
-        width, often = max(widths.items(), default=(0, 0), key=lambda item: item[1])
-        return width > 1 and 2 * often > len(rows[1:]), width
+            return 0, 0
+        (width, often), *_ = Counter(map(len, rows)).most_common(1) or [(0, 0)]
+        return (often / len(rows) if width > 1 else 0, width)
 
     best = max((s for s in SEPARATORS if s != " "), key=cells)
     return best if cells(best)[0] or not cells(" ")[0] else " "

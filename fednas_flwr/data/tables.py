@@ -93,8 +93,8 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     texts = table_files.without_missing(texts, settings)
     settings = replace(settings, label=label_column(settings, texts))
     if not settings.strict:
-        texts, told = _without_row_numbers(texts, settings, path)
-        notes += told
+        texts, more = _without_row_numbers(texts, settings)
+        notes += more
     words = {*settings.categorical, *settings.categories, *settings.ignore}
     words |= {*named_columns(settings)}
     others = {name: cells for name, cells in texts.items() if name not in words}
@@ -114,21 +114,26 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
             settings, decimal=notation.decimal, thousands=notation.thousands, date_order=order
         )
         unusual = [str(notation), f"dates with the {order.replace('_', ' ')}" if order else ""]
-        notes += tuple(f"{path.name}: {text}" for text in unusual if text)
-    return table_files.in_common_form(texts, settings, numbers, where=str(path)), settings, notes
+        notes += filter(None, unusual)
+    texts = table_files.in_common_form(texts, settings, numbers, where=str(path))
+    return texts, settings, told(path, notes)
+
+
+def told(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
+    """One sentence on what was found in a file, if anything was."""
+    return (f"{path.name}: {', '.join(notes)}",) if notes else ()
 
 
 def _without_row_numbers(
-    texts: table_files.Texts, settings: CSV, path: Path
-) -> tuple[table_files.Texts, tuple[str, ...]]:
+    texts: table_files.Texts, settings: CSV
+) -> tuple[table_files.Texts, list[str]]:
     """The columns but for a nameless first one that counts the rows, as pandas and R write it."""
     (name, cells), *others = texts.items()
     used = name in (*named_columns(settings), *settings.numeric)
     steps = np.diff(numbers_of(cells))
     if used or not _NAMELESS.fullmatch(name) or len(steps) == 0 or not (steps == 1).all():
-        return texts, ()
-    note = f"{path.name}: its first column, which has no name and counts rows, is left out"
-    return dict(others), (note,)
+        return texts, []
+    return dict(others), ["the first column, which has no name and counts rows, is left out"]
 
 
 def label_column(settings: LabelTable, texts: table_files.Texts) -> str:

@@ -310,7 +310,7 @@ def parse_changes(settings: Any, values: Any, kind: type, *, key: str) -> Any:
     types = _hints(kind)
     for name in values:
         if name not in types:
-            raise unknown_choice("setting", f"{key}.{show(name)}", list(types))
+            raise unknown_choice(f"{key}: setting", name, list(types))
     parsed = {n: _convert(f"{key}.{n}", types[n], v, True) for n, v in values.items()}
     return replace(settings, **parsed)
 

@@ -76,7 +76,7 @@ def test_sites_are_adapted_by_their_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="site=c is unknown: choose one of a, all, b"):
         join(tmp_path)
     (tmp_path / SITES_FILE).write_text("b: {renam: {a: b}}\n")
-    with pytest.raises(ConfigError, match="renam.* is unknown.*rename"):
+    with pytest.raises(ConfigError, match="b: setting=renam is unknown.*rename"):
         join(tmp_path)
 
 
