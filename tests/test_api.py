@@ -199,7 +199,7 @@ def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
 def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
     config = compose(*tiny)
     for change, words in (
-        ({"aggregate": AggregateSettings("median")}, "aggregate=median with clients=2"),
+        ({"aggregate": AggregateSettings("median")}, "aggregate=median with a round of 2 clients"),
         ({"clients": 500}, "clients=500"),
         ({"genotype": "none.json", "stages": ["retrain"]}, "none.json cannot be read"),
     ):

@@ -270,7 +270,7 @@ def test_drop_path_and_augmentation_are_drawn_anew_and_not_from_the_runs_seed(
 ):
     site = make_site(committed=EVERYTHING)
     if drawn == "crops":
-        site.client.augmentation.__dict__["crop_padding"] = 2
+        site.client.augmentation["crop_padding"] = 2
     asked = {"drop_path_prob": 0.5} if drawn == "drop-path" else {}
     _, *replies = (site.ask("train.weights", **asked) for _ in range(3))  # the first rehearses
     vectors = [reply.states["weights"]["float32"] for reply in replies]
@@ -467,7 +467,7 @@ def test_private_retraining_does_what_else_it_is_asked(
         asked |= {"network": description, "auxiliary_weight": 0.7}
         states = {kind: pack(state) for kind, state in network_states(network).items() if state}
     elif switched_on == "cutout":
-        site.client.augmentation.__dict__["cutout"] = 100
+        site.client.augmentation["cutout"] = 100
     request = site.request("train.weights", clip_norm=None, **asked)
     reply = site.answer(replace(request, states=states))
     load_states(network, states)
