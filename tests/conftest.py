@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,8 +33,9 @@ from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 from .fork_server import ForkServer, serving
 
 torch.set_num_threads(1)  # results must not depend on the number of cores
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # When logging is configured anew, as by Hydra's sweeps, absl (which dp-accounting imports) closes
 # what was sys.stderr when it was imported: here that would be the file of pytest's capture.
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
@@ -43,8 +45,15 @@ LONGEST_FILES = (  # of a minute or more
 )
 
 
+WHOLE_RUNS = {"run_inline", "machines"}  # fixtures: a test that asks for one is of the tier `run`
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that all workers end at about the same time."""
+    """Mark whole runs; begin with the files that take longest, so that workers end together."""
+    for item in items:
+        if WHOLE_RUNS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.run)
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 

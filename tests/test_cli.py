@@ -378,10 +378,8 @@ def test_ctrl_c_ends_with_130_and_the_run_can_go_on(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    started = time.monotonic()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == cli.STOPPED == 130
-    assert time.monotonic() - started < 60  # a second when nothing else runs
     assert f"fednas run resume={run_dir}" in errors
     assert "Traceback" not in errors
     finished = read_events(events)[-1]

@@ -130,6 +130,7 @@ def test_no_noise_is_found_in_any_kind_of_release(table: list[str], key: str) ->
     assert "the audit refutes what the run commits to" in said
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -160,6 +161,7 @@ def test_faults_of_statistics_within_ranges_are_found(table: list[str], fault: s
     assert code == RUN_FAILED, said
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("fault", "key", "overrides"),
     [
@@ -175,6 +177,7 @@ def test_faults_are_found_in_totals(
     assert code == RUN_FAILED, said
 
 
+@pytest.mark.run
 def test_sites_with_other_commitments_in_one_sum_are_found(
     table: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

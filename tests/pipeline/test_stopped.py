@@ -85,6 +85,7 @@ def whole(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, complete(interpreter, *overrides, f"run_dir={folder}")
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "event",
     [
