@@ -18,7 +18,7 @@ from fednas_flwr.runs.numbers import read_run
 
 
 @pytest.fixture(scope="module")
-def run(run_inline: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run(finished_run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run on 900 patients of whom the alphabetically first class is the rare one."""
     rng = np.random.default_rng(1)
     x = rng.normal(size=(900, 3))
@@ -28,7 +28,7 @@ def run(run_inline: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
     root = tmp_path_factory.mktemp("patients")
     table[:700].to_csv(root / "train.csv", index=False)
     table[700:].to_csv(root / "test.csv", index=False)
-    done = run_inline(
+    done = finished_run(
         *(
             "dataset=csv",
             f"dataset.root={root}",
