@@ -77,7 +77,7 @@ def test_report_and_card_show_them(run: Any) -> None:
     assert len(names) == 4
     report = (run.folder / "report.html").read_text()
     assert "Use this model" in report
-    assert f"fednas predict {run.folder.resolve()} patients.csv" in report
+    assert f"fednas predict {run.made_in.resolve()} patients.csv" in report
     assert Path(run.folder / "model.onnx").is_file()
 
 
