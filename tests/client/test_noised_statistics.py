@@ -266,7 +266,7 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     run(compose(*overrides, little, f"run_dir={folder}"))
     events = read_events(folder / "events.jsonl")
     (found,) = [event for event in events if event["event"] == "statistics"]
-    # the noise on mean and variance has deviations of .9 and 52: both bounds are 11 of them away
+    # of 81 records, noise on mean and variance has deviations of 1.3 and 77; 7 lie up to the bounds
     assert abs(found["mean"][0] - 70) < 10
     assert found["std"][0] < 25  # the range alone says 34.6
     assert found["mean"][2:] == [0.0, 0.0]

@@ -86,7 +86,7 @@ def test_unpack_refuses_other_sizes():
             unpack(packed, layout)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def supernets():
     space = NASBench201Space(input_shape=(3, 8, 8), num_classes=3, channels=2, num_cells=1)
     nets = []
