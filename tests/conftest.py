@@ -44,18 +44,16 @@ LONGEST_FILES = (  # of a minute or more
 )
 
 
-WHOLE_RUNS = {
-    "run_inline",
-    "finished_run",
-    "machines",
-}  # fixtures: a test that asks for one is of the tier `run`
+WHOLE_RUNS = {"run_inline", "finished_run", "machines"}  # tests with such a fixture are `run`
+OTHER_RUNS = ("ray", "browser")  # and those with such a marker
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark whole runs; begin with the files that take longest, so that workers end together."""
     for item in items:
-        if WHOLE_RUNS & set(getattr(item, "fixturenames", ())):
+        whole = WHOLE_RUNS & set(getattr(item, "fixturenames", ()))
+        if whole or any(map(item.get_closest_marker, OTHER_RUNS)):
             item.add_marker(pytest.mark.run)
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))

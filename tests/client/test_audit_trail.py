@@ -214,6 +214,7 @@ for _ in range(40):
 """
 
 
+@pytest.mark.run
 def test_processes_that_write_at_once_make_one_chain(tmp_path: Path) -> None:
     path = tmp_path / "site" / "audit.jsonl"
     command = [sys.executable, "-c", WRITER, str(path), str(key_of(path))]

@@ -260,6 +260,7 @@ def test_a_private_client_takes_statistics_within_its_ranges_alone(site):
         answer(client, asked(good))
 
 
+@pytest.mark.run
 def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp_path):
     folder = tmp_path / "run"
     little = "privacy.statistics_noise_multiplier=0.5"
@@ -296,6 +297,7 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     assert list(load(folder).inputs.mean) == found["mean"]
 
 
+@pytest.mark.run
 def test_baselines_that_sites_pay_for_standardise_by_what_the_run_has_released(overrides, tmp_path):
     folder = tmp_path / "run"
     config = compose(*overrides, NOISE, f"run_dir={folder}")
@@ -312,6 +314,7 @@ def test_baselines_that_sites_pay_for_standardise_by_what_the_run_has_released(o
         assert {row.entry.action for row in ledger.entries()} == {"train.weights:weights"}
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("told", [{"data_set": "mine"}, {}])
 def test_the_first_client_does_not_say_which_data_the_others_are_asked_for(
     overrides, tmp_path, monkeypatch, told

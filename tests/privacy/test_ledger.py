@@ -533,6 +533,7 @@ def test_the_file_never_grows_by_more_than_what_is_taken(folder):
 # --- kill -9, races, threads, forks
 
 
+@pytest.mark.run
 def test_kill_9_between_every_two_steps_loses_nothing_and_blocks_nothing(folder):
     outcome = as_process("crash", folder)
     # the kill before the commit booked nothing, every later one booked its row
@@ -541,10 +542,12 @@ def test_kill_9_between_every_two_steps_loses_nothing_and_blocks_nothing(folder)
     assert outcome["sent"] == UNITS - 4  # committed, moved, reserved and drawn never left
 
 
+@pytest.mark.run
 def test_kill_9_at_any_time_from_the_first_byte(folder):
     assert as_process("kill", folder) == "ok"
 
 
+@pytest.mark.run
 def test_twenty_processes_race_for_the_last_unit_and_for_a_new_site(folder):
     book(folder / "old", UNITS - 1)
     assert as_process("race", folder) == {
