@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import DamagedError, DayFullError
@@ -94,7 +94,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=50)
 @given(data=st.data())
 def test_any_change_of_any_line_is_found_and_nothing_leaves_any_more(
     data: st.DataObject, whole: Path

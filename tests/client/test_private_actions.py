@@ -1108,7 +1108,6 @@ def num_releases(action, values):
 
 
 @settings(
-    max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())

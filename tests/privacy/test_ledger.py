@@ -316,7 +316,6 @@ def test_a_policy_that_names_another_unit_resets_and_discounts_nothing(folder, b
         assert ledger.verify() == len(ledger.entries())
 
 
-@settings(max_examples=40)
 @given(
     plan=st.lists(
         st.tuples(requests, st.sampled_from(BOOKED_UNITS), st.booleans()), min_size=1, max_size=12
@@ -782,7 +781,6 @@ def test_an_old_or_edited_mark_is_found(folder):
     is_refused(folder, "site is not its key")
 
 
-@settings(max_examples=40)
 @given(data=st.data())
 def test_flipped_bytes_never_give_budget_back(data):
     with new_folder() as name:

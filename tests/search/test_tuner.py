@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.kernel_ridge import KernelRidge
 
@@ -71,7 +71,6 @@ def test_without_options_it_is_the_bandit_over_a_list_that_stays(rewards):
     )
 
 
-@settings(max_examples=40)
 @given(phases, options)
 def test_state_survives_json_and_phases_repeat(rewards, constants):
     tuner = after(constants, rewards)
@@ -81,7 +80,6 @@ def test_state_survives_json_and_phases_repeat(rewards, constants):
     assert step[0].to_json() == step[1].to_json()
 
 
-@settings(max_examples=40)
 @given(phases, options)
 def test_arms_stay_in_their_ranges_and_estimates_are_finite(rewards, constants):
     tuner = after(constants, rewards)
@@ -92,7 +90,6 @@ def test_arms_stay_in_their_ranges_and_estimates_are_finite(rewards, constants):
             assert low * (1 - 1e-9) <= value <= high * (1 + 1e-9)
 
 
-@settings(max_examples=40)
 @given(phases)
 def test_resampling_keeps_the_best_arm_and_changes_the_share_it_says(rewards):
     tuner = made(RESAMPLED)
