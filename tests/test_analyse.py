@@ -114,6 +114,7 @@ def test_every_variant_can_be_trained_at_once(folder, tmp_path, capsys):
     assert "fednas run resume" not in output
 
 
+@pytest.mark.run
 def test_a_folder_without_a_finished_run_is_refused(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="no run folder"):
         analyse.main([str(tmp_path)])

@@ -241,6 +241,7 @@ def finished(tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]) -> P
     return folder
 
 
+@pytest.mark.run
 def test_run_folder_name_is_short_and_holds_one_run(
     finished: Path, tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

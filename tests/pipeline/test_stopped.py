@@ -170,6 +170,7 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "largest_file",
     [
