@@ -144,6 +144,7 @@ def test_a_field_that_is_on_no_list_cannot_leave(reply):
         check_fields("train.weights", reply)
 
 
+@pytest.mark.run
 def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replaced(make_site):
     held = [np.arange(80), np.arange(79), np.array([0, *range(2, 80)]), np.arange(30)]
     plan = schedule(steps=2)
@@ -1102,7 +1103,6 @@ def num_releases(action, values):
 
 
 @settings(
-    max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
