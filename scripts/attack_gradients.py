@@ -47,7 +47,7 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.pipeline.later_settings import learning_rate, noise_per_step
-from fednas_flwr.pipeline.schedule import Schedule, make_schedule
+from fednas_flwr.pipeline.schedule import Schedule, make_schedules
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import Amount, Describe, LocalTraining, Train
 from fednas_flwr.protocol.states import load_states, network_states, pack
@@ -127,7 +127,7 @@ def schedule_of(config: Config, records: str) -> Schedule:
     assert isinstance(privacy, DifferentialPrivacy)
     key = (privacy.retrain.local_steps, config.retrain.batch_size, records)
     if key not in SCHEDULES:
-        SCHEDULES[key] = make_schedule(config, [json.loads(records)], done={})
+        SCHEDULES[key] = make_schedules(config, [json.loads(records)], done={})[0]
     return SCHEDULES[key]
 
 

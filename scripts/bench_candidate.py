@@ -28,7 +28,7 @@ from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline.schedule import make_schedule
+from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import TrainCandidates
 from fednas_flwr.protocol.states import network_states, pack
@@ -98,7 +98,7 @@ def make_steps(config: Config) -> partial[object]:
     header, data_set = Header("bench", "search", 1, 1, 0, "nonce"), data_set_of(config)
     if client.guard is not None:
         records = {split: client.guard.num_records([split]) for split in SPLITS}
-        schedule = make_schedule(config, [records], done={})
+        schedule = make_schedules(config, [records], done={})[0]
         client.guard.commit(header.run, schedule)
     settings = TrainCandidates(
         candidates=[space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],

@@ -1,12 +1,13 @@
 """Faults put into the package one at a time: how many of them do the tests notice?
 
     scripts/mutate.sh [--packages privacy clients ...] [--number 60] [--seed 1] [--file <lines>]
-                      [--place <folder>] [--tests <files>] [--seconds 120]
+                      [--place <folder>] [--tests <files>] [--seconds 120] [--quick]
 
 The faults are cosmic-ray's, drawn at random, and one of our own: a keyword argument that is not
 handed on. Each is written into a copy of the checkout, where the tests that ran its line (by
-coverage of the whole suite, measured first) run until one fails, the quickest first. A line of JSON
-is written per fault, and what is in the file is not run again. Faults that nobody notices are
+coverage of the whole suite, measured first on all cores) run until one fails, the quickest first;
+with ``--quick`` (and a ``--file`` of its own) those of the quick tier alone. A line of JSON is
+written per fault, and what is in the file is not run again. Faults that nobody notices are
 printed in the end, but for those of ``equivalent_faults.json``, which says why nobody can.
 """
 
@@ -53,6 +54,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent_faults.json")  # and why: [{fi
 PRELOADED = ("torchvision", "flwr.simulation", "opacus", "pandas", "sklearn.linear_model", "hydra")
 NO_TESTS = 5  # pytest's exit code
 SLACK = 30.0  # seconds more, before a fault counts as one that hangs
+ALL = ["-m", "not slow and not gpu and not network"]  # both tiers
 BEYOND = [
     "tests/sites",
     "tests/deploy/test_deployment.py",
@@ -112,7 +114,7 @@ def measure(root: Path, place: Path, tests: list[str]) -> None:
     """Run the tests once, and keep which test ran which line, and how long each took."""
     if (place / "durations.xml").is_file():
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--dist", "no"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", *ALL]
     command += [
         "--cov=fednas_flwr",
         "--cov-context=test",
@@ -121,6 +123,13 @@ def measure(root: Path, place: Path, tests: list[str]) -> None:
     ]
     command += [f"--ignore={path}" for path in BEYOND] + tests
     subprocess.run(command, cwd=root, env=os.environ | {"COVERAGE_FILE": f"{place}/coverage"})
+
+
+def quick_tier(root: Path) -> set[str]:
+    """Return the tests that ``pytest`` runs by default."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--dist", "no", "--collect-only"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return {line for line in listed.splitlines() if "::" in line}
 
 
 def tests_by_line(root: Path, place: Path) -> dict[str, dict[int, set[str]]]:
@@ -146,12 +155,17 @@ def durations(place: Path) -> dict[str, float]:
     }
 
 
+def name_in_report(test: str) -> str:
+    """Return the name that the report of a pass has for a test."""
+    file, _, name = test.partition("::")
+    return f"{file.removesuffix('.py').replace('/', '.')}::{name}"
+
+
 def chosen(tests: set[str], seconds: dict[str, float], *, most_s: float) -> dict[str, float]:
     """Return the quickest of the tests, the quickest first, and the seconds of each."""
     costs = {}
     for test in tests:
-        file, _, name = test.partition("::")
-        cost = seconds.get(f"{file.removesuffix('.py').replace('/', '.')}::{name}")
+        cost = seconds.get(name_in_report(test))
         if cost is not None:
             costs[test] = cost
     found: dict[str, float] = {}
@@ -190,7 +204,7 @@ def outcome(root: Path, names: list[str], limit_s: float) -> str:
             sys.path.insert(0, str(root))
             import pytest
 
-            options = ["-x", "-q", "-n", "0", "--assert=plain", "-p", "no:cacheprovider"]
+            options = ["-x", "-q", "-n", "0", *ALL, "--assert=plain", "-p", "no:cacheprovider"]
             code = pytest.main([*options, *names])
             os._exit(int(code))
         os._exit(1)
@@ -215,6 +229,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders of tests")
     parser.add_argument("--seconds", type=float, default=120.0, help="of tests, for one fault")
+    parser.add_argument("--quick", action="store_true", help="run the tests of the quick tier only")
     parser.add_argument("--place", type=Path, help="folder of the copy and the coverage")
     options = parser.parse_args()
     place = options.place or Path(tempfile.mkdtemp(prefix="mutants-"))
@@ -227,6 +242,9 @@ def main() -> None:
     os.environ["FEDNAS_CACHE"] = str(place / "cache")
     measure(root, place, options.tests)
     lines, seconds = tests_by_line(root, place), durations(place)
+    if options.quick:
+        tier = {name_in_report(test) for test in quick_tier(root)}
+        seconds = {name: cost for name, cost in seconds.items() if name in tier}
     written = options.file.read_text().splitlines() if options.file.exists() else []
     known = {(r["file"], r["operator"], r["occurrence"]): r for r in map(json.loads, written)}
 

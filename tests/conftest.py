@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,21 +20,21 @@ from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
-from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 
+from .finished_runs import FinishedRuns, whole_run
 from .fork_server import ForkServer, serving
 
 torch.set_num_threads(1)  # results must not depend on the number of cores
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # When logging is configured anew, as by Hydra's sweeps, absl (which dp-accounting imports) closes
 # what was sys.stderr when it was imported: here that would be the file of pytest's capture.
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
@@ -43,8 +44,17 @@ LONGEST_FILES = (  # of a minute or more
 )
 
 
+WHOLE_RUNS = {"run_inline", "finished_run", "machines"}  # tests with such a fixture are `run`
+OTHER_RUNS = ("ray", "browser")  # and those with such a marker
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that all workers end at about the same time."""
+    """Mark whole runs; begin with the files that take longest, so that workers end together."""
+    for item in items:
+        whole = WHOLE_RUNS & set(getattr(item, "fixturenames", ()))
+        if whole or any(map(item.get_closest_marker, OTHER_RUNS)):
+            item.add_marker(pytest.mark.run)
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
@@ -166,15 +176,25 @@ def run_inline(
             folder = tmp_path_factory.mktemp("run") / "run"
             config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
         else:
-            config, folder = open_run_folder(str(resume)), resume
-        grid, error = InProcessGrid(make_client_app(dump_config(config)), config.clients), None
-        for context, file in zip(grid._contexts.values(), sites, strict=False):
-            context.node_config["data-path"] = str(file)
-        try:
-            serve(config, grid, listeners=[], resumed=resume is not None)
-        except Exception as raised:
-            error = raised
-        events = read_events(folder / "events.jsonl")
-        return SimpleNamespace(folder=folder, config=config, events=events, error=error)
+            config = open_run_folder(str(resume))
+        return whole_run(config, resumed=resume is not None, sites=sites)
 
     return ran
+
+
+@pytest.fixture(scope="session")
+def finished_run(
+    compose_config: Callable[..., Config],
+    tmp_path_factory: pytest.TempPathFactory,
+    pytestconfig: pytest.Config,
+) -> Callable[..., SimpleNamespace]:
+    """``finished_run(*overrides)``: as ``run_inline``, a copy of one that was made before.
+
+    For tests that look at what a run has left. It must not be called where anything is patched.
+    """
+    if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
+        place = pytestconfig.cache.mkdir("finished_runs")
+    else:
+        place = tmp_path_factory.getbasetemp() / "finished_runs"
+    runs = FinishedRuns(place, tmp_path_factory.mktemp("finished"))
+    return lambda *overrides: runs.get(compose_config(*overrides))

@@ -41,6 +41,7 @@ def analysed(folder, *arguments):
     return json.loads((folder / "analysis.json").read_text())
 
 
+@pytest.mark.run
 def test_samples_come_from_the_newest_checkpoints_controller(folder, tmp_path):
     """A controller that is sure of one path is written behind the run's own."""
     path = [*range(10), 4, 1, 1, 5, 9]
@@ -62,6 +63,7 @@ def test_samples_come_from_the_newest_checkpoints_controller(folder, tmp_path):
     assert sum(own["mean_shares"]) == pytest.approx(1)
 
 
+@pytest.mark.run
 def test_rewards_are_the_means_of_each_round_beside_another_runs(folder, capsys):
     rewarded = [e for e in read_events(folder / "events.jsonl") if e["event"] == "rewarded"]
     means = [fmean(event["rewards"]) for event in rewarded[:2]]  # the third chooses
@@ -74,6 +76,7 @@ def test_rewards_are_the_means_of_each_round_beside_another_runs(folder, capsys)
     assert out.count(f"run  2: {100 * means[0]:.1f} %") == 2
 
 
+@pytest.mark.run
 def test_the_printed_command_trains_the_found_cell_to_the_runs_own_bits(folder, capsys):
     analysis = analysed(folder)
     found = analysis["variants"][0]
@@ -89,6 +92,7 @@ def test_the_printed_command_trains_the_found_cell_to_the_runs_own_bits(folder, 
     assert analysed(folder)["variants"][0]["accuracy"] == accuracy
 
 
+@pytest.mark.run
 def test_every_variant_can_be_trained_at_once(folder, tmp_path, capsys):
     copy = shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("variants"))
     space = DPCellSpace(input_shape=(3, 8, 8), num_classes=3)
@@ -110,6 +114,7 @@ def test_every_variant_can_be_trained_at_once(folder, tmp_path, capsys):
     assert "fednas run resume" not in output
 
 
+@pytest.mark.run
 def test_a_folder_without_a_finished_run_is_refused(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="no run folder"):
         analyse.main([str(tmp_path)])

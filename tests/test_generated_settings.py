@@ -35,6 +35,7 @@ def fuzz_settings():
     return module
 
 
+@pytest.mark.run
 def test_generated_runs_are_refused_in_a_sentence_or_complete(fuzz_settings, tmp_path, capsys):
     data = fuzz_settings.make_data(tmp_path)
     outcomes = []

@@ -57,6 +57,7 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.run
 def test_a_data_set_and_a_score_of_ones_own_are_used(mine: Path, tmp_path: Path) -> None:
     folder, cache = tmp_path / "run", f"dataset.cache={tmp_path / 'cache'}"
     assert main(["run", "--with", str(mine), *RUN, cache, f"run_dir={folder}"]) == 0
@@ -113,6 +114,7 @@ def test_a_file_that_is_wrong_is_told_in_one_sentence(
     assert told.count("\n") == 1
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("score", [lambda p, y: np.nan, lambda p, y: p[:, 99].mean()])
 def test_a_score_that_fails_ends_the_run_in_one_sentence(
     score: object, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -161,6 +161,7 @@ def test_hydras_grammar() -> None:
     assert given_settings(["seed=2", "hydra.sweep.dir=x", "sweep.metric=epsilon"]).typed == ["seed"]
 
 
+@pytest.mark.run
 def test_hydra_informs(capsys: pytest.CaptureFixture[str]) -> None:
     evolution = [f"algorithm.evolution.{of}=5" for of in ("population", "tournament")]  # was null
     assert cli.main(["run", "algorithm=zero_cost", *evolution, "--cfg", "job"]) == 0

@@ -102,6 +102,7 @@ def test_every_page_has_a_test() -> None:
     assert all(f'through("{page}"' in text for page in pages)
 
 
+@pytest.mark.run
 def test_a_developer_adds_an_algorithm(walk: Walk) -> None:
     walk.through("add_an_algorithm.md")
     assert "rest" in (walk.folder / "late" / "config.yaml").read_text()

@@ -250,9 +250,9 @@ def noise(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def linear_run(run_inline, noise):
+def linear_run(finished_run, noise):
     """A retrained linear network of clients half of whose records are for tests."""
-    return run_inline(
+    return finished_run(
         *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
         *("dataset.fractions={train: 0.3, validation: 0.2, test: 0.5}", "clients=2"),
         *("dataset.linear_baseline=true", "retrain.weights.lr=0.01", *NORMALISED),

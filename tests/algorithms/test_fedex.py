@@ -152,6 +152,7 @@ def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, 
     assert 0 <= theta["loss_sum"] <= federation.config.algorithm.loss_bound
 
 
+@pytest.mark.run
 def test_a_run_tunes_a_given_genotype(compose_config, federate, tiny_overrides, tmp_path):
     config = compose_config()
     space = supernet_space(config, federate(config).data[0])

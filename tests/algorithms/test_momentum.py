@@ -297,13 +297,13 @@ def test_moments_of_private_clients_follow_from_releases(compose_config, federat
         *("retrain.norm=group", "privacy.epsilon=1000", f"privacy.sites={tmp_path}"),
         "stages=[search]",
     )
-    from fednas_flwr.pipeline.schedule import make_schedule
+    from fednas_flwr.pipeline.schedule import make_schedules
     from fednas_flwr.protocol.requests import Commit
 
     federation = federate(config)
     federation.cohort.connect(federation.grid)
     records = [properties["splits"] for properties in federation.cohort.properties.values()]
-    schedule = make_schedule(config, records, done={})
+    schedule = make_schedules(config, records, done={})[0]
     commit = Commit(data_set="records", releases=tuple(schedule))
     list(federation.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
     strategy = make_search(config, federation.data[0], federation.cohort, None, schedule)

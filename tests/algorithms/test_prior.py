@@ -39,14 +39,14 @@ def test_a_space_derives_the_architecture_that_leads(space, seed, margin) -> Non
 
 
 @pytest.fixture(scope="module")
-def data_free(run_inline):
+def data_free(finished_run):
     draws = ("algorithm=zero_cost", "algorithm.scores=[parameters]", "algorithm.draws=3")
-    return run_inline("stages=[search]", *draws, *FEW).folder
+    return finished_run("stages=[search]", *draws, *FEW).folder
 
 
 @pytest.fixture(scope="module")
-def one_shot(run_inline):
-    return run_inline("stages=[search]", *FEW).folder
+def one_shot(finished_run):
+    return finished_run("stages=[search]", *FEW).folder
 
 
 def found_in(folder):

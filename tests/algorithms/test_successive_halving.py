@@ -424,8 +424,8 @@ def first_pool(federation):
 
 
 @pytest.fixture(scope="module")
-def one_shot(compose_config, run_inline):
-    return run_inline("stages=[search]", "clients=2", "rounds=1").folder
+def one_shot(finished_run):
+    return finished_run("stages=[search]", "clients=2", "rounds=1").folder
 
 
 def test_a_pool_is_drawn_by_the_alphas_of_another_run(one_shot, compose_config, federate):

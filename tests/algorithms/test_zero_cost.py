@@ -209,7 +209,12 @@ def test_limits_hold(searched, compose_config, federate):
     assert max(found) <= most < max(free)
 
 
-DIGITS = ["dataset=digits", "search_space.num_cells=1", "retrain.channels=8"]
+DIGITS = [
+    "dataset=digits",
+    "dataset.limit_train=60",
+    "search_space.num_cells=1",
+    "retrain.channels=8",
+]
 BRED = "algorithm.evolution={population: 5, tournament: 3}"
 POOL = ["algorithm.pool.draws=6", "algorithm.pool.keep=2", "algorithm.pool.by=[parameters]"]
 

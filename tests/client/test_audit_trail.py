@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import DamagedError, DayFullError
@@ -96,7 +96,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=50)
 @given(data=st.data())
 def test_any_change_of_any_line_is_found_and_nothing_leaves_any_more(
     data: st.DataObject, whole: Path
@@ -217,6 +216,7 @@ for _ in range(40):
 """
 
 
+@pytest.mark.run
 def test_processes_that_write_at_once_make_one_chain(tmp_path: Path) -> None:
     path = tmp_path / "site" / "audit.jsonl"
     command = [sys.executable, "-c", WRITER, str(path), str(key_of(path))]

@@ -125,6 +125,7 @@ def without_another(data):
     return replace(data, validation=replace(data.validation, rows=rows[1:]))
 
 
+@pytest.mark.run
 def test_no_malformed_request_tells_two_sites_apart(make_site, monkeypatch):
     read, batch = [], Split.batch
 

@@ -133,6 +133,7 @@ def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, 
     )
 
 
+@pytest.mark.run
 def test_noise_on_each_reward_grows_with_the_root_of_their_number(make_site):
     """Of 100 noised rewards of one candidate's copies: std sigma sqrt(M) / N within 6 errors."""
     site = make_site(committed=EVERYTHING)

@@ -144,6 +144,7 @@ def test_a_field_that_is_on_no_list_cannot_leave(reply):
         check_fields("train.weights", reply)
 
 
+@pytest.mark.run
 def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replaced(make_site):
     held = [np.arange(80), np.arange(79), np.array([0, *range(2, 80)]), np.arange(30)]
     plan = schedule(steps=2)
@@ -270,7 +271,7 @@ def test_drop_path_and_augmentation_are_drawn_anew_and_not_from_the_runs_seed(
 ):
     site = make_site(committed=EVERYTHING)
     if drawn == "crops":
-        site.client.augmentation.__dict__["crop_padding"] = 2
+        site.client.augmentation["crop_padding"] = 2
     asked = {"drop_path_prob": 0.5} if drawn == "drop-path" else {}
     _, *replies = (site.ask("train.weights", **asked) for _ in range(3))  # the first rehearses
     vectors = [reply.states["weights"]["float32"] for reply in replies]
@@ -467,7 +468,7 @@ def test_private_retraining_does_what_else_it_is_asked(
         asked |= {"network": description, "auxiliary_weight": 0.7}
         states = {kind: pack(state) for kind, state in network_states(network).items() if state}
     elif switched_on == "cutout":
-        site.client.augmentation.__dict__["cutout"] = 100
+        site.client.augmentation["cutout"] = 100
     request = site.request("train.weights", clip_norm=None, **asked)
     reply = site.answer(replace(request, states=states))
     load_states(network, states)
@@ -1102,7 +1103,6 @@ def num_releases(action, values):
 
 
 @settings(
-    max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())

@@ -464,6 +464,7 @@ def least(action):
 # --- the contract
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("action", SUPERNET_ACTIONS)
 @pytest.mark.parametrize("name", sorted(SPACES))
 def test_supernets(name, action, kits, ask, totals):
@@ -476,6 +477,7 @@ def test_supernets(name, action, kits, ask, totals):
         assert check(ask, totals, kit, action, Asked(settings, sent)) >= least(action)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("action", NETWORK_ACTIONS)
 @pytest.mark.parametrize("pools", [False, True])
 @pytest.mark.parametrize("name", sorted(SPACES))
@@ -495,6 +497,7 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
         assert check(ask, totals, kit, action, asked) >= least(action)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "action", [action for action in NETWORK_ACTIONS if action != "evaluate.candidates"]
 )

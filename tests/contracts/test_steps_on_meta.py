@@ -66,6 +66,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make().train()
 
 
+@pytest.mark.run
 def test_plain_steps_of_a_supernet(space: SearchSpace) -> None:
     supernet = on_meta(replace(space, norm="batch").supernet)
     batch, tally = records(space), Tally()

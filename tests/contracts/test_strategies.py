@@ -141,6 +141,7 @@ def test_a_finished_search_asks_nobody_again(undisturbed, compose_config, federa
 PLAIN = {"dpnas": ["algorithm.dp_aware=null"]}  # else it trains by float32 gradients of records
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("algorithm", sorted(SETTINGS))
 def test_the_precision_arrives_at_every_gradient(algorithm, compose_config, federate):
     """Every state that is trained moves otherwise in bfloat16."""
@@ -156,6 +157,7 @@ def test_the_precision_arrives_at_every_gradient(algorithm, compose_config, fede
             assert not torch.equal(full[state]["float32"], half[state]["float32"]), state
 
 
+@pytest.mark.run
 def test_the_seed_decides(undisturbed, compose_config, federate):
     first_loss = next(e for e in undisturbed.events if e["event"] == "round")["metrics"]
     saved = undisturbed.checkpoints._load("search-000001")  # the second round is resumed above

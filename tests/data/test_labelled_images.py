@@ -144,6 +144,7 @@ def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
     assert prepared(**terms).train.labels[1].tolist() == [1, 0]
 
 
+@pytest.mark.run
 def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path: Path) -> None:
     """Digits with the labels even and large, of patients with three images each."""
     records, _ = read("digits", Path())

@@ -142,6 +142,7 @@ def test_features_are_not_augmented_and_what_asks_for_it_is_refused(
             parse_config(compose_tree(overrides), given=given)
 
 
+@pytest.mark.run
 def test_an_exported_model_takes_raw_images(
     compose_config: Callable[..., Config], made_data: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +161,7 @@ def test_an_exported_model_takes_raw_images(
     assert model.network.skip.weight.any()
 
 
+@pytest.mark.run
 def test_a_private_search_on_features_runs(
     compose_config: Callable[..., Config], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
@@ -155,7 +155,6 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 CELL = TEXT | st.floats().map(str) | st.dates().map(str) | st.integers().map(str)
 
 
-@settings(deadline=None, max_examples=60)
 @given(cells=st.lists(CELL, min_size=6, max_size=6), place=st.integers(0, len(ROWS)))
 def test_any_row_of_texts_changes_no_other_record(
     tmp_path_factory: pytest.TempPathFactory, cells: list[str], place: int

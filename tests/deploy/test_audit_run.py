@@ -120,7 +120,9 @@ def test_every_kind_of_release_of_an_honest_run_is_audited_and_passes(table: lis
     assert lines[-1] == "The audit does not refute what the run commits to."
 
 
-@pytest.mark.parametrize("key", [ALPHAS, VALIDATION, RETRAIN, TEST])
+@pytest.mark.parametrize(
+    "key", [RETRAIN, *(pytest.param(k, marks=pytest.mark.run) for k in (ALPHAS, VALIDATION, TEST))]
+)
 def test_no_noise_is_found_in_any_kind_of_release(table: list[str], key: str) -> None:
     code, said = faulty("no noise", key, *table, *DP_FNAS)
     assert code == RUN_FAILED, said
@@ -129,6 +131,7 @@ def test_no_noise_is_found_in_any_kind_of_release(table: list[str], key: str) ->
     assert "the audit refutes what the run commits to" in said
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -147,18 +150,21 @@ def test_faults_of_gradients_are_found_and_named(table: list[str], fault: str, t
     assert told in said
 
 
+@pytest.mark.run
 def test_noise_that_the_steps_of_one_request_share_is_found(table: list[str]) -> None:
     code, said = faulty("the same noise in the steps of a request", SEARCHED, *table, *LOCAL)
     assert code == RUN_FAILED, said
     assert "two steps together have 1." in said
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("fault", ["half the noise", "no clipping"])
 def test_faults_of_statistics_within_ranges_are_found(table: list[str], fault: str) -> None:
     code, said = faulty(fault, STATISTICS, *table, *PERSONS)
     assert code == RUN_FAILED, said
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("fault", "key", "overrides"),
     [
@@ -174,6 +180,7 @@ def test_faults_are_found_in_totals(
     assert code == RUN_FAILED, said
 
 
+@pytest.mark.run
 def test_sites_with_other_commitments_in_one_sum_are_found(
     table: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +192,7 @@ def test_sites_with_other_commitments_in_one_sum_are_found(
     assert "REFUTED: sites that have committed to other norms are in one sum" in said
 
 
+@pytest.mark.run
 def test_what_no_reply_tells_is_said_and_inconclusive(table: list[str]) -> None:
     with audited_only(REWARDS):
         code, said = command(*SURE, *table, *TRIALS)
@@ -195,6 +203,7 @@ def test_what_no_reply_tells_is_said_and_inconclusive(table: list[str]) -> None:
     assert "does not refute" not in said
 
 
+@pytest.mark.run
 def test_more_noise_than_canaries_can_show_is_inconclusive(table: list[str]) -> None:
     alphas = "privacy.alphas.noise_multiplier=5000"
     with audited_only(ALPHAS):
@@ -203,6 +212,7 @@ def test_more_noise_than_canaries_can_show_is_inconclusive(table: list[str]) -> 
     assert "not audited: twice the contribution of a unit" in said
 
 
+@pytest.mark.run
 def test_canaries_move_nearly_all_layers(table: list[str], compose_config: object) -> None:
     """Loud ones, whose clipping is seen; of a probe and of statistics nobody tells them exactly."""
     with audited_only(WEIGHTS):
@@ -232,6 +242,7 @@ def test_a_confidence_out_of_range_is_refused(compose_config, confidence: float)
         audit_run(compose_config("privacy=dp"), confidence=confidence)
 
 
+@pytest.mark.run
 def test_nothing_is_booked_on_budgets_of_the_user(table: list[str], tmp_path: Path) -> None:
     sites = tmp_path / "sites"
     sites.mkdir()

@@ -82,6 +82,7 @@ LISTING = """{
 # --- what is handed to Flower
 
 
+@pytest.mark.run
 def test_flower_builds_the_bundle_and_it_holds_no_code_of_ours(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / deployment.BUNDLE)
     done = subprocess.run(

@@ -46,6 +46,7 @@ class Recorded(Exception):
     """The first request to train is on disk."""
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "overrides",
     [(), ("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=1000", "search_space.norm=group")],

@@ -143,6 +143,7 @@ def asked(script: str, folder: Path, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.run
 @pytest.mark.ray
 def test_a_client_process_that_dies_costs_the_replies_that_it_worked_on(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("given", "expected"), [(None, "0"), ("1", "1")])
 def test_flowers_telemetry_is_off_unless_the_user_turns_it_on(given, expected):
     """Also for those who import a strategy and never go through ``federation``."""

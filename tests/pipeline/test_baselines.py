@@ -77,6 +77,7 @@ def test_real_sites_pay_for_baselines_by_a_share_of_their_epsilon_or_not_at_all(
     )  # they cost time alone
 
 
+@pytest.mark.run
 @pytest.mark.usefixtures("few_draws")
 def test_a_run_and_its_baselines_cost_no_more_than_the_epsilon(
     compose_config: Callable[..., Config], tmp_path: Path
@@ -115,6 +116,7 @@ def test_a_run_and_its_baselines_cost_no_more_than_the_epsilon(
         assert whole > 20 or split == "test"  # and not much less
 
 
+@pytest.mark.run
 @pytest.mark.usefixtures("few_draws")
 def test_baselines_are_trained_as_the_found_network(
     compose_config: Callable[..., Config], tmp_path: Path
@@ -169,6 +171,7 @@ def test_baselines_are_trained_as_the_found_network(
     assert read_run(folder).events == own.events
 
 
+@pytest.mark.run
 @pytest.mark.usefixtures("few_draws")
 def test_private_baselines_have_a_ledger_of_their_own(
     compose_config: Callable[..., Config], tmp_path: Path
@@ -191,6 +194,7 @@ def test_private_baselines_have_a_ledger_of_their_own(
     assert {b.numbers()["linear_accuracy"] for b in [own, *own.baselines()]} == {None}
 
 
+@pytest.mark.run
 def test_a_completed_run_that_is_resumed_releases_nothing_more(
     compose_config: Callable[..., Config], tmp_path: Path
 ) -> None:
@@ -242,6 +246,7 @@ def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(
     assert (own.algorithm.draws, own.algorithm.shortlist, own.rounds) == (250, None, 1)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("low", "high"), [(0.02, 0.03), (2e-4, 3e-4)])
 def test_found_hyper_parameters_are_taken_over(
     compose_config: Callable[..., Config], tmp_path: Path, low: float, high: float

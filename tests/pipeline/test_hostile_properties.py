@@ -171,6 +171,7 @@ def test_every_property_is_tried(honest):
         assert not any(passes(name, value) for value in others)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("kind", ["table", "private"])
 def test_whatever_a_client_declares_a_run_begins_with_the_others(kind, honest, table, begun):
     """With private clients, what others do not say, too."""

@@ -105,6 +105,7 @@ def seldom(cases):
     return [*(pytest.param(*case, marks=pytest.mark.slow) for case in others), last]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("action", "moment", "returns", "total"),
     [

@@ -64,6 +64,7 @@ def named(run, name):
     return [event for event in run.events if event["event"] == name]
 
 
+@pytest.mark.run
 def test_only_clients_whose_turn_it_is_are_made_and_asked(many):
     rounds = named(many, "round")
     turns = [("train.weights", client) for event in rounds for client in event["asked"]]
@@ -74,6 +75,7 @@ def test_only_clients_whose_turn_it_is_are_made_and_asked(many):
     assert many.alive == len({client for _, client in many.asked})
 
 
+@pytest.mark.run
 def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     lengths = [len(json.dumps(event)) for event in many.events]
     assert max(lengths) < 5_000
@@ -90,6 +92,7 @@ def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     assert shown.settings["clients"] == f"{len(seen)} of {CLIENTS}"
 
 
+@pytest.mark.run
 def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(many.folder, folder)
@@ -106,6 +109,7 @@ def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, tmp_path):
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 
+@pytest.mark.run
 def test_the_server_knows_of_simulated_clients_what_they_would_say(many):
     data = make_data(many.config)
     properties = simulated_properties(many.config, data)

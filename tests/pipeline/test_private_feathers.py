@@ -76,6 +76,7 @@ def searched(run):
     return run(*FEATHERS)
 
 
+@pytest.mark.run
 def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(searched):
     phases = named(searched, "explored")
     assert [(e["stage"], e["round"]) for e in phases] == [
@@ -110,6 +111,7 @@ def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(search
     assert not named(searched, "client_left") + named(searched, "client_failed")
 
 
+@pytest.mark.run
 def test_one_composed_epsilon_covers_search_trials_rewards_and_retraining(searched):
     for booked in searched.booked:
         for split in ("train", "validation"):
@@ -126,6 +128,7 @@ def test_one_composed_epsilon_covers_search_trials_rewards_and_retraining(search
         ]
 
 
+@pytest.mark.run
 def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_records(searched):
     (promise,) = named(searched, "privacy")
     (sigma,) = {i["noise_multiplier"] for i in promise["schedule"] if i["kind"] == "rewards"}
@@ -145,6 +148,7 @@ def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_recor
         assert all(metrics == {} for metrics in event["clients"].values())
 
 
+@pytest.mark.run
 def test_private_federated_darts_takes_its_steps_and_no_more(run):
     darts = run(*PRIVATE, "algorithm=fed_darts", "rounds=2", "retrain.rounds=2")
     for booked in darts.booked:
@@ -166,6 +170,7 @@ FDNAS = [
 ]
 
 
+@pytest.mark.run
 def test_private_fdnas_releases_no_alphas_in_its_warm_up(run):
     fdnas = run(*FDNAS)
     assert not named(fdnas, "client_left") + named(fdnas, "client_failed")
@@ -184,6 +189,7 @@ def test_private_fdnas_releases_no_alphas_in_its_warm_up(run):
             assert filter_epsilon(releases, 1e-5) <= 30
 
 
+@pytest.mark.run
 def test_a_search_that_only_warms_up_commits_no_alphas(run):
     warm = run(*FDNAS, "algorithm.warm_up_rounds=4", "stages=[search]", "rounds=1")
     (promise,) = named(warm, "privacy")
@@ -201,6 +207,7 @@ DPNAS = [
 ]
 
 
+@pytest.mark.run
 def test_private_dpnas_books_every_step_of_candidates_and_one_vector_of_rewards(run):
     """The composed epsilon is that of the committed schedule, by the accountant itself."""
     dpnas = run(*DPNAS)
@@ -242,6 +249,7 @@ def test_private_dpnas_books_every_step_of_candidates_and_one_vector_of_rewards(
         assert all(metrics == {} for metrics in event["clients"].values())
 
 
+@pytest.mark.run
 def test_a_resumed_private_dpnas_goes_on_with_its_controller_and_books_the_round_again(run):
     """The last round, whose checkpoint is gone: it teaches and chooses a second time."""
     first = run(*DPNAS, "stages=[search]")

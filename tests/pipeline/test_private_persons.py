@@ -42,6 +42,7 @@ def overrides(table, tmp_path):
     ]
 
 
+@pytest.mark.run
 def test_persons_are_drawn_declared_and_promised(overrides, tmp_path):
     folder = run(compose(*overrides, f"run_dir={tmp_path / 'run'}")).folder
     events = read_events(folder / "events.jsonl")
@@ -76,6 +77,7 @@ def test_the_policy_and_the_data_must_name_the_same_unit(overrides, tmp_path):
     assert not (tmp_path / "third").exists()
 
 
+@pytest.mark.run
 def test_another_unit_keeps_the_budget_and_a_new_budget_says_what_it_leaves_out(
     overrides, tmp_path, capsys
 ):

@@ -93,17 +93,18 @@ KINDS = {made.__name__: made for made in (digits, npz, numbers, image_folder, cs
 @pytest.fixture(scope="module", params=KINDS)
 def finished(
     request: pytest.FixtureRequest,
-    run_inline: Callable[..., Any],
+    finished_run: Callable[..., Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> SimpleNamespace:
     """A finished run on data of one kind, its raw test data and what was reported of it."""
     kind = KINDS[request.param](tmp_path_factory.mktemp(request.param))
-    run = run_inline(*kind.overrides)
+    run = finished_run(*kind.overrides)
     assert run.error is None
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
     test = make_data(run.config)[0].server_test
     return SimpleNamespace(
         folder=run.folder,
+        made_in=run.made_in,
         events=run.events,
         test=test,
         raw=kind.raw,
@@ -185,6 +186,7 @@ def test_the_model_is_ready_to_publish(
     (result,) = (r for r in card.data.eval_results if r.metric_type == "accuracy")
     assert result.metric_value == finished.accuracy
     assert str(finished.folder) not in card.content
+    assert str(finished.made_in) not in card.content
     assert "from huggingface_hub import snapshot_download" in card.content
     x = finished.test.features[:5]
     assert torch.equal(load(hub)(x), load(finished.folder)(x))

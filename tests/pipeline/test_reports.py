@@ -58,8 +58,8 @@ def test_private_training_is_told_in_the_steps_that_the_ledgers_hold(run_inline,
     assert "Not all of it was released" not in text
 
 
-def test_a_given_genotype_was_not_searched_for(run_inline):
-    searched = run_inline("stages=[search]", "rounds=1", "clients=2")
+def test_a_given_genotype_was_not_searched_for(finished_run, run_inline):
+    searched = finished_run("stages=[search]", "clients=2", "rounds=1")
     assert "; its weights were not trained." in card(searched)
     assert "Nothing was searched" not in card(searched)
     run = run_inline(

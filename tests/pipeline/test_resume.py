@@ -83,6 +83,7 @@ def metrics_by_round(folder: Path, stage: str) -> list:
     ]
 
 
+@pytest.mark.run
 def test_the_kill_fell_into_a_round(folders):
     _, before = folders
     for events in before.values():
@@ -91,6 +92,7 @@ def test_the_kill_fell_into_a_round(folders):
         assert events[-1]["event"] != "run_finished"
 
 
+@pytest.mark.run
 def test_a_killed_run_goes_on_bit_by_bit(folders):
     root, before = folders
     assert_same_results(root / "killed", root / "whole")
@@ -107,6 +109,7 @@ def test_a_killed_run_goes_on_bit_by_bit(folders):
         assert left == right
 
 
+@pytest.mark.run
 def test_a_truncated_checkpoint_costs_a_round_and_a_warning(folders):
     root, before = folders
     assert_same_results(root / "truncated", root / "whole")

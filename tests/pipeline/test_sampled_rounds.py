@@ -52,8 +52,8 @@ def drawn(run):
 
 
 @pytest.fixture(scope="module")
-def whole(run_inline):
-    return run_inline(*FNAS, "partition=quantity", "partition.min_size=5")
+def whole(finished_run):
+    return finished_run(*FNAS, "partition=quantity", "partition.min_size=5")
 
 
 def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whole):

@@ -146,6 +146,7 @@ def least_p_value(masked):
     return min(found)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("masks", [True, False])
 def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(
     masks, compose_config, tmp_path, monkeypatch
@@ -202,6 +203,7 @@ def lost_from(action, client):
     return lost
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("action", ["train.search", "train.weights", "query.open_masks"])
 def test_a_client_lost_before_its_answer_or_after_its_signature(action, compose_config, tmp_path):
     config = compose_config(*SHORT, *SUMS, "algorithm=fed_darts", f"run_dir={tmp_path / 'run'}")
@@ -212,6 +214,7 @@ def test_a_client_lost_before_its_answer_or_after_its_signature(action, compose_
     assert [e["total"]["sites"] for e in events if e["event"] == "evaluated"] == [3]
 
 
+@pytest.mark.run
 def test_the_total_of_survivors_is_theirs_alone(compose_config, tmp_path):
     folders = {name: tmp_path / name for name in ("plain", "summed")}
     lost = lost_at("train.search", {2})
@@ -228,6 +231,7 @@ def test_the_total_of_survivors_is_theirs_alone(compose_config, tmp_path):
         torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
@@ -290,6 +294,7 @@ def of_another_request(content, kept):
     return RecordDict({**content, "header": ConfigRecord({"json": json.dumps(values)})})
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -320,6 +325,7 @@ def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, compose_conf
         assert (error, done) == (None, {1, 2})
 
 
+@pytest.mark.run
 def test_a_run_that_was_killed_goes_on_with_new_masks(compose_config, tmp_path):
     folder = tmp_path / "run"
     config = compose_config(
@@ -370,6 +376,7 @@ def test_paths_and_groups_of_clients_are_refused(compose_config):
             compose_config(*mbconv, f"algorithm={algorithm}")
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("steps", [1, 2])
 def test_noise_is_shared_in_single_steps_alone(steps, compose_config, tmp_path):
     folder = tmp_path / "run"
@@ -399,6 +406,7 @@ LINEAR = [
 ]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("exchange", ["null", "models"])
 def test_retraining_shares_noise_unless_clients_send_models(exchange, compose_config, tmp_path):
     folder = tmp_path / "run"
@@ -427,6 +435,7 @@ def test_retraining_shares_noise_unless_clients_send_models(exchange, compose_co
     assert all(set(reply.states["masked"]) == dtypes for reply in answers)
 
 
+@pytest.mark.run
 def test_the_total_carries_the_noise_that_is_booked(compose_config, tmp_path):
     """Of gradients that are 0, exchanges give the noise alone: its std is what the total has."""
     sigma = 3.0

@@ -86,12 +86,12 @@ KINDS = {made.__name__: made for made in (images, columns, lists)}
 @pytest.fixture(scope="module", params=KINDS)
 def finished(
     request: pytest.FixtureRequest,
-    run_inline: Callable[..., Any],
+    finished_run: Callable[..., Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> SimpleNamespace:
     """A finished run on data of one kind, its raw test data and what was reported of it."""
     folder = tmp_path_factory.mktemp(request.param)
-    run = run_inline(*KINDS[request.param](folder))
+    run = finished_run(*KINDS[request.param](folder))
     assert run.error is None
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
     (partition,) = (e for e in run.events if e["event"] == "partition")

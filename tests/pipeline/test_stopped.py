@@ -85,6 +85,7 @@ def whole(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, complete(interpreter, *overrides, f"run_dir={folder}")
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "event",
     [
@@ -169,6 +170,7 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "largest_file",
     [

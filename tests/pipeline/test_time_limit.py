@@ -43,6 +43,7 @@ def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monke
     assert is_complete(done.folder)
 
 
+@pytest.mark.run
 def test_a_run_that_was_cut_short_has_no_baselines(compose_config, tmp_path, no_time):
     config = compose_config(*SHORT, "evaluation.baselines=1", f"run_dir={tmp_path / 'run'}")
     assert run(config).genotype is None

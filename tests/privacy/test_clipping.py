@@ -746,7 +746,6 @@ def test_a_large_linear_layer_is_kept_as_factors(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["alphas", "weights", "factors"])
-@settings(max_examples=60)
 @given(neighbours(4), st.sampled_from([torch.float64, torch.float32]), bounds, st.integers(1, 4))
 def test_sensitivity_under_removal_of_a_record(kind, case, dtype, max_norm, size):
     x, index = case

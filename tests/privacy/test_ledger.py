@@ -316,7 +316,6 @@ def test_a_policy_that_names_another_unit_resets_and_discounts_nothing(folder, b
         assert ledger.verify() == len(ledger.entries())
 
 
-@settings(max_examples=40)
 @given(
     plan=st.lists(
         st.tuples(requests, st.sampled_from(BOOKED_UNITS), st.booleans()), min_size=1, max_size=12
@@ -499,6 +498,7 @@ def test_the_file_never_grows_by_more_than_what_is_taken(folder):
 # --- kill -9, races, threads, forks
 
 
+@pytest.mark.run
 def test_kill_9_between_every_two_steps_loses_nothing_and_blocks_nothing(folder):
     outcome = as_process("crash", folder)
     # the kill before the commit booked nothing, every later one booked its row
@@ -507,10 +507,12 @@ def test_kill_9_between_every_two_steps_loses_nothing_and_blocks_nothing(folder)
     assert outcome["sent"] == UNITS - 4  # committed, moved, reserved and drawn never left
 
 
+@pytest.mark.run
 def test_kill_9_at_any_time_from_the_first_byte(folder):
     assert as_process("kill", folder) == "ok"
 
 
+@pytest.mark.run
 def test_twenty_processes_race_for_the_last_unit_and_for_a_new_site(folder):
     book(folder / "old", UNITS - 1)
     assert as_process("race", folder) == {
@@ -745,7 +747,6 @@ def test_an_old_or_edited_mark_is_found(folder):
     is_refused(folder, "site is not its key")
 
 
-@settings(max_examples=40)
 @given(data=st.data())
 def test_flipped_bytes_never_give_budget_back(data):
     with new_folder() as name:

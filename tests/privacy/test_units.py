@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.privacy.mechanism.renyi import (
@@ -77,7 +77,6 @@ def test_the_kind_of_a_booked_unit_is_told_whatever_the_columns_name() -> None:
     order=st.floats(1.2, 12),
     shift=st.floats(0, 2),
 )
-@settings(max_examples=60)
 def test_a_record_of_a_person_with_others_is_never_counted_below_what_it_changes(
     sigma: float, rate: float, order: float, shift: float
 ) -> None:

@@ -5,7 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -42,7 +42,6 @@ def named_tensors(draw):
     return tensors
 
 
-@settings(max_examples=60)
 @given(named_tensors())
 def test_unpack_undoes_pack(tensors):
     layout = Layout.of(tensors)
@@ -86,7 +85,7 @@ def test_unpack_refuses_other_sizes():
             unpack(packed, layout)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def supernets():
     space = NASBench201Space(input_shape=(3, 8, 8), num_classes=3, channels=2, num_cells=1)
     nets = []
@@ -143,7 +142,6 @@ def test_average_of_weights_alphas_and_buffers_equals_numpy(supernets):
         assert not torch.allclose(mean["alphas"]["float32"], state["alphas"]["float32"], atol=1e-7)
 
 
-@settings(max_examples=50)
 @given(
     st.lists(st.floats(1, 1e6), min_size=1, max_size=6),
     st.sampled_from([torch.float32, torch.float64, torch.int64, torch.int32]),

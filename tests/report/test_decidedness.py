@@ -99,10 +99,10 @@ def test_the_report_warns_of_a_cell_that_is_hardly_decided(lead, warns, tmp_path
     assert re.search(rf"edges decided +│ +{0 if warns else 3} of 3", shown)
 
 
-def test_a_real_searchs_alphas_can_be_judged(run_inline):
+def test_a_real_searchs_alphas_can_be_judged(finished_run):
     """Cells of both kinds; what is derived leads, since nothing degenerate was replaced."""
     space = ["search_space=darts_small", "search_space.channels=4", "search_space.num_cells=3"]
-    run = read_run(run_inline("algorithm=fed_darts", "stages=[search]", *space).folder)
+    run = read_run(finished_run("algorithm=fed_darts", "stages=[search]", *space).folder)
     found = cells.derived_edges(run.alphas())
     assert [edge.kind for edge in found] == ["normal"] * 8 + ["reduction"] * 8
     assert all(edge.lead > 0 for edge in found)

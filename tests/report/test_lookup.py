@@ -328,6 +328,7 @@ def test_a_run_with_a_table_that_cannot_be_read_does_not_begin(run_inline):
     assert not [event for event in run.events if event["event"] == "round"]
 
 
+@pytest.mark.run
 def test_a_search_is_looked_up_from_its_folder(tmp_path, tiny_overrides, capsys, monkeypatch):
     """A real run: its cell of every round and the derived one stand in a table of all cells."""
     monkeypatch.chdir(tmp_path)

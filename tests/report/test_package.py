@@ -41,6 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+@pytest.mark.run
 def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed: Path) -> None:
     for folder, place in ((ROOT / "fednas_flwr", ""), (ROOT / "conf", "conf")):
         files = [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
@@ -55,6 +56,7 @@ def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed: Path) -> N
     assert all((page / name).is_file() for name in TEMPLATES + VERBATIM)
 
 
+@pytest.mark.run
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
 def test_what_runs_from_a_bundle_finds_the_page_in_the_installed_package(
     installed: Path, make_run: Callable[..., Path], tmp_path: Path
@@ -79,6 +81,7 @@ def test_what_runs_from_a_bundle_finds_the_page_in_the_installed_package(
         assert (page / name).read_text(encoding="utf-8") in html
 
 
+@pytest.mark.run
 def test_an_installed_wheel_runs_provisions_and_reports(installed: Path, tmp_path: Path) -> None:
     """The quickstart of one round, without the checkout."""
     sites = tmp_path / "sites.yaml"

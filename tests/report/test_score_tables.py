@@ -18,7 +18,7 @@ from fednas_flwr.runs.numbers import read_run
 
 
 @pytest.fixture(scope="module")
-def run(run_inline: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run(finished_run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run on 900 patients of whom the alphabetically first class is the rare one."""
     rng = np.random.default_rng(1)
     x = rng.normal(size=(900, 3))
@@ -28,7 +28,7 @@ def run(run_inline: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
     root = tmp_path_factory.mktemp("patients")
     table[:700].to_csv(root / "train.csv", index=False)
     table[700:].to_csv(root / "test.csv", index=False)
-    done = run_inline(
+    done = finished_run(
         *(
             "dataset=csv",
             f"dataset.root={root}",
@@ -77,7 +77,7 @@ def test_report_and_card_show_them(run: Any) -> None:
     assert len(names) == 4
     report = (run.folder / "report.html").read_text()
     assert "Use this model" in report
-    assert f"fednas predict {run.folder.resolve()} patients.csv" in report
+    assert f"fednas predict {run.made_in.resolve()} patients.csv" in report
     assert Path(run.folder / "model.onnx").is_file()
 
 

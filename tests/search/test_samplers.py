@@ -305,6 +305,7 @@ def test_accepted_paths_are_drawn_as_often_as_the_conditioned_policy_says():
     torch.testing.assert_close(shares, probs / probs.sum(), rtol=0, atol=0.025)
 
 
+@pytest.mark.run
 def test_a_collapsed_policy_gives_way_to_uniform_draws():
     sampler = make_sampler("controller", SMALL)
     with torch.no_grad():

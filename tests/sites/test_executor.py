@@ -82,6 +82,7 @@ def fork_twice() -> None:
         assert math.isfinite(total)
 
 
+@pytest.mark.run
 def test_forked_processes_have_imported_all_and_train_on_several_threads() -> None:
     """In an interpreter of its own, as other tests start this one's forkserver."""
     run = f"from {__name__} import fork_twice; fork_twice()"

@@ -155,6 +155,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("node", REFUSED)
 def test_a_node_that_is_not_right_is_refused_and_both_sides_say_why(
     net: SimpleNamespace, node: str
@@ -167,6 +168,7 @@ def test_a_node_that_is_not_right_is_refused_and_both_sides_say_why(
     assert told in net.read(server)
 
 
+@pytest.mark.run
 def test_doctor_names_the_causes(net: SimpleNamespace) -> None:
     ours, theirs = (net.folder / name / "ca.crt" for name in ("ca", "other"))
     links.shake_hands("127.0.0.1", net.port, ours)
@@ -186,6 +188,7 @@ def test_doctor_names_the_causes(net: SimpleNamespace) -> None:
     assert not links.is_registered("127.0.0.1", net.port, ours, net.folder / "unknown")
 
 
+@pytest.mark.run
 def test_a_registered_node_is_let_in_and_put_out_when_its_key_is_revoked(
     net: SimpleNamespace,
 ) -> None:

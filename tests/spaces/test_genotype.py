@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
@@ -99,7 +99,6 @@ json_values = st.recursive(
 
 
 @given(field=st.sampled_from(["format", "version", "space", "cells"]), value=json_values)
-@settings(max_examples=60)
 def test_any_value_in_any_field_is_a_genotype_or_a_config_error(field, value):
     try:
         genotype = from_json(altered(**{field: value}))

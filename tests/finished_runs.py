@@ -1,0 +1,144 @@
+"""Whole runs that several tests look at: made once, kept on disk, and handed out as copies.
+
+A run is looked up by its settings, by the content of the files that they name, and by all else
+that its bits depend on: the package, ``conf/``, the libraries and the number of threads. In a
+coverage pass every run is made anew, since each test shall be seen to run its lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import distributions
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from fednas_flwr.base.foreign import dump_yaml
+from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.server_app import serve
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import CONFIG_FILE
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import Config, dump_config
+
+ROOT = Path(__file__).parent.parent
+KEPT_STATES = 2  # of package, conf/ and libraries: this one and the one before
+
+
+def whole_run(config: Config, *, resumed: bool = False, sites: Iterable[Path] = ()) -> Any:
+    """Make or continue a run in this process: its folder, configuration, events and error."""
+    grid, error = InProcessGrid(make_client_app(dump_config(config)), config.clients), None
+    for context, file in zip(grid._contexts.values(), sites, strict=False):
+        context.node_config["data-path"] = str(file)
+    try:
+        serve(config, grid, listeners=[], resumed=resumed)
+    except Exception as raised:
+        error = raised
+    folder = Path(str(config.run_dir))
+    events = read_events(folder / "events.jsonl")
+    return SimpleNamespace(folder=folder, config=config, events=events, error=error)
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of the names and contents of a file, or of all files in a folder."""
+    total = sha256()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        if file.is_file() and file.suffix != ".pyc":
+            content = sha256(file.read_bytes()).hexdigest()
+            total.update(f"{file.relative_to(path)} {content}\n".encode())
+    return total.hexdigest()
+
+
+@cache
+def state() -> str:
+    """Return the name of what all runs depend on: code, settings, libraries, processor, threads."""
+    versions = sorted(f"{d.name} {d.version}" for d in distributions())
+    machine = [platform.python_version(), platform.machine(), torch.get_num_threads()]
+    code = [digest_of(ROOT / name) for name in ("fednas_flwr", "conf")]
+    own = digest_of(Path(__file__))
+    return sha256(json.dumps([*code, own, versions, machine]).encode()).hexdigest()[:16]
+
+
+def name_of(config: Config) -> str:
+    """Return the name of a run: of its settings, and of the content of the files they name."""
+
+    def without_paths(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_paths(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [without_paths(one) for one in value]
+        if isinstance(value, str) and os.path.isabs(value) and os.path.exists(value):
+            return digest_of(Path(value))
+        return value
+
+    settings = json.loads(dump_config(config))
+    del settings["run_dir"], settings["dataset"]["cache"]
+    return sha256(json.dumps(without_paths(settings), sort_keys=True).encode()).hexdigest()[:24]
+
+
+def in_coverage_pass() -> bool:
+    """Return whether coverage is being measured in this process."""
+    coverage = sys.modules.get("coverage")
+    return coverage is not None and coverage.Coverage.current() is not None
+
+
+class FinishedRuns:
+    """Runs on disk.
+
+    Args:
+        place: Where they are kept, for all processes of pytest.
+        copies: Where copies of them are put.
+    """
+
+    def __init__(self, place: Path, copies: Path) -> None:
+        self._place, self._copies, self._numbers = place / state(), copies, count()
+        self._place.mkdir(parents=True, exist_ok=True)
+        os.utime(self._place)
+        states = sorted(place.iterdir(), key=lambda folder: folder.stat().st_mtime)
+        for outdated in states[:-KEPT_STATES]:
+            shutil.rmtree(outdated, ignore_errors=True)
+
+    def get(self, config: Config, make: Callable[[Config], Any] = whole_run) -> Any:
+        """Return a copy of the run of these settings, made if there is none.
+
+        Its ``made_in`` is the folder that it was made in. A run that ends with an error is not
+        kept, but returned as it is.
+        """
+        copy = self._copies / str(next(self._numbers))
+        if in_coverage_pass():
+            done = make(create_run_folder(replace(config, run_dir=str(copy))))
+            return SimpleNamespace(**vars(done), made_in=copy)
+        kept = self._place / name_of(config)
+        with FileLock(f"{kept}.lock"):
+            if not kept.exists():
+                made_in = kept.with_name(f"{kept.name}.{os.getpid()}")
+                shutil.rmtree(made_in, ignore_errors=True)
+                done = make(create_run_folder(replace(config, run_dir=str(made_in))))
+                if done.error is not None:
+                    shutil.move(made_in, copy)
+                    return SimpleNamespace(**vars(done) | {"folder": copy}, made_in=made_in)
+                (made_in / ".made_in").write_text(str(made_in))
+                made_in.rename(kept)
+            shutil.copytree(kept, copy)
+        config = replace(config, run_dir=str(copy))
+        (copy / CONFIG_FILE).write_text(dump_yaml(json.loads(dump_config(config))))
+        made_in = Path((copy / ".made_in").read_text())
+        (copy / ".made_in").unlink()
+        events = read_events(copy / "events.jsonl")
+        return SimpleNamespace(
+            folder=copy, config=config, events=events, error=None, made_in=made_in
+        )
