@@ -72,7 +72,7 @@ NO_DATE = [
 ]
 NO_NAME = ["east", "North", " north", "2.0", "02", "north\0", "north\nsouth", '"', "x" * 300_000]
 WRONG = {
-    "patient": ["", "NA", "nan "],
+    "patient": ["", "NA", "nan ", "\u2028", "\x1f"],
     "age": [*NO_NUMBER, "9" * 200_000, "2024-05-31", "a\nb"],
     "seen": [*NO_DATE, "99999999-12-31", "2024-05-31T25:00"],
     "ward": [name for name in NO_NAME if name != " north"],
