@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,8 +49,8 @@ class Decoded:
 
     Attributes:
         images: uint8 ``[N, C, H, W]``.
-        ids: S32 ``[N]``: the hash of an image's own pixels, before it is turned or resized, without
-            transparency: the same for a file that was compressed anew without loss, in any format,
+        ids: S32 ``[N]``: the hash of an image's own pixels, before it is turned or resized, on white
+            where it is transparent: the same for a file that was compressed anew without loss, in any format,
             and for shades of gray stored as colours.
         rows: int64 ``[N]``, which of the encoded images they are.
         notes: What was done, for people.
@@ -84,9 +84,12 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
                     yield i, result
 
     headers = [header for _, header in whole(_header)]
-    sizes = Counter(size for size, _, _ in headers)
-    modes = Counter(mode for _, mode, _ in headers)
-    turned = sum(is_turned for _, _, is_turned in headers)
+    sizes = Counter(header.size for header in headers)
+    modes = Counter(header.mode for header in headers)
+    turned, paged, clear = (
+        sum(getattr(header, name) for header in headers)
+        for name in ("is_turned", "has_pages", "is_clear")
+    )
     size = settings.image_size
     channels = settings.channels or (3 if modes["colour"] else 1)
     if size is None and len(sizes) > 1:
@@ -122,15 +125,20 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         notes = [f"{len(broken)} broken images left out: {named}; {share}"]
     if size is not None and set(sizes) - {(size, size)}:
         notes.append(f"resized to {size}x{size} (bilinear) from {_listed_sizes(sizes)}")
-    if modes["16 bit"]:
-        low, high = settings.intensity or FULL_RANGE
-        notes.append(f"{modes['16 bit']} images of 16 bits: {low:g}..{high:g} become 0..255")
-    if modes["colour"] and modes["gray"] + modes["16 bit"]:
+    for kind, usual in (("16 bit", FULL_RANGE), ("float", (0.0, 1.0))):
+        if modes[kind]:
+            low, high = settings.intensity or usual
+            notes.append(f"{modes[kind]} {kind} images: {low:g}..{high:g} become 0..255")
+    gray = modes["gray"] + modes["16 bit"] + modes["float"]
+    if modes["colour"] and gray:
         become = "gray" if channels == 1 else "colour"
-        gray = modes["gray"] + modes["16 bit"]
         notes.append(f"{gray} gray and {modes['colour']} colour images: all become {become}")
     if turned:
         notes.append(f"{turned} images turned upright as their EXIF orientation says")
+    if paged:
+        notes.append(f"{paged} files have several pages, of which only the first is read")
+    if clear:
+        notes.append(f"{clear} images with an alpha channel are laid on white")
     chosen = np.array(rows, dtype=np.int64)
     return Decoded(images[: len(rows)], record_ids(ids), chosen, tuple(notes))
 
@@ -154,23 +162,42 @@ class _BrokenError(Exception):
     """An image that cannot be read."""
 
 
-def _header(content: bytes, name: str) -> tuple[tuple[int, int], str, bool]:
-    """Return upright (width, height); gray, colour or 16 bit; and whether it must be turned."""
+class _Header(NamedTuple):
+    """What a file says of its image.
+
+    Attributes:
+        size: Width and height, upright.
+        mode: ``gray``, ``colour``, ``16 bit`` or ``float``.
+        is_turned: True if it must be turned.
+        has_pages: True if there are further pages.
+        is_clear: True if it has an alpha channel.
+    """
+
+    size: tuple[int, int]
+    mode: str
+    is_turned: bool = False
+    has_pages: bool = False
+    is_clear: bool = False
+
+
+def _header(content: bytes, name: str) -> _Header:
     if name.lower().endswith(".dcm"):
         pixels = _dicom(content)
-        return (pixels.shape[1], pixels.shape[0]), "gray", False
+        return _Header((pixels.shape[1], pixels.shape[0]), "gray")
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(content)) as opened:
             width, height = opened.size
-            is_deep = opened.mode.startswith(("I", "F"))
-            mode = "16 bit" if is_deep else "gray" if _is_gray(opened) else "colour"
+            kinds = {"I": "16 bit", "F": "float"}
+            mode = kinds.get(opened.mode[0], "gray" if _is_gray(opened) else "colour")
             orientation = opened.getexif().get(_ORIENTATION, 1)
+            has_pages, is_clear = getattr(opened, "n_frames", 1) > 1, _is_clear(opened)
     except Exception as error:  # whatever a broken file makes of a parser of many formats
         raise _BrokenError(_reason(error)) from error
     is_turned = orientation in range(2, 9)
-    return ((height, width) if orientation in range(5, 9) else (width, height)), mode, is_turned
+    size = (height, width) if orientation in range(5, 9) else (width, height)
+    return _Header(size, mode, is_turned, has_pages, is_clear)
 
 
 def _reason(error: Exception) -> str:
@@ -182,31 +209,46 @@ def _reason(error: Exception) -> str:
 _ORIENTATION = 0x0112  # EXIF's tag
 
 
+def _is_clear(image: Image) -> bool:
+    return image.mode in ("LA", "RGBA", "PA") or "transparency" in image.info
+
+
 def _is_gray(image: Image) -> bool:
     return image.mode in ("1", "L", "LA")
 
 
 def _open(content: bytes, name: str, intensity: Sequence[float] | None) -> tuple[Image, bytes]:
     """Return an upright image of mode L or RGB, and the bytes of its own pixels."""
-    from PIL import Image, ImageOps
+    from PIL import Image as Pillow
+    from PIL import ImageOps
 
     if name.lower().endswith(".dcm"):
         pixels = _dicom(content)
-        return Image.fromarray(pixels), pixels.tobytes()
+        return Pillow.fromarray(pixels), pixels.tobytes()
     try:
-        with Image.open(io.BytesIO(content)) as opened:
+        with Pillow.open(io.BytesIO(content)) as opened:
             if opened.mode.startswith(("I", "F")):
                 deep = np.asarray(opened).astype(np.float64)
-                low, high = intensity or FULL_RANGE
+                low, high = intensity or ((0, 1) if opened.mode[0] == "F" else FULL_RANGE)
+                if not intensity and not low <= deep.min() <= deep.max() <= high:
+                    raise _BrokenError(
+                        f"its values are {deep.min():g} to {deep.max():g}: set "
+                        "dataset.intensity=[low,high]"
+                    )
                 shares = np.clip((deep - low) / (high - low), 0, 1)
                 pixels = np.asarray(opened)
-                image = Image.fromarray(np.rint(shares * 255).astype(np.uint8))
+                image = Pillow.fromarray(np.rint(shares * 255).astype(np.uint8))
             else:
-                image = opened.convert("L" if _is_gray(opened) else "RGB")
+                upper = opened.convert("RGBA") if _is_clear(opened) else opened
+                if upper is not opened:
+                    upper = Pillow.alpha_composite(Pillow.new("RGBA", upper.size, "white"), upper)
+                image = upper.convert("L" if _is_gray(opened) else "RGB")
                 pixels = np.asarray(image)
             if opened.getexif().get(_ORIENTATION, 1) != 1:
                 image.getexif()[_ORIENTATION] = opened.getexif()[_ORIENTATION]
                 image = ImageOps.exif_transpose(image)
+    except _BrokenError:
+        raise
     except Exception as error:  # whatever a broken file makes of a parser of many formats
         raise _BrokenError(_reason(error)) from error
     return image, _pixel_bytes(pixels)
@@ -258,18 +300,28 @@ def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
 
 
 def part_folders(root: Path) -> tuple[Path, Path | None]:
-    """Folders of the train and the test part; a root without ``train`` is the train part."""
-    train, test = root / "train", root / "test"
-    if not train.is_dir():
+    """Folders of the train and the test part; a root without ``train`` is the train part.
+
+    ``Training`` and ``Testing`` name them, too, in any case of letters.
+    """
+    folders = {path.name.lower().removesuffix("ing"): path for path in sorted(root.iterdir())}
+    train, test = folders.get("train"), folders.get("test")
+    if train is None or not train.is_dir():
         return root, None
-    return train, test if test.is_dir() else None
+    return train, test if test is not None and test.is_dir() else None
 
 
-def image_files(root: Path) -> list[Path]:
-    """Return all images in a folder and its visible sub-folders, by path."""
+def image_files(root: Path, *, hidden: bool = False) -> list[Path]:
+    """All images in a folder and its sub-folders, by path.
+
+    Args:
+        root: The folder.
+        hidden: True if folders and files that begin with an underscore count.
+    """
+    left_out = "." if hidden else "._"
     return sorted(
         path
         for path in root.rglob("*")
         if path.suffix.lower() in SUFFIXES
-        and not any(part[0] in "._" for part in path.relative_to(root).parts)
+        and not any(part[0] in left_out for part in path.relative_to(root).parts)
     )

@@ -8,7 +8,7 @@ may say whose each image is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,20 @@ def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
     if not settings.class_names:
         names = [path.name for path in _folders(part_folders(root)[0])]
         settings = replace(settings, class_names=names)
-    return _read_parts(settings, root, _read_classes)
+    parts = part_folders(root)
+    train, test = _read_parts(settings, root, _read_classes)
+    if parts[0] != root:
+        inside = [file for part in parts if part for file in image_files(part, hidden=True)]
+        train = replace(train, notes=(*train.notes, *_left_out(root, inside)))
+    return train, test
+
+
+def _left_out(folder: Path, files: Sequence[Path]) -> list[str]:
+    """A sentence on the images in a folder that are not among some files, if there are any."""
+    others = sorted({*image_files(folder, hidden=True)} - {*files})
+    by_folder = Counter(str(path.parent.relative_to(folder)) for path in others)
+    places = listed(f"{name}: {number}" for name, number in by_folder.most_common())
+    return [f"{len(others)} images in other folders are left out ({places})"] if others else []
 
 
 def _read_parts(settings: Any, root: Path, read: Callable[[Any, Path], Records]) -> RecordsPair:
@@ -124,7 +137,7 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
     names, id_column = tuple(settings.class_names), settings.id_column
     skip = settings.corrupt == "skip"
     files = _images(folder, has_persons=id_column is not None, skip=skip)
-    notes: tuple[str, ...] = ()
+    notes = tuple(_left_out(folder, files)) if not skip else ()
     if skip:
         depth = 2 if id_column is None else 3
         places = [path.relative_to(folder).parts for path in files]

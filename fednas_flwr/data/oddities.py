@@ -38,7 +38,7 @@ def oddities(records: Records) -> list[str]:
 def _of_labels(records: Records) -> Iterator[str]:
     counts = count_labels(records.labels, len(records.class_names))
     empty = [name for name, n in zip(records.class_names, counts, strict=True) if not n]
-    if empty:
+    if empty and len(records) >= _FEWEST:
         more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
         yield f"no record has the label {', '.join(empty[:5])}{more}: do labels begin at 1?"
     if records.multi_label and bool((records.labels.sum(1) == 1).all()):

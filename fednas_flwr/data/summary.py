@@ -14,6 +14,7 @@ import torch
 
 from fednas_flwr.base.errors import listed
 from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.records import (
     CATEGORY,
     DATE,
@@ -83,6 +84,7 @@ def summary(
         + f"; shape of one: {'x'.join(map(str, prepared.input_shape))}"
     ]
     lines += reading_notes(prepared)
+    lines += [f"note: {line}" for line in oddities(records)]
     if not records.label and not (records.schema and records.multi_label):
         lines.append(
             f"{'labels' if records.multi_label else 'classes'}: {listed(_classes(records), _MOST)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
 
     Images are one input ``images``, uint8 ``[N, C, H, W]``. A table has one input ``[N, 1]`` per
     column, of its name: numbers as float32, NaN where missing, dates as float32 days since 1970,
-    categories as text, empty where missing. Outputs are ``label``, a text ``[N]``, and
-    ``probabilities``, float32 ``[N, classes]``. Where a record can have several labels, ``labels``,
+    categories as text, empty where missing. Outputs are, in this order, ``label``, a text ``[N]``,
+    and ``probabilities``, float32 ``[N, classes]``. Where a record can have several labels, ``labels``,
     int64 ``[N, L]`` of 0 and 1 in the order of the metadata's ``class_names``, is in the place of
-    ``label``.
+    ``label``. Where a column has one of these names, the output's ends in ``_``.
 
     torch's older exporter is used on purpose: it takes a second where the newer takes half a
     minute on a small network, and these networks have no control flow.
@@ -84,6 +85,7 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
         graph = onnx.load(str(temporary))
         _add_columns(graph, inputs)
         _add_label(graph, inputs)
+        _rename(graph.graph, [column.name for column in inputs.schema])
         graph.opset_import.append(helper.make_opsetid("ai.onnx.ml", OPSETS["ai.onnx.ml"]))
         metadata = {INPUTS_KEY: inputs.to_json(), "class_names": json.dumps(inputs.class_names)}
         helper.set_model_props(graph, metadata)
@@ -92,7 +94,7 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         session = onnxruntime.InferenceSession(str(temporary), options)
-        (answer,) = session.run(["probabilities"], onnx_inputs(example, inputs))
+        _, answer = session.run(None, onnx_inputs(example, inputs))
         with torch.no_grad():
             expected = model(example)
         difference = float((torch.from_numpy(answer) - expected).abs().max())
@@ -147,7 +149,7 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
     numbers, indicators, categories = [], [], []
     nodes, columns = [], []
     for i, column in enumerate(inputs.schema):
-        name, is_text, values = column.name, column.kind == CATEGORY, list(column.categories)
+        name, is_text, values = _place(i), column.kind == CATEGORY, list(column.categories)
         kind = TensorProto.STRING if is_text else TensorProto.FLOAT
         columns.append(helper.make_tensor_value_info(name, kind, ["batch", 1]))
         if not is_text:
@@ -169,6 +171,27 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
     del graph.node[:], graph.input[:]
     graph.input.extend(columns)
     graph.node.extend([*nodes, *old])
+
+
+def _place(index: int) -> str:
+    """Name of a column's input while the graph is built."""
+    return f"<column {index}>"
+
+
+def _rename(graph: onnx.GraphProto, columns: Sequence[str]) -> None:
+    """Give the inputs their columns' names, which nothing else in the graph keeps."""
+    inputs = {_place(i): name for i, name in enumerate(columns)}
+
+    def free(name: str) -> str:
+        while name in columns:
+            name += "_"
+        return name
+
+    for node in graph.node:
+        node.input[:] = [inputs.get(name) or free(name) for name in node.input]
+        node.output[:] = [free(name) for name in node.output]
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        value.name = inputs.get(value.name) or free(value.name)
 
 
 def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:

@@ -46,6 +46,7 @@ ADDED = 0.5  # share of a run's time that baselines may add by default
 WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
 STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
 DATA_FREE = "experiment/search/data_free.yaml"  # settings of the data-free choice, in conf/
+THIN = "search_space/nasbench201_thin.yaml"  # its networks of the search space in its ``defaults``
 
 
 def prepare_baselines(config: Config) -> list[Path]:
@@ -132,10 +133,13 @@ def _data_free(config: Config) -> Config:
     As ``experiment=search/data_free``, also by its small networks, in spaces of cells that the
     scores rank; in others by ``zero_cost`` alone.
     """
-    settings, space = read_yaml(conf_folder() / DATA_FREE, DATA_FREE), config.search_space
+    settings, thin = (read_yaml(conf_folder() / name, name) for name in (DATA_FREE, THIN))
+    space = config.search_space
     scored, changed = {"draws": settings["algorithm"]["draws"]}, {}
     if isinstance(space, CellSpace) and trusted_scores(space.name):
-        scored, changed = settings["algorithm"], settings["search_space"]
+        scored = settings["algorithm"]
+    if [space.name] == thin.pop("defaults"):
+        changed = thin
     return replace(
         config,
         algorithm=_shipped("zero_cost", **scored),

@@ -19,6 +19,7 @@ from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import simulated_properties
 from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.data.summary import reading_notes, summarised
@@ -151,8 +152,9 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     private = isinstance(config.privacy, DifferentialPrivacy)
-    if len(prepared.train) and not private and (lines := reading_notes(prepared)):
-        log.emit("data", found=lines)
+    if len(prepared.train) and not private:
+        if lines := [*reading_notes(prepared), *oddities(prepared.train)]:
+            log.emit("data", found=lines)
 
 
 def _agree(
