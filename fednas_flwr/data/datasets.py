@@ -24,6 +24,7 @@ import torch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, sync
 from fednas_flwr.data.images import read_torchvision
+from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.readers import DATA_SETS, check_sites
 from fednas_flwr.data.records import (
     Inputs,
@@ -172,6 +173,7 @@ def _built(dataset: Dataset, read: RecordsPair) -> dict[str, Records]:
     if dataset.server_test and test is None:
         is_test = hash_positions(train.ids, key=_SERVER_TEST_KEY) < _SERVER_TEST_SHARE
         if is_test.all() or not is_test.any():
+            oddities(train)  # which refuses one picture only
             raise ConfigError(
                 f"the {len(train)} records of dataset={dataset.name} are too few to choose a "
                 "server's test set from: set dataset.server_test=false."

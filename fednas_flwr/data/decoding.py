@@ -49,9 +49,9 @@ class Decoded:
 
     Attributes:
         images: uint8 ``[N, C, H, W]``.
-        ids: S32 ``[N]``: the hash of an image's own pixels, before it is turned or resized, on white
-            where it is transparent: the same for a file that was compressed anew without loss, in any format,
-            and for shades of gray stored as colours.
+        ids: S32 ``[N]``: the hash of an image's own pixels, before it is turned or resized, on
+            white where it is transparent: the same for a file that was compressed anew without
+            loss, in any format, and for shades of gray stored as colours.
         rows: int64 ``[N]``, which of the encoded images they are.
         notes: What was done, for people.
     """

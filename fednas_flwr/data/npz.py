@@ -62,7 +62,8 @@ def records_from_npz(
 
     Plain: ``x_train``, ``y_train`` and optionally ``x_test``, ``y_test``, with ``x`` uint8
     ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, or numbers ``[N, F]`` for a table.
-    ``y`` are class numbers [N], or [N, L] of 0 and 1 where a record can have several labels.
+    ``y`` are class numbers [N], or [N, L] of 0 and 1 where a record can have several labels. What
+    has one reading is taken, and told: see :func:`_in_usual_form`.
     Encoded: ``train_bytes``, ``train_off``, ``y_train`` and optionally the same with ``test`` or
     ``val``; image ``i`` is the JPEG or PNG in ``bytes[off[i]:off[i + 1]]``.
 
@@ -77,6 +78,10 @@ def records_from_npz(
     Raises:
         ConfigError: The arrays are not of this form.
     """
+    told: list[str] = []
+    if settings.corrupt != "skip":
+        arrays, texts, told = _in_usual_form(arrays)
+        settings = replace(settings, class_names=settings.class_names or texts)
     parts = [_part(settings, arrays, name, origin=origin) for name in _parts(arrays, origin=origin)]
     names = _class_names(settings, [labels for _, labels, _ in parts], origin=origin)
     read: list[Records] = []
@@ -89,7 +94,46 @@ def records_from_npz(
         read.append(replace(records_from_arrays(features, labels, names, ids=ids), notes=notes))
         if read[0].features.dim() == 4:
             settings = replace(settings, channels=read[0].features.shape[1])
+    read[0] = replace(read[0], notes=(*told, *read[0].notes))
     return read[0], read[1] if len(read) > 1 else None
+
+
+def _in_usual_form(
+    arrays: Mapping[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], list[str], list[str]]:
+    """Arrays in the form that is documented, the names of classes if labels are texts, and notes.
+
+    ``X`` and ``y`` are the train part; whole pixels from 0 to 255 of any type, and fractions from 0
+    to 1, become uint8; an alpha channel that is opaque goes; labels may be whole floats, or texts.
+    """
+    plain = {name: f"{name.lower()}_train" for name in arrays if name in ("x", "y", "X", "Y")}
+    plain = plain if sorted(plain.values()) == ["x_train", "y_train"] else {}
+    usual = {plain.get(name, name): array for name, array in arrays.items()}
+    names: list[str] = []
+    notes = [f"{' and '.join(plain)} are taken as the train part"] if plain else []
+    texts = [a for n, a in usual.items() if n[:2] == "y_" and a.dtype.kind == "U" and a.ndim == 1]
+    if texts:
+        names = sorted({name for array in texts for name in array.tolist()})
+    for name, array in usual.items():
+        changed, kind = array, array.dtype.kind
+        if name.startswith("x_") and array.ndim > 2 and array.size:
+            low, high = array.min(), array.max()
+            whole = kind in "iu" or (kind == "f" and (array % 1 == 0).all())
+            if array.dtype != np.uint8 and whole and 0 <= low < 2 <= high <= 255:
+                changed = array.astype(np.uint8)
+            elif kind == "f" and not whole and 0 <= low <= high <= 1:
+                changed = np.rint(array * 255).astype(np.uint8)
+            if changed.ndim == 4 and changed.shape[3] == 4 and (changed[..., 3] == 255).all():
+                changed = changed[..., :3]
+        elif name.startswith("y_") and kind == "f" and (array % 1 == 0).all():
+            changed = array.astype(np.int64)
+        elif name.startswith("y_") and kind == "U" and names:
+            changed = np.searchsorted(names, array)
+        if changed is not array:
+            forms = (f"{of.dtype} {list(of.shape)}" for of in (array, changed))
+            notes.append(f"{name}: {' is read as '.join(forms)}")
+        usual[name] = changed
+    return usual, names, notes
 
 
 def _part(

@@ -49,9 +49,9 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     Images are one input ``images``, uint8 ``[N, C, H, W]``. A table has one input ``[N, 1]`` per
     column, of its name: numbers as float32, NaN where missing, dates as float32 days since 1970,
     categories as text, empty where missing. Outputs are, in this order, ``label``, a text ``[N]``,
-    and ``probabilities``, float32 ``[N, classes]``. Where a record can have several labels, ``labels``,
-    int64 ``[N, L]`` of 0 and 1 in the order of the metadata's ``class_names``, is in the place of
-    ``label``. Where a column has one of these names, the output's ends in ``_``.
+    and ``probabilities``, float32 ``[N, classes]``. Where a record can have several labels,
+    ``labels``, int64 ``[N, L]`` of 0 and 1 in the order of the metadata's ``class_names``, is in
+    the place of ``label``. Where a column has one of these names, the output's ends in ``_``.
 
     torch's older exporter is used on purpose: it takes a second where the newer takes half a
     minute on a small network, and these networks have no control flow.

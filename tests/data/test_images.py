@@ -81,7 +81,7 @@ def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_p
     stored = {
         "1": (colours, {"compress_level": 0}),
         "2": (colours, {"compress_level": 9, "optimize": True}),
-        "3": (np.dstack([colours, np.full((9, 7), 128, np.uint8)]), {}),  # half transparent
+        "3": (np.dstack([colours, np.full((9, 7), 255, np.uint8)]), {}),  # opaque
         "4": (gray, {}),
         "5": (np.stack([gray] * 3, 2), {}),
         "6": (gray.T, {}),
@@ -174,7 +174,7 @@ def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path: Path):
     Image.fromarray(deep).save(tmp_path / "a" / "1.png")
     full, _ = read("image_folder", tmp_path)
     assert full.features.flatten().tolist() == [0, 4, 16, 255]  # 1000 / 65535 * 255 = 3.89
-    assert full.notes == ("1 images of 16 bits: 0..65535 become 0..255",)
+    assert full.notes == ("1 16 bit images: 0..65535 become 0..255",)
     cut, _ = read("image_folder", tmp_path, intensity=(1000, 4095))
     assert cut.features.flatten().tolist() == [0, 0, 255, 255]
     assert cut.ids.tolist() == full.ids.tolist()

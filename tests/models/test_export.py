@@ -212,3 +212,16 @@ def test_data_that_a_model_does_not_take(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             model.predict(data)
+
+
+@pytest.mark.parametrize("name", ["label", "probabilities", "features", "encoded_1", "<column 1>"])
+def test_onnx_gives_every_name_once(name: str, tmp_path: Path) -> None:
+    schema = (Column(name), Column("site", "category", ("A", "B")))
+    inputs = Inputs(
+        shape=(3,), schema=schema, mean=(1.0, 0, 0), std=(2.0, 1, 1), class_names=("no", "yes")
+    )
+    path, _ = export_onnx(Model(nn.Linear(3, 2), inputs), tmp_path)
+    session = onnxruntime.InferenceSession(path)
+    assert [taken.name for taken in session.get_inputs()] == [name, "site"]
+    outputs = [given.name for given in session.get_outputs()]
+    assert outputs == [n + "_" * (n == name) for n in ("label", "probabilities")]

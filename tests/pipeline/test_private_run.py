@@ -560,7 +560,7 @@ def test_a_client_that_has_left_at_the_schedule_is_not_asked_again(start, tmp_pa
 @pytest.mark.parametrize(("others", "quorum"), [(1, 0.5), (2, 0.6)])
 def test_noise_is_not_calibrated_below_what_most_sites_accept(others, quorum, start, tmp_path):
     """The site that asks for more than the others, also of two, leaves; these go on by theirs."""
-    for client, least in enumerate((*[1.5] * others, 200.0)):
+    for client, least in enumerate((*[1.5] * others, 90.0)):
         write_policy(tmp_path, client, least_noise_multiplier=least)
     null = [f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")]
     run = start(

@@ -361,7 +361,7 @@ def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
         ),
         (
             ["sampling.per_round=2", "aggregate=median"],
-            "aggregate=median with sampling.per_round=2",
+            "aggregate=median with a round of 2 clients",
         ),
         (
             [

@@ -1,0 +1,123 @@
+"""Images as programs and people leave them: read as they are meant, told, or asked about."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fednas_flwr.base.errors import ConfigError
+
+from ..data_sets import prepared, read
+
+PIXELS = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
+
+
+def write(root: Path, save: Callable[[np.ndarray, Path], None], suffix: str = ".png") -> Path:
+    """Two classes of two images, all different."""
+    for i in range(4):
+        path = root / "ab"[i % 2] / f"{i}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(np.roll(PIXELS, i), path)
+    return root
+
+
+def gray(pixels: np.ndarray, path: Path) -> None:
+    Image.fromarray(pixels).save(path)
+
+
+def ink(pixels: np.ndarray, path: Path) -> None:
+    """Black strokes on a transparent ground."""
+    clear = np.zeros((*pixels.shape, 4), np.uint8)
+    clear[..., 3] = pixels
+    Image.fromarray(clear).save(path)
+
+
+def floats(pixels: np.ndarray, path: Path) -> None:
+    Image.fromarray((pixels / 255).astype(np.float32)).save(path)
+
+
+def pages(pixels: np.ndarray, path: Path) -> None:
+    Image.fromarray(pixels).save(path, save_all=True, append_images=[Image.fromarray(pixels)])
+
+
+@pytest.mark.parametrize(
+    ("save", "suffix", "seen", "note"),
+    [
+        (ink, ".png", 255 - PIXELS, "4 images with an alpha channel are laid on white"),
+        (floats, ".tif", PIXELS, "4 float images: 0..1 become 0..255"),
+        (pages, ".tif", PIXELS, "4 files have several pages, of which only the first is read"),
+    ],
+)
+def test_what_a_file_holds_is_read_and_told(
+    tmp_path: Path, save: Callable[..., None], suffix: str, seen: np.ndarray, note: str
+) -> None:
+    records, _ = read("image_folder", write(tmp_path, save, suffix), image_size=8, channels=1)
+    assert records.features[0, 0].tolist() == seen.tolist()
+    assert records.notes == (note,)
+
+
+def test_values_beyond_a_types_range_are_asked_about(tmp_path: Path) -> None:
+    def hounsfield(pixels: np.ndarray, path: Path) -> None:
+        Image.fromarray(pixels.astype(np.int32) * 8 - 1024).save(path)
+
+    root = write(tmp_path, hounsfield, ".tif")
+    with pytest.raises(ConfigError, match=r"its values are -1024 to 992: set dataset.intensity="):
+        read("image_folder", root, image_size=8)
+    records, _ = read("image_folder", root, image_size=8, intensity=[-1024, 1016])
+    assert records.features.max() == 252
+
+
+def test_one_picture_is_refused(tmp_path: Path) -> None:
+    root = write(tmp_path, lambda pixels, path: gray(np.zeros_like(pixels), path))
+    with pytest.raises(ConfigError, match="all 4 images are one picture"):
+        prepared("image_folder", root=root, cache=tmp_path / "cache", image_size=8)
+
+
+def test_images_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    write(tmp_path / "train", gray)
+    write(tmp_path / "train" / "a" / "more", gray)
+    write(tmp_path / "validation", gray)
+    write(tmp_path / "train" / "_c", gray)
+    records, test = read("image_folder", tmp_path, image_size=8)
+    assert test is None
+    assert len(records) == 4
+    assert records.notes == (
+        "8 images in other folders are left out (_c/a: 2, _c/b: 2, a/more/a: 2, a/more/b: 2)",
+        "4 images in other folders are left out (validation/a: 2, validation/b: 2)",
+    )
+    (tmp_path / "train").rename(tmp_path / "Training")
+    (tmp_path / "validation").rename(tmp_path / "Testing")
+    records, test = read("image_folder", tmp_path, image_size=8)
+    assert test is not None
+    assert (len(records), len(test)) == (4, 4)
+
+
+X = np.stack([np.roll(PIXELS, i) for i in range(4)])
+Y = np.array([0, 1, 0, 1])
+ARRAYS = {
+    "as they are": {"x_train": X, "y_train": Y},
+    "other names": {"X": X, "y": Y},
+    "whole numbers": {"x_train": X.astype(np.int64), "y_train": Y},
+    "fractions, channels last": {"x_train": X[..., None] / 255.0, "y_train": Y},
+    "labels of floats": {"x_train": X, "y_train": Y.astype(float)},
+    "labels of texts": {"x_train": X, "y_train": np.array(["a", "b"])[Y]},
+}
+
+
+@pytest.mark.parametrize("arrays", ARRAYS.values(), ids=ARRAYS)
+def test_arrays_of_one_reading_are_taken_and_told(
+    tmp_path: Path, arrays: dict[str, np.ndarray]
+) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    records, _ = read("npz", tmp_path / "a.npz")
+    assert records.features[:, 0].tolist() == X.tolist()
+    assert records.labels.tolist() == Y.tolist()
+    is_text = arrays is ARRAYS["labels of texts"]
+    assert records.class_names == (("a", "b") if is_text else ("0", "1"))
+    assert len(records.notes) == (arrays is not ARRAYS["as they are"])
+    opaque = np.dstack([np.repeat(X[0][..., None], 3, axis=2), np.full((8, 8, 1), 255, np.uint8)])
+    np.savez(tmp_path / "a.npz", x_train=opaque[None], y_train=Y[:1])
+    records, _ = read("npz", tmp_path / "a.npz", class_names=["a", "b"])
+    assert records.features.shape == (1, 3, 8, 8)
