@@ -15,7 +15,6 @@ from fednas_flwr.api import compose, run
 from fednas_flwr.base.errors import NoEffectError
 from fednas_flwr.models.networks import FIXED_NETWORKS, load_description
 from fednas_flwr.pipeline import baselines
-from fednas_flwr.pipeline.schedule import make_schedule
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.report.comparison import run_folders
@@ -244,6 +243,19 @@ def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(
     assert own.search_space == config.search_space
     assert isinstance(own.algorithm, ZeroCostSettings)
     assert (own.algorithm.draws, own.algorithm.shortlist, own.rounds) == (250, None, 1)
+
+
+def test_the_data_free_choice_of_a_table_keeps_the_tables_space(
+    compose_config: Callable[..., Config],
+) -> None:
+    config = compose_config("search_space=mlp_small")
+    choice = baselines._data_free(config)
+    assert choice.search_space == config.search_space
+    assert isinstance(choice.algorithm, ZeroCostSettings)
+    assert choice.algorithm.shortlist is not None
+    for name in ("data_free", "recommended_private"):
+        composed = compose_config(f"experiment=search/{name}", "search_space=mlp_small")
+        assert composed.search_space == config.search_space
 
 
 @pytest.mark.run
