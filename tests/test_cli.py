@@ -157,7 +157,7 @@ LATE_MISTAKES = {
     "dataset.root=none.npz": ["dataset.root=none.npz is not a file"],
     "search_space=darts search_space.channels=3 clients=500": ["clients=500"],
     "partition=column partition.column=ward": ["ward"],
-    "dataset.fractions={train:1,validation:1,test:0}": ["summing to 1"],
+    "dataset.fractions={train:1,validation:1,test:0}": ["sum to 1"],
     "algorithm=fedavg algorithm.network=resnet": ["algorithm.network=resnet", "plain_cnn"],
     "-m clients=2,500": ["clients=500"],
 }

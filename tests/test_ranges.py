@@ -93,6 +93,8 @@ def wrong_values(value: Any, constraint: Constraint) -> list[Any]:
     if isinstance(constraint, Distinct):
         return [[*value, *value]] if isinstance(value, list) and value else []
     if isinstance(constraint, Length):
+        if isinstance(value, dict):
+            return [{**value, "last": ""}]
         return ["" if isinstance(value, str) else []]
     if isinstance(constraint, OneOf):
         wrong: list[Any] = ["nothing", "", constraint.names[0].upper()]

@@ -141,7 +141,7 @@ def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
         )
     fixed = {"cache": cache, "corrupt": "skip"}
     if name == "csv":
-        fixed |= {"separator": ",", "encoding": "utf-8", "decimal": "point", "thousands": "none"}
+        fixed |= {"encoding": "utf-8", "decimal": "point", "thousands": "none"}
     leaks = {
         "limit_train": "one record more would put another one out, and two would count",
         "corrupt": "one record that cannot be read would end every run, and so tell that it is "

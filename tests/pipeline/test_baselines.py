@@ -15,6 +15,7 @@ from fednas_flwr.api import compose, run
 from fednas_flwr.base.errors import NoEffectError
 from fednas_flwr.models.networks import FIXED_NETWORKS, load_description
 from fednas_flwr.pipeline import baselines
+from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.report.comparison import run_folders
