@@ -125,6 +125,7 @@ def test_no_state_of_a_site_is_open_to_others_whatever_the_umask(tmp_path):
         assert made[tmp_path / "new" / "state" / name] == 0o600
 
 
+@pytest.mark.run
 def test_no_file_of_a_private_run_can_be_written_by_others(tmp_path):
     command = [sys.executable, "-m", "fednas_flwr", "run", "algorithm=dp_fnas", "clients=2"]
     command += ["dataset.limit_train=48", "rounds=1", "privacy.epsilon=8", "run_dir=run"]

@@ -43,6 +43,7 @@ def faults(argument: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.run
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is set")
 def test_freed_memory_stays_with_the_process() -> None:
     assert 10 * faults("keep") < faults("leave")

@@ -80,6 +80,7 @@ def test_a_commitment_that_names_a_kind_twice_keeps_nothing(make_site, no_record
     assert site.rows() == []
 
 
+@pytest.mark.run
 def test_stages_in_another_order_cost_what_they_cost_in_theirs(make_site):
     """Nothing is paid for by being asked before what it should follow."""
     plan = schedule(steps=STEPS)

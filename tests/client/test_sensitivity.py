@@ -511,6 +511,7 @@ def test_fixed_networks(name, action, kits, ask, totals):
     assert check(ask, totals, kit, action, asked) > 1e-6
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("action", SUPERNET_ACTIONS)
 def test_persons_with_several_records(action, kits, ask, totals):
     kit = kits("dp_cells" if "candidate" in action else "nasbench201")

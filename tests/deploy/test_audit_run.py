@@ -108,6 +108,7 @@ def faulty(fault: str, key: str, *overrides: str) -> tuple[int, str]:
         return command(*SURE, *overrides)
 
 
+@pytest.mark.run
 def test_every_kind_of_release_of_an_honest_run_is_audited_and_passes(table: list[str]) -> None:
     code, said = command(*SURE, *table, *PERSONS)
     assert code == 0, said

@@ -257,6 +257,7 @@ def test_what_is_for_one_class_is_refused(
         check_buildable(compose_config(*given, *overrides))
 
 
+@pytest.mark.run
 def test_several_labels_are_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images(tmp_path)
     status = main(

@@ -218,6 +218,7 @@ def test_rows_of_networks_are_alike(name, device, route, monkeypatch):
     assert getattr(network, "drop_path_prob", 0.3) == 0.3
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_drawn_paths_are_alike(device):
     with seeded(0, "mbconv"):

@@ -333,6 +333,7 @@ def _value(value):
     return -math.inf if math.isnan(value) else value
 
 
+@pytest.mark.run
 def test_all_scores_of_every_space_are_finite_and_set_by_the_seed_alone(space, monkeypatch):
     monkeypatch.setattr(data_free_scores, "learning", partial(learning, steps=2))
     genotype = genotype_of(space)
