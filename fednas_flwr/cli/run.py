@@ -240,7 +240,7 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     DATA is a table, an npz file or a folder of images; overrides as of fednas run, such as
     clients=5 partition=dirichlet dataset.label=outcome
     """
-    from fednas_flwr.data.prepared import make_data
+    from fednas_flwr.data.prepared import client_names, make_data
     from fednas_flwr.data.summary import summary
 
     has_table = any(override.startswith("dataset.labels_file=") for override in overrides)
@@ -253,7 +253,8 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     if isinstance(config.dataset, CSV) and config.partition.name == "sites":
         _compare_sites(config.dataset)
     prepared, parts = make_data(config)
-    for line in summary(prepared, parts, **config.dataset.division):
+    names = client_names(prepared.train, config.partition, len(parts))
+    for line in summary(prepared, parts, names, **config.dataset.division):
         print(line)
     return 0
 

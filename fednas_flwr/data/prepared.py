@@ -35,9 +35,16 @@ _ATTEMPTS = 100
 
 
 def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
-    """Return the prepared records and the rows of every client."""
-    split = config.partition
-    prepared = prepare(config.dataset, sites=split.name == "sites")
+    """The prepared records and the rows of every client.
+
+    A table's column that divides its records over clients is no feature, unless it is asked for.
+    """
+    split, dataset = config.partition, config.dataset
+    if isinstance(dataset, ds.CSV) and isinstance(split, ds.ColumnPartition) and split.column:
+        asked = {*dataset.numeric, *dataset.dates, *dataset.categorical, *dataset.categories}
+        if not {split.column} & {*asked, *dataset.ignore, dataset.label, dataset.id_column}:
+            dataset = replace(dataset, ignore=[*dataset.ignore, split.column])
+    prepared = prepare(dataset, sites=split.name == "sites")
     if not isinstance(split, ds.SavedPartition):
         return prepared, partition(prepared.train, split, clients=config.clients)
     parts = load_partition(expanded("partition.file", split.file))
@@ -49,6 +56,15 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
             f"{number} records."
         )
     return prepared, parts
+
+
+def client_names(records: Records, settings: ds.Partition, number: int) -> list[str]:
+    """Names of the clients: the values of the column that divides them, where one does."""
+    column = str(getattr(settings, "column", "site" if settings.name == "sites" else ""))
+    if column not in records.columns:
+        return [f"client {client}" for client in range(number)]
+    names: list[str] = np.unique(records.columns[column]).tolist()
+    return names
 
 
 def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:

@@ -67,13 +67,19 @@ def summarised(splits: Sequence[Mapping[str, int]]) -> dict[str, Any]:
 
 
 def summary(
-    prepared: Prepared, parts: Sequence[np.ndarray], *, key: bytes, fractions: Mapping[str, float]
+    prepared: Prepared,
+    parts: Sequence[np.ndarray],
+    names: Sequence[str],
+    *,
+    key: bytes,
+    fractions: Mapping[str, float],
 ) -> list[str]:
     """Return all that is worth knowing of a data set, and of its division over clients.
 
     Args:
         prepared: The data set.
         parts: The rows of every client.
+        names: The clients' names.
         key: The split key.
         fractions: Shares of train, validation and test.
     """
@@ -94,7 +100,7 @@ def summary(
         number = missing[column.name]
         end = f", {'all' if number == len(records) else f'{number:,}'} missing" if number else ""
         lines.append(f"column {column.name}: {_contents(records, column)}{end}")
-    lines += _division(records, parts, key=key, fractions=fractions)
+    lines += _division(records, parts, names, key=key, fractions=fractions)
     return lines + [f"suggestion: {line}" for line in _suggestions(prepared)]
 
 
@@ -134,25 +140,30 @@ def _contents(records: Records, column: Column) -> str:
 
 
 def _division(
-    records: Records, parts: Sequence[np.ndarray], *, key: bytes, fractions: Mapping[str, float]
+    records: Records,
+    parts: Sequence[np.ndarray],
+    names: Sequence[str],
+    *,
+    key: bytes,
+    fractions: Mapping[str, float],
 ) -> list[str]:
     """Return the records of each client by split and class, and what is odd about them."""
     lines, odd = [], []
-    for client, rows in enumerate(parts):
+    for client, rows in zip(names, parts, strict=True):
         split = assign_splits(records.ids[rows], key=key, fractions=fractions)
         sizes = np.bincount(split, minlength=len(SPLITS))
         counts = count_labels(records.labels[rows], len(records.class_names))
         by_split = ", ".join(f"{n:,} {name}" for n, name in zip(sizes, SPLITS, strict=True))
         by_class = [f"{n} {c:,}" for n, c in zip(records.class_names, counts, strict=True)]
-        lines.append(f"client {client}: {by_split}; {listed(by_class, _MOST)}")
+        lines.append(f"{client}: {by_split}; {listed(by_class, _MOST)}")
         empty = [name for name, n in zip(SPLITS, sizes, strict=True) if n == 0 < fractions[name]]
         if empty:
-            odd.append(f"client {client} has no record for {' and '.join(empty)}")
+            odd.append(f"{client} has no record for {' and '.join(empty)}")
         elif sizes[0] < FEWEST:
-            odd.append(f"client {client} is small: {sizes[0]} training records")
+            odd.append(f"{client} is small: {sizes[0]} training records")
         lacking = [n for n, c in zip(records.class_names, counts, strict=True) if c == 0]
         if lacking:
-            odd.append(f"client {client} has no record of {listed(lacking, _MOST)}")
+            odd.append(f"{client} has no record of {listed(lacking, _MOST)}")
     if not records.by_person:
         doubled = len(records) - len(np.unique(records.ids))
         if doubled:

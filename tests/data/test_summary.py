@@ -63,7 +63,7 @@ def test_small_and_lopsided_clients_are_named(
     patients.write_text(filled)
     assert main(["data", str(patients), *own, *settings]) == 0
     printed = capsys.readouterr().out
-    assert "client 0 is small: " in printed or "client 0 has no record for " in printed
+    assert "died is small: " in printed or "died has no record for " in printed
     assert "label ward: e 10, n 56, s 54" in printed
 
 
