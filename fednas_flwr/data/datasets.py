@@ -102,6 +102,7 @@ class Prepared:
             multi_label=train.multi_label,
             label_separator=train.label_separator,
             form=train.form,
+            id_column=train.id_column if train.schema else "",
             intensity=self.intensity,
             scattering=self.scattering,
         )

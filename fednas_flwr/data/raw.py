@@ -46,12 +46,14 @@ class RawData:
         labels: The class of each record by name, or its labels; None where the data does not say.
         batch: Given a slice of the records, returns them as the model's ``forward`` takes them.
         notes: Sentences on what is odd about the records.
+        ids: Whose each record is, where the data says it.
     """
 
     names: list[str]
     labels: Sequence[Label] | None
     batch: Callable[[slice], Tensor]
     notes: tuple[str, ...] = ()
+    ids: Sequence[str] | None = None
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -167,7 +169,8 @@ def _rows(texts: dict[str, np.ndarray], inputs: Inputs, *, where: str) -> RawDat
     texts = in_common_form(texts, inputs.form, numbers, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, inputs.form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), _unknown_categories(texts, inputs)
-    return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes))
+    ids = texts[inputs.id_column].tolist() if inputs.id_column in texts else None
+    return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes), ids)
 
 
 def _unknown_categories(texts: Mapping[str, np.ndarray], inputs: Inputs) -> Iterator[str]:

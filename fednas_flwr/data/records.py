@@ -77,6 +77,7 @@ class Inputs(Checked):
         label_separator: Of the labels in the label column, see
             :func:`~fednas_flwr.data.records.label_sets`.
         form: How a table's cells are written: what was set, and what training found.
+        id_column: Name of a table's column that says whose each record is; no feature.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         scattering: Scales and angles of the transform that makes the network's features of images;
             empty where it takes the images.
@@ -91,6 +92,7 @@ class Inputs(Checked):
     multi_label: bool = False
     label_separator: str = ""
     form: TableForm = ANY_FORM
+    id_column: str = ""
     intensity: tuple[float, ...] = ()
     scattering: tuple[int, ...] = ()
 

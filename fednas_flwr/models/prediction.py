@@ -45,6 +45,8 @@ class Predictions:
         truth: The class that the data names for each record, or its labels; None where it does not.
         multi_label: True if a record can have several labels; then a class is a label.
         notes: Sentences on what is odd about the records.
+        ids: Whose each record is, by the column that said so in training; None where it lacks.
+        id_column: Name of that column; empty if there was none.
     """
 
     class_names: tuple[str, ...]
@@ -53,6 +55,8 @@ class Predictions:
     truth: tuple[Label, ...] | None = None
     multi_label: bool = False
     notes: tuple[str, ...] = ()
+    ids: tuple[str, ...] | None = None
+    id_column: str = ""
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -83,8 +87,9 @@ class Predictions:
     def table(self) -> Any:
         """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.
 
-        With a column ``truth`` where the data names the class of each record. Several labels are
-        ``labels``, with semicolons between them.
+        With a column ``truth`` where the data names the class of each record, and the column of
+        ids first where the data has it. Several labels are ``labels``, with semicolons between
+        them. An id's column of one of these names gets ``_`` at its end.
         """
         import pandas as pd
 
@@ -95,7 +100,13 @@ class Predictions:
             columns = {n: [";".join(labels) for labels in of] for n, of in columns.items()}
         shares = zip(self.class_names, self.probabilities.T, strict=True)
         probabilities = {f"probability of {name}": share for name, share in shares}
-        return pd.DataFrame({"record": self.names, **columns, **probabilities})
+        table = pd.DataFrame({"record": self.names, **columns, **probabilities})
+        if self.ids is not None:
+            name = self.id_column
+            while name in table:
+                name += "_"
+            table.insert(0, name, self.ids)
+        return table
 
 
 class Model(nn.Module):
@@ -182,10 +193,18 @@ class Model(nn.Module):
                 progress(done, len(raw))
         probabilities = torch.cat(outputs).numpy()
         truth = None if raw.labels is None else tuple(raw.labels)
-        names, several = tuple(raw.names), self.inputs.multi_label
         for note in raw.notes:
             warnings.warn(note, stacklevel=2)
-        return Predictions(self.class_names, names, probabilities, truth, several, raw.notes)
+        return Predictions(
+            self.class_names,
+            tuple(raw.names),
+            probabilities,
+            truth,
+            self.inputs.multi_label,
+            raw.notes,
+            None if raw.ids is None else tuple(raw.ids),
+            self.inputs.id_column,
+        )
 
 
 def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module]) -> Model:

@@ -154,6 +154,7 @@ OWN_INPUTS = {
     "std": "shared as that of the records, see below",
     "label": "a name in its files",
     "label_separator": "a sign in its files",
+    "id_column": "a name in its files",
     "form": "signs, words and names in its files",
     "intensity": "how it reads its images",
 }

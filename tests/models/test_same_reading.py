@@ -97,3 +97,12 @@ def test_two_columns_of_one_name_are_one_sentence(tmp_path: Path) -> None:
     frame = pd.DataFrame([[1, 2]], columns=["age", "age"])
     with pytest.raises(ValueError, match="the DataFrame has 2 columns age"):
         model.predict(frame)
+
+
+def test_predictions_keep_the_ids(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("label,age,y\np1,1,0\np7,2,1\n")
+    model = model_of(tmp_path / "t.csv", tmp_path, id_column="label")
+    table = model.predict(tmp_path / "t.csv").table()
+    assert list(table)[:3] == ["label_", "record", "label"]
+    assert table["label_"].tolist() == ["p1", "p7"]
+    assert "label_" not in model.predict(pd.DataFrame({"age": [1]})).table()
