@@ -22,7 +22,7 @@ from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
 from fednas_flwr.data.notation import NEARLY, code_key, places_among
 from fednas_flwr.data.npz import channels_first, cut, named, read_arrays
-from fednas_flwr.data.records import CATEGORY, NUMBER, Inputs, feature_names, label_sets
+from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, feature_names, label_sets
 from fednas_flwr.data.table_files import (
     check_columns,
     in_common_form,
@@ -31,7 +31,7 @@ from fednas_flwr.data.table_files import (
     texts_of,
     without_missing,
 )
-from fednas_flwr.data.tables import encode_rows, label_marks
+from fednas_flwr.data.tables import encode_rows, label_marks, with_signs
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 Label = str | tuple[str, ...]  # a record's class, or its labels, by name
@@ -99,7 +99,8 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
                 f"columns {', '.join(column.name for column in inputs.schema)}."
             )
         form = replace(inputs.form, separator=None, encoding=None)
-        return _rows(read_texts(path, form)[0], inputs, where=str(path))
+        texts, separator, _ = read_texts(path, form)
+        return _rows(texts, inputs, separator, where=str(path))
     if suffix_of(path):
         texts = without_missing(read_texts(path, LABELS_FORM)[0], LABELS_FORM)
         files = list(files_of(texts, path).values())
@@ -162,12 +163,18 @@ def _decoded(
     return batch
 
 
-def _rows(texts: dict[str, np.ndarray], inputs: Inputs, *, where: str) -> RawData:
+def _rows(
+    texts: dict[str, np.ndarray], inputs: Inputs, separator: str = "", *, where: str
+) -> RawData:
     texts = without_missing(texts, inputs.form)
     check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
-    texts = in_common_form(texts, inputs.form, numbers, where=where)
-    rows = torch.from_numpy(encode_rows(texts, inputs.schema, inputs.form, where=where))
+    form = inputs.form
+    if form.decimal is None:  # of sites with files of their own, in whatever form these are
+        dates = [column.name for column in inputs.schema if column.kind == DATE]
+        form = with_signs(form, texts, numbers, dates, separator, where=where)
+    texts = in_common_form(texts, form, numbers, where=where)
+    rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), _unknown_categories(texts, inputs)
     ids = texts[inputs.id_column].tolist() if inputs.id_column in texts else None
     return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes), ids)

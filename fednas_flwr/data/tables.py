@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feat
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
+Form = TypeVar("Form", bound=TableForm)
 _MOST_CATEGORIES = 256
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
 _NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
@@ -102,21 +103,45 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
     numbers = settings.numeric or [name for name in others if name not in settings.dates]
     if not settings.strict:
-        notation = find_notation(
-            {name: texts[name] for name in numbers},
-            decimal=settings.decimal,
-            thousands=settings.thousands,
-            points_are_decimal=separator in ("", ","),
-            where=str(path),
-        )
-        order = settings.date_order or find_order(others, where=str(path))
-        settings = replace(
-            settings, decimal=notation.decimal, thousands=notation.thousands, date_order=order
-        )
-        unusual = [str(notation), f"dates with the {order.replace('_', ' ')}" if order else ""]
+        settings = with_signs(settings, texts, numbers, others, separator, where=str(path))
+        order = (settings.date_order or "").replace("_", " ")
+        unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
     texts = table_files.in_common_form(texts, settings, numbers, where=str(path))
     return texts, settings, told(path, notes)
+
+
+def with_signs(
+    form: Form,
+    texts: Mapping[str, np.ndarray],
+    numbers: Sequence[str],
+    dates: Iterable[str],
+    separator: str,
+    *,
+    where: str,
+) -> Form:
+    """A form with the signs of numbers and the order of dates that were found, where unknown.
+
+    Args:
+        form: As far as it is known.
+        texts: Cells by column.
+        numbers: Columns that may hold numbers.
+        dates: Columns that may hold dates.
+        separator: Of the cells; empty where there is none.
+        where: Where the cells come from, for messages.
+
+    Raises:
+        ConfigError: There are two readings.
+    """
+    notation = find_notation(
+        {name: texts[name] for name in numbers},
+        decimal=form.decimal,
+        thousands=form.thousands,
+        points_are_decimal=separator in ("", ","),
+        where=where,
+    )
+    order = form.date_order or find_order({name: texts[name] for name in dates}, where=where)
+    return replace(form, decimal=notation.decimal, thousands=notation.thousands, date_order=order)
 
 
 def told(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
