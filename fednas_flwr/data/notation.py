@@ -110,8 +110,9 @@ def find_notation(
     signed: dict[str, list[str]] = {}
     for name, cells in columns.items():
         texts = {text for text in cells.tolist() if text and not isinstance(text, Stored)}
-        found = sorted(text for text in texts if not text.isdecimal())
-        fitting = [n for n in allowed if all(map(n.reads, found))] or [
+        found = [text for text in texts if not text.isdecimal()]
+        complete = _reading_all(found)
+        fitting = [n for n in allowed if n in complete] or [
             n for n in allowed if sum(map(n.reads, texts)) >= NEARLY * len(texts)
         ]
         if not found or not fitting:
@@ -119,7 +120,7 @@ def find_notation(
         both = [n for n in left if n in fitting]
         if not both:
             raise ConfigError(
-                f"{where} writes the numbers of column {name} ({found[0]}) in another way than "
+                f"{where} writes the numbers of column {name} ({min(found)}) in another way than "
                 f"those of {', '.join(signed)}: bring them to one form, or list the column in "
                 "dataset.categorical or dataset.ignore."
             )
@@ -132,12 +133,25 @@ def find_notation(
         readings = {tuple(map(n.plain, found)): n for n in reversed(left)}
         if len(readings) > 1:
             one, other, *_ = reversed(readings.values())
-            text = next(t for t in found if one.plain(t) != other.plain(t))
+            text = min(t for t in found if one.plain(t) != other.plain(t))
             raise ConfigError(
                 f"{where} has two readings: {text} in column {name} is {one.plain(text)} or "
                 f"{other.plain(text)}; set {_setting(one)} or {_setting(other)}."
             )
     return left[0]
+
+
+def _reading_all(texts: Sequence[str]) -> list[Notation]:
+    """The notations in which all texts are numbers; a sign that none has makes no difference."""
+    joined = "\n".join(texts)
+    there = {sign for sign in THOUSANDS if _SIGNS[sign] and re.search(_SIGNS[sign], joined)}
+    reads: dict[Notation, bool] = {}
+    for notation in _NOTATIONS:
+        alike = notation if notation.thousands in there else Notation(notation.decimal)
+        if alike not in reads:
+            reads[alike] = all(map(alike.reads, texts))
+        reads[notation] = reads[alike]
+    return [notation for notation, does in reads.items() if does]
 
 
 def _setting(notation: Notation) -> str:
@@ -174,7 +188,8 @@ def find_order(columns: Mapping[str, np.ndarray], *, where: str) -> str | None:
     example = ""
     for cells in columns.values():
         texts = [text for text in cells.tolist() if text]
-        dates = [date for text in texts if (date := _SLASHED_DATE.fullmatch(text))]
+        slashed = [text for text in texts if "/" in text]
+        dates = [date for text in slashed if (date := _SLASHED_DATE.fullmatch(text))]
         if dates and len(dates) >= NEARLY * len(texts):
             example = dates[0][0]
             days = [n + sum(int(date[i]) > 12 for date in dates) for i, n in enumerate(days, 1)]

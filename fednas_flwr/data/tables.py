@@ -395,7 +395,8 @@ def column_kind(cells: np.ndarray, form: TableForm) -> tuple[str, np.ndarray]:
     These are few: a column of which more are none is one of categories.
     """
     present = cells != ""
-    for kind, values in ((NUMBER, numbers_of(cells)), (DATE, days_of(cells, form.date_order))):
+    for kind in (NUMBER, DATE):
+        values = numbers_of(cells) if kind == NUMBER else days_of(cells, form.date_order)
         others = np.flatnonzero(present & np.isnan(values))
         if len(others) <= (1 - NEARLY) * present.sum():
             return kind, others
