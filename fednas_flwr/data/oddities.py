@@ -6,7 +6,7 @@ Each sentence depends on records, so that whoever reads it learns of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -46,9 +46,19 @@ def _of_labels(records: Records) -> Iterator[str]:
             f"every record has exactly one of {len(counts)} labels: for one class per record give "
             "class numbers, or one column of classes"
         )
+    yield from _spelled_alike("the label", records.class_names)
     numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
     if numbers and records.schema and not records.multi_label:
         yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
+
+
+def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence on codes that differ by the case of letters only."""
+    alike: dict[str, list[str]] = {}
+    for code in codes:
+        alike.setdefault(code.lower(), []).append(code)
+    for spellings in [found for found in alike.values() if len(found) > 1][:1]:
+        yield f"{what} holds {' and '.join(spellings)}: join them by dataset.map if they are one"
 
 
 def _of_images(images: Tensor) -> Iterator[str]:
@@ -72,6 +82,7 @@ def _of_columns(records: Records) -> Iterator[str]:
     features = records.features.double().numpy()
     labels = records.labels.numpy()
     for column in records.schema:
+        yield from _spelled_alike(column.name, column.categories)
         if column.kind == CATEGORY:
             places = [names.index(f"{column.name}={value}") for value in column.categories]
             if len(column.categories) > len(records) / 2:
