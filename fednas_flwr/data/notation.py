@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -29,6 +30,7 @@ _SIGNS = {
     "apostrophe": "['\u2019]",
 }
 _THOUSAND_POINTS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+", re.ASCII)
+_OF_NUMBERS = re.compile(r"[0-9.eE+\-\n]*", re.ASCII)
 _TIME = r"(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)?"
 _ISO_DATE = re.compile(rf"(\d{{4}}-\d{{2}}-\d{{2}}{_TIME})(?:Z|[+-]\d{{2}}:?\d{{2}})?", re.ASCII)
 _DOTTED_DATE = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})", re.ASCII)
@@ -168,7 +170,11 @@ def are_numbers(texts: Sequence[str]) -> np.ndarray:
 
 def numbers_of(texts: np.ndarray) -> np.ndarray:
     """Return float64 ``[N]``, each of its own text: NaN where it is missing or no number."""
-    return np.array([_number(text) for text in texts.tolist()], dtype=float)
+    cells = texts.tolist()
+    if _OF_NUMBERS.fullmatch("\n".join(cells)):  # what is hardly ever no number is read at once
+        with suppress(ValueError):
+            return np.fromiter((float(cell) if cell else math.nan for cell in cells), float)
+    return np.array([_number(cell) for cell in cells], dtype=float)
 
 
 def _number(text: str) -> float:

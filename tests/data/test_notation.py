@@ -17,6 +17,7 @@ from fednas_flwr.data.notation import (
     distinct,
     find_notation,
     find_order,
+    numbers_of,
 )
 from fednas_flwr.settings.names import DECIMALS, THOUSANDS
 
@@ -83,6 +84,12 @@ def test_columns_in_two_notations_are_refused() -> None:
     stored = cells(Stored(1.234), Stored(975))
     assert found(stored, points_are_decimal=False) == PLAIN
     assert Notation("comma", "point").plain(Stored("1.234")) == "1.234"
+
+
+@given(st.lists(st.text("0123456789.eE+-_ n\n\u0661", max_size=6) | st.floats().map(repr)))
+def test_numbers_are_read_each_by_itself(texts: list[str]) -> None:
+    alone = [numbers_of(cells(text, "x"))[0] for text in texts]
+    np.testing.assert_array_equal(numbers_of(cells(*texts)), np.array(alone, dtype=float))
 
 
 def test_dates() -> None:
