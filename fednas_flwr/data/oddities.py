@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
@@ -16,7 +17,7 @@ from fednas_flwr.data.notation import are_numbers
 from fednas_flwr.data.records import CATEGORY, NUMBER, Records, count_labels
 
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
-_SAMPLE = 10_000  # records that are looked at for it
+_SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
 _TELLS = 0.995  # AUROC of a column alone
 _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
@@ -62,16 +63,16 @@ def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
 
 
 def _of_images(images: Tensor) -> Iterator[str]:
-    if len(images) > 1 and bool((images == images[:1]).all()):
+    if len(images) > 1 and all(torch.equal(image, images[0]) for image in images):
         raise ConfigError(
             f"all {len(images)} images are one picture once they are read: see whether they are "
             "drawn in transparency, on a later page, or in a range that dataset.intensity cuts."
         )
-    brightest = float(images.max()) if images.numel() else 255.0
-    if images.dtype.itemsize == 1 and brightest < _DARK:
+    is_dark = images.dtype == torch.uint8 and all(int(image.max()) < _DARK for image in images)
+    if is_dark and len(images):
         yield (
-            f"the brightest pixel is {brightest:g} of 255: set dataset.intensity=[low,high] of "
-            "images of more than 8 bits, or multiply arrays to reach 255"
+            f"the brightest pixel is {int(images.max())} of 255: set dataset.intensity=[low,high] "
+            "of images of more than 8 bits, or multiply arrays to reach 255"
         )
 
 
@@ -79,8 +80,8 @@ def _of_columns(records: Records) -> Iterator[str]:
     if len(records) < _FEWEST:
         return
     names = list(records.feature_names)
-    features = records.features.double().numpy()
-    labels = records.labels.numpy()
+    rows = slice(None, None, max(1, len(records) // _SAMPLE))
+    features, labels = records.features[rows].double().numpy(), records.labels[rows].numpy()
     for column in records.schema:
         yield from _spelled_alike(column.name, column.categories)
         if column.kind == CATEGORY:
@@ -119,8 +120,7 @@ def _tells(cells: np.ndarray, labels: np.ndarray, is_category: bool) -> bool:
     """Return whether a column alone ranks the records of each class above all others."""
     from sklearn.metrics import roc_auc_score
 
-    rows = slice(None, _SAMPLE)
-    cells, labels = np.nan_to_num(cells[rows]), labels[rows]
+    cells = np.nan_to_num(cells)
     classes, counts = np.unique(labels, return_counts=True)
     if len(classes) < 2 or counts.min() < 2 or len(classes) > _MOST_CLASSES:
         return False

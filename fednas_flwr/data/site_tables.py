@@ -25,7 +25,7 @@ from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.data.notation import distinct, numbers_of
 from fednas_flwr.data.records import CATEGORY, NUMBER, Records
 from fednas_flwr.data.table_files import Texts, suffix_of
-from fednas_flwr.data.tables import column_kind, label_columns, read_cells, records_of
+from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
 from fednas_flwr.settings.data_settings import CSV, TableForm
 from fednas_flwr.settings.parser import parse_changes
 
@@ -122,8 +122,15 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
             for site, table in tables.items()
         ]
         texts[name] = np.concatenate(columns)
-    forms = {repr(table.settings): table.settings for table in tables.values()}
-    common = next(iter(forms.values())) if len(forms) == 1 else replace(settings, label=label[0])
+    first_form, *other_forms = (form_of(table.settings) for table in tables.values())
+    agreed = {
+        name: value
+        for name, value in vars(first_form).items()
+        if all(getattr(form, name) == value for form in other_forms)
+    }
+    common = replace(settings, **agreed)
+    if not settings.labels:
+        common = replace(common, label=label[0])
     joined = records_of(common, texts, root)
     site_of = np.repeat(np.array(list(tables)), list(sizes.values()))
     by_site = {name: cells for name, cells in joined.columns.items() if name != "site"}

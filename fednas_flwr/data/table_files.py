@@ -71,9 +71,20 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
 
 
 def without_missing(texts: Texts, form: TableForm) -> Texts:
-    """The cells under their new names, with an empty text where they say that they are missing."""
+    """The cells under their new names, with an empty text where they say that they are missing.
+
+    Raises:
+        ConfigError: Two columns would have one name.
+    """
     usual = {*MISSING_WORDS, *form.missing_values}
-    renamed = {form.rename.get(name, name): cells for name, cells in texts.items()}
+    renamed: Texts = {}
+    for name, cells in texts.items():
+        new = form.rename.get(name, name)
+        if new in renamed:
+            raise ConfigError(
+                f"dataset.rename gives two columns the name {new}: choose another for {name}."
+            )
+        renamed[new] = cells
     for name, cells in renamed.items():
         cells[among(cells, form.missing_in.get(name, usual))] = ""
     return renamed

@@ -91,6 +91,7 @@ def form_of(settings: LabelTable) -> TableForm:
 def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple[str, ...]]:
     """Cells of a table in common form, the settings with all that was found in it, and notes."""
     texts, separator, notes = table_files.read_texts(path, settings)
+    table_files.check_columns(texts, [*settings.rename], where=str(path))
     texts = table_files.without_missing(texts, settings)
     settings = replace(settings, label=label_column(settings, texts))
     if not settings.strict:

@@ -78,6 +78,12 @@ def test_odd_columns_are_named(columns: dict[str, np.ndarray], note: str) -> Non
     assert "dataset.ignore" in found[0]
 
 
+def test_a_long_table_that_is_sorted_by_class_is_looked_at_evenly() -> None:
+    labels = np.repeat([0, 1], 15_000)
+    (note,) = oddities(table({"score": labels + 0.5}, labels))
+    assert note.startswith("score alone tells the label")
+
+
 def test_odd_labels_are_told() -> None:
     (note,) = oddities(table(CLEAN, LABELS + 1))
     assert note.startswith("no record has the label 0: do labels begin at 1?")

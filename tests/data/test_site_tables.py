@@ -80,6 +80,20 @@ def test_sites_are_adapted_by_their_file(tmp_path: Path) -> None:
         join(tmp_path)
 
 
+def test_what_sites_agree_on_is_kept_with_their_records(tmp_path: Path) -> None:
+    write(tmp_path, a="50;1\n60;2\n?;0\n", b="50;1\n60;2\n-9;0\n")
+    (tmp_path / SITES_FILE).write_text(
+        "all: {column_names: [age, y], map: {y: {2: 1}}, missing_values: ['?']}\n"
+        "b: {missing_values: ['?', -9]}\n"
+    )
+    joined = join(tmp_path)
+    assert joined.class_names == ("0", "1")
+    assert joined.form.column_names == ["age", "y"]
+    assert joined.form.map == {"y": {"2": "1"}}
+    assert joined.form.decimal == "point"
+    assert joined.form.missing_values == []  # in which they differ
+
+
 def test_what_would_join_sites_is_proposed(tmp_path: Path) -> None:
     rows = "".join(f"{50 + i},{'MF'[i % 2]},{4 + i / 10},{i % 2}\n" for i in range(9))
     ours = "".join(f"{50 + i},{i % 2},{160 + i},{i % 2}\n" for i in range(9))

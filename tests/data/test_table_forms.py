@@ -105,6 +105,16 @@ def test_settings_answer_what_was_asked(tmp_path: Path) -> None:
     assert read("csv", path, decimal="point")[0].features[0, 1] == pytest.approx(1.234)
 
 
+def test_columns_are_renamed_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,y\n1,2,0\n3,4,1\n")
+    assert read("csv", path, rename={"a": "age"})[0].feature_names == ("age", "b")
+    with pytest.raises(ConfigError, match="rename gives two columns the name b"):
+        read("csv", path, rename={"a": "b"})
+    with pytest.raises(ConfigError, match="t.csv has no column c"):
+        read("csv", path, rename={"c": "d"})
+
+
 def test_decimal_commas_change_neither_labels_nor_ids_nor_categories(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("who;pay;ward;found\n1,1;1,5;2,1;1,3\n1,2;2,25;2,2;2\n")
