@@ -28,7 +28,6 @@ from fednas_flwr.settings.hydra_config import (
 from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import NO_SKIP
 from fednas_flwr.settings.registry import Algorithm, algorithms, carry, register
-from fednas_flwr.settings.unused import without_effect
 from fednas_flwr.spaces import SpaceEntry
 
 if TYPE_CHECKING:
@@ -58,6 +57,12 @@ class Result:
         from fednas_flwr.models.networks import load
 
         return load(self.folder)
+
+    def leaderboard(self) -> list[dict[str, Any]]:
+        """The networks that the run has compared, best first, a row of numbers each."""
+        from fednas_flwr.runs.leaderboard import candidates
+
+        return [one.row() for one in candidates(self.folder)]
 
     @cached_property
     def genotype(self) -> Genotype | None:
@@ -164,15 +169,11 @@ def check(config: Config) -> None:
 def execute(
     config: Config, *, resumed: bool, listeners: Iterable[Listener] = (), quiet: bool = False
 ) -> None:
-    """Run a configuration whose folder exists, unless quiet with a display and a closing table.
+    """Run a configuration whose folder exists, unless quiet with a display and a closing table."""
+    from fednas_flwr.deploy.whole_run import run_whole
 
-    Baselines are trained after it. One that fails says so in its own folder, and no more. A run
-    that is resumed once it has completed is not begun again: its clients would release their
-    measures once more. Only the baselines that it lacks are trained.
-    """
     if quiet:
-        _launch(config, listeners=listeners, resumed=resumed)
-        _train_baselines(config)
+        run_whole(config, listeners=listeners, resumed=resumed)
         return
     print(f"run folder: {config.run_dir}", flush=True)
     go_on = f"fednas run resume={config.run_dir}"
@@ -181,8 +182,8 @@ def execute(
 
     try:
         with ProgressDisplay() as display:
-            _launch(config, listeners=[display, *listeners], resumed=resumed)
-        _train_baselines(config, tell=partial(print, flush=True))
+            tell = partial(print, flush=True)
+            run_whole(config, listeners=[display, *listeners], resumed=resumed, tell=tell)
     except KeyboardInterrupt:
         print(f"\nTo go on: {go_on}", file=sys.stderr)
         raise
@@ -190,53 +191,6 @@ def execute(
         error.add_note(f"to go on once that is mended: {go_on}")
         raise
     print_summary(Path(str(config.run_dir)))
-
-
-def _launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
-    """Run a configuration to its end unless its folder holds a run that has come to it."""
-    from fednas_flwr.deploy.server_app import launch
-    from fednas_flwr.runs.numbers import is_whole
-
-    if not (resumed and is_whole(Path(str(config.run_dir)))):
-        launch(config, listeners=listeners, resumed=resumed)
-
-
-def _train_baselines(config: Config, *, tell: Callable[[str], None] = lambda line: None) -> None:
-    """Train the networks that the run's own is compared with, and write its report anew."""
-    if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
-        return
-    from fednas_flwr.deploy.server_app import launch
-    from fednas_flwr.models.prediction import MODEL_FILE
-    from fednas_flwr.pipeline.baselines import num_random, prepare_baselines
-    from fednas_flwr.report.html_report import write_report
-    from fednas_flwr.report.templates import percent
-    from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, read_run
-    from fednas_flwr.runs.run_folder import open_run_folder
-    from fednas_flwr.server.cohort import QuorumError
-
-    whole = Path(str(config.run_dir))
-    if not is_complete(whole) or not (number := num_random(config)):  # or out of time
-        return
-    if config.runtime.name == "deployment" and not (whole / MODEL_FILE).exists():
-        tell(
-            f"evaluation.baselines={number}: none are trained from here, since the model lies on "
-            "the "
-            f"SuperLink's machine; type `fednas run resume={whole}` there."
-        )
-        return
-    folders = prepare_baselines(config)
-    for folder in folders:
-        if not is_complete(folder):
-            begun = (folder / EVENTS_FILE).exists()
-            try:
-                launch(open_run_folder(str(folder)), listeners=(), resumed=begun)
-            except (ConfigError, QuorumError) as error:
-                tell(f"baseline {folder.name}: {error}")
-                continue
-        accuracy = percent(read_run(folder).accuracy())
-        tell(f"baseline {folder.name}: {accuracy}")
-    if folders:
-        write_report(whole)
 
 
 def register_algorithm(

@@ -303,7 +303,13 @@ class RoundStrategy(Strategy, Generic[S]):
         return rq.Amount(None, steps, None)
 
     def local_training(
-        self, weights: SGD, drop_path_prob: float, *, split: str = "train", proximal: float = 0.0
+        self,
+        weights: SGD,
+        drop_path_prob: float,
+        *,
+        split: str = "train",
+        proximal: float = 0.0,
+        fixed_norm: bool = False,
     ) -> rq.LocalTraining:
         """The training that ``retrain`` asks of clients, with these constants."""
         retrain = self.config.retrain
@@ -315,6 +321,7 @@ class RoundStrategy(Strategy, Generic[S]):
             retrain.auxiliary_weight,
             drop_path_prob,
             proximal,
+            fixed_norm,
         )
 
     def noise_multiplier(self, kind: str) -> float | None:
@@ -568,7 +575,8 @@ class RoundStrategy(Strategy, Generic[S]):
             if (sampling := self.cohort.sampling) is not None:
                 self._participants = sampling.participants(self.stage, server_round)
                 self._asked = set()
-            metrics = dict(self.run_round(server_round, num_rounds)) | self._alpha_metrics()
+            planned = self._affordable(server_round, num_rounds, longest_s)
+            metrics = dict(self.run_round(server_round, planned)) | self._alpha_metrics()
             metrics |= centrally(server_round)
             result.train_metrics_clientapp[server_round] = MetricRecord(metrics)  # type: ignore[arg-type]
             self.cohort.emit(
@@ -591,6 +599,16 @@ class RoundStrategy(Strategy, Generic[S]):
             longest_s = max(longest_s, time.monotonic() - started)
         result.arrays = self.named_arrays()
         return result
+
+    def _affordable(self, server_round: int, num_rounds: int, round_s: float) -> int:
+        """The rounds of retraining that time allows, over which its rates are annealed.
+
+        A training that is cut with its rate still high is worth little.
+        """
+        if self.ends_at is None or self.stage != "retrain" or not round_s:
+            return num_rounds
+        left = math.floor((self.ends_at - time.monotonic()) / round_s)
+        return min(num_rounds, max(server_round, server_round - 1 + left))
 
     def inherit(self, states: Mapping[str, Packed]) -> None:
         """Begin from the global model of another search in the same space."""

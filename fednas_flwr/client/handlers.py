@@ -28,7 +28,7 @@ from fednas_flwr.client.noised_gradients import NoisedGradients
 from fednas_flwr.client.release_guard import before_reading
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
-from fednas_flwr.models.metrics import evaluate, histogram, measured, predicted
+from fednas_flwr.models.metrics import evaluate, histogram, measured, predicted, sums
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF, SUPERNET
 from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.protocol import requests as rq
@@ -502,6 +502,10 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
         if positive is not None:
             shares = objective.probabilities(logits.double())[:, positive]
             properties["histogram"] = histogram(shares, objective.members(labels, positive))
+    if asked.summed is not None:
+        seed = derive_seed(client.seed, "resamples", client.index)
+        added = sums(logits, labels, metric=asked.summed, objective=objective, seed=seed)
+        properties["sums"] = added.flatten().tolist()
     return Reply(metrics.num_examples, metrics.as_dict(), properties=properties)
 
 

@@ -137,7 +137,7 @@ def prepare_training(
             weights, opt.make_sgd(groups, local.weights), local.weights.clip_norm
         )
         optimizers = opt.Optimizers(optimizer, sent=sent)
-        opt.train(network, gradients, optimizer, local.proximal)
+        opt.train(network, gradients, optimizer, local.proximal, fixed_norm=local.fixed_norm)
         return optimizers, gradients.metrics()
 
     return train_weights

@@ -127,7 +127,7 @@ def estimate(config: Config) -> Estimate:
             stages.append(_stage(run, grid, "search", config.rounds, factor))
         if "retrain" in config.stages:
             retrain(run, described_at_random(run), None)
-            stages.append(_stage(run, grid, "retrain", config.retrain.rounds))
+            stages.append(_stage(run, grid, "retrain", config.retrain.planned))
         return Estimate(
             tuple(stages),
             memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

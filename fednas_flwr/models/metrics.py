@@ -23,12 +23,15 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, ranked_areas
+from fednas_flwr.settings.names import ACCURACY, AUROC, LOG_LOSS
 from fednas_flwr.spaces.operations import SkipNetwork
 
 BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for rounding
 UNSEEN = -1e300  # logit of a class without training records: its log odds are all the same
 BINS = 100  # of probabilities, in which thresholds are sought
 CALIBRATION_BINS = 10
+RESAMPLED = 50  # resamples of validation records, by which candidates are compared
+RANKS, LARGEST_RANK = 400, 10.0  # bins of log odds, and where they end
 RESAMPLES = 1000  # of the bootstrap
 MOST_RESAMPLED = 5_000_000  # records in all resamples together
 AT_ONCE = 50  # resamples
@@ -233,6 +236,71 @@ def histogram(probabilities_N: Tensor, positive_N: Tensor) -> list[list[int]]:
     """
     bins_N = (probabilities_N * BINS).long().clamp(0, BINS - 1)
     return [torch.bincount(bins_N[positive_N == c], minlength=BINS).tolist() for c in (False, True)]
+
+
+def sums(
+    logits_NC: Tensor, labels_N: Tensor, *, metric: str, objective: Objective, seed: int
+) -> Tensor:
+    """Sums over records by which :func:`score_of_sums` has the metric of all clients together.
+
+    Args:
+        logits_NC: On the CPU.
+        labels_N: As of :meth:`Objective.scores`.
+        metric: One of ``names.METRICS``.
+        objective: Says which class is the positive one.
+        seed: Of the resamples: two networks' sums over the same records are of the same ones.
+
+    Returns:
+        float64 [1 + RESAMPLED, ...]: of the records, and of bootstrap resamples of them.
+    """
+    number, generator = len(labels_N), make_generator(seed, "resamples")
+    rows_RN = torch.randint(number, (RESAMPLED, number), generator=generator)
+    weights_RN = torch.ones(1 + RESAMPLED, number, dtype=torch.float64)
+    weights_RN[1:] = torch.zeros_like(weights_RN[1:]).scatter_add_(1, rows_RN, weights_RN[1:])
+    if metric in (ACCURACY, LOG_LOSS):
+        of_record = objective.hits if metric == ACCURACY else objective.plain_losses
+        values_N = of_record(logits_NC, labels_N).double()
+        return torch.stack([weights_RN.sum(1), weights_RN @ values_N], 1)
+    predictions_N, ranks_NC = objective.predictions(logits_NC), objective.ranks(logits_NC)
+    places_NC = ((ranks_NC + LARGEST_RANK) * (RANKS / 2 / LARGEST_RANK)).long().clamp(0, RANKS - 1)
+    of_classes = []
+    for c in objective.scored_classes(logits_NC.shape[1]):
+        member_N = objective.members(labels_N, c)
+        if metric == "f1":
+            called_N = objective.members(predictions_N, c)
+            chosen = (member_N & called_N, member_N, called_N)
+            of_classes.append(torch.stack([weights_RN[:, of].sum(1) for of in chosen], 1))
+        else:
+            cells_N = places_NC[:, c] + RANKS * member_N
+            counts_RB = torch.zeros(1 + RESAMPLED, 2 * RANKS, dtype=torch.float64)
+            of_classes.append(counts_RB.index_add_(1, cells_N, weights_RN))
+    return torch.stack(of_classes, 1)
+
+
+def summed(values: Sequence[float], metric: str, classes: int) -> Tensor:
+    """What a client has told of :func:`sums`, in its form.
+
+    Raises:
+        ValueError: It has another number of values.
+    """
+    sizes = {ACCURACY: [2], LOG_LOSS: [2], "f1": [classes, 3]}
+    shape = [1 + RESAMPLED, *sizes.get(metric, [classes, 2 * RANKS])]
+    return torch.tensor(values, dtype=torch.float64).reshape(shape)
+
+
+def score_of_sums(total: Tensor, metric: str) -> Tensor:
+    """The metric [1 + RESAMPLED] of clients' added :func:`sums`; NaN where it is not defined.
+
+    Ranks are told to a twentieth in log odds, from -10 to 10.
+    """
+    if metric in (ACCURACY, LOG_LOSS):
+        return total[:, 1] / total[:, 0]
+    if metric == "f1":
+        return (2 * total[..., 0] / (total[..., 1] + total[..., 2])).nanmean(1)
+    ranks_B = torch.arange(RANKS, dtype=torch.float64).repeat(2)
+    positive_B = torch.arange(2 * RANKS) >= RANKS
+    areas = [ranked_areas(positive_B, ranks_B, counts_RB) for counts_RB in total.unbind(1)]
+    return torch.stack([area[metric != AUROC] for area in areas]).nanmean(0)
 
 
 def best_threshold(

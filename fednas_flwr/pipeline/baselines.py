@@ -9,19 +9,23 @@ into training, as real sites could not give it once more. These pay for them by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
+from fednas_flwr.algorithms.fedavg.strategy import planned_rounds
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.models.networks import FIXED_NETWORKS, described_space, load_description
+from fednas_flwr.models.networks import FIXED_NETWORKS, described_space
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.schedule import paying
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, read_run
+from fednas_flwr.runs.leaderboard import Candidate, finalists
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, FINALISTS_FOLDER, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.search.data_free_scores import trusted_scores
 from fednas_flwr.settings import (
@@ -32,7 +36,7 @@ from fednas_flwr.settings import (
     with_runtime,
 )
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import BATCH, LINEAR
+from fednas_flwr.settings.names import BATCH, FOUND, LINEAR, NO_SKIP, QUANTILES
 from fednas_flwr.settings.optimizers import RESNETS, Configuration
 from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
@@ -61,13 +65,88 @@ def prepare_baselines(config: Config) -> list[Path]:
     Args:
         config: Of a finished run that has exported a searched network.
     """
+    number = num_random(config)
+    if not number:
+        return []
+    derived = read_run(Path(str(config.run_dir))).of_kind("derived")[0]
+    alike = _trained_alike(config, derived)
+    chosen = list(_baselines(alike, number, derived, linear=not pools_records(config)))
+    shares = {name: _of_share(baseline, len(chosen)) for name, baseline in chosen}
+    return _folders(config, BASELINES_FOLDER, shares)
+
+
+def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
+    """Return a run folder for every candidate, made where it is missing.
+
+    They are the found network, ``found``, of a table also with a linear skip, and the baselines.
+    Each is trained without validation records, on which it is then measured.
+
+    Args:
+        config: Of a run that has searched, with ``deliver=best``.
+        last: False for all candidates and a third of the rounds; True for the best ones, which are
+            trained for all.
+    """
+    rounds = _rounds(config)
+    rounds = rounds if last else -(-rounds // 3)
+    candidates = _candidates(config)
+    names = finalists(Path(str(config.run_dir))) if last else list(candidates)
+    trained = {}
+    for name in names:
+        retrain = replace(candidates[name].retrain, rounds=rounds, evaluate_every=rounds)
+        trained[name] = replace(candidates[name], retrain=retrain)
+    return _folders(config, FINALISTS_FOLDER if last else BASELINES_FOLDER, trained)
+
+
+def delivered(config: Config, candidate: Candidate) -> Config:
+    """Return the configuration by which a run trains the candidate that it delivers."""
+    own = _candidates(config)[candidate.name]
+    retrain = replace(own.retrain, rounds=_rounds(config))
+    return replace(own, retrain=retrain, run_dir=config.run_dir)
+
+
+def _candidates(config: Config) -> dict[str, Config]:
+    """Return the configuration of each candidate by its name."""
+    folder = Path(str(config.run_dir))
+    derived = read_run(folder).of_kind("derived")[0]
+    alike = _trained_alike(config, derived)
+    others = dict(_baselines(alike, num_random(config), derived, linear=True))
+    found = {"found": replace(alike, stages=STAGES)}
+    if len(derived["network"]["input_shape"]) == 1 and config.search_space.skip == NO_SKIP:
+        space = replace(config.search_space, skip=LINEAR)
+        found["found_skip"] = replace(found["found"], search_space=space)
+    files = {name: folder / BASELINES_FOLDER / name / GENOTYPE_FILE for name in (*found, *others)}
+    for name in found:
+        if not files[name].is_file():  # the run's own will be of the network that it delivers
+            files[name].parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / GENOTYPE_FILE, files[name])
+    return {
+        name: replace(
+            alike, stages=STAGES, genotype=str(files[name].resolve()), search_space=own.search_space
+        )
+        if files[name].is_file()
+        else own
+        for name, own in (found | others).items()
+    }
+
+
+def _rounds(config: Config) -> int:
+    """Return the rounds of retraining of the delivered network."""
+    partition = read_run(Path(str(config.run_dir))).last("partition")
+    share = sum(config.dataset.fractions[name] for name in ("train", "validation"))
+    if "splits" in partition:
+        sizes = median(sum(splits.values()) for splits in partition["splits"])
+    else:
+        sizes = partition["summary"]["sizes"][QUANTILES.index(0.5)]
+    return planned_rounds(config.retrain, share * sizes)
+
+
+def _folders(config: Config, place: str, runs: Mapping[str, Config]) -> list[Path]:
+    """Return a run folder for each configuration, made where it is missing."""
     folders = []
-    chosen = list(_baselines(config))
-    for name, baseline in chosen:
-        folder = Path(str(config.run_dir)) / BASELINES_FOLDER / name
+    for name, one in runs.items():
+        folder = Path(str(config.run_dir)) / place / name
         if not (folder / CONFIG_FILE).is_file():
-            own = _of_share(baseline, len(chosen))
-            create_run_folder(replace(own, run_dir=str(folder)))
+            create_run_folder(replace(one, run_dir=str(folder)))
         folders.append(folder)
     return folders
 
@@ -94,20 +173,30 @@ def affordable(folder: Path) -> int:
     return AFFORDED if cheap and whole > WORTH_S else 0
 
 
-def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield names and configurations; genotypes lie in the folders to be."""
-    folder, number = Path(str(config.run_dir)), num_random(config)
-    if not number:
-        return
-    description = load_description(folder)
-    derived = read_run(folder).last("derived")
-    found = _with_found(config, derived)
+def _trained_alike(config: Config, derived: Event) -> Config:
+    """Return the configuration of a network that is trained like a run's own, beside it."""
     privacy = config.privacy
     if isinstance(privacy, DifferentialPrivacy):  # the run's own ledgers pay for no baseline
         privacy = replace(privacy, sites=None)
-    evaluation = replace(config.evaluation, baselines=0)
-    config = replace(config, evaluation=evaluation, retrain=found, privacy=privacy)
-    config = with_runtime(config, time_limit=None)
+    evaluation = replace(config.evaluation, baselines=0, deliver=FOUND)
+    found = _with_found(config, derived)
+    dataset = replace(config.dataset, linear_baseline=False)  # fitted for the run already
+    config = replace(config, evaluation=evaluation, retrain=found, privacy=privacy, dataset=dataset)
+    return with_runtime(config, time_limit=None)
+
+
+def _baselines(
+    config: Config, number: int, derived: Event, *, linear: bool
+) -> Iterator[tuple[str, Config]]:
+    """Yield names and configurations; genotypes lie in the folders to be.
+
+    Args:
+        config: From :func:`_trained_alike`.
+        number: Of random networks.
+        derived: Event of the found network.
+        linear: True if a linear model is one of them.
+    """
+    folder, description = Path(str(config.run_dir)), derived["network"]
     space, _ = described_space(description)
     for index in range(1, number + 1):
         name = f"random_{index}"
@@ -119,7 +208,7 @@ def _baselines(config: Config) -> Iterator[tuple[str, Config]]:
         yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
     if algorithm_of(config).trains is not None:
         yield "data_free", _data_free(config)
-    if not pools_records(config):  # which gives a linear model, too
+    if linear:
         yield LINEAR, replace(config, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
     shape = tuple(description["input_shape"])
     if len(shape) == 3:

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from flwr.serverapp import Grid
 
 from fednas_flwr.algorithms.base import RoundStrategy
+from fednas_flwr.algorithms.fedavg.strategy import planned_rounds, trained_on
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import simulated_properties
@@ -86,6 +88,10 @@ def begin(
     splits: Sequence[Mapping[str, int]] = [
         known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()
     ]
+    trained = trained_on(config.retrain.evaluate_every)
+    records = [sum(sizes[name] for name in trained) for sizes in splits]
+    rounds = planned_rounds(config.retrain, median(records))
+    config = replace(config, retrain=replace(config.retrain, rounds=rounds))
     if config.samples:
         splits = _declared_at_first(cohort, earlier)
         cohort.sampling = make_sampling(config, splits)

@@ -67,7 +67,7 @@ def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
     """
     copies = {"search": min(KEEP, config.rounds)}
     if "search" not in networks and not searches(config):
-        copies["retrain"] = min(KEEP, config.retrain.rounds) + ("export" in config.stages)
+        copies["retrain"] = min(KEEP, config.retrain.rounds or KEEP) + ("export" in config.stages)
     return sum(
         copies.get(stage, 0) * tensor.numel() * tensor.element_size()
         for stage, network in networks.items()

@@ -58,7 +58,7 @@ def with_learning_rate(run: Run) -> Config:
     else:
         (release,) = (planned for planned in run.schedule if planned.noise_name == "retrain")
         noise = _noise_of_mean(run, release)
-        steps = config.retrain.rounds * privacy.retrain.local_steps
+        steps = config.retrain.planned * privacy.retrain.local_steps
         assert walk is not None
         lr = learning_rate(walk, noise, steps=steps, momentum=weights.momentum)
         lr = min(lr, LARGEST_STEP)

@@ -391,7 +391,7 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
         rounds["search"] = releases_by_round(config, "search", config.rounds)
     if "retrain" not in config.stages:
         return rounds
-    rounds["retrain"] = releases_by_round(config, "retrain", config.retrain.rounds)
+    rounds["retrain"] = releases_by_round(config, "retrain", config.retrain.planned)
     measures = privacy.metrics_noise_multiplier is not None
     if measures and "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
         rounds["evaluate"] = [[plan.metrics_release("evaluate", "test")]]

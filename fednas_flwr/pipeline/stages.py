@@ -44,6 +44,7 @@ from fednas_flwr.pipeline.groups import run_groups
 from fednas_flwr.pipeline.later_settings import cost_of, with_latency, with_learning_rate
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
+from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
 from fednas_flwr.report.model_card import card_of
@@ -55,10 +56,13 @@ from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
+from fednas_flwr.settings.names import ACCURACY, AUROC
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.operations import SkipNetwork
+
+RARE = 0.3  # share of records below which accuracy says little of the rarer of two classes
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -142,6 +146,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     else:
         given = networks.given_genotype(config)
         if given is None:
+            (run.folder / GENOTYPE_FILE).unlink(missing_ok=True)  # of a network that was found
             return None, None
         genotype = given
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
@@ -188,6 +193,7 @@ def describe(
         network = networks.make_network(description | {"auxiliary": False})
         run.log.emit(
             "derived",
+            network=description,
             genotype=json.loads(to_json(genotype)) if genotype else None,
             configuration=asdict(configuration) if configuration else None,
             num_parameters=count_parameters(network),
@@ -209,7 +215,7 @@ def retrain(
         run.schedule,
         configuration,
     )
-    run.start(strategy, run.config.retrain.rounds)
+    run.start(strategy, run.config.retrain.planned)
     strategy.load_into(network)
     return network, strategy.model
 
@@ -222,10 +228,24 @@ def _evaluate(
     device = networks.make_device(config.runtime.device)
     with run.stage("evaluate"):
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
-        threshold, central = None, None
+        threshold, central, validation = None, None, None
         objective = make_objective(config, prepared.train, torch.device("cpu"))
-        if shows_clients and objective.positive_class(prepared.num_classes) is not None:
-            threshold = _threshold(run, description, states)
+        metric = _metric(run)
+        holds_out = config.retrain.evaluate_every > 0
+        thresholded = objective.positive_class(prepared.num_classes) is not None
+        if shows_clients and (thresholded or holds_out):
+            replies = _validated(run, description, states, summed=metric if holds_out else None)
+            counted = [reply for reply in replies if "histogram" in reply.properties]
+            if counted:
+                threshold = best_threshold(
+                    [reply.properties["histogram"] for reply in counted],
+                    [reply.num_examples for reply in counted],  # and not what it has counted
+                )
+            if holds_out and replies:
+                classes = len(objective.scored_classes(prepared.num_classes))
+                told = [reply.properties["sums"] for reply in replies]
+                total = torch.stack([metrics.summed(values, metric, classes) for values in told])
+                validation = metrics.score_of_sums(total.sum(0), metric).tolist()
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             logits, labels = metrics.predicted(network.to(device), test, device)
@@ -257,27 +277,35 @@ def _evaluate(
                 last = rq.Personalise(local=_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         simpler = {name: baselines.get(name) for name in ("linear", "trees")}
-        run.log.emit("evaluated", central=central, **simpler, **results)
+        scored = {"metric": metric, "validation": validation}
+        run.log.emit("evaluated", central=central, **scored, **simpler, **results)
 
 
-def _threshold(run: Run, description: dict[str, Any], states: dict[str, Packed]) -> float | None:
-    """Return the probability from which a record counts as positive, by validation records.
+def _metric(run: Run) -> str:
+    """The score that networks are compared by: as set, or by the clients' classes."""
+    settings = run.config.evaluation
+    if settings.metric is not None:
+        return settings.metric
+    counts = [of.get("class_counts", []) for of in run.cohort.properties.values()]
+    of_classes = [sum(column) for column in zip(*counts, strict=False)]
+    two = len(of_classes) == 2 and not run.prepared.train.multi_label
+    rare = two and min(of_classes) < RARE * sum(of_classes)
+    return AUROC if settings.positive is not None or rare else ACCURACY
 
-    None where no client has such records of both kinds, or too few clients answer.
-    """
+
+def _validated(
+    run: Run, description: dict[str, Any], states: dict[str, Packed], *, summed: str | None
+) -> list[Reply]:
+    """The replies of clients that measure the network on validation records; empty if too few."""
     cohort = run.cohort
     having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("validation")]
-    histograms, weights = [], []
-    request = rq.Evaluate(network=description, split="validation", with_scores=True)
+    request = rq.Evaluate(network=description, split="validation", with_scores=True, summed=summed)
     exchange = Exchange(
         "evaluate.model", stage="evaluate", settings=request, states=states, among=having
     )
     with suppress(QuorumError):
-        for _, reply in cohort.ask(exchange):
-            if "histogram" in reply.properties:
-                histograms.append(reply.properties["histogram"])
-                weights.append(reply.num_examples)  # and not what it has counted
-    return best_threshold(histograms, weights) if histograms else None
+        return [reply for _, reply in cohort.ask(exchange)]
+    return []
 
 
 def _testers(run: Run) -> list[int]:
@@ -328,7 +356,7 @@ def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining
         description,
         "train+validation",
         rq.Amount(retrain.local_epochs, None, retrain.batch_size),
-        retrain.weights.at_round(retrain.rounds, retrain.rounds),
+        retrain.weights.at_round(retrain.planned, retrain.planned),
         retrain.auxiliary_weight,
         retrain.drop_path_prob,
     )

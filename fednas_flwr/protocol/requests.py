@@ -50,6 +50,7 @@ MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
 LARGEST_RECORD = 2**28  # values of its features
 LONGEST_TEXT = 200  # characters of a tag or of a name
+MOST_SUMS = 10**6
 SCORES = ("f1", "auroc", "average_precision")
 
 
@@ -187,6 +188,7 @@ class LocalTraining(Checked):
         drop_path_prob: From 0 to below 1.
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that were sent.
+        fixed_norm: True if batch norm normalises by the averages that were sent, and keeps them.
     """
 
     network: Description
@@ -196,6 +198,7 @@ class LocalTraining(Checked):
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
     proximal: opt.NonNegative = 0.0
+    fixed_norm: bool = False
 
     states = ("weights",)
 
@@ -676,6 +679,7 @@ class Scored(TypedDict, total=False):
     ]
     # of the probability of being positive, for positive and other records
     histogram: Annotated[list[Bins], Length(Between(2, 2))]
+    sums: Annotated[list[opt.NonNegative], Length(Between(1, MOST_SUMS))]  # row by row
 
 
 @asks("evaluate.model", reply=Scored, private=NoProperties)
@@ -690,12 +694,15 @@ class Evaluate(AtSite):
             estimated anew before; None takes those that were sent, and so do private clients.
         with_scores: True if clients also tell scores, and a histogram of the probabilities of the
             positive class; private ones never do.
+        summed: A score, one of ``names.METRICS``, whose :func:`~fednas_flwr.models.metrics.sums`
+            clients without privacy tell, too.
     """
 
     network: Description
     split: str
     statistics_batch_size: opt.Count | None = None
     with_scores: bool = False
+    summed: Annotated[str, OneOf(names.METRICS)] | None = None
 
     def released(self, action: str) -> Kinds:
         """One release of loss and accuracy."""

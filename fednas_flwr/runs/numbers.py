@@ -14,10 +14,14 @@ from typing import Any, Literal
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.runs.events import Event, latest_rounds, read_events, records_of
-from fednas_flwr.settings.names import CLIENT, PRV
+from fednas_flwr.settings.names import BEST, CLIENT, PRV
 
 CONFIG_FILE = "config.yaml"
-BASELINES_FOLDER, VARIANTS_FOLDER = BESIDE = ("baselines", "variants")  # runs below a run
+BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a run
+    "baselines",
+    "finalists",
+    "variants",
+)
 EVENTS_FILE = "events.jsonl"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
@@ -136,7 +140,16 @@ class Run:
             return "unfinished"
         if ends[-1]["status"] == "completed" and ends[-2:][0]["event"] == "out_of_time":
             return "unfinished"
+        if ends[-1]["status"] == "completed" and self._delivers_later:
+            return "unfinished"
         return str(ends[-1]["status"])
+
+    @property
+    def _delivers_later(self) -> bool:
+        """True if candidates have still to be compared, one of which will be delivered."""
+        stages = self.config.get("stages") or ()
+        waits = self.group("evaluation").get("deliver") == BEST and {*STAGES_AFTER} <= {*stages}
+        return waits and not self.last("exported") and bool(self.last("derived"))
 
     @property
     def reason(self) -> str:
@@ -199,9 +212,12 @@ class Run:
                     config[group] = _in_steps(config[group], of_group)
         return config
 
-    def _done(self, stage: str, planned: int) -> int | str:
+    def _done(self, stage: str, planned: int | None) -> int | str:
         """Return a stage's number of rounds: ``2 of 5`` where the run has not reached all."""
         done = len(self.rounds(stage))
+        if planned is None:
+            started = (e["rounds"] for e in self.of_kind("stage_started") if e["stage"] == stage)
+            planned = max(started, default=done)
         return done if done == planned else f"{done} of {planned}"
 
     def _clients_text(self, planned: int) -> int | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +116,11 @@ class Objective:
             return 1
         return self.positive
 
+    def scored_classes(self, num_classes: int) -> Sequence[int]:
+        """The classes that scores are means over: the positive one alone where there is one."""
+        positive = self.positive_class(num_classes)
+        return range(num_classes) if positive is None else [positive]
+
     def ranks(self, logits: Tensor) -> Tensor:
         """The log odds of each class, which rank the records, float64 [N, classes]."""
         return logits.double() if self.multi_label else log_odds(logits.double())
@@ -147,7 +152,7 @@ class Objective:
             weights_RN: float64 [R, N], 0 or more.
         """
         positive = self.positive_class(logits.shape[1])
-        classes = range(logits.shape[1]) if positive is None else [positive]
+        classes = self.scored_classes(logits.shape[1])
         predictions = self.predictions(logits)
         members = [self.members(labels, c) for c in classes]
         called = [self.members(predictions, c) for c in classes]

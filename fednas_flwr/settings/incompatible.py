@@ -145,9 +145,14 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "training.precision=float32",
     ),
     (
+        lambda c: is_private(c) and c.retrain.rounds is None,
+        "retrain.rounds=null with privacy=dp: clients are told of all that is released before the "
+        "first round; set retrain.rounds",
+    ),
+    (
         lambda c: (
             is_private(c)
-            and c.rounds * searches(c) + c.retrain.rounds * retrains(c) > MOST_PRIVATE_ROUNDS
+            and c.rounds * searches(c) + (c.retrain.rounds or 0) * retrains(c) > MOST_PRIVATE_ROUNDS
         ),
         "rounds={c.rounds} with retrain.rounds={c.retrain.rounds} and privacy=dp: expected at most "
         f"{MOST_PRIVATE_ROUNDS} in all, since clients are told of each before the first; take "

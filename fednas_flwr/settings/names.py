@@ -42,6 +42,11 @@ MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dat
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
 PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
 
+# Scores by which networks are compared and one is delivered; larger is better but for log_loss.
+ACCURACY, AUROC, LOG_LOSS = "accuracy", "auroc", "log_loss"
+METRICS = (ACCURACY, AUROC, "average_precision", "f1", LOG_LOSS)
+FOUND, BEST = DELIVERIES = ("found", "best")  # the network that a run delivers
+
 MOST_SHOWN = 100  # clients of which each is told by itself; of more there are quantiles
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 

@@ -108,7 +108,8 @@ class Retrain(Checked):
         exchange: The clients' answers: ``models`` after all local steps of a round (FedAvg), or
             ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
             secure sums, which share the noise of single steps only, else ``models``.
-        rounds: Rounds of retraining; each ends with a checkpoint.
+        rounds: Rounds of retraining; each ends with a checkpoint. Null, without privacy, is so
+            many that the median client takes 300 local steps, from 10 to 40.
         evaluate_every: Rounds between evaluations of the network on the clients' validation
             records, which are then not trained on; 0 is never, and they are.
         local_epochs: A round's passes over a client's records; with ``gradients`` over those of
@@ -118,22 +119,33 @@ class Retrain(Checked):
         channels: Channels of the first cells; null takes the supernet's size.
         num_cells: Cells of the network; null takes the supernet's number.
         norm: Normalisation of the network: ``batch``, or ``group``, which privacy needs.
+        fixed_norm: Share of the rounds, the last ones, in which batch norm normalises by the
+            averages over all clients that it has by then, in training as in use (FixBN, Zhong et
+            al. 2023, arXiv 2303.06530); 0 normalises each batch by itself throughout.
         auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 has none.
         drop_path_prob: Probability of drop-path in the last round; it rises linearly from 0.
         weights: The optimiser's constants.
     """
 
     exchange: Annotated[str, OneOf(EXCHANGES)] | None
-    rounds: opt.Count
+    rounds: opt.Count | None
     evaluate_every: opt.CountOrZero
     local_epochs: opt.Steps
     batch_size: opt.Count
     channels: Width | None
     num_cells: Cells | None
     norm: Norm
+    fixed_norm: opt.ShareBelow1
     auxiliary_weight: opt.RateOrZero
     drop_path_prob: opt.ShareBelow1
     weights: opt.SGD
+
+    @property
+    def planned(self) -> int:
+        """The number of rounds, in a run that knows it."""
+        if self.rounds is None:
+            raise ValueError("the rounds follow from the clients' records, which are not known yet")
+        return self.rounds
 
 
 @dataclass(frozen=True)
@@ -375,6 +387,12 @@ class EvaluationSettings(Checked):
     Attributes:
         positive: The positive class of F1, AUROC, average precision, sensitivity and specificity;
             null takes the mean over classes, or the last of two.
+        metric: Score by which networks are compared and one is delivered. Null is ``auroc`` where
+            ``positive`` is set or less than 30 % of the clients' records are of the rarer of two
+            classes, else ``accuracy``.
+        deliver: The network that a run delivers: the ``found`` one; or the ``best``, by validation
+            records on which nothing was trained, of it and of those of ``baselines``, which are
+            then trained before it. ``best`` is not with privacy nor on real sites.
         personalised: If true, clients test the trained network again after local epochs of their
             own; not with privacy.
         baselines: Random networks of the search space that are trained like the found one and
@@ -384,6 +402,8 @@ class EvaluationSettings(Checked):
     """
 
     positive: Text | None
+    metric: Annotated[str, OneOf(names.METRICS)] | None
+    deliver: Annotated[str, OneOf(names.DELIVERIES)]
     personalised: bool
     baselines: opt.CountOrZero | None
 

@@ -138,18 +138,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
-        "retrain.batch_size retrain.auxiliary_weight retrain.drop_path_prob retrain.weights "
-        "privacy.retrain",
+        "retrain.batch_size retrain.fixed_norm retrain.auxiliary_weight retrain.drop_path_prob "
+        "retrain.weights privacy.retrain",
         lambda c: not retrains(c),
         STAGES + ", which lack retrain",
     ),
     Rule(
-        "evaluation.personalised dataset.linear_baseline dataset.limit_test evaluation.positive",
+        "evaluation.personalised dataset.linear_baseline dataset.limit_test evaluation.positive "
+        "evaluation.metric",
         lambda c: "evaluate" not in c.stages,
         STAGES + ", which lack evaluate",
     ),
     Rule(
-        "evaluation.baselines",
+        "evaluation.baselines evaluation.deliver",
         lambda c: not searches(c) or not {"retrain", "evaluate", "export"}.issubset(c.stages),
         "algorithm={c.algorithm.name} and stages={c.stages}: they are compared with a searched "
         "network that is retrained, evaluated and exported",
@@ -159,6 +160,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: has_real_sites(c) and is_private(c) and c.privacy.baseline_share is None,
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
         "set privacy.baseline_share to what they may cost, or remove it",
+    ),
+    Rule(
+        "evaluation.deliver",
+        lambda c: has_real_sites(c) or is_private(c),
+        "runtime={c.runtime.name} and privacy={c.privacy.name}: networks are chosen by exact "
+        "scores of simulated clients",
     ),
     Rule(
         "privacy.baseline_share",
@@ -181,9 +188,14 @@ RULES: tuple[Rule, ...] = (
         NETWORK,
     ),
     Rule(
-        "retrain.norm",
+        "retrain.norm retrain.fixed_norm",
         lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,
         NETWORK,
+    ),
+    Rule(
+        "retrain.fixed_norm",
+        retrains_by_gradients,
+        "retrain.exchange={c.retrain.exchange}: each step normalises its own batches",
     ),
     Rule(
         "retrain.drop_path_prob",
@@ -208,7 +220,7 @@ RULES: tuple[Rule, ...] = (
         "retrain.weights",
     ),
     Rule(
-        "retrain.exchange retrain.evaluate_every retrain.weights.min_lr",
+        "retrain.exchange retrain.evaluate_every retrain.fixed_norm retrain.weights.min_lr",
         lambda c: algorithm_of(c).retraining is not None,
         "algorithm={c.algorithm.name}, which retrains in exchanges of its own",
     ),
@@ -343,6 +355,7 @@ NEEDS = {
     "algorithm.bandit.scaled=true": "algorithm.bandit.scale_retention",
     "algorithm.group_by=tag": "algorithm.client_tags",
     "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all clients together
+    "retrain.norm=batch": "retrain.fixed_norm",
     "dataset.server_test=true": "dataset.linear_baseline dataset.limit_test",
     # Those that take the place of others, where they are given.
     "genotype=null": "algorithm.network",
@@ -363,8 +376,9 @@ SWITCHES = (
     "secure_sum sampling genotype training.oversample training.class_factors "
     "evaluation.personalised evaluation.baselines algorithm.client_tags dataset.linear_baseline "
     "dataset.limit_test dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std "
-    "retrain.channels retrain.num_cells retrain.exchange retrain.auxiliary_weight "
-    "retrain.drop_path_prob algorithm.evaluate_every algorithm.configurations algorithm.ranges "
+    "retrain.channels retrain.num_cells retrain.exchange retrain.fixed_norm "
+    "retrain.auxiliary_weight retrain.drop_path_prob algorithm.evaluate_every "
+    "algorithm.configurations algorithm.ranges "
     "algorithm.search.hardware privacy.metrics_noise_multiplier "
     "privacy.statistics_noise_multiplier privacy.sites privacy.test_seed"
 ).split()

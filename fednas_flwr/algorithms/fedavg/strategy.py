@@ -27,15 +27,25 @@ from fednas_flwr.protocol.states import Packed, Tensors
 from fednas_flwr.search.optimizer_step import after_prefix, make_sgd
 from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.optimizers import SGD, Configuration
-from fednas_flwr.settings.run_settings import ServerAdagrad, ServerAdam
+from fednas_flwr.settings.run_settings import Retrain, ServerAdagrad, ServerAdam
 
 SPLITS = ("train", "validation")  # what is trained on where nothing is held out
+LOCAL_STEPS = 300  # of retraining where nobody says how many rounds
+FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
 FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
 
 def trained_on(evaluate_every: int) -> tuple[str, ...]:
     """The splits to train on; validation records are held out if they are measured."""
     return SPLITS[:1] if evaluate_every else SPLITS
+
+
+def planned_rounds(retrain: Retrain, records: float) -> int:
+    """The rounds of retraining: as set, or by the records that the median client trains on."""
+    if retrain.rounds is not None:
+        return retrain.rounds
+    steps = retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
+    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, round(LOCAL_STEPS / steps)))
 
 
 def training_settings(config: Config, configuration: Configuration | None) -> tuple[SGD, float]:
@@ -134,6 +144,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
             self.drop_path_prob * (server_round - 1) / num_rounds,
             split="+".join(trained_on(every)),
             proximal=self.proximal,
+            fixed_norm=server_round > (1 - self.config.retrain.fixed_norm) * num_rounds,
         )
         request = Train(local=local)
         metrics = self.train("train.weights", request, weights.momentum)

@@ -1,0 +1,127 @@
+"""The leaderboard of a run: the networks it has compared, and the one it delivers.
+
+With ``evaluation.deliver=best`` every candidate is trained without the clients' validation records,
+for a third of the rounds; the best two of them, and the linear model, for all. Their scores on
+these records decide; test records do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, FINALISTS_FOLDER, Run, read_run
+from fednas_flwr.settings.names import ACCURACY, LINEAR, LOG_LOSS
+
+FINALISTS = 2  # beside the linear model
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A network that could be delivered.
+
+    Attributes:
+        name: Of its folder: ``found``, ``random_1``, ``data_free``, ``linear``, ...
+        run: Its longest training.
+        short: Its training for a third of the rounds, which all candidates have.
+    """
+
+    name: str
+    run: Run
+    short: Run
+
+    @property
+    def values(self) -> list[float]:
+        """Its score on validation records, then that on resamples of them; larger is better."""
+        return _values(self.run)
+
+    @property
+    def score(self) -> float:
+        """Its score on validation records, as it is reported."""
+        return abs(self.values[0])
+
+    @property
+    def standard_error(self) -> float:
+        """Of the score."""
+        return _spread(self.values)
+
+    def row(self) -> dict[str, Any]:
+        """What a leaderboard shows of it."""
+        evaluated = self.run.last("evaluated")
+        central, metric = evaluated.get("central") or {}, evaluated["metric"]
+        intervals = central.get("intervals") or {}
+        numbers = self.run.numbers()
+        return {
+            "name": self.name,
+            "metric": metric,
+            "validation": self.score,
+            "standard_error": self.standard_error,
+            "test": central.get(metric if metric != LOG_LOSS else "loss"),
+            "interval": intervals.get(metric),
+            "accuracy": self.run.accuracy(),
+            "rounds": len(self.run.rounds("retrain")),
+            "parameters": numbers["num_parameters"],
+            "multiply_adds": numbers["multiply_adds"],
+            "seconds": self.run.total_seconds(),
+        }
+
+
+def candidates(folder: Path) -> list[Candidate]:
+    """The candidates of a run that have a score on validation records, best first."""
+    short, long = (_scored(folder / place) for place in (BASELINES_FOLDER, FINALISTS_FOLDER))
+    found = [Candidate(name, long.get(name, run), run) for name, run in short.items()]
+    return sorted(found, key=lambda one: (one.name not in long, -one.values[0], one.name))
+
+
+def finalists(folder: Path) -> list[str]:
+    """The names of those that are trained for all rounds: the best two, and the linear model."""
+    ranking = sorted(candidates(folder), key=lambda one: -_values(one.short)[0])
+    best = [one.name for one in ranking if one.name != LINEAR][:FINALISTS]
+    return best + [one.name for one in ranking if one.name == LINEAR]
+
+
+def chosen(folder: Path) -> Candidate | None:
+    """The candidate that a run delivers; None of a run without candidates.
+
+    It is the simplest finalist that is less than one standard error behind the best one, by the
+    bootstrap of the same records (Breiman et al. 1984, section 3.4.3, who take that of the best's
+    own score): the linear model before all others, then by parameters.
+    """
+    known = candidates(folder)
+    names = finalists(folder)
+    last = [one for one in known if one.name in names and one.run is not one.short] or known[:1]
+    if not last:
+        return None
+    best = max(last, key=lambda one: one.values[0])
+
+    def is_close(one: Candidate) -> bool:
+        behind = [b - v for b, v in zip(best.values, one.values, strict=True)]
+        return one is best or behind[0] < _spread(behind)
+
+    def size(one: Candidate) -> tuple[bool, float]:
+        return one.name != LINEAR, one.run.numbers()["num_parameters"] or math.inf
+
+    return min(filter(is_close, last), key=size)
+
+
+def _scored(folder: Path) -> dict[str, Run]:
+    """The runs in a folder that have a score on validation records, by name."""
+    runs = {file.parent.name: read_run(file.parent) for file in folder.glob(f"*/{EVENTS_FILE}")}
+    return {name: run for name, run in sorted(runs.items()) if _values(run)}
+
+
+def _values(run: Run) -> list[float]:
+    evaluated: Mapping[str, Any] = run.last("evaluated")
+    sign = -1.0 if evaluated.get("metric", ACCURACY) == LOG_LOSS else 1.0
+    values = evaluated.get("validation") or []
+    return [math.nan if value is None else sign * value for value in values]
+
+
+def _spread(values: list[float]) -> float:
+    """The standard deviation over resamples; those of which a score is not defined do not count."""
+    known = [value for value in values[1:] if not math.isnan(value)]
+    return stdev(known) if len(known) > 1 else 0.0
