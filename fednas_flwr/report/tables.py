@@ -16,13 +16,16 @@ from fednas_flwr.report.templates import (
     FORMS,
     as_unit,
     count,
+    duration,
     epsilon_text,
+    percent,
     quantiles,
     score,
     sentence,
 )
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.numbers import METRICS, SCORES, Run, of_splits
+from fednas_flwr.runs.leaderboard import compared
+from fednas_flwr.runs.numbers import LABELS, METRICS, SCORES, Run, of_splits
 from fednas_flwr.settings.names import GDP, MOST_SHOWN, PRV, QUANTILES, RDP
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
@@ -165,6 +168,38 @@ def score_table(run: Run) -> Table | None:
     ]
     head = ["score", MODELS["central"], "95 % interval", *(MODELS[model] for model in shown[1:])]
     return "Scores on the server's test set", head, rows
+
+
+def leaderboard_table(run: Run) -> Table | None:
+    """Return the networks that a run has compared; None of a run that has compared none."""
+    rows = [one.row() for one in compared(run)]
+    if len(rows) < 2:
+        return None
+    label, by_accuracy = LABELS[run.main_metric], run.main_metric == SCORES[0].name
+    chose = any(row["validation"] is not None for row in rows)
+    text = FORMS[SCORES[0].unit if by_accuracy else "score"].text
+    head = ["network", *([f"validation {label} ± error"] if chose else [])]
+    head += [f"test {label} (95 %)", *([] if by_accuracy else ["test accuracy"])]
+    head += ["parameters", "rounds", "time", *(["epsilon"] if run.is_private else []), ""]
+    cells = []
+    for row in rows:
+        low_high, validation = row["interval"], row["validation"]
+        interval = f" ({text(low_high[0])} – {text(low_high[1])})" if low_high else ""
+        error = f" ± {text(row['standard_error'])}" if validation is not None else ""
+        test = row["accuracy"] if by_accuracy else row["test"]
+        line = [row["network"], *([f"{text(validation)}{error}"] if chose else [])]
+        line += [text(test) + interval, *([] if by_accuracy else [percent(row["accuracy"])])]
+        line += [count(row["parameters"]), count(row["rounds"]), duration(row["seconds"])]
+        if run.is_private:
+            line.append(epsilon_text(row["epsilon"]))
+        cells.append([*line, row["reason"]])
+    for model in ("linear", "trees"):
+        if scores := run.scores(model):
+            value = scores.get(run.main_metric)
+            line = [f"{MODELS[model]} on pooled records", *([DASH] if chose else []), text(value)]
+            line += [] if by_accuracy else [percent(scores.get("accuracy"))]
+            cells.append(line + [""] * (len(head) - len(line)))
+    return "Networks that were compared", head, cells
 
 
 def class_table(run: Run) -> Table | None:

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import cells
-from fednas_flwr.report.tables import STAGES, TEST_SEED, reached, scores
+from fednas_flwr.report.tables import STAGES, TEST_SEED, leaderboard_table, reached, scores
 from fednas_flwr.report.templates import (
     DASH,
     count,
@@ -228,7 +228,6 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     rows = [
         *scores(run),
         *group_accuracies(run),
-        *((f"baseline {b.folder.name}", percent(b.accuracy())) for b in run.baselines()),
         *reached(run, ["num_parameters", "multiply_adds"]),
         ("edges decided", cells.decided_text(cells.derived_edges(run.alphas()))),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
@@ -246,6 +245,9 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         if value != DASH:
             table.add_row(Text(terminal(label)), Text(terminal(value)))
     console.print(table)
+    if board := leaderboard_table(run):
+        title, head, lines = board
+        print_table(title, head, lines, numbers=True, console=console)
     if text := sentence("no_better", run):
         print_line(console, text)
     if run.reason:

@@ -22,12 +22,12 @@ FINALISTS = 2  # beside the linear model
 
 @dataclass(frozen=True)
 class Candidate:
-    """A network that could be delivered.
+    """A network that was trained beside a run's, or the run's own.
 
     Attributes:
         name: Of its folder: ``found``, ``random_1``, ``data_free``, ``linear``, ...
         run: Its longest training.
-        short: Its training for a third of the rounds, which all candidates have.
+        short: Its training for a third of the rounds, which all candidates of a choice have.
     """
 
     name: str
@@ -36,38 +36,43 @@ class Candidate:
 
     @property
     def values(self) -> list[float]:
-        """Its score on validation records, then that on resamples of them; larger is better."""
+        """Its score on validation records, then that on resamples of them; larger is better.
+
+        Empty where none were held out.
+        """
         return _values(self.run)
 
-    @property
-    def score(self) -> float:
-        """Its score on validation records, as it is reported."""
-        return abs(self.values[0])
-
-    @property
-    def standard_error(self) -> float:
-        """Of the score."""
-        return _spread(self.values)
-
     def row(self) -> dict[str, Any]:
-        """What a leaderboard shows of it."""
-        evaluated = self.run.last("evaluated")
-        central, metric = evaluated.get("central") or {}, evaluated["metric"]
-        intervals = central.get("intervals") or {}
+        """What a leaderboard shows of it; None where it has not been measured."""
+        central, metric = self.run.scores("central"), self.run.main_metric
+        interval = (central.get("intervals") or {}).get(metric)
         numbers = self.run.numbers()
         return {
-            "name": self.name,
+            "network": self.name,
             "metric": metric,
-            "validation": self.score,
-            "standard_error": self.standard_error,
-            "test": central.get(metric if metric != LOG_LOSS else "loss"),
-            "interval": intervals.get(metric),
+            "validation": abs(self.values[0]) if self.values else None,
+            "standard_error": _spread(self.values) if self.values else None,
+            "test": central.get("loss" if metric == LOG_LOSS else metric),
+            "interval": interval,
             "accuracy": self.run.accuracy(),
             "rounds": len(self.run.rounds("retrain")),
             "parameters": numbers["num_parameters"],
             "multiply_adds": numbers["multiply_adds"],
             "seconds": self.run.total_seconds(),
+            "epsilon": numbers["epsilon"],
+            "reason": self.run.reason,
         }
+
+
+def compared(run: Run) -> list[Candidate]:
+    """The networks that a run has compared, its own first, the best of the others next."""
+    choice = chosen(run.folder)
+    name = f"delivered ({choice.name})" if choice else "found"
+    own = [Candidate(name, run, run)] if run.last("evaluated") else []
+    if choice:
+        return own + candidates(run.folder)
+    others = [Candidate(other.folder.name, other, other) for other in run.baselines()]
+    return own + sorted(others, key=lambda one: (-(one.run.accuracy() or 0.0), one.name))
 
 
 def candidates(folder: Path) -> list[Candidate]:

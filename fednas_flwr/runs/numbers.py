@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.runs.events import Event, latest_rounds, read_events, records_of
-from fednas_flwr.settings.names import BEST, CLIENT, PRV
+from fednas_flwr.settings.names import ACCURACY, BEST, CLIENT, LOG_LOSS, PRV
 
 CONFIG_FILE = "config.yaml"
 BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a run
@@ -59,7 +59,9 @@ SCORES = (
     Score("average_precision", "average precision", models=("central",)),
     Score("sensitivity", "sensitivity", models=()),
     Score("specificity", "specificity", models=()),
+    Score(LOG_LOSS, "log loss", models=()),
 )
+LABELS = {score.name: score.label for score in SCORES}
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,11 @@ class Run:
     def scores(self, model: str) -> dict[str, Any]:
         """The last evaluation of a model, empty where there was none."""
         return self.last("evaluated").get(model) or {}
+
+    @property
+    def main_metric(self) -> str:
+        """The score that networks are compared by."""
+        return str(self.last("evaluated").get("metric") or ACCURACY)
 
     @property
     def class_names(self) -> list[str]:
