@@ -118,7 +118,13 @@ def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path | 
     if (folder / "config.yaml").exists():
         arguments = [f"resume={folder}"]
     else:
-        arguments = ["evaluation.baselines=0", *overrides, f"seed={seed}", f"run_dir={folder}"]
+        compares = any(text.startswith("evaluation.baselines=") for text in overrides)
+        arguments = [
+            *([] if compares else ["evaluation.baselines=0"]),
+            *overrides,
+            f"seed={seed}",
+            f"run_dir={folder}",
+        ]
         arguments += [] if root is None else [f"dataset.root={root}"]
     done = subprocess.run(
         [sys.executable, "-m", "fednas_flwr", "run", *arguments],

@@ -1,0 +1,252 @@
+"""Table: what the recommended command delivers, beside the simplest alternatives.
+
+    python scripts/table_recommended.py --data <folder> [--jobs 2] [--only heart,digits]
+
+Nobody tuned on the seeds, which are listed here; each has a split of its own into clients' records
+and the server's test set. What is chosen is chosen by validation records. ``<folder>`` has the data
+of the README's table in the forms in which they are published: ``heart_disease/``, ``fraud/``,
+``breastmnist/``, ``FashionMNIST/``, ``cifar10_jpeg60k.npz.xz``; digits and a table with
+interactions are made here. Continues where it was stopped; every finished run is added to
+scripts/results/recommended.json.
+
+Columns are test scores by each row's own metric: of the delivered network; of the found one, the
+mean random one, the data-free choice and ResNet-8, which all had the same rounds; of the linear
+model; and of the boosted trees on pooled records of a table.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pandas as pd
+from table_runs import arguments, make_all, measure
+from tables import start_results
+
+from fednas_flwr.base.files import write_atomically
+from fednas_flwr.runs.leaderboard import candidates, chosen
+from fednas_flwr.runs.numbers import Run
+
+RESULTS = Path(__file__).parent / "results" / "recommended.json"
+RUNS = Path("runs/table_recommended")
+SEEDS, FEW_SEEDS = (101, 102, 103, 104, 105), (101, 102, 103)
+SUFFIX = {"dataset=csv": ".csv"}
+TABLE = ("dataset=csv", "search_space=mlp_small", "dataset.id_column=id")
+HEART = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal num".split()
+GROUPS = "partition.groups=[[0,1],[2,3],[4,5],[6,7],[8,9]]"
+PARTITIONS = {
+    "iid": ("clients=5",),
+    "Dirichlet .3": ("clients=5", "partition=dirichlet", "partition.alpha=0.3"),
+    "label groups": (
+        *("clients=5", "partition=label_groups", GROUPS),
+        "partition.clients_per_group=[1,1,1,1,1]",
+    ),
+}
+NAMES = ("delivered", "found", "random", "data-free", "ResNet-8", "linear", "trees")
+COLUMNS = [{"metric": name, "title": name, "scale": 100, "decimals": 1} for name in NAMES]
+COLUMNS.append({"metric": "minus_simple", "title": "delivered minus simple", "scale": 100})
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = arguments(__doc__, needs_root=False)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
+    parser.add_argument("--only", default="", help="names of data, comma-separated; all by default")
+    options = parser.parse_args()
+    data, only = options.data.resolve(), [name for name in options.only.split(",") if name]
+    start_results(
+        RESULTS,
+        title="The recommended command and simpler networks, test score of each row's metric (%)",
+        command="python scripts/table_recommended.py --data <folder>",
+        columns=COLUMNS,
+    )
+    jobs = []
+    for name, (write, partitions, overrides, seeds) in ROWS.items():
+        for partition, divided in partitions.items():
+            for seed in seeds:
+                if only and name not in only:
+                    continue
+                root = RUNS / "data" / f"{name}_{seed}{SUFFIX.get(overrides[0], '.npz')}"
+                group = {"data": name, "partition": partition}
+                folder = RUNS / f"{name}_{partition}_{seed}".replace(" ", "_")
+                settings = ["experiment=search/recommended", "runtime.threads=1"]
+                settings += [*overrides, *divided, "evaluation.baselines=2"]
+                if not root.exists():
+                    write(data, root, seed)
+                run = partial(measure, RESULTS, folder, group=group, seed=seed, more=scores)
+                jobs.append(partial(run, overrides=settings, root=root.resolve()))
+    make_all(lambda job: job(), jobs, at_a_time=options.jobs)
+
+
+def scores(run: Run) -> dict[str, float | None]:
+    """Test scores of a run's leaderboard, by the columns' names."""
+    known, choice, metric = candidates(run.folder), chosen(run.folder), run.main_metric
+    short = {one.name: one.short.scores("central").get(metric) for one in known}
+    long = {one.name: one.row()["test"] for one in known}
+    simple = max(
+        (one for one in known if one.name == "linear" or one.name.startswith("resnet")),
+        key=lambda one: one.values[0],
+    )
+    resnet = next((name for name in short if name.startswith("resnet")), "")
+    random = [value for name, value in short.items() if name.startswith("random") and value]
+    delivered = run.scores("central")[metric]
+    return {
+        "delivered": delivered,
+        "found": short.get("found"),
+        "random": fmean(random) if random else None,
+        "data-free": short.get("data_free"),
+        "ResNet-8": short.get(resnet),
+        "linear": long.get("linear"),
+        "trees": run.scores("trees").get(metric),
+        "minus_simple": delivered - simple.row()["test"],
+        "chose": list(long).index(choice.name) if choice else None,
+    }
+
+
+def write_heart(data: Path, root: Path, seed: int) -> None:
+    """Write the four hospitals' tables as they are, with an id that the split follows."""
+    for file in sorted((data / "heart_disease").glob("processed.*.data")):
+        table = pd.read_csv(file, header=None, names=HEART, dtype=str)
+        _write_table(root / f"{file.name.split('.')[1]}.csv", table, seed)
+    lines = ['  missing_values: ["?"]', "  map: {num: {2: 1, 3: 1, 4: 1}}"]
+    write_atomically(root / "dataset.yaml", "\n".join(["all:", *lines]) + "\n")
+
+
+def write_fraud(data: Path, root: Path, seed: int) -> None:
+    """Write 6,000 transactions, drawn by the seed."""
+    (file,) = (data / "fraud").glob("*.csv.gz")
+    table = pd.read_csv(file).sample(6000, random_state=seed)
+    _write_table(root, table.rename(columns={table.columns[-1]: "label"}), seed)
+
+
+def write_interactions(data: Path, root: Path, seed: int) -> None:
+    """Write a made table of 3,000 records, whose label follows from products of columns."""
+    drawn = np.random.default_rng(seed)
+    x, site = drawn.normal(size=(3000, 12)), drawn.integers(0, 6, 3000)
+    odds = 1.5 * x[:, 0] * x[:, 1] + np.where(x[:, 2] > 0, x[:, 3], -x[:, 3]) + 0.8 * x[:, 4]
+    odds += 0.2 * (site - 2.5) + 0.6 * (x[:, 5] ** 2 - 1) - 1
+    table = pd.DataFrame(x.round(4), columns=[f"x{i}" for i in range(12)])
+    table["label"] = (drawn.random(3000) < 1 / (1 + np.exp(-odds))).astype(int)
+    _write_table(root, table.assign(site=[f"site {s}" for s in site]), seed)
+
+
+def write_breast(data: Path, root: Path, seed: int) -> None:
+    """Write all 780 images, a fifth of them for the test, drawn by the seed."""
+    with np.load(data / "breastmnist" / "breastmnist.npz") as file:
+        x, y = (np.concatenate([file[f"{n}_train"], file[f"{n}_test"]]) for n in "xy")
+    _write_images(root, x, y, seed, test=len(x) // 5)
+
+
+def write_digits(data: Path, root: Path, seed: int) -> None:
+    """Write scikit-learn's digits, a fifth of them for the test, drawn by the seed."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x = (digits.images * 255 / 16).astype(np.uint8)
+    _write_images(root, x, digits.target, seed, test=len(x) // 5)
+
+
+def write_fashion(data: Path, root: Path, seed: int, *, number: int) -> None:
+    """Write some of Fashion-MNIST's training images, drawn by the seed, and its test set."""
+    arrays = []
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        content = gzip.decompress((data / f"FashionMNIST/raw/{name}-ubyte.gz").read_bytes())
+        shape = (-1, 28, 28) if "images" in name else (-1,)
+        skipped = 16 if "images" in name else 8
+        arrays.append(np.frombuffer(content, np.uint8, offset=skipped).reshape(shape))
+    _write_subset(root, *arrays, seed=seed, number=number)
+
+
+def write_cifar10(data: Path, root: Path, seed: int, *, number: int) -> None:
+    """Write some of CIFAR-10's training images (JPEG), drawn by the seed, and its test set."""
+    from PIL import Image
+
+    with np.load(io.BytesIO(lzma.open(data / "cifar10_jpeg60k.npz.xz").read())) as file:
+        arrays = []
+        for part in ("train", "test"):
+            ends, content = file[f"{part}_off"], file[f"{part}_bytes"].tobytes()
+            places = zip(ends[:-1], ends[1:], strict=True)
+            images = [np.asarray(Image.open(io.BytesIO(content[a:b]))) for a, b in places]
+            arrays += [np.stack(images), file[f"y_{part}"]]
+    _write_subset(root, *arrays, seed=seed, number=number)
+
+
+def _write_subset(
+    root: Path,
+    x: np.ndarray,
+    y: np.ndarray,
+    x_test: np.ndarray,
+    y_test: np.ndarray,
+    *,
+    seed: int,
+    number: int,
+) -> None:
+    rows = np.random.default_rng(seed).permutation(len(x))[:number]
+    _save(root, x_train=x[rows], y_train=y[rows], x_test=x_test, y_test=y_test)
+
+
+def _write_images(root: Path, x: np.ndarray, y: np.ndarray, seed: int, *, test: int) -> None:
+    rows = np.random.default_rng(seed).permutation(len(x))
+    a, b = rows[test:], rows[:test]
+    _save(root, x_train=x[a], y_train=y[a], x_test=x[b], y_test=y[b])
+
+
+def _save(root: Path, **arrays: np.ndarray) -> None:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    write_atomically(root, content.getvalue())
+
+
+def _write_table(path: Path, table: pd.DataFrame, seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    named = table.assign(id=[f"{seed}-{path.stem}-{row}" for row in range(len(table))])
+    write_atomically(path, named.to_csv(index=False))
+
+
+Write = Callable[[Path, Path, int], None]
+COLUMN = ("partition=column", "partition.column=site", "clients=6", "dataset.label=label")
+ROWS: dict[str, tuple[Write, dict[str, tuple[str, ...]], tuple[str, ...], tuple[int, ...]]] = {
+    "heart": (
+        write_heart,
+        {"sites": ("partition=sites", "clients=4")},
+        (*TABLE, "dataset.label=num", "evaluation.positive=1"),
+        SEEDS,
+    ),
+    "fraud": (
+        write_fraud,
+        {"iid": ("clients=5",)},
+        (*TABLE, "dataset.label=label"),
+        SEEDS,
+    ),
+    "interactions": (write_interactions, {"sites": COLUMN}, TABLE, SEEDS),
+    "breast": (write_breast, {"iid": ("clients=4",)}, ("dataset=npz",), SEEDS),
+    "digits": (write_digits, PARTITIONS, ("dataset=npz",), SEEDS),
+    "fashion 2,000": (
+        partial(write_fashion, number=2000),
+        PARTITIONS,
+        ("dataset=npz",),
+        SEEDS,
+    ),
+    "fashion 20,000": (
+        partial(write_fashion, number=20000),
+        PARTITIONS,
+        ("dataset=npz",),
+        FEW_SEEDS,
+    ),
+    "CIFAR-10 8,000": (
+        partial(write_cifar10, number=8000),
+        {"iid": PARTITIONS["iid"]},
+        ("dataset=npz",),
+        FEW_SEEDS,
+    ),
+}
+
+if __name__ == "__main__":
+    main()
