@@ -101,7 +101,7 @@ def delivered(config: Config, candidate: Candidate) -> Config:
     """Return the configuration by which a run trains the candidate that it delivers."""
     own = _candidates(config)[candidate.name]
     retrain = replace(own.retrain, rounds=_rounds(config))
-    return replace(own, retrain=retrain, run_dir=config.run_dir)
+    return replace(own, retrain=retrain, dataset=config.dataset, run_dir=config.run_dir)
 
 
 def _candidates(config: Config) -> dict[str, Config]:

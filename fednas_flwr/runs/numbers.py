@@ -137,16 +137,16 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The outcome: ``completed``, ``failed``, or ``unfinished``.
+        """The outcome: ``completed``, ``failed``, ``cut short`` by its time limit, or ``unfinished``.
 
-        The last is of a run that still goes on, was killed, or has reached its time limit.
+        The last is of a run that still goes on, or was killed.
         """
         kinds = ("run_started", "run_finished", "out_of_time")
         ends = [e for e in self.events if e["event"] in kinds]
         if not ends or ends[-1]["event"] == "run_started":
             return "unfinished"
         if ends[-1]["status"] == "completed" and ends[-2:][0]["event"] == "out_of_time":
-            return "unfinished"
+            return "cut short"
         if ends[-1]["status"] == "completed" and self._delivers_later:
             return "unfinished"
         return str(ends[-1]["status"])

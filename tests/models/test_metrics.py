@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import confusion_matrix, f1_score
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.models import metrics
@@ -29,6 +31,7 @@ from fednas_flwr.models.metrics import (
     shares_at,
 )
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.settings.names import METRICS
 from fednas_flwr.spaces.operations import SkipNetwork
 
 from ..search.test_objective import pairs_ranked_right, slow_scores
@@ -292,3 +295,54 @@ def test_a_report_has_all_scores_as_json(num_classes: int) -> None:
         called = logits.softmax(1)[:, 1] >= 0.4
         assert found["sensitivity"] == pytest.approx(float(called[labels == 1].double().mean()))
         assert found["specificity"] == pytest.approx(float((~called[labels == 0]).double().mean()))
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(METRICS), st.sampled_from([2, 3]), st.integers(1, 3), st.integers(0, 2**31 - 1)
+)
+def test_added_sums_of_clients_give_the_score_of_all_their_records(
+    metric: str, classes: int, clients: int, seed: int
+) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    parts = []
+    for _ in range(clients):
+        number = int(torch.randint(1, 40, (), generator=drawn))
+        # On the grid of ranks, so that none are rounded together.
+        steps = torch.randint(-90, 90, (number, classes), generator=drawn)
+        logits = steps.double() / 20
+        logits[:, 1] += 1 / 40
+        logits[:, 2:] = -1e4  # so that log odds are differences of two logits
+        parts.append((logits, torch.randint(2, (number,), generator=drawn)))
+    objective = Objective(positive=1)
+    told = [
+        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
+        for logits, labels in parts
+    ]
+    assert all(bool((of >= 0).all()) for of in told)
+    again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]
+    score = metrics.score_of_sums(torch.stack(again).sum(0), metric)
+    logits, labels = (torch.cat(side) for side in zip(*parts, strict=True))
+    expected = objective.scores(logits, labels) | {
+        "accuracy": float((logits.argmax(1) == labels).double().mean()),
+        "log_loss": float(functional.cross_entropy(logits, labels)),
+    }
+    assert len(score) == 1 + metrics.RESAMPLED
+    if metric not in expected:  # of records of one kind
+        assert math.isnan(score[0])
+    else:
+        assert float(score[0].nan_to_num()) == pytest.approx(expected[metric], abs=1e-9)
+
+
+def test_resamples_of_two_networks_are_of_the_same_records() -> None:
+    logits = torch.randn(50, 2, generator=torch.Generator().manual_seed(0)).double()
+    labels = (torch.arange(50) % 3 == 0).long()
+    one, same, other = (
+        metrics.sums(of, labels, metric="accuracy", objective=CLASSIFICATION, seed=seed)
+        for of, seed in ((logits, 1), (2 * logits, 1), (logits, 2))
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    spread = metrics.score_of_sums(one, "accuracy")[1:].std()
+    accuracy = float(metrics.score_of_sums(one, "accuracy")[0])
+    assert float(spread) == pytest.approx(math.sqrt(accuracy * (1 - accuracy) / 50), rel=0.5)

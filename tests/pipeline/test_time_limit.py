@@ -32,7 +32,7 @@ def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monke
     done = run_inline(*SHORT)
     assert (rounds(done.folder, "search"), rounds(done.folder, "retrain")) == ([1], [])
     assert not (done.folder / "model.safetensors").exists()
-    assert read_run(done.folder).status == "unfinished"
+    assert read_run(done.folder).status == "cut short"
     assert not is_complete(done.folder)
     (warning,) = (e["message"] for e in done.events if e["event"] == "warning")
     assert warning.startswith("runtime.time_limit=1s: the search has ended after round 1 of 3")
@@ -57,8 +57,8 @@ def test_what_is_trained_when_time_is_up_is_exported_and_can_go_on(
     assert rounds(done.folder, "retrain") == [1]
     assert load(done.folder).class_names
     assert "evaluated" in {event["event"] for event in done.events}
-    assert read_run(done.folder).status == "unfinished"
-    assert "**The run is unfinished**" in write_model_card(done.folder).read_text()
+    assert read_run(done.folder).status == "cut short"
+    assert "**The run is cut short**" in write_model_card(done.folder).read_text()
     monkeypatch.setitem(parser.SECONDS, "s", 1e6)
     again = run_inline(resume=done.folder)
     assert rounds(done.folder, "retrain") == [1, 2, 3]

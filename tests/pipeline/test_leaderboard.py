@@ -1,0 +1,194 @@
+"""The leaderboard: the simplest candidate that is hardly worse than the best is delivered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fednas_flwr.api import Result, compose, run
+from fednas_flwr.models.networks import load_description
+from fednas_flwr.pipeline import baselines
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.tables import leaderboard_table
+from fednas_flwr.runs.leaderboard import candidates, chosen, compared, finalists
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, FINALISTS_FOLDER, read_run
+from fednas_flwr.settings import Config
+
+SPREAD = (0.0, 0.01, -0.01)  # of a candidate's own resamples
+
+
+def add(
+    folder: Path, name: str, score: float, *, parameters: int, noise: float, metric: str = "auroc"
+) -> None:
+    """Write the run of a candidate; ``noise`` is what it alone loses in each second resample."""
+    values = [score + shift - noise * (i % 2) for i, shift in enumerate(SPREAD * 4)]
+    evaluated = {"event": "evaluated", "metric": metric, "validation": values, "central": {}}
+    derived = {"event": "derived", "num_parameters": parameters, "multiply_adds": parameters}
+    (folder / name).mkdir(parents=True)
+    lines = [{**event, "elapsed": 0.0, "time": ""} for event in (derived, evaluated)]
+    (folder / name / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
+
+
+@pytest.mark.parametrize(
+    ("linear", "small", "expected"),
+    [
+        (0.70, 0.89, "large"),  # the others are clearly worse
+        (0.70, 0.8985, "small"),  # worse by less than the spread of the difference
+        (0.899, 0.89, "linear"),
+    ],
+)
+def test_the_simplest_finalist_within_a_standard_error_of_the_best_is_delivered(
+    tmp_path: Path, linear: float, small: float, expected: str
+) -> None:
+    scores = {"large": 0.9, "small": small, "linear": linear}
+    sizes = {"large": 900, "small": 90, "linear": 1000}
+    for place, add_to in ((BASELINES_FOLDER, -0.1), (FINALISTS_FOLDER, 0.0)):
+        for name, score in scores.items():
+            noise = 0.0 if name == "large" else 0.003
+            add(tmp_path / place, name, score + add_to, parameters=sizes[name], noise=noise)
+        if place == BASELINES_FOLDER:
+            add(tmp_path / place, "random_1", 0.6, parameters=5, noise=0.0)
+    assert set(finalists(tmp_path)) == {"large", "small", "linear"}
+    choice = chosen(tmp_path)
+    assert choice is not None
+    assert choice.name == expected
+    assert [one.name for one in candidates(tmp_path)][-1] == "random_1"
+
+
+def test_a_smaller_log_loss_is_better(tmp_path: Path) -> None:
+    for name, score in {"a": 0.4, "b": 0.6}.items():
+        for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
+            add(tmp_path / place, name, score, parameters=1, noise=0.0, metric="log_loss")
+    choice = chosen(tmp_path)
+    assert choice is not None
+    assert (choice.name, choice.row()["validation"]) == ("a", 0.4)
+
+
+def test_a_folder_without_candidates_delivers_none(tmp_path: Path) -> None:
+    assert chosen(tmp_path) is None
+
+
+@pytest.fixture
+def recommended(compose_config: Callable[..., Config], tmp_path: Path) -> Config:
+    config = compose_config(
+        *(
+            "experiment=search/recommended",
+            "dataset=digits",
+            "clients=2",
+            "retrain.rounds=3",
+            "rounds=1",
+        ),
+        *("search_space.channels=4", "retrain.channels=4", "algorithm.local_epochs=1"),
+        *("algorithm.pool.draws=4", "algorithm.pool.keep=2", "dataset.limit_train=120"),
+        *("evaluation.baselines=1", f"run_dir={tmp_path / 'run'}"),
+    )
+    return config
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("best", ["linear", "found", "random_1", "resnet8_4"])
+def test_a_run_delivers_the_candidate_that_is_chosen(
+    best: str, recommended: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it is: the model, its genotype and its test are of that network."""
+    monkeypatch.setattr(baselines, "_data_free", lambda config: config)
+    real = baselines.__dict__["finalists"]
+    monkeypatch.setattr(baselines, "finalists", lambda folder: [best, *real(folder)][:1])
+    result = run(recommended)
+    record = read_run(result.folder)
+    assert record.status == "completed"
+    (choice,) = [one for one in candidates(result.folder) if one.name == best]
+    assert chosen(result.folder) == choice
+    of_model, of_choice = load_description(result.folder), load_description(choice.run.folder)
+    assert of_model == of_choice
+    assert (result.genotype is None) == (best in ("linear", "resnet8_4"))
+    assert record.last("evaluated")["validation"] is None
+    assert len(choice.run.rounds("retrain")) == 3
+    assert len(choice.short.rounds("retrain")) == 1
+    board = result.leaderboard()
+    assert {row["network"] for row in board} >= {"found", "linear", "random_1", "resnet8_4"}
+    assert all(0 <= row["validation"] <= 1 and row["rounds"] in (1, 3) for row in board)
+    table = leaderboard_table(record)
+    assert table is not None
+    assert table[2][0][0] == f"delivered ({best})"
+    assert f"delivered ({best})" in write_report(result.folder).read_text()
+
+
+@pytest.mark.run
+def test_a_run_that_was_stopped_goes_on_where_it_was(
+    recommended: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the search, between candidates, and before what is delivered."""
+    from fednas_flwr.deploy import whole_run
+
+    monkeypatch.setattr(baselines, "_data_free", lambda config: config)
+    launch, launched = whole_run.launch, list[str]()
+
+    def stopping(config: Config, **options: Any) -> None:
+        launched.append(Path(str(config.run_dir)).name)
+        if len(launched) in (2, 5, 9):
+            raise KeyboardInterrupt
+        launch(config, **options)
+
+    monkeypatch.setattr(whole_run, "launch", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(recommended)
+    folder = Path(str(recommended.run_dir))
+    statuses = []
+    for _ in range(2):
+        statuses.append(read_run(folder).status)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder)
+    run(folder)
+    assert statuses == ["unfinished"] * 2
+    assert read_run(folder).status == "completed"
+    assert launched.count("run") == 2  # its search once, and what it delivers
+    before = (folder / "model.onnx").read_bytes()
+    run(folder)
+    assert (folder / "model.onnx").read_bytes() == before
+
+
+@pytest.mark.run
+def test_no_candidate_has_trained_on_what_chooses_it(
+    recommended: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither search nor candidates read validation records before they are measured on them."""
+    from fednas_flwr.client.client import Client
+
+    monkeypatch.setattr(baselines, "_data_free", lambda config: config)
+    trained: list[str] = []
+    real = Client.epoch
+
+    def noted(self: Client, split: Any, **options: Any) -> Any:
+        trained.extend(
+            name
+            for name in ("train", "validation", "test")
+            if {*getattr(self.data, name).rows.tolist()} & {*split.rows.tolist()}
+        )
+        return real(self, split, **options)
+
+    monkeypatch.setattr(Client, "epoch", noted)
+    config = replace(recommended, stages=["search", "retrain", "evaluate", "export"])
+    folder = Path(str(run(config).folder))
+    last = read_run(folder).rounds("retrain")
+    assert {*trained[: -2 * 2 * len(last)]} == {"train"}
+    assert {*trained} == {"train", "validation"}
+
+
+def test_a_run_without_a_choice_shows_its_baselines_by_test_scores(tmp_path: Path) -> None:
+    add(tmp_path, "own", 0.9, parameters=3, noise=0.0)
+    add(tmp_path / "own" / BASELINES_FOLDER, "linear", 0.8, parameters=1, noise=0.0)
+    file = tmp_path / "own" / BASELINES_FOLDER / "linear" / "events.jsonl"
+    file.write_text(file.read_text().replace('"validation": [', '"past": ['))
+    assert [one.name for one in compared(read_run(tmp_path / "own"))] == ["found", "linear"]
+    assert Result(tmp_path / "own").leaderboard() == []
+
+
+def test_experiments_of_papers_deliver_what_was_found() -> None:
+    assert compose("experiment=feathers/fraud").evaluation.deliver == "found"
+    assert compose("experiment=search/recommended").evaluation.deliver == "best"
