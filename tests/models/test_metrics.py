@@ -311,7 +311,7 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(
         # On the grid of ranks, so that none are rounded together.
         steps = torch.randint(-90, 90, (number, classes), generator=drawn)
         logits = steps.double() / 20
-        logits[:, 1] += 1 / 40
+        logits[:, 0], logits[:, 1] = 0.0, logits[:, 1] + 1 / 40
         logits[:, 2:] = -1e4  # so that log odds are differences of two logits
         parts.append((logits, torch.randint(2, (number,), generator=drawn)))
     objective = Objective(positive=1)
