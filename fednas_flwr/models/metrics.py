@@ -498,6 +498,9 @@ def detailed(
     }
     if not objective.multi_label:
         predicted_N = objective.predictions(logits_NC)
+        occurring = torch.unique(predicted_N).tolist()
+        results["only_class"] = occurring[0] if len(occurring) == 1 else None
+        results["majority"] = float(torch.bincount(labels_N).max()) / len(labels_N)
         cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
         results["confusion"] = cells.view(num_classes, num_classes).tolist()  # by true class first
     whole = measure(torch.ones(1, len(labels_N), dtype=torch.float64))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.runs.events import Event, latest_rounds, read_events, records_of
-from fednas_flwr.settings.names import ACCURACY, BEST, CLIENT, LOG_LOSS, PRV
+from fednas_flwr.settings.names import ACCURACY, BEST, CLIENT, LINEAR, LOG_LOSS, PRV
 
 CONFIG_FILE = "config.yaml"
 BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a run
@@ -57,6 +57,7 @@ SCORES = (
     Score("f1", "F1", hub="f1"),
     Score("auroc", "AUROC", hub="roc_auc"),
     Score("average_precision", "average precision", models=("central",)),
+    Score("majority", "share of the most frequent class", "share", models=()),
     Score("sensitivity", "sensitivity", models=()),
     Score("specificity", "specificity", models=()),
     Score(LOG_LOSS, "log loss", models=()),
@@ -137,7 +138,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The outcome: ``completed``, ``failed``, ``cut short`` by its time limit, or ``unfinished``.
+        """The outcome: ``completed``, ``failed``, ``cut short`` by time, or ``unfinished``.
 
         The last is of a run that still goes on, or was killed.
         """
@@ -342,6 +343,34 @@ class Run:
         """Return the runs of networks that this one's is compared with, by name."""
         folders = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{EVENTS_FILE}"))
         return [read_run(file.parent) for file in folders]
+
+    def test_score(self, model: str = "central") -> float | None:
+        """A model's :attr:`main_metric` on the server's test set."""
+        name = "loss" if self.main_metric == LOG_LOSS else self.main_metric
+        value: float | None = self.scores(model).get(name)
+        return (
+            self.accuracy() if value is None and (model, name) == ("central", ACCURACY) else value
+        )
+
+    def no_worse(self) -> list[tuple[str, float]]:
+        """Simpler models that are as good as the run's by its :attr:`main_metric`, with theirs."""
+        own, central, sign = self.test_score(), self.scores("central"), 1
+        if self.main_metric == LOG_LOSS:
+            sign = -1
+        shares = central if self.main_metric == ACCURACY else {}
+        others = {
+            "the most frequent class": shares.get("majority"),
+            "a linear model on the same input": self.test_score("linear"),
+            "its linear skip alone": shares.get("without_cells"),
+            "boosted trees": self.test_score("trees"),
+        }
+        for other in self.baselines():
+            if other.folder.name == LINEAR:
+                others["a linear model on the same input"] = other.test_score()
+        if (self.last("derived").get("network") or {}).get("name") == LINEAR:
+            del others["a linear model on the same input"]
+        measured = [(name, value) for name, value in others.items() if value is not None]
+        return [(n, v) for n, v in measured if own is not None and sign * v >= sign * own]
 
     def metric(self, name: str) -> float | None:
         """Read one of :data:`METRICS`, or the search's loss; None where it was not measured."""
