@@ -27,6 +27,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, places, this_node
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
+from fednas_flwr.pipeline.baselines import compared_rounds
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
 from fednas_flwr.pipeline.later_settings import explained
 from fednas_flwr.pipeline.stages import describe, retrain, start_search
@@ -50,7 +51,7 @@ class StageEstimate:
     """Estimate of one stage.
 
     Attributes:
-        name: ``search`` or ``retrain``.
+        name: ``search``, ``retrain``, or ``others``, networks that are compared.
         rounds: Number of rounds.
         round_s: Seconds of the first one.
         round_bytes: Of its messages' tensors, both directions.
@@ -128,6 +129,8 @@ def estimate(config: Config) -> Estimate:
         if "retrain" in config.stages:
             retrain(run, described_at_random(run), None)
             stages.append(_stage(run, grid, "retrain", config.retrain.planned))
+            if rounds := compared_rounds(config):
+                stages.append(replace(stages[-1], name="others", rounds=rounds))
         return Estimate(
             tuple(stages),
             memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -24,7 +24,7 @@ from fednas_flwr.models.networks import FIXED_NETWORKS, described_space
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.schedule import paying
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.leaderboard import Candidate, finalists
+from fednas_flwr.runs.leaderboard import FINALISTS, Candidate, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, FINALISTS_FOLDER, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.search.data_free_scores import trusted_scores
@@ -36,15 +36,17 @@ from fednas_flwr.settings import (
     with_runtime,
 )
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import BATCH, FOUND, LINEAR, NO_SKIP, QUANTILES
+from fednas_flwr.settings.names import BATCH, BEST, FOUND, LINEAR, NO_SKIP, QUANTILES
 from fednas_flwr.settings.optimizers import RESNETS, Configuration
 from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
 from fednas_flwr.settings.run_settings import CellSpace, Retrain
+from fednas_flwr.settings.unused import without_effect
 from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.genotype import save_genotype
 
 AFFORDED = 2  # random networks, where nobody says how many
+SHARE = 3  # candidates are trained for so small a part of the rounds at first
 FURTHER = 3  # baselines beside the random ones, at most
 ADDED = 0.5  # share of a run's time that baselines may add by default
 WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
@@ -87,7 +89,7 @@ def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
             trained for all.
     """
     rounds = _rounds(config)
-    rounds = rounds if last else -(-rounds // 3)
+    rounds = rounds if last else -(-rounds // SHARE)
     candidates = _candidates(config)
     names = finalists(Path(str(config.run_dir))) if last else list(candidates)
     trained = {}
@@ -149,6 +151,17 @@ def _folders(config: Config, place: str, runs: Mapping[str, Config]) -> list[Pat
             create_run_folder(replace(one, run_dir=str(folder)))
         folders.append(folder)
     return folders
+
+
+def compared_rounds(config: Config) -> int:
+    """Return the rounds of retraining of all networks that a run is compared with, at most."""
+    unused, rounds = without_effect(config), config.retrain.planned
+    number = config.evaluation.baselines
+    if not number or "evaluation.baselines" in unused:
+        return 0
+    if config.evaluation.deliver == BEST and "evaluation.deliver" not in unused:
+        return (number + FURTHER + 1) * -(-rounds // SHARE) + (FINALISTS + 1) * rounds
+    return (number + FURTHER) * rounds
 
 
 def num_random(config: Config) -> int:
