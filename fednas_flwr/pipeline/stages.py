@@ -49,6 +49,7 @@ from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.leaderboard import chosen
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
@@ -236,7 +237,9 @@ def _evaluate(
         if shows_clients and (thresholded or holds_out):
             replies = _validated(run, description, states, summed=metric if holds_out else None)
             counted = [reply for reply in replies if "histogram" in reply.properties]
-            if counted:
+            if choice := chosen(run.folder):  # on records that it had not been trained on
+                threshold = choice.run.scores("central").get("threshold")
+            elif counted:
                 threshold = best_threshold(
                     [reply.properties["histogram"] for reply in counted],
                     [reply.num_examples for reply in counted],  # and not what it has counted

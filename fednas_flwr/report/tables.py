@@ -172,9 +172,10 @@ def score_table(run: Run) -> Table | None:
 
 def leaderboard_table(run: Run) -> Table | None:
     """Return the networks that a run has compared; None of a run that has compared none."""
-    rows = [one.row() for one in compared(run)]
-    if len(rows) < 2:
+    networks = compared(run)
+    if len(networks) < 2:
         return None
+    rows = [one.row() for one in networks]
     label, by_accuracy = LABELS[run.main_metric], run.main_metric == SCORES[0].name
     chose = any(row["validation"] is not None for row in rows)
     text = FORMS[SCORES[0].unit if by_accuracy else "score"].text

@@ -96,11 +96,9 @@ def chosen(folder: Path) -> Candidate | None:
     bootstrap of the same records (Breiman et al. 1984, section 3.4.3, who take that of the best's
     own score): the linear model before all others, then by parameters.
     """
-    known = candidates(folder)
-    names = finalists(folder)
-    last = [one for one in known if one.name in names and one.run is not one.short] or known[:1]
-    if not last:
+    if not (folder / FINALISTS_FOLDER).is_dir() or not (known := candidates(folder)):
         return None
+    last = [one for one in known if one.run is not one.short] or known[:1]
     best = max(last, key=lambda one: one.values[0])
 
     def is_close(one: Candidate) -> bool:

@@ -173,8 +173,9 @@ class Run:
 
     @property
     def holds_out(self) -> bool:
-        """True if retraining left validation records out, to be measured on."""
-        return bool(self.group("retrain").get("evaluate_every"))
+        """True if validation records were left out of retraining, to be measured on."""
+        delivers = self.group("evaluation").get("deliver") == BEST
+        return delivers or bool(self.group("retrain").get("evaluate_every"))
 
     @property
     def multi_label(self) -> bool:

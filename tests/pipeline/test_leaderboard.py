@@ -71,6 +71,8 @@ def test_a_smaller_log_loss_is_better(tmp_path: Path) -> None:
 
 def test_a_folder_without_candidates_delivers_none(tmp_path: Path) -> None:
     assert chosen(tmp_path) is None
+    add(tmp_path / BASELINES_FOLDER, "linear", 0.5, parameters=1, noise=0.0)  # no choice, either
+    assert chosen(tmp_path) is None
 
 
 @pytest.fixture
