@@ -200,7 +200,7 @@ def _write_images(root: Path, x: np.ndarray, y: np.ndarray, seed: int, *, test: 
 def _save(root: Path, **arrays: np.ndarray) -> None:
     root.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
-    np.savez_compressed(content, **arrays)
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     write_atomically(root, content.getvalue())
 
 
