@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.deploy.beside import train_all
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.models.prediction import MODEL_FILE
 from fednas_flwr.pipeline.baselines import (
@@ -23,16 +24,14 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.events import Listener
 from fednas_flwr.runs.leaderboard import chosen
-from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, is_whole, read_run
-from fednas_flwr.runs.run_folder import open_run_folder
-from fednas_flwr.server.cohort import QuorumError
+from fednas_flwr.runs.numbers import is_complete, is_whole, read_run
 from fednas_flwr.settings import Config, with_runtime
 from fednas_flwr.settings.names import FOUND
 from fednas_flwr.settings.parser import seconds
 from fednas_flwr.settings.unused import without_effect
 
 Tell = Callable[[str], None]
-SEARCH_COST, SHORT_COST, LONG_COST, DELIVERED_COST = 4.0, 1.0, 3.0, 4.0  # parts of the time
+COSTS = {"search": 4.0, "candidates": 5.0, "finalists": 6.0, "delivered": 4.0}  # parts of the time
 
 
 def run_whole(
@@ -59,63 +58,48 @@ def run_whole(
         _deliver_best(config, listeners, resumed, tell)
 
 
-@dataclass
 class _Budget:
-    """What is left of a run's ``time_limit``, shared out by what the steps to come cost."""
+    """What is left of a run's ``time_limit``, shared out by what its steps cost."""
 
-    config: Config
-    to_come: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        limit = self.config.runtime.time_limit
+    def __init__(self, config: Config) -> None:
+        """Begin with all of it."""
+        limit = config.runtime.time_limit
         self._ends_at = None if limit is None else time.monotonic() + seconds(limit)
 
-    def limited(self, config: Config) -> Config:
-        """Return the configuration of the next step with its share of the time, at least 1 s."""
-        share = self.to_come[0] / sum(self.to_come)
-        del self.to_come[0]
+    def share(self, step: str, number: int = 1) -> str | None:
+        """The time that each of a step's runs may take, at least 1 s; None is any."""
         if self._ends_at is None:
-            return with_runtime(config, time_limit=None)
-        left = max(1.0, share * (self._ends_at - time.monotonic()))
-        return with_runtime(config, time_limit=f"{left:.1f}s")
+            return None
+        to_come = list(COSTS.values())[list(COSTS).index(step) :]
+        left = self._ends_at - time.monotonic()
+        return f"{max(1.0, left * COSTS[step] / sum(to_come) / number):.1f}s"
 
 
 def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell: Tell) -> None:
     """Search, train the candidates, and then the one that validation records choose."""
     folder, budget = Path(str(config.run_dir)), _Budget(config)
-    shorts = num_random(config) + 3
-    later = [*[SHORT_COST] * shorts, LONG_COST, LONG_COST, DELIVERED_COST]
     if not (resumed and read_run(folder).last("derived")):
-        budget.to_come = [SEARCH_COST, *later]
-        search = budget.limited(replace(config, stages=["search"]))
+        search = replace(config, stages=["search"])
+        search = with_runtime(search, time_limit=budget.share("search"))
         launch(search, listeners=listeners, resumed=resumed)
         if not read_run(folder).last("derived"):  # out of time
             return
-    for last in (False, True):
-        folders = prepare_candidates(config, last=last)
-        for place, beside in enumerate(folders):
-            long = [LONG_COST] * (len(folders) - place if last else 2)
-            short = [] if last else [SHORT_COST] * (len(folders) - place)
-            budget.to_come = [*short, *long, DELIVERED_COST]
-            _train_beside(beside, budget.limited(open_run_folder(str(beside))), tell)
+    for step in ("candidates", "finalists"):
+        folders = prepare_candidates(config, last=step == "finalists")
+        _train_beside(config, folders, budget.share(step, len(folders)), tell)
     best = chosen(folder)
     if best is None:
         raise ConfigError(f"no candidate of {folder} could be trained: see the reports below it.")
     tell(f"delivered: {best.name}")
-    budget.to_come = [DELIVERED_COST]
-    launch(budget.limited(delivered(config, best)), listeners=listeners, resumed=True)
+    final = with_runtime(delivered(config, best), time_limit=budget.share("delivered"))
+    launch(final, listeners=listeners, resumed=True)
 
 
-def _train_beside(folder: Path, config: Config, tell: Tell) -> None:
-    """Train a network beside the run's, unless that is done, and tell its test accuracy."""
-    if not is_complete(folder):
-        begun = (folder / EVENTS_FILE).exists()
-        try:
-            launch(config, listeners=(), resumed=begun)
-        except (ConfigError, QuorumError) as error:
-            tell(f"{folder.parent.name} {folder.name}: {error}")
-            return
-    tell(f"{folder.parent.name} {folder.name}: {percent(read_run(folder).accuracy())}")
+def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: Tell) -> None:
+    """Train networks beside the run's, those that are not done, and tell their test accuracies."""
+    for folder, reason in train_all(config, dict.fromkeys(folders, limit)):
+        told = reason or percent(read_run(folder).accuracy())
+        tell(f"{folder.parent.name} {folder.name}: {told}")
 
 
 def _train_baselines(config: Config, tell: Tell) -> None:
@@ -133,7 +117,6 @@ def _train_baselines(config: Config, tell: Tell) -> None:
         )
         return
     folders = prepare_baselines(config)
-    for folder in folders:
-        _train_beside(folder, open_run_folder(str(folder)), tell)
+    _train_beside(config, folders, None, tell)
     if folders:
         write_report(whole)
