@@ -8,16 +8,19 @@ into training, as real sites could not give it once more. These pay for them by
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from fednas_flwr.algorithms.fedavg.strategy import planned_rounds
+from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.networks import FIXED_NETWORKS, described_space
@@ -51,15 +54,17 @@ FURTHER = 3  # baselines beside the random ones, at most
 ADDED = 0.5  # share of a run's time that baselines may add by default
 WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
 STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
-DATA_FREE = "experiment/search/data_free.yaml"  # settings of the data-free choice, in conf/
+DATA_FREE = "data_free"  # name of the choice by scores that read no record
+DATA_FREE_FILE = "experiment/search/data_free.yaml"  # settings of the data-free choice, in conf/
 THIN = "search_space/nasbench201_thin.yaml"  # its networks of the search space in its ``defaults``
 
 
 def prepare_baselines(config: Config) -> list[Path]:
     """Return a run folder for every baseline, made where it is missing.
 
-    They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, the
-    choice of ``experiment=search/data_free``, unless the run's algorithm is ``zero_cost``;
+    They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, which
+    scores put first in the search's own pool, or else the choice of
+    ``experiment=search/data_free``, unless the run's algorithm is ``zero_cost``;
     ``linear``, a linear model, unless the run fits one to pooled records; and for images
     ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that the
     search has found are taken over.
@@ -219,8 +224,14 @@ def _baselines(
             generator = make_generator(config.seed, "baselines", index)
             save_genotype(file, space.random_genotype(generator))
         yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
-    if algorithm_of(config).trains is not None:
-        yield "data_free", _data_free(config)
+    if scored := _scored_first(config):
+        file = folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps(scored))
+        yield DATA_FREE, replace(config, stages=STAGES, genotype=str(file.resolve()))
+    elif algorithm_of(config).trains is not None:
+        yield DATA_FREE, _data_free(config)
     if linear:
         yield LINEAR, replace(config, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
     shape = tuple(description["input_shape"])
@@ -229,13 +240,23 @@ def _baselines(
         yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
 
 
+def _scored_first(config: Config) -> dict[str, Any] | None:
+    """Return the network that scores put first in the pool of the run's search, if they made it."""
+    pool = getattr(config.algorithm, "pool", None)
+    if pool is None or pool.alphas is not None or not pool.chosen_scores(config.search_space.name):
+        return None
+    rewarded = read_run(Path(str(config.run_dir))).of_kind("rewarded")
+    first: dict[str, Any] | None = rewarded[0]["genotypes"][0] if rewarded else None
+    return first
+
+
 def _data_free(config: Config) -> Config:
     """Return the configuration of the data-free choice.
 
     As ``experiment=search/data_free``, also by its small networks, in spaces of cells that the
     scores rank; in others by ``zero_cost`` alone.
     """
-    settings, thin = (read_yaml(conf_folder() / name, name) for name in (DATA_FREE, THIN))
+    settings, thin = (read_yaml(conf_folder() / name, name) for name in (DATA_FREE_FILE, THIN))
     space = config.search_space
     scored, changed = {"draws": settings["algorithm"]["draws"]}, {}
     if isinstance(space, CellSpace) and trusted_scores(space.name):

@@ -41,7 +41,7 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fewer(path: Path, file: str) -> Any:
         settings = shipped(path, file)
-        if file == baselines.DATA_FREE:
+        if file == baselines.DATA_FREE_FILE:
             settings["algorithm"]["draws"] = 4
             settings["algorithm"]["shortlist"]["keep"] = 2
         return settings

@@ -98,7 +98,6 @@ def test_a_run_delivers_the_candidate_that_is_chosen(
     best: str, recommended: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever it is: the model, its genotype and its test are of that network."""
-    monkeypatch.setattr(baselines, "_data_free", lambda config: config)
     real = baselines.__dict__["finalists"]
     monkeypatch.setattr(baselines, "finalists", lambda folder: [best, *real(folder)][:1])
     result = run(recommended)
@@ -128,7 +127,6 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
     """After the search, between candidates, and before what is delivered."""
     from fednas_flwr.deploy import whole_run
 
-    monkeypatch.setattr(baselines, "_data_free", lambda config: config)
     launch, launched = whole_run.launch, list[str]()
 
     def stopping(config: Config, **options: Any) -> None:
@@ -162,7 +160,6 @@ def test_no_candidate_has_trained_on_what_chooses_it(
     """Neither search nor candidates read validation records before they are measured on them."""
     from fednas_flwr.client.client import Client
 
-    monkeypatch.setattr(baselines, "_data_free", lambda config: config)
     trained: list[str] = []
     real = Client.epoch
 

@@ -1,0 +1,110 @@
+"""Networks that are trained side by side: the same bits as one after the other, and no orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fednas_flwr.deploy import beside
+from fednas_flwr.runs.numbers import is_complete, read_run
+from fednas_flwr.runs.run_folder import create_run_folder
+from fednas_flwr.settings import Config
+
+LINEAR = (
+    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
+    *("dataset.linear_baseline=false",),
+)
+
+
+@pytest.fixture
+def folders(compose_config: Callable[..., Config], tmp_path: Path) -> Callable[..., list[Path]]:
+    def make(*names: str, rounds: int = 1) -> list[Path]:
+        made = []
+        for seed, name in enumerate(names):
+            config = compose_config(*LINEAR, f"retrain.rounds={rounds}", f"seed={seed % 2}")
+            create_run_folder(replace(config, run_dir=str(tmp_path / name)))
+            made.append(tmp_path / name)
+        return made
+
+    return make
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("cores", [1, 2])
+def test_networks_are_the_same_however_many_are_trained_at_once(
+    cores: int,
+    folders: Callable[..., list[Path]],
+    compose_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(beside.os, "sched_getaffinity", lambda process: set(range(cores)))
+    config = compose_config(*LINEAR)
+    first = folders("a", "b")
+    done = dict(beside.train_all(config, dict.fromkeys(first)))
+    assert done == dict.fromkeys(first, "")
+    again = folders("c", "d")
+    assert [beside.train(folder, None) for folder in again] == ["", ""]
+    for one, other in zip(first, again, strict=True):
+        assert (one / "model.onnx").read_bytes() == (other / "model.onnx").read_bytes()
+
+
+@pytest.mark.run
+def test_one_that_fails_says_why_and_the_others_go_on(
+    folders: Callable[..., list[Path]],
+    compose_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(beside.os, "sched_getaffinity", lambda process: {0, 1})
+    whole, broken = folders("whole", "broken")
+    text = (broken / "config.yaml").read_text()
+    (broken / "config.yaml").write_text(text.replace("network: linear", "network: cubic"))
+    done = dict(beside.train_all(compose_config(*LINEAR), dict.fromkeys((whole, broken))))
+    assert done[whole] == ""
+    assert "cubic" in done[broken]
+    assert is_complete(whole)
+
+
+@pytest.mark.run
+def test_no_process_outlives_the_one_that_has_started_it(
+    folders: Callable[..., list[Path]],
+) -> None:
+    names = [str(folder) for folder in folders("a", "b", rounds=100_000)]
+    script = (
+        "import json, os, sys; from pathlib import Path; from fednas_flwr.deploy import beside;"
+        "from fednas_flwr import compose;"
+        "beside.os.sched_getaffinity = lambda process: {0, 1};"
+        "names = json.loads(sys.argv[1]);"
+        "list(beside.train_all(compose(), dict.fromkeys(map(Path, names))))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, json.dumps(names)])
+    while not all((Path(name) / "events.jsonl").exists() for name in names):
+        assert parent.poll() is None
+        time.sleep(0.1)
+    while not all(read_run(Path(name)).rounds("retrain") for name in names):
+        time.sleep(0.1)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    while _alive(Path(names[0])) or _alive(Path(names[1])):
+        time.sleep(0.1)
+
+
+def _alive(folder: Path) -> list[str]:
+    """The processes that have a file of the folder open."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = os.readlink(place)
+        except OSError:
+            continue
+        if target.startswith(f"{folder}/"):
+            found.append(target)
+    return found
