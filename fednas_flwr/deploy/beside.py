@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.deploy.local_actors import ALONE
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete
 from fednas_flwr.runs.run_folder import open_run_folder
@@ -76,7 +77,10 @@ def train(folder: Path, limit: str | None) -> str:
 def _forking() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "fednas_flwr.deploy.beside"]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    environment = {**os.environ, ALONE: "1"}
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True
+    )
 
 
 def _train_one(asked: tuple[str, str | None]) -> tuple[str, str]:

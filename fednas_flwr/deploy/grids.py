@@ -1,4 +1,4 @@
-"""Flower Grids whose clients run here or in actors of Ray: ``runtime=inline`` and ``runtime=ray``.
+"""Flower Grids whose clients run here, or in actors of Ray or other processes of this machine.
 
 In actors of Ray, what the messages of one exchange share, their arrays, is put into Ray's object
 store once, unless it is small: it travels once to each machine. Machines do not add up their
@@ -28,7 +28,7 @@ from functools import cache
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -261,6 +261,11 @@ class Dispatcher:
         """Let a worker take part."""
         self._held[worker] = []
 
+    @property
+    def num_workers(self) -> int:
+        """How many take part."""
+        return len(self._held)
+
     def deal(self) -> list[tuple[Any, list[Message]]]:
         """Return the messages to hand to each idle worker now, at least one each."""
         idle = {worker: held for worker, held in self._held.items() if not held}
@@ -341,7 +346,27 @@ class Worker:
         return replies
 
 
-class RayGrid(InProcessGrid):
+class Actors(Protocol):
+    """What :class:`ActorGrid` asks of Ray, or of this machine's processes.
+
+    An actor has the methods of a :class:`Worker`, called by ``.remote(...)``, each of which returns
+    a reference to its result.
+    """
+
+    def put(self, value: Any) -> Any:
+        """A reference to a value, or the value itself, which goes to actors in its place."""
+
+    def start(self) -> Any:
+        """A new actor."""
+
+    def done(self, references: list[Any], *, timeout: float) -> list[Any]:
+        """Those of some references whose results are there, after waiting for the first."""
+
+    def result(self, reference: Any) -> Any | None:
+        """The result of an actor; None if its process is lost."""
+
+
+class ActorGrid(InProcessGrid):
     """Hands messages to actors, see :class:`Dispatcher`; replies come as they are ready.
 
     An actor that dies gives errors in place of the replies that it worked on, and another is
@@ -350,25 +375,18 @@ class RayGrid(InProcessGrid):
     Args:
         client_app: Answers every message.
         num_clients: Number of nodes; node ``i + 2`` has ``partition-id = i``.
+        actors: Starts them.
         num_actors: How many clients answer at a time.
-        resources: What Ray reserves for each, as ``ray.remote`` takes it.
     """
 
     def __init__(
-        self,
-        client_app: ClientApp,
-        num_clients: int,
-        *,
-        num_actors: int,
-        resources: dict[str, float],
+        self, client_app: ClientApp, num_clients: int, *, actors: Actors, num_actors: int
     ) -> None:
         """Start the actors."""
         super().__init__(client_app, num_clients)
-        ray = self._ray = import_module("ray")
-        self._make_actor = ray.remote(**resources)(Worker).remote
-        self._clients = ray.put(InProcessGrid(client_app, num_clients))
+        self._actors = actors
         self._dispatcher = Dispatcher()
-        self._starting: dict[Any, Any] = {}  # actor by what Ray will have when it is there
+        self._starting: dict[Any, Any] = {}  # actor by what tells that it is there
         self._arrays: dict[str, Any] = {}  # or a reference to them, by message without a reply
         self._answers: dict[Any, Any] = {}  # by actor that is not idle: reference to its replies
         self._replies: dict[str, Message] = {}
@@ -385,7 +403,7 @@ class RayGrid(InProcessGrid):
                 same = tuple((name, id(record)) for name, record in arrays.items())
                 if same not in stored:
                     is_small = payload_bytes(message.content) < STORED_BYTES
-                    stored[same] = arrays if is_small else self._ray.put(arrays)
+                    stored[same] = arrays if is_small else self._actors.put(arrays)
                 self._arrays[self.number(small)] = stored[same]
                 self._dispatcher.queue(small)
             self._hand_out()
@@ -397,7 +415,7 @@ class RayGrid(InProcessGrid):
         with self._lock:
             awaited = list(self._awaited())
         if awaited and not any(message_id in self._replies for message_id in message_ids):
-            self._ray.wait(awaited, timeout=POLL_S)
+            self._actors.done(awaited, timeout=POLL_S)
         with self._lock:
             self._collect()
             self._hand_out()
@@ -405,7 +423,7 @@ class RayGrid(InProcessGrid):
         return [reply for reply in found if reply is not None]
 
     def _start_actor(self) -> None:
-        actor = self._make_actor(self._clients)
+        actor = self._actors.start()
         self._starting[actor.begin.remote()] = actor
 
     def _hand_out(self) -> None:
@@ -423,9 +441,11 @@ class RayGrid(InProcessGrid):
 
     def _collect(self) -> None:
         """Keep the replies that are ready; start an actor for each that has died."""
-        while (awaited := self._awaited()) and (done := self._done(list(awaited))):
+        while awaited := self._awaited():
+            if not (done := self._actors.done(list(awaited), timeout=0)):
+                return
             for reference in done:
-                actor, found = awaited[reference], self._result(reference)
+                actor, found = awaited[reference], self._actors.result(reference)
                 begins = self._starting.pop(reference, None) is not None
                 self._answers.pop(actor, None)
                 if begins and found is not None:
@@ -449,12 +469,40 @@ class RayGrid(InProcessGrid):
         del self._arrays[message_id]
         self._replies[message_id] = reply
 
-    def _done(self, references: list[Any]) -> list[Any]:
-        done: list[Any] = self._ray.wait(references, num_returns=len(references), timeout=0)[0]
+
+class RayActors:
+    """:class:`Actors` of Ray, which has been started.
+
+    Args:
+        client_app: Answers every message.
+        num_clients: Number of clients.
+        resources: What Ray reserves for each actor, as ``ray.remote`` takes it.
+    """
+
+    def __init__(
+        self, client_app: ClientApp, num_clients: int, resources: dict[str, float]
+    ) -> None:
+        """Store the clients once, for all actors."""
+        ray = self._ray = import_module("ray")
+        self._make_actor = ray.remote(**resources)(Worker).remote
+        self._clients = ray.put(InProcessGrid(client_app, num_clients))
+
+    def put(self, value: Any) -> Any:
+        """See :class:`Actors`."""
+        return self._ray.put(value)
+
+    def start(self) -> Any:
+        """See :class:`Actors`."""
+        return self._make_actor(self._clients)
+
+    def done(self, references: list[Any], *, timeout: float) -> list[Any]:
+        """See :class:`Actors`."""
+        number = len(references) if timeout == 0 else 1
+        done: list[Any] = self._ray.wait(references, num_returns=number, timeout=timeout)[0]
         return done
 
-    def _result(self, reference: Any) -> Any | None:
-        """Return the result of an actor, None if it or its machine is lost."""
+    def result(self, reference: Any) -> Any | None:
+        """See :class:`Actors`."""
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError:  # it has raised, and lives
@@ -472,7 +520,7 @@ def without_arrays(message: Message) -> tuple[Message, dict[str, ArrayRecord]]:
 
 
 @contextmanager
-def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> Iterator[RayGrid]:
+def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> Iterator[ActorGrid]:
     """Start Ray, or join the cluster that ``runtime`` names, and leave it at the end.
 
     As many clients answer at a time as the machines hold ``client_cpus`` and ``client_gpus``.
@@ -493,11 +541,9 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         at_once = places(runtime, tuple((n.get("CPU", 0), n.get("GPU", 0)) for n in nodes))
-        yield RayGrid(
-            client_app,
-            num_clients,
-            num_actors=min(num_clients, at_once),
-            resources={"num_cpus": runtime.client_cpus, "num_gpus": runtime.client_gpus},
-        )
+        resources = {"num_cpus": runtime.client_cpus, "num_gpus": runtime.client_gpus}
+        actors = RayActors(client_app, num_clients, resources)
+        number = min(num_clients, at_once)
+        yield ActorGrid(client_app, num_clients, actors=actors, num_actors=number)
     finally:
         ray.shutdown()

@@ -21,7 +21,8 @@ from fednas_flwr.deploy.bundle import CONFIG_KEY, OVERRIDES_KEY, RESUMED_KEY, ch
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.deployment import EventPrinter, deploy
 from fednas_flwr.deploy.flower_patches import send_along, told_reconnections
-from fednas_flwr.deploy.grids import InProcessGrid, check_cluster, ray_grid
+from fednas_flwr.deploy.grids import check_cluster, ray_grid
+from fednas_flwr.deploy.local_actors import local_grid
 from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.report.html_report import write_report
@@ -218,10 +219,11 @@ def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
     if isinstance(runtime, Deployment):
         deploy(config, listeners=listeners, resumed=resumed)
         return
-    app = make_client_app(dump_config(config))
     if isinstance(runtime, RayRuntime):
         check_cluster(config)
+        app = make_client_app(dump_config(config))
         with ray_grid(app, config.clients, runtime) as grid:
             serve(config, grid, listeners=listeners, resumed=resumed)
         return
-    serve(config, InProcessGrid(app, config.clients), listeners=listeners, resumed=resumed)
+    with local_grid(config) as grid:
+        serve(config, grid, listeners=listeners, resumed=resumed)

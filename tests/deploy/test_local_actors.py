@@ -1,0 +1,137 @@
+"""``runtime=inline`` on several cores: the same bits, whatever process answers, and no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fednas_flwr.api import run
+from fednas_flwr.deploy import local_actors
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.local_actors import LocalGrid, local_grid
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.settings import Config, with_runtime
+
+SHORT = ("rounds=3", "retrain.rounds=3", "dataset.linear_baseline=false")
+
+
+def test_one_core_one_client_or_a_process_among_others_stays_alone(
+    compose_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose_config("clients=3", "runtime.device=cpu")
+    for cores, changed, alone in (
+        (2, config, False),
+        (1, config, True),
+        (2, replace(config, clients=1), True),
+        (2, with_runtime(config, threads=2), True),
+        (2, compose_config("privacy=dp", "privacy.test_seed=1", "runtime.device=cpu"), True),
+    ):
+        monkeypatch.setattr(local_actors.os, "sched_getaffinity", lambda p, n=cores: set(range(n)))
+        with local_grid(changed) as grid:
+            assert (type(grid) is InProcessGrid) == alone
+    monkeypatch.setattr(local_actors.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setenv(local_actors.ALONE, "1")
+    with local_grid(config) as grid:
+        assert type(grid) is InProcessGrid
+
+
+def wait_for_workers(event: dict[str, Any]) -> None:
+    """A listener that lets no second round begin before there are workers."""
+    while event["event"] == "round" and event["round"] == 1 and len(workers()) < 2:
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(local_actors.os, "sched_getaffinity", lambda process: {0, 1})
+
+
+@pytest.mark.run
+def test_workers_give_the_bits_of_one_process(
+    compose_config: Callable[..., Config],
+    tmp_path: Path,
+    two_cores: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, runs = compose_config(*SHORT, "runtime.device=cpu"), []
+    answered: list[int] = []
+    real = LocalGrid.answer
+    monkeypatch.setattr(LocalGrid, "answer", lambda s, m: answered.append(1) or real(s, m))
+    for name, alone, listeners in (("alone", "1", ()), ("workers", "", (wait_for_workers,))):
+        if alone:
+            monkeypatch.setenv(local_actors.ALONE, alone)
+        else:
+            monkeypatch.delenv(local_actors.ALONE)
+        runs.append(run(replace(config, run_dir=str(tmp_path / name)), listeners=listeners))
+        assert not read_run(runs[-1].folder).failures()
+    one, other = (load_file(done.folder / "model.safetensors") for done in runs)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    exchanges = sum(e["exchanges"] for e in read_run(tmp_path / "workers").of_kind("round"))
+    assert 0 < len(answered) < config.clients * exchanges  # here at first, then by workers
+
+
+@pytest.mark.run
+def test_a_worker_that_dies_costs_its_reply_and_another_takes_its_place(
+    compose_config: Callable[..., Config], tmp_path: Path, two_cores: None
+) -> None:
+    killed: list[int] = []
+    config = compose_config("rounds=20", "stages=[search]", "runtime.device=cpu")
+
+    def kill_one(event: dict[str, Any]) -> None:
+        wait_for_workers(event)
+        if event["event"] == "round" and event["round"] == 3:
+            killed.append(workers()[0])
+            os.kill(killed[0], signal.SIGKILL)
+
+    config = replace(config, run_dir=str(tmp_path / "run"))
+    run(config, listeners=[kill_one])
+    record = read_run(tmp_path / "run")
+    assert record.status == "completed"
+    assert killed
+    assert all("process has died" in str(event["reason"]) for event in record.failures())
+
+
+@pytest.mark.run
+def test_no_worker_outlives_the_run(compose_config: Callable[..., Config], tmp_path: Path) -> None:
+    script = (
+        "import sys; from fednas_flwr import compose, run;"
+        "from fednas_flwr.deploy import local_actors; local_actors.PATIENCE_S = 0.0;"
+        "local_actors.os.sched_getaffinity = lambda process: {0, 1};"
+        "run(compose('rounds=100000', 'stages=[search]', 'runtime.device=cpu',"
+        "            f'run_dir={sys.argv[1]}'))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")])
+    while not (mine := workers(parent.pid)):
+        assert parent.poll() is None
+        time.sleep(0.1)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    while any(Path(f"/proc/{process}").exists() for process in mine):
+        time.sleep(0.1)
+
+
+def workers(of: int | None = None) -> list[int]:
+    """The workers that a process, by default this one, has started by its interpreter."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(stat.parent.name)] = int(fields[1])
+    children = [one for one, parent in parents.items() if parent == (of or os.getpid())]
+    return [one for one, parent in parents.items() if parent in children]
