@@ -137,20 +137,15 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
 def _calibrate_steps(options: argparse.Namespace) -> int:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
     from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
-    from fednas_flwr.privacy.mechanism.accounting import (
-        calibrate_noise,
-        gdp_epsilon,
-        prv_epsilon,
-        rdp_epsilon,
-    )
+    from fednas_flwr.privacy.mechanism import accounting
     from fednas_flwr.privacy.mechanism.renyi import Release
     from fednas_flwr.report.templates import epsilon_text
 
     Between(LEAST_EPSILON, LARGEST_EPSILON).check("--epsilon", options.epsilon)
     Between(1, MOST_STEPS).check("--steps", options.steps)
-    accountants = {PRV: prv_epsilon, RDP: rdp_epsilon, "filter": filter_epsilon}
+    accountants = accounting.ACCOUNTANTS | {"filter": filter_epsilon}
     try:
-        least = calibrate_noise(
+        least = accounting.calibrate_noise(
             target_epsilon=options.epsilon,
             delta=options.delta,
             sample_rate=options.rate,
@@ -164,9 +159,9 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     print(f"noise_multiplier = {sigma:g}")
     for name, accountant in {
-        "PRV": prv_epsilon,
-        "RDP": rdp_epsilon,
-        "GDP, an approximation and no bound": gdp_epsilon,
+        "PRV": accounting.prv_epsilon,
+        "RDP": accounting.rdp_epsilon,
+        "GDP, an approximation and no bound": accounting.gdp_epsilon,
         "filter, the budget that a site needs": filter_epsilon,
     }.items():
         epsilon = accountant([release], options.delta)

@@ -35,22 +35,11 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol import states as st
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.sum_requests import Settings, answer_sum
+from fednas_flwr.search import exact_gradients as exact
+from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.batch_gradients import Batch, periodic_gradients
 from fednas_flwr.search.candidate import Candidate, Pool, all_alike
-from fednas_flwr.search.exact_gradients import (
-    ClippedGradients,
-    ExactGradients,
-    ExactSums,
-    LookAhead,
-)
 from fednas_flwr.search.local_search import train_candidates
-from fednas_flwr.search.optimizer_step import (
-    Gradients,
-    Optimizer,
-    Optimizers,
-    make_sgd,
-    path_states,
-)
 from fednas_flwr.spaces.costs import measure_space
 from fednas_flwr.spaces.latency_tables import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace
@@ -205,7 +194,7 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
     2110.11025, Eq. 3 and 4), and the public expected batch size.
     """
     states = ACTIONS[request.action].gradients_of
-    gradients: NoisedGradients | ExactSums
+    gradients: NoisedGradients | exact.ExactSums
     with before_reading(request.action):
         supernet = client.sent_network(request).train()
         assert isinstance(supernet, Supernet)
@@ -227,7 +216,7 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
     Each exchange is one step of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) at weights
     that all clients were sent, so that secure sums may share its noise.
     """
-    gradients: NoisedGradients | ExactSums
+    gradients: NoisedGradients | exact.ExactSums
     weight, drop_path_prob = asked.auxiliary_weight, asked.drop_path_prob
     with before_reading(request.action):
         network = client.sent_network(request).train()
@@ -237,7 +226,7 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
             purpose = (request.action, client.index, asked.step)
             torch.manual_seed(derive_seed(client.seed, *purpose))
             generator = make_generator(client.seed, *purpose)
-            gradients = ExactSums(
+            gradients = exact.ExactSums(
                 _step_batches(client, asked.split, asked, first=asked.step, generator=generator),
                 objective=client.objective,
                 auxiliary_weight=weight,
@@ -252,7 +241,7 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
 def _of_sums(
     client: Client,
     request: Request,
-    gradients: NoisedGradients | ExactSums,
+    gradients: NoisedGradients | exact.ExactSums,
     network: nn.Module,
     split: str,
     *,
@@ -332,7 +321,7 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
     neither sent nor returned.
     """
     sgd, paths = asked.weights, asked.candidates
-    gradients: Gradients
+    gradients: opt.Gradients
     with before_reading(request.action):
         supernet, named = path_supernet(client, request, paths, sparse=asked.sparse)
         client.check_network(request, supernet.train())
@@ -345,9 +334,9 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
         else:
             gradients = _candidate_gradients(client, request, asked, steps)
         weights = supernet.weights()
-        optimizer = Optimizer(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
+        optimizer = opt.Optimizer(weights, opt.make_sgd(weights.values(), sgd), sgd.clip_norm)
         moments = local_training.sent_moments(request, supernet, only=named.get(st.MOMENTS))
-        optimizers = Optimizers(optimizer, sent=moments)
+        optimizers = opt.Optimizers(optimizer, sent=moments)
     train_candidates(supernet, paths, gradients, optimizer, steps=asked.local_steps)
     states = local_training.trained_states(supernet, optimizers, without=("alphas", "buffers"))
     if asked.sparse:
@@ -537,7 +526,7 @@ def path_supernet(
     """
     network = client.network({"name": SUPERNET})
     assert isinstance(network, Supernet)
-    used = path_states(network, paths)
+    used = opt.path_states(network, paths)
     named = used if sparse else {}
     st.load_states(network, request.network_states, only=named)
     return network, named
@@ -558,7 +547,7 @@ def _num_records(client: Client, split: str) -> int:
 
 def _exact_sums(
     client: Client, request: Request, asked: rq.TakeGradients, supernet: Supernet
-) -> ExactSums:
+) -> exact.ExactSums:
     first, draws = asked.step * asked.local_steps, partial(client.generator, request.header)
     train, validation = (
         _step_batches(client, name, asked, first=first, generator=draws(name))
@@ -569,8 +558,8 @@ def _exact_sums(
         layout = st.Layout.of(st.network_states(supernet)["weights"])
         previous = st.unpack(request.states["previous_weights"], layout)
         weights = {name: weight.to(client.device) for name, weight in previous.items()}
-        ahead = LookAhead(weights, asked.inner_lr)
-    return ExactSums(
+        ahead = exact.LookAhead(weights, asked.inner_lr)
+    return exact.ExactSums(
         train,
         validation,
         look_ahead=ahead,
@@ -581,16 +570,16 @@ def _exact_sums(
 
 def _candidate_gradients(
     client: Client, request: Request, asked: rq.TrainCandidates, steps: int
-) -> ExactGradients:
+) -> exact.ExactGradients:
     generator = client.generator(request.header, "train")
     first, objective = asked.step * steps, client.objective
     batches = partial(_step_batches, client, "train", asked, first=first, generator=generator)
     if asked.dp_aware is None:
-        return ExactGradients(
+        return exact.ExactGradients(
             batches, num_steps=steps, objective=objective, precision=client.precision
         )
     noise = client.generator(request.header, "noise")
-    return ClippedGradients(
+    return exact.ClippedGradients(
         batches, num_steps=steps, dp_aware=asked.dp_aware, generator=noise, objective=objective
     )
 

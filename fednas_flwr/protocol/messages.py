@@ -41,23 +41,10 @@ from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.privacy.actions import ACTIONS, SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol import sum_requests as sr
 from fednas_flwr.protocol.requests import Settings, decode
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, Tensors, pack
-from fednas_flwr.protocol.sum_requests import (
-    HEADER,
-    JSON,
-    METRICS,
-    NUM_EXAMPLES,
-    Asked,
-    RequestValues,
-    Summed,
-    encode_values,
-    read_json,
-    read_values,
-    record,
-    refusing_malformed,
-)
 from fednas_flwr.protocol.sum_requests import Header as Header
 from fednas_flwr.settings.parser import parse
 
@@ -75,7 +62,7 @@ with warnings.catch_warnings():  # torch warns once per process: messages can on
 
 
 @dataclass(frozen=True)
-class Request(Asked):
+class Request(sr.Asked):
     """Request to a client.
 
     Attributes:
@@ -88,7 +75,7 @@ class Request(Asked):
 
     states: Mapping[str, Packed] = field(default_factory=dict)
     statistics: Statistics | None = None
-    summed: Summed | None = None
+    summed: sr.Summed | None = None
     planned: Mapping[str, PlannedRelease] | None = None
 
     @property
@@ -195,12 +182,12 @@ def encode_request(
     settings: Settings,
     states: Mapping[str, ArrayRecord],
     statistics: Statistics | None = None,
-    summed: Summed | None = None,
+    summed: sr.Summed | None = None,
 ) -> RecordDict:
     """Return the content of a request; ``states`` comes from :func:`encode_states`."""
     standardised = None if statistics is None else asdict(statistics)
-    values = RequestValues(header, asdict(settings), standardised, summed)
-    return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(asdict(values))}), **states})
+    values = sr.RequestValues(header, asdict(settings), standardised, summed)
+    return RecordDict({sr.HEADER: ConfigRecord({sr.JSON: json.dumps(asdict(values))}), **states})
 
 
 def decode_request(action: str, content: RecordDict) -> Request:
@@ -210,8 +197,8 @@ def decode_request(action: str, content: RecordDict) -> Request:
         ConfigError: It is not one, see :func:`~fednas_flwr.protocol.requests.decode`, or not of the
             form that :func:`encode_request` writes.
     """
-    values, statistics = read_values(content), None
-    with refusing_malformed():
+    values, statistics = sr.read_values(content), None
+    with sr.refusing_malformed():
         states = _decode_states(content)
     if values.statistics is not None:
         statistics = parse(Statistics, values.statistics, key="statistics")
@@ -228,11 +215,11 @@ def encode_reply(header: Header, reply: Reply) -> RecordDict:
     if reply.shares:
         raise ValueError(f"shares of {sorted(reply.shares)} may not leave without masks")
     metrics = {name: float(value) for name, value in reply.metrics.items()}
-    values = encode_values(
+    values = sr.encode_values(
         header,
         reply.properties,
         digests=reply.digests,
-        metrics={NUM_EXAMPLES: float(reply.num_examples), **metrics},
+        metrics={sr.NUM_EXAMPLES: float(reply.num_examples), **metrics},
     )
     return RecordDict({**values, **encode_states(reply.states)})
 
@@ -244,16 +231,16 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
         ReplyError: A record is missing or is not of the form that :func:`encode_reply` writes.
     """
     try:
-        text = read_json(content, longest=LONGEST_HEADER)
+        text = sr.read_json(content, longest=LONGEST_HEADER)
         header: Header = parse(Header, text["header"], key="header")
         metrics = {
             name: float(cast(float, value))
-            for name, value in record(content, METRICS, MetricRecord).items()
+            for name, value in sr.record(content, sr.METRICS, MetricRecord).items()
         }
         if len(metrics) > MOST_METRICS or any(len(name) > MOST_METRICS for name in metrics):
             raise ValueError(f"at most {MOST_METRICS} metrics, with names no longer, are taken")
         reply = Reply(
-            num_examples=metrics.pop(NUM_EXAMPLES),
+            num_examples=metrics.pop(sr.NUM_EXAMPLES),
             metrics=metrics,
             states=_decode_states(content),
             digests=dict(text["digests"]),

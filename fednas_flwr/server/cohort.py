@@ -24,14 +24,8 @@ from flwr.serverapp import Grid
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.protocol.messages import (
-    Header,
-    Reply,
-    encode_request,
-    encode_states,
-    payload_bytes,
-    restore_sent,
-)
+from fednas_flwr.protocol import messages
+from fednas_flwr.protocol.messages import Header, Reply
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
@@ -439,9 +433,9 @@ class Cohort:
         """The messages of an exchange by client, with the functions that read the replies."""
         requests: dict[int, Sent] = {}
         carried = exchange.carried(self.wire)
-        records = encode_states(carried)
+        records = messages.encode_states(carried)
         accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
-        sent = {name: norm(state) for name, state in restore_sent(carried).items()}
+        sent = {name: norm(state) for name, state in messages.restore_sent(carried).items()}
         limits = partial(honest_limits, exchange, sent=sent, classes=self._num_classes)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
@@ -451,10 +445,10 @@ class Cohort:
             place = (exchange.stage, exchange.server_round, exchange.phase)
             header = Header(self.run, *place, client, secrets.token_hex(8))
             settings = exchange.settings_of.get(client, exchange.settings)
-            content = encode_request(
+            content = messages.encode_request(
                 header, settings, records, statistics=self.statistics, summed=summed
             )
-            self.bytes_sent += payload_bytes(content)
+            self.bytes_sent += messages.payload_bytes(content)
             self.bytes_dense += exchange.dense_request
             said = self.properties.get(client)
             client_limits = limits(
@@ -524,7 +518,7 @@ class Cohort:
     ) -> Reply | str:
         """The reply if it is accepted, else the reason."""
         if message.has_content():
-            self.bytes_received += payload_bytes(message.content)
+            self.bytes_received += messages.payload_bytes(message.content)
         try:
             return accept(message)
         except ClientLeftError as error:

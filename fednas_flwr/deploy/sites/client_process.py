@@ -27,16 +27,8 @@ from fednas_flwr.client.audit_trail import trail_of
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.bundle import check_bundle
 from fednas_flwr.privacy.policy import check_action, load_policy
+from fednas_flwr.protocol import sum_requests as sr
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.sum_requests import (
-    REQUESTS,
-    SUM_ACTIONS,
-    Asked,
-    Settings,
-    answer_sum,
-    encode_values,
-    read_values,
-)
 from fednas_flwr.settings.parser import parse
 
 if TYPE_CHECKING:
@@ -51,20 +43,22 @@ def answer_sum_message(message: Message, context: Context) -> Message:
     action, request = message.metadata.message_type, None
     trail = trail_of(node)
     try:
-        values = read_values(message.content)
+        values = sr.read_values(message.content)
         if values.statistics is not None or values.summed is not None:
             raise ConfigError("refused: this request has a header and settings, and nothing else.")
-        settings: Settings = parse(REQUESTS[action], values.settings, key="")
-        request = Asked(action, values.header, settings)
+        settings: sr.Settings = parse(sr.REQUESTS[action], values.settings, key="")
+        request = sr.Asked(action, values.header, settings)
         trail.asked(request, flower_run=message.metadata.run_id)
         policy, data_set = load_policy(Path(node["policy"])), node["data-set"]
         allowed = check_action(policy, data_set, action, secure_noise=True, test_seed=False)
         if allowed.secure_sum is None:
             raise ConfigError("refused: this site takes no part in secure sums.")
         sums = SumSite.of_node(int(node["partition-id"]), node, allowed.secure_sum)
-        properties = answer_sum(sums, request.settings)
+        properties = sr.answer_sum(sums, request.settings)
         trail.helped(request, properties)
-        return Message(RecordDict({**encode_values(request.header, properties)}), reply_to=message)
+        return Message(
+            RecordDict({**sr.encode_values(request.header, properties)}), reply_to=message
+        )
     except Exception as error:  # the server must learn why; of anything but a refusal, only that
         refusal = isinstance(error, ConfigError)
         reason = str(error) if refusal else type(error).__name__
@@ -110,7 +104,7 @@ def _answer(message: Message, context: Context) -> Message:
     """
     action, begun = message.metadata.message_type, time.monotonic()
     log(INFO, "%s: begun %.2f s after the start of its process", action, _age_s())
-    if action in SUM_ACTIONS and "policy" in context.node_config:
+    if action in sr.SUM_ACTIONS and "policy" in context.node_config:
         reply = answer_sum_message(message, context)
     else:
         from fednas_flwr.deploy.client_app import app
