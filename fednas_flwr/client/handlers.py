@@ -285,27 +285,16 @@ def _of_sums(
 def train(client: Client, request: Request, asked: rq.Search | rq.Train) -> Reply:
     """``train.search`` and ``train.weights``: the states of a network after local training.
 
-    In private mode each step is a release, from which the states follow; tensors that a sparse
-    reply leaves out are those that no release has moved. With ``validates`` the reply also has the
-    mean loss on validation records after training, if the client has any.
+    In private mode each step is a release, from which the states follow. With ``validates`` the
+    reply also has the mean loss on validation records after training, if the client has any.
     """
-    local, sparse = asked.local, isinstance(asked, rq.Search) and asked.sparse
+    local = asked.local
     with before_reading(request.action):
         network = client.sent_network(request)
-        needed = {name for name, state in st.network_states(network).items() if state}
-        if sparse and not needed <= set(request.states):
-            raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
         run = local_training.prepare(client, request, local, network)
     optimizers, metrics = run()
-    states, changed = local_training.trained_states(network, optimizers), {}
-    for name, tensors in states.items() if sparse else ():
-        layout = st.Layout.of(tensors)
-        sent = st.unpack(request.states[name], layout)
-        states[name] = {n: t for n, t in tensors.items() if not torch.equal(t.cpu(), sent[n])}
-        changed[name] = layout.marks(states[name])
+    states = local_training.trained_states(network, optimizers)
     reply = Reply.of(_num_records(client, local.split), states, metrics)
-    if sparse:
-        return replace(reply, properties={"changed": changed})
     if isinstance(asked, rq.Train) and asked.validates and len(client.data.validation):
         local_training.refresh_statistics(client, request, network, local.amount.batch_size)
         loss = float(local_training.validation_losses(client, network).mean())

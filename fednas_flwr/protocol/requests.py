@@ -8,7 +8,6 @@ missing key, or a value of another type or out of range, is refused before anyth
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -464,24 +463,16 @@ class TakeNetworkGradient(AtSite):
         return {"weights": (splits_of(self.split), 1)}
 
 
-class Changed(TypedDict, total=False):
-    """Properties of a sparse reply to ``train.search``: they follow from what it releases."""
-
-    changed: dict[str, Annotated[str, Where(partial(re.fullmatch, "[01]*"), "digits 0 and 1")]]
-
-
-@asks("train.search", reply=Changed)
+@asks("train.search")
 @dataclass(frozen=True, kw_only=True)
 class Search(AtSite):
     """``train.search``.
 
     Attributes:
         local: What is done.
-        sparse: True if the reply leaves out tensors that are as they were sent.
     """
 
     local: LocalSearch
-    sparse: bool = False
 
     def released(self, action: str) -> Kinds:
         """A release of each state in every step."""
@@ -489,9 +480,6 @@ class Search(AtSite):
 
     def client_releases(self, action: str) -> Kinds:
         """One update of each state."""
-        if self.sparse:
-            reason = "False: which tensors have changed would tell of the records"
-            raise refused("unit", "sparse", True, reason)
         return dict.fromkeys(self.local.states, (SPLITS, 1))
 
     def trained_by(self, rows: float) -> Training:

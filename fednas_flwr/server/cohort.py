@@ -24,6 +24,7 @@ from flwr.serverapp import Grid
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.data.statistics import Statistics
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.messages import Header, Reply
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
@@ -395,7 +396,9 @@ class Cohort:
         for client, answer in self._in_order(self._grid, awaited, unsent, asked):
             if isinstance(answer, Reply):
                 self.bytes_dense += exchange.dense_reply
-                answer = exchange.weighed(client, answer, scales.get(client, 1.0))
+                if client in scales:
+                    summed = ACTIONS[exchange.action].gradients_of
+                    answer = answer.weighing(scales[client], summed=summed)
                 if pending is not None:
                     try:
                         pending.add(client, answer)
@@ -460,7 +463,7 @@ class Cohort:
             requests[client] = Sent(
                 Message(content, node, exchange.action, ttl=ttl),
                 partial(accept, header=header, limits=client_limits),
-                exchange.weights.get(client, client_limits.examples),
+                client_limits.examples,
             )
         return requests
 

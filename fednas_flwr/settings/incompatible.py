@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
-from fednas_flwr.settings.names import BY_SIZE, CLIENT, FLOAT32
+from fednas_flwr.settings.names import CLIENT, FLOAT32
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
 from fednas_flwr.settings.run_settings import MOST_SITES, SecureSumSettings, TrimmedMeanSettings
@@ -113,14 +113,6 @@ def _simulated_terms(c: Config) -> SecureSumSettings | None:
     return None if c.runtime.name == "deployment" else c.secure_sum
 
 
-def _samples(c: Config) -> bool:
-    return c.sampling is not None and c.samples
-
-
-def _samples_by_size(c: Config) -> bool:
-    return _samples(c) and c.sampling.by == BY_SIZE  # type: ignore[union-attr]
-
-
 def _optimises(c: Config) -> bool:
     return c.server_optimizer.name != "none"
 
@@ -224,23 +216,11 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "that least_sites is from {c.secure_sum.fewest} to {c.clients}; raise clients or lower "
         "secure_sum.colluding",
     ),
-    # What needs all clients in every round, or each of them once.
+    # What needs all clients in every round.
     (
-        lambda c: _samples(c) and _sums(c),
+        lambda c: c.sampling is not None and c.samples and _sums(c),
         "sampling.per_round={c.sampling.per_round:g} with secure_sum=true: every sum is over the "
         "whole roster; leave one of them out",
-    ),
-    (
-        lambda c: _samples_by_size(c) and c.aggregate.name != "mean",
-        "sampling.per_round={c.sampling.per_round:g} with sampling.by=by_size and "
-        "aggregate={c.aggregate.name}: a large client that is drawn twice has one value; set "
-        "sampling.by=uniform",
-    ),
-    (
-        lambda c: _samples_by_size(c) and is_private(c) and algorithm_of(c).asks_rewards,
-        "sampling.per_round={c.sampling.per_round:g} with sampling.by=by_size and privacy=dp: the "
-        "noise on rewards of algorithm={c.algorithm.name} is known for averages by records only; "
-        "set sampling.by=uniform or sampling.by=round_robin",
     ),
     # Robust averages of gradients, and two optimisers of the server.
     (

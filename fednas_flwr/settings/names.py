@@ -20,7 +20,7 @@ BATCH, GROUP = NORMS
 FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
 
 # How the clients of a round are drawn.
-UNIFORM, BY_SIZE, ROUND_ROBIN = SAMPLINGS = ("uniform", "by_size", "round_robin")
+UNIFORM, ROUND_ROBIN = SAMPLINGS = ("uniform", "round_robin")
 
 CORRUPT_RULES = ("refuse", "skip")  # what becomes of records that cannot be read
 TORCHVISION_SETS = {  # torchvision's class, and the folder below root in which it keeps its files

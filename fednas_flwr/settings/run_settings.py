@@ -444,8 +444,8 @@ class SamplingSettings(Checked):
 
     Attributes:
         per_round: Number of clients that a round asks, or below 1 their share.
-        by: The way they are drawn (:class:`~fednas_flwr.server.exchange.Sampling`): ``uniform`` and
-            ``by_size`` keep averages unbiased, ``round_robin`` asks all clients equally often.
+        by: The way they are drawn (:class:`~fednas_flwr.server.exchange.Sampling`): ``uniform``
+            keeps averages unbiased, ``round_robin`` asks all clients equally often.
         spare: Share of ``per_round`` that stands by in every round, to be asked in the place of
             clients that fail.
     """

@@ -196,7 +196,7 @@ ALL = {
         drop_path_prob=st.floats(0, 0.99),
         data_set=here,
     ),
-    "train.search": st.builds(Search, local=searches, sparse=st.booleans(), data_set=here),
+    "train.search": st.builds(Search, local=searches, data_set=here),
     "train.candidate": st.builds(
         TrainCandidates,
         candidates=paths,
