@@ -669,10 +669,7 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         (f"{SITES} privacy.test_seed=3", "whose sites have terms, books and noise of their own"),
         ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
         ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
-        (
-            "clients=3 sampling.per_round=3 sampling.by=round_robin",
-            "per_round=3 of clients=3, with",
-        ),
+        ("clients=3 sampling.per_round=3 sampling.spare=.5", "per_round=3 of clients=3, with"),
         ("clients=4 sampling.per_round=.5 runtime.largest_share=.3", "per_round=0.5, of whom"),
         (f"{DP} clients=2 privacy.fewest_records=.3", "clients=2, of whom nobody can tell"),
         ("retrain.rounds=1 retrain.drop_path_prob=.3", "set retrain.rounds=2 or more"),

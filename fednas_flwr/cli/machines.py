@@ -22,7 +22,6 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "provision", provision_machines)
     parser.add_argument("sites", type=Path, help="YAML file; see docker/README.md")
     parser.add_argument("--output", type=Path, default=Path("deployment"), help="folder")
-    parser.add_argument("--zip", action="store_true", help="archives instead of folders")
     parser.add_argument(
         "--sum-keys", type=Path, help="folder of the sites' <site>.pub, for secure sums"
     )
@@ -133,7 +132,7 @@ def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int
 
     deployment = load_sites(options.sites)
     roster = read_roster(deployment, options.sum_keys) if options.sum_keys else None
-    for path in provision(deployment, options.output, as_zip=options.zip, roster=roster):
+    for path in provision(deployment, options.output, roster=roster):
         print(path)
     if roster is not None:
         print(f"roster {roster.fingerprint}: for secure_sum.roster of every site's policy, once")

@@ -42,7 +42,6 @@ GOOD = Reply(
     metrics={"train_loss": 1.5},
     states=SENT,
     digests={name: layout.digest for name, layout in LAYOUTS.items()},
-    properties={"changed": {name: "1" * len(layout.entries) for name, layout in LAYOUTS.items()}},
 )
 ASKED = Exchange("train.search", stage="search", settings=SEARCH, states=SENT, layouts=LAYOUTS)
 

@@ -249,9 +249,7 @@ class Deployment(parser.Checked):
             parser.check_range(usable, "sites", name, expected)
 
 
-def provision(
-    deployment: Deployment, output: Path, *, as_zip: bool, roster: Roster | None = None
-) -> list[Path]:
+def provision(deployment: Deployment, output: Path, *, roster: Roster | None = None) -> list[Path]:
     """Write the authority, if there is none yet, and what every machine needs.
 
     The server's certificate is made anew each time, so provisioning again renews it. Settings that
@@ -260,19 +258,16 @@ def provision(
     Args:
         deployment: What :func:`load_sites` returns.
         output: A folder, created if missing.
-        as_zip: Write a zip archive per machine in place of its folder.
         roster: Of secure sums, which every site gets; None leaves out what there may be.
 
     Returns:
-        The paths for server and sites, in their order.
+        The folders of server and sites, in their order.
     """
     with umask(OTHERS_WRITE):
-        return _provision(deployment, output, as_zip=as_zip, roster=roster)
+        return _provision(deployment, output, roster)
 
 
-def _provision(
-    deployment: Deployment, output: Path, *, as_zip: bool, roster: Roster | None
-) -> list[Path]:
+def _provision(deployment: Deployment, output: Path, roster: Roster | None) -> list[Path]:
     authority, server = output / AUTHORITY, output / SERVER
     output.mkdir(parents=True, exist_ok=True)
     make_folder(authority)
@@ -288,15 +283,7 @@ def _provision(
     for folder in (authority, *machines):
         for path in (folder, *folder.iterdir()):
             path.chmod(path.stat().st_mode & ~OTHERS_WRITE)  # also what was there before
-    if not as_zip:
-        return machines
-    archives = [folder.with_name(f"{folder.name}.zip") for folder in machines]
-    for folder, archive in zip(machines, archives, strict=True):
-        archive.touch(mode=0o600)
-        archive.chmod(0o600)
-        shutil.make_archive(str(folder), "zip", folder)
-        shutil.rmtree(folder)
-    return archives
+    return machines
 
 
 def read_roster(deployment: Deployment, folder: Path) -> Roster:
