@@ -51,12 +51,12 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
       -m key=a,b            sweep: one run per combination, each in its own folder
 
     Options and overrides are those of Hydra: -m with hydra/launcher=joblib hydra/sweeper=optuna
-    (extra `sweeps`), --cfg job --resolve, --info, --config-dir, --config-name, --package, +key,
+    (extra `sweeps`), --cfg job --resolve, --info, --package, hydra.searchpath, +key,
     ++key, ~key, glob(), hydra.sweep.dir; --shell-completion install=bash prints a completion
     script.
     """
     asked = hydra.read_arguments(arguments)
-    overrides, source = asked.overrides, asked.source
+    overrides = asked.overrides
     resumes = [text for text in overrides if text.startswith("resume=")]
     if options.dry_run and (resumes or asked.multirun or asked.informs):
         raise ConfigError("--dry-run is of one new run: leave out -m, resume and --cfg.")
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from fednas_flwr.runs.run_folder import find_unfinished
 
         overrides = [text for text in overrides if text != "resume=auto"]
-        unfinished = find_unfinished(configured(overrides, source))
+        unfinished = find_unfinished(configured(overrides))
         if unfinished is not None:
             api.run(str(unfinished.run_dir), quiet=False)
             return 0
@@ -79,14 +79,14 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return sweep(asked)
     if asked.informs:
         if not asked.completes:
-            configured(overrides, source)  # a mistake is one sentence
-            overrides = hydra.for_hydra(overrides, source)
+            configured(overrides)  # a mistake is one sentence
+            overrides = hydra.for_hydra(overrides)
         hydra.run_hydra(run_job, [*overrides, *asked.flags])
         return 0
     for text in overrides:
         if text.lstrip("+").startswith(OF_SWEEPS):
             raise NoEffectError(f"{text} has no effect on a single run: add -m, or remove it.")
-    config = configured(overrides, source)
+    config = configured(overrides)
     if options.dry_run:
         api.check(config)
         from fednas_flwr.deploy.dry_run import estimate
@@ -97,13 +97,13 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
-def configured(overrides: Sequence[str], source: hydra.Source, *, tell: bool = True) -> Config:
+def configured(overrides: Sequence[str], *, tell: bool = True) -> Config:
     """Return the checked configuration of overrides, and print its warnings."""
     overrides = [text for text in overrides if not text.lstrip("+").startswith("sweep.")]
-    tree = hydra.compose_tree(overrides, source)
+    tree = hydra.compose_tree(overrides)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NoEffectWarning)
-        config = parse_config(tree, given=hydra.given_settings(overrides, source))
+        config = parse_config(tree, given=hydra.given_settings(overrides))
     for warning in caught if tell else ():
         print(f"fednas: warning: {warning.message}", file=sys.stderr)
     return config
@@ -120,7 +120,7 @@ def sweep(asked: hydra.Arguments) -> int:
     """
     overrides = [re.sub("^run_dir=", "hydra.sweep.dir=", text) for text in asked.overrides]
     fixed = hydra.without_sweeps(overrides)
-    planned = hydra.compose_sweep(fixed, asked.source)
+    planned = hydra.compose_sweep(fixed)
     optuna = "optuna" in planned.sweeper
     if planned.sweeper.endswith("BasicSweeper"):
         if any(text.startswith("sweep.") for text in fixed):
@@ -128,7 +128,7 @@ def sweep(asked: hydra.Arguments) -> int:
                 f"sweep.metric={','.join(planned.metrics)} has no effect with hydra/sweeper=basic: "
                 "set hydra/sweeper=optuna or remove it."
             )
-        _check_jobs(hydra.expand_sweep(overrides, asked.source), asked.source)
+        _check_jobs(hydra.expand_sweep(overrides))
     else:
         check_names(planned.known, hydra.given_settings(fixed).typed)
     names = [text.partition("=")[0] for text in fixed]
@@ -139,7 +139,7 @@ def sweep(asked: hydra.Arguments) -> int:
         more += [f"hydra.sweeper.direction={best[0] if len(best) == 1 else several}"]
         more += ["hydra.sweeper.max_failure_rate=1.0"]
     more = [text for text in more if text.partition("=")[0] not in names]
-    forced = hydra.for_hydra(overrides, asked.source, planned.known)
+    forced = hydra.for_hydra(overrides, planned.known)
     forced = [text for text in forced if not text.startswith("hydra.sweep.dir=")]
     try:
         hydra.run_hydra(
@@ -160,10 +160,10 @@ def run_job(tree: Any) -> float | list[float] | None:
         reached it, or has failed, which the file ``error.txt`` then tells.
     """
     take_files()  # in a process of the launcher
-    overrides, source, folder = hydra.current_job()
+    overrides, folder = hydra.current_job()
     print(f"job {folder.name}", flush=True)
     try:
-        config = replace(configured(overrides, source), run_dir=str(folder))
+        config = replace(configured(overrides), run_dir=str(folder))
         api.run(config, quiet=False)
     except Exception as error:
         fail(error, debug=False)
@@ -188,12 +188,12 @@ def _direction(name: str) -> str:
     return "maximize" if scores[name] else "minimize"
 
 
-def _check_jobs(jobs: Sequence[Sequence[str]], source: hydra.Source) -> None:
+def _check_jobs(jobs: Sequence[Sequence[str]]) -> None:
     """Refuse mistakes that can be known before a job begins."""
     refused = []
     for job in jobs:
         try:
-            api.check(configured(job, source, tell=False))
+            api.check(configured(job, tell=False))
         except NoEffectError as error:
             refused.append(error)
     if refused and len(refused) == len(jobs):

@@ -4,8 +4,9 @@
 1.41 serves three interfaces on one port. Fleet is for nodes, which prove who they are by registered
 keys. Runtime is for executors, which prove it by ``--superexec-auth-secret-file``, if it is given.
 Control asks nobody: whoever reaches the port could register a key or start a run. Here it answers
-loopback alone, as does Runtime without a secret. Whoever is refused is one line of the log. A node that has been away is let in again only after
-server apps had time to miss it, so that what it had taken and lost is not waited for.
+loopback alone, as does Runtime without a secret. Whoever is refused is one line of the log. A node
+that has been away is let in again only after server apps had time to miss it, so that what it had
+taken and lost is not waited for.
 """
 
 from __future__ import annotations
