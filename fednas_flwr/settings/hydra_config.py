@@ -403,13 +403,12 @@ def _folders(overrides: Sequence[str]) -> list[Path]:
     Raises:
         ConfigError: One of these does not exist.
     """
-    paths = [
-        str(path)
-        for text in overrides
-        if text.startswith(SEARCH_PATH)
-        for path in _parse(text).value()
-    ]
-    folders = [Path(path.removeprefix("file://")) for path in paths if path.startswith("file://")]
+    paths: list[Any] = []
+    for override in (_parse(text) for text in overrides if text.startswith(SEARCH_PATH)):
+        value: Any = override.value()
+        paths += value if isinstance(value, list) else [value]
+    texts = [str(path) for path in paths]
+    folders = [Path(text.removeprefix("file://")) for text in texts if text.startswith("file://")]
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{SEARCH_PATH}[file://{folder}]: that is no folder; correct it.")

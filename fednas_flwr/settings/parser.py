@@ -25,6 +25,7 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    Literal,
     Union,
     get_args,
     get_origin,
@@ -360,6 +361,8 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
     if is_dataclass(hint) or is_typeddict(hint):
         return parse(hint, value, key=key, defaults=defaults)
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:  # of texts, whose names a constraint gives
+        hint, origin = str, None
     if origin in (Union, UnionType):
         if value is None:
             return None
