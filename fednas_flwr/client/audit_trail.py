@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,8 +27,9 @@ from traceback import format_exception
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fednas_flwr.base.errors import ConfigError, DamagedError, DayFullError
-from fednas_flwr.base.files import make_folder, write_atomically
-from fednas_flwr.privacy.books.anchor import counter_of, create_key, equal, read_key, seal, take
+from fednas_flwr.base.files import make_folder, make_key, write_atomically
+from fednas_flwr.base.memory import described
+from fednas_flwr.privacy.books.anchor import KEY_BYTES, counter_of, equal, read_key, seal, take
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.protocol.sum_requests import Asked
 
@@ -132,26 +133,27 @@ class AuditTrail:
         self._append("released", **_place(request) | names | carried)
 
     def refused(
-        self, action: str, request: Asked | None, reason: str, error: Exception | None = None
-    ) -> None:
-        """Note an error, unless the site's daily allowance is spent.
+        self, action: str, request: Asked | None, error: Exception, *, told: bool, private: bool
+    ) -> str:
+        """Note an error, unless the site's daily allowance is spent; the sentence for the server.
 
         Args:
             action: The action asked for.
             request: The request; None if it could not be read.
-            reason: Only what the server may read.
-            error: What the site's own log says besides. It takes a fixed amount: it may quote
-                records.
+            error: The error.
+            told: True if the server may read its text. Any other stands in the site's own log, and
+                takes a fixed amount of the allowance: it may quote records.
+            private: True if the site's records are private: only a refusal is then noted in full.
         """
         place = {"action": action} if request is None else _place(request)
-        fixed = 13 * LONGEST_TEXT + (LONGEST_LOG if error else 0)  # in JSON some characters take 12
-        try:
+        reason = str(error) if told and private else type(error).__name__
+        fixed = 13 * LONGEST_TEXT + (0 if told else LONGEST_LOG)  # in JSON some characters take 12
+        with suppress(DayFullError):
             self._take(len(json.dumps(place)) + fixed, beyond=LONGEST_END)
-        except DayFullError:
-            return
-        self._append("refused", **place, reason=reason)
-        if error is not None:
-            print("".join(format_exception(error))[-LONGEST_LOG:], file=sys.stderr)
+            self._append("refused", **place, reason=reason)
+            if not told:
+                print("".join(format_exception(error))[-LONGEST_LOG:], file=sys.stderr)
+        return described(error) if told else "an error at the site, whose own log says which"
 
     def _take(self, num_bytes: int, *, beyond: int = 0) -> None:
         if self._path is not None:
@@ -177,7 +179,7 @@ class AuditTrail:
         """Return the key; on a new site make it."""
         if not self._key_path.exists():
             if self._ledger is None:
-                create_key(self._key_path)
+                make_key(self._key_path, KEY_BYTES)
             else:
                 Ledger(self._ledger, self._key_path).close()
         return read_key(self._key_path)

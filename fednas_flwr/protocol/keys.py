@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.files import make_folder, write_atomically, write_secret
+from fednas_flwr.base.files import make_key, read_key, write_atomically, write_secret
 from fednas_flwr.base.foreign import load_json
 
 KEY_BYTES = 32
@@ -51,8 +51,6 @@ class SiteKeys:
 
     def __init__(self, seed: bytes) -> None:
         """See the class."""
-        if len(seed) != 2 * KEY_BYTES:
-            raise ValueError(f"keys are made of {2 * KEY_BYTES} bytes, got {len(seed)}.")
         self._mask = X25519PrivateKey.from_private_bytes(seed[:KEY_BYTES])
         self._signature = Ed25519PrivateKey.from_private_bytes(seed[KEY_BYTES:])
 
@@ -63,19 +61,8 @@ class SiteKeys:
         Raises:
             ConfigError: Others can read the file, or it holds no keys.
         """
-        if not path.exists():
-            make_folder(path.parent)
-            _create(path, os.urandom(2 * KEY_BYTES).hex())
-        mode = path.stat().st_mode & 0o777
-        if mode & 0o077:
-            raise ConfigError(
-                f"the keys {path} have mode {mode:o}: others may know them; make new ones, and "
-                "have all sites take them into their roster."
-            )
-        try:
-            return cls(bytes.fromhex(path.read_text(encoding="ascii").strip()))
-        except ValueError as error:
-            raise ConfigError(f"{path} holds no keys of a secure sum: {error}") from error
+        make_key(path, 2 * KEY_BYTES)
+        return cls(read_key(path, 2 * KEY_BYTES))
 
     def public(self, site: str) -> PublicKeys:
         """Return the public keys under the name of the site."""
@@ -186,22 +173,6 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _create(path: Path, text: str) -> None:
-    """Write a secret file whole or not at all; of two processes that make one, the first counts."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    try:
-        os.link(temporary, path)  # fails where the file exists by now
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
-
-
 def make_signing_key(path: Path) -> Path:
     """Write a new key to ``path`` (PEM, for its owner only) and return its public half's path.
 
@@ -222,13 +193,9 @@ def sign_model(key_path: Path, *, run: str, model: bytes, card: str) -> str:
     Raises:
         ConfigError: The file holds no private key of Ed25519.
     """
-    try:
-        key = pem.load_pem_private_key(key_path.read_bytes(), password=None)
-    except (OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"the signing key {key_path} cannot be used: {error}.") from error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"the signing key {key_path} is not one of Ed25519.")
-    return key.sign(_model_message(run, model, card)).hex()
+    key = _loaded(key_path, Ed25519PrivateKey, partial(pem.load_pem_private_key, password=None))
+    signature: bytes = key.sign(_model_message(run, model, card))
+    return signature.hex()
 
 
 def is_signed(public_path: Path, signature: str, *, run: str, model: bytes, card: str) -> bool:
@@ -237,17 +204,23 @@ def is_signed(public_path: Path, signature: str, *, run: str, model: bytes, card
     Raises:
         ConfigError: The file holds no public key of Ed25519.
     """
-    try:
-        key = pem.load_pem_public_key(public_path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the public key {public_path} cannot be used: {error}.") from error
-    if not isinstance(key, Ed25519PublicKey):
-        raise ConfigError(f"the public key {public_path} is not one of Ed25519.")
+    key = _loaded(public_path, Ed25519PublicKey, pem.load_pem_public_key)
     try:
         key.verify(bytes.fromhex(signature), _model_message(run, model, card))
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def _loaded(path: Path, kind: type, load: Callable[[bytes], Any]) -> Any:
+    """Return the key of this kind in a PEM file; ConfigError if it holds none."""
+    try:
+        key = load(path.read_bytes())
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"the key {path} cannot be used: {error}.") from error
+    if not isinstance(key, kind):
+        raise ConfigError(f"the key {path} is no {kind.__name__}.")
+    return key
 
 
 def _model_message(run: str, model: bytes, card: str) -> bytes:

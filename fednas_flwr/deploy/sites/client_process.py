@@ -60,11 +60,8 @@ def answer_sum_message(message: Message, context: Context) -> Message:
             RecordDict({**sr.encode_values(request.header, properties)}), reply_to=message
         )
     except Exception as error:  # the server must learn why; of anything but a refusal, only that
-        refusal = isinstance(error, ConfigError)
-        reason = str(error) if refusal else type(error).__name__
-        trail.refused(action, request, reason, None if refusal else error)
-        reason = "an error at the site, whose own log says which"
-        reason = f"{type(error).__name__}: {error}" if refusal else reason
+        told = isinstance(error, ConfigError)
+        reason = trail.refused(action, request, error, told=told, private=True)
         return Message(Error(flower_patches.CLIENT_RAISED, reason), reply_to=message)
 
 
