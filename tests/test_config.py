@@ -663,7 +663,10 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
             "rounds=2, all of which warm up",
         ),
         ("algorithm=fedex retrain.evaluate_every=1", "retrains in exchanges of its own"),
-        (f"{DP} retrain.evaluate_every=1", "whose budget is for training on all records"),
+        (
+            f"{DP} retrain.evaluate_every=1",
+            "no effect with privacy=dp: remove it, or set privacy=none",
+        ),
         ("stages=[search] retrain.evaluate_every=1", "which lack retrain"),
         (f"{SITES} secure_sum=true secure_sum.colluding=0", "sites have terms, books and noise"),
         (f"{SITES} privacy.test_seed=3", "whose sites have terms, books and noise of their own"),
