@@ -26,7 +26,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.settings import names
 from fednas_flwr.settings.data_settings import Fractions
 from fednas_flwr.settings.optimizers import Count, Positive
-from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, parse
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, parse, within
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
@@ -88,21 +88,13 @@ class DataSetPolicy(Checked):
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude values that do not go with others."""
         least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
-        yield (
-            largest < least,
-            f"largest_noise_multiplier={largest} is out of range: expected the least, {least:g}, "
-            "or more",
-        )
+        expected = f"the least, {least:g}, or more"
+        yield within(largest >= least, "largest_noise_multiplier", largest, expected)
         yield self.secure_noise and self.test_seed, "secure_noise and test_seed exclude one another"
-        records, is_client = f"records={self.records} is out of range: ", self.unit == names.CLIENT
-        yield (
-            is_client and self.records != 1,
-            f"{records}expected 1 with unit: client, the site itself",
-        )
-        yield (
-            not is_client and self.by_split["train"] == 0,
-            f"{records}expected so many that the train split has one or more",
-        )
+        one = self.unit != names.CLIENT or self.records == 1
+        yield within(one, "records", self.records, "1 with unit: client, the site itself")
+        some = self.unit == names.CLIENT or self.by_split["train"]
+        yield within(some, "records", self.records, "so many that the train split has one or more")
 
     @property
     def by_split(self) -> dict[str, int]:

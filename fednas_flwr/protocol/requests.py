@@ -8,7 +8,7 @@ missing key, or a value of another type or out of range, is refused before anyth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Self, TypedDict
@@ -38,7 +38,16 @@ from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, check_range, parse
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Length,
+    OneOf,
+    Where,
+    one_of,
+    parse,
+    within,
+)
 from fednas_flwr.spaces.latency_tables import from_json
 
 MOST_TRIALS = 1000
@@ -82,12 +91,6 @@ def check_private_batch(batch_size: int | None) -> None:
         )
 
 
-def check_one(**values: object) -> None:
-    """Raise ConfigError unless exactly one of the values is given."""
-    if sum(value is not None for value in values.values()) != 1:
-        raise ConfigError(f"{' or '.join(values)} must be given, and only one.")
-
-
 def splits_of(text: str) -> tuple[str, ...]:
     """Splits that a request names, e.g. ``train+validation``."""
     return tuple(text.split("+"))
@@ -108,10 +111,9 @@ class Amount(Checked):
     steps: opt.Steps | None
     batch_size: opt.Count | None
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that one of the two is given."""
-        super().__post_init__()
-        check_one(epochs=self.epochs, steps=self.steps)
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude all but one of the two."""
+        yield one_of(epochs=self.epochs, steps=self.steps)
 
     def most_steps(self, rows: float) -> int:
         """Steps over so many rows, at most."""
@@ -136,7 +138,7 @@ class Amount(Checked):
 
 
 @dataclass(frozen=True)
-class LocalSearch:
+class LocalSearch(Checked):
     """A local search of a supernet: by ``alternating`` steps, or on sampled ``paths``."""
 
     amount: Amount
@@ -145,9 +147,9 @@ class LocalSearch:
     alternating: Alternating | None = None
     paths: SampledPaths | None = None
 
-    def __post_init__(self) -> None:
-        """Check that it is exactly one of the two."""
-        check_one(alternating=self.alternating, paths=self.paths)
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude all but one of the two."""
+        yield one_of(alternating=self.alternating, paths=self.paths)
 
     network = None
     split = "train"
@@ -415,16 +417,13 @@ class TakeGradients(AtSite):
 
     step: opt.CountOrZero
     local_steps: opt.Steps
-    local_lrs: dict[str, opt.NonNegative]
+    local_lrs: Annotated[
+        dict[str, opt.NonNegative],
+        Where(lambda lrs: lrs.keys() <= SPLIT_OF.keys(), "rates of weights and alphas"),
+    ]
     batch_size: opt.Count | None
     order: Annotated[int, Between(1, 2)]
     inner_lr: opt.Positive
-
-    def __post_init__(self) -> None:
-        """Check the ranges, and the names of states."""
-        super().__post_init__()
-        for state in self.local_lrs:
-            check_choice("local_lrs", state, SPLIT_OF)
 
     def released(self, action: str) -> Kinds:
         """A sum of each gradient in every step."""
@@ -547,17 +546,15 @@ class RewardCandidates(AtSite):
     training: LocalTraining | None = None
     sparse: bool = False
 
-    def __post_init__(self) -> None:
-        """Check the ranges, that one of the three is given, and how many candidates there are."""
-        super().__post_init__()
-        check_one(candidates=self.candidates, network=self.network, training=self.training)
-        if self.candidates is None and self.sparse:
-            raise ConfigError("sparse=True is of candidates by their paths: a pool travels whole.")
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude all but one of the three, and pools that travel in part or have no members."""
+        yield one_of(candidates=self.candidates, network=self.network, training=self.training)
         if self.candidates is None:
+            yield self.sparse, "sparse=True is of candidates by their paths: a pool travels whole"
             members = (self.described or {}).get("genotypes")
             count = len(members) if isinstance(members, list) else 0
             wanted = f"a list of 1 to {opt.MOST_CANDIDATES}"
-            check_range(1 <= count <= opt.MOST_CANDIDATES, "genotypes", members, wanted)
+            yield within(1 <= count <= opt.MOST_CANDIDATES, "genotypes", members, wanted)
 
     @property
     def count(self) -> int:
@@ -586,10 +583,9 @@ class Probe(AtSite):
     trials: Annotated[list[Trial], Length(Between(1, MOST_TRIALS))]
     loss_bound: opt.LossBound
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that one of the two is given."""
-        super().__post_init__()
-        check_one(search=self.search, training=self.training)
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude all but one of the two."""
+        yield one_of(search=self.search, training=self.training)
 
     def released(self, action: str) -> Kinds:
         """Every step of each trial, and its reward."""

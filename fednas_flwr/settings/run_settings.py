@@ -11,7 +11,17 @@ from typing import Annotated, Any
 from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.data_settings import Dataset, Partition
-from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf, Text, Time, Where
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Distinct,
+    Length,
+    OneOf,
+    Text,
+    Time,
+    Where,
+    within,
+)
 
 STAGES = ("search", "retrain", "evaluate", "export")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
@@ -320,12 +330,11 @@ class DifferentialPrivacy(Checked):
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude another norm of rewards."""
-        norm = self.rewards.max_grad_norm
-        yield (
-            norm != 1,
-            f"rewards.max_grad_norm={norm} is out of range: expected 1: rewards are bounded by "
-            "algorithm.loss_bound",
+        norm, expected = (
+            self.rewards.max_grad_norm,
+            "1: rewards are bounded by algorithm.loss_bound",
         )
+        yield within(norm == 1, "rewards.max_grad_norm", norm, expected)
 
     @property
     def own_epsilon(self) -> float:

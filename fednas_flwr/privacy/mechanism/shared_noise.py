@@ -9,10 +9,10 @@ proved in ``tests/privacy/divergences.py``.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.parser import Between, Checked, Length
 
 _GRID_BITS = 24
@@ -63,14 +63,13 @@ class SumTerms(Checked):
     least_sites: Annotated[int, Between(2, 1000)]
     colluding: Annotated[int, Between(0, 1000)]
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that a sum hides an honest site among another one."""
-        super().__post_init__()
-        if self.honest < LEAST_HONEST:
-            raise ConfigError(
-                f"least_sites={self.least_sites} with colluding={self.colluding}: the sum of one "
-                "honest site is its value; expected least_sites of colluding + 2 or more."
-            )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude sums that hide no honest site among another one."""
+        yield (
+            self.honest < LEAST_HONEST,
+            f"least_sites={self.least_sites} with colluding={self.colluding}: the sum of one "
+            "honest site is its value; expected least_sites of colluding + 2 or more",
+        )
 
     @property
     def honest(self) -> int:
