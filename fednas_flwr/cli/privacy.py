@@ -292,32 +292,29 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
         delta: Of the epsilons.
         account: The only one to print; None prints all.
     """
-    from fednas_flwr.privacy.books.ledger import make_statement
+    from fednas_flwr.privacy.books.ledger import by_kind, epsilons_of
     from fednas_flwr.report.templates import epsilon_text
     from fednas_flwr.report.terminal import print_table
 
-    statement = make_statement(rows, delta=delta)
-    booked = []
-    for line in statement.lines:
-        entry, release = line.entry, line.entry.release
-        if account not in (None, entry.account):
-            continue
+    booked, epsilons = [], epsilons_of(rows, delta=delta)
+    for kind in by_kind(row for row in rows if account in (None, row.entry.account)):
+        entry, release = kind[0].entry, kind[0].entry.release
         names = [entry.account, entry.run, entry.stage, entry.action, ", ".join(entry.splits)]
-        steps = [f"{line.steps:,}", f"{entry.committed_steps:,}"]
+        steps = [f"{sum(row.entry.release.steps for row in kind):,}", f"{entry.committed_steps:,}"]
         noise = [f"{release.noise_multiplier:.4g}", f"{release.sample_rate:.4g}"]
-        times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
+        times = (datetime.fromtimestamp(t, UTC) for t in (kind[0].time, kind[-1].time))
         booked.append([*names, *steps, *noise, *(f"{time:%Y-%m-%d %H:%M}" for time in times)])
     print_table("what was booked", STATEMENT_HEAD, booked)
-    shown = [pair for pair in statement.epsilons if account in (None, pair[0])]
+    shown = [pair for pair in epsilons if account in (None, pair[0])]
     costs = [
         [paying, split, epsilon_text(epsilon if math.isfinite(epsilon) else None), unit]
         for paying, unit in shown
-        for split, epsilon in statement.epsilons[paying, unit].items()
+        for split, epsilon in epsilons[paying, unit].items()
     ]
     head = ("account", "split", "epsilon (PRV)", "for one")
     print_table(f"all together, at delta {delta:g}", head, costs)
     for paying in dict.fromkeys(paying for paying, _ in shown):
-        others = [f"{other} (per {unit})" for other, unit in statement.epsilons if other != paying]
+        others = [f"{other} (per {unit})" for other, unit in epsilons if other != paying]
         if others:
             booked_on = f"{', '.join(others)}, if that was of the same records"
             print(terminal(f"{paying} does not count what was booked on {booked_on}."))

@@ -34,9 +34,8 @@ begin_task                 ``TaskIdentity``, which Flower's processes     messag
 set_message_id             ``Metadata._message_id``, which a grid sets    replies name no request
 =========================  =============================================  =========================
 
-``sites.links`` speaks to a SuperLink by Flower's own client, ``sites.client_process`` calls
-``run_clientapp`` and ``deploy.deployment`` the command ``flwr``: they change nothing. Nothing
-is imported here before it is needed, so that commands start fast.
+``sites.client_process`` calls ``run_clientapp`` and ``deploy.deployment`` the command ``flwr``:
+they change nothing. Nothing is imported here before it is needed, so that commands start fast.
 """
 
 from __future__ import annotations

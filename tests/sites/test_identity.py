@@ -174,7 +174,6 @@ def test_doctor_names_the_causes(net: SimpleNamespace) -> None:
         threading.Thread(target=plain.handle_request).start()
         with pytest.raises(Trouble, match="does not speak TLS"):
             links.shake_hands("127.0.0.1", plain.server_port, ours)
-    assert not links.is_registered("127.0.0.1", net.port, ours, net.folder / "unknown")
 
 
 @pytest.mark.run
@@ -182,14 +181,11 @@ def test_a_registered_node_is_let_in_and_put_out_when_its_key_is_revoked(
     net: SimpleNamespace,
 ) -> None:
     until(lambda: "SuperNode ID" in net.read("let in"), "the node")
-    ours = net.folder / "ca" / "ca.crt"
-    assert links.is_registered("127.0.0.1", net.port, ours, net.folder / "known")
     assert [node["status"] for node in net.flwr("list", "ours")["nodes"]] == ["online"]
-    (node,) = net.flwr("list", "ours")["nodes"]  # asking about the key has not put it out
+    (node,) = net.flwr("list", "ours")["nodes"]
     net.flwr("unregister", str(node["node-id"]), "ours")
     until(lambda: net.processes["let in"].poll() is not None, "the end of the node")
     assert "refused the node at 127.0.0.1: its key was revoked" in net.read("good")
-    assert not links.is_registered("127.0.0.1", net.port, ours, net.folder / "known")
 
 
 def test_only_the_servers_own_machine_may_command_it() -> None:

@@ -2,7 +2,7 @@
 
 :meth:`Ledger.reserve` books a release before its noise is drawn; nothing is ever refunded. Not for
 deciding what may be asked (``policy``) or what a release costs (``renyi_filter``).
-:func:`make_statement` sums rows up for people who look at them.
+:func:`by_kind` and :func:`epsilons_of` sum rows up for people who look at them.
 
 Every row carries an HMAC over itself and the row before. Running totals per budget and split, under
 an HMAC that ties them to the last row, make a reservation cost the same after a million rows. The
@@ -40,7 +40,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import add
@@ -604,43 +604,26 @@ def _row(values: list[Any]) -> Row:
     return Row(sequence, when, entry, run_steps)
 
 
-@dataclass(frozen=True)
-class Line:
-    """All rows of one kind: what a run asked of an account with one action in one stage.
+def by_kind(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return the rows of each kind, in the order of first booking.
 
-    Attributes:
-        entry: The first one; a ledger gives all of them the same terms.
-        steps: Steps booked.
-        first: When the first row was booked, in seconds since 1970 by the site's clock.
-        last: When the last one was.
+    They are what a run asked of an account with one action in one stage, all under the same terms.
     """
-
-    entry: Entry
-    steps: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class Statement:
-    """Statement that :func:`make_statement` returns.
-
-    Attributes:
-        lines: One for each kind, in the order of first booking.
-        epsilons: For each account and unit that it has paid for, the epsilon of each split that
-            paid: of all that the account has paid for, counted for that unit.
-    """
-
-    lines: tuple[Line, ...]
-    epsilons: dict[tuple[str, str], dict[str, float]]
+    kinds: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        entry = row.entry
+        kind = (entry.account, entry.run, entry.stage, entry.action, entry.splits)
+        kinds.setdefault(kind, []).append(row)
+    return list(kinds.values())
 
 
-def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
-    """Return the statement of ``rows``.
+def epsilons_of(rows: Sequence[Row], *, delta: float) -> dict[tuple[str, str], dict[str, float]]:
+    """Return what rows cost, by account and unit that it has paid for, of each split that paid.
 
-    An epsilon is that of all rows of an account that a split paid for, composed by
-    ``prv_epsilon`` as if they had been planned together. A site enforces its budget with the
-    larger numbers of ``RenyiFilter``, which hold for requests that depend on earlier outputs too.
+    An epsilon is that of all rows of an account that a split paid for, counted for the unit, and
+    composed by ``prv_epsilon`` as if they had been planned together. A site enforces its budget
+    with the larger numbers of ``RenyiFilter``, which hold for requests that depend on earlier
+    outputs too.
 
     Args:
         rows: As ``Ledger.entries`` returns them.
@@ -649,24 +632,11 @@ def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
     Raises:
         ValueError: ``delta`` is out of range.
     """
-    kinds: dict[tuple[object, ...], list[Row]] = {}
-    accounts: dict[str, list[Row]] = {}
-    for row in rows:
-        entry = row.entry
-        kind = (entry.account, entry.run, entry.stage, entry.action, entry.splits)
-        kinds.setdefault(kind, []).append(row)
-        accounts.setdefault(entry.account, []).append(row)
     epsilons = {}
-    for account, booked in accounts.items():
-        for unit in dict.fromkeys(row.entry.unit for row in booked):
-            entries = [
-                (renyi.counted(row.entry.release, row.entry.unit, unit), row.entry.splits)
-                for row in booked
-            ]
-            found = epsilon_per_split(entries, delta)
-            epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}
-    lines = [
-        Line(b[0].entry, sum(row.entry.release.steps for row in b), b[0].time, b[-1].time)
-        for b in kinds.values()
-    ]
-    return Statement(tuple(lines), epsilons)
+    for account, unit in dict.fromkeys((row.entry.account, row.entry.unit) for row in rows):
+        booked = [row.entry for row in rows if row.entry.account == account]
+        found = epsilon_per_split(
+            [(renyi.counted(e.release, e.unit, unit), e.splits) for e in booked], delta
+        )
+        epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}
+    return epsilons
