@@ -165,9 +165,7 @@ def _site_key(folder: Path, settings: Settings) -> str:
     key = folder / NODE_KEY
     if not key.is_file():
         raise Trouble(f"there is no {key}: make it by `fednas key {key}`.")
-    return (
-        f"{key}.pub is what the server's operator registers; the server's log names refused nodes"
-    )
+    return f"the server's operator registers {key}.pub; the server's log names refused nodes"
 
 
 def _site_data(folder: Path, settings: Settings) -> str:
