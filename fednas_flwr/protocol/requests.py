@@ -78,6 +78,10 @@ Shape = Annotated[
 Declared = Annotated[
     dict[str, Number], Where(lambda splits: set(splits) == set(SPLITS), "a number of each split")
 ]
+Rates = Annotated[
+    dict[str, opt.NonNegative],
+    Where(lambda rates: rates.keys() <= SPLIT_OF.keys(), "rates of weights and alphas"),
+]
 Epsilon = Annotated[float, Between(0)]
 Candidates = Annotated[list[list[int]], Length(Between(1, opt.MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``models.networks.make_network``
@@ -417,10 +421,7 @@ class TakeGradients(AtSite):
 
     step: opt.CountOrZero
     local_steps: opt.Steps
-    local_lrs: Annotated[
-        dict[str, opt.NonNegative],
-        Where(lambda lrs: lrs.keys() <= SPLIT_OF.keys(), "rates of weights and alphas"),
-    ]
+    local_lrs: Rates
     batch_size: opt.Count | None
     order: Annotated[int, Between(1, 2)]
     inner_lr: opt.Positive
