@@ -470,7 +470,7 @@ def test_a_trial_is_in_the_ranges_of_what_it_changes():
 
 def test_a_learning_rate_of_no_state_is_refused():
     values = asdict(AT_LEAST["train.gradients"]) | {"local_lrs": {"weight": 0.1}}
-    with pytest.raises(ConfigError, match="local_lrs=weight is unknown: .* .nearest: weights"):
+    with pytest.raises(ConfigError, match="local_lrs=.* expected rates of weights and alphas"):
         decode("train.gradients", values)
 
 
