@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization as pem
@@ -27,19 +28,28 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_key, read_key, write_atomically, write_secret
 from fednas_flwr.base.foreign import load_json
+from fednas_flwr.settings.parser import Between, Checked, Length, Where, parse
 
 KEY_BYTES = 32
 MOST_SITES = 1000
 SIGNING_KEY = "FEDNAS_SIGNING_KEY"  # environment variable of the server: path of the private key
 
 
+def is_hex(digits: int, text: str) -> bool:
+    """Return whether a text is a number of so many hex digits."""
+    return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
+
+
+Hex = Annotated[str, Where(partial(is_hex, 2 * KEY_BYTES), "64 hex digits")]
+
+
 @dataclass(frozen=True)
-class PublicKeys:
-    """A site's public keys, as hex digits: X25519 for masks, Ed25519 for signatures."""
+class PublicKeys(Checked):
+    """A site's public keys: X25519 for masks, Ed25519 for signatures."""
 
     site: str
-    mask: str
-    signature: str
+    mask: Hex
+    signature: Hex
 
 
 class SiteKeys:
@@ -79,10 +89,17 @@ class SiteKeys:
 
 
 @dataclass(frozen=True)
-class Roster:
+class Roster(Checked):
     """The public keys of all sites, in the order of their indices."""
 
-    sites: tuple[PublicKeys, ...]
+    sites: Annotated[tuple[PublicKeys, ...], Length(Between(2, MOST_SITES))]
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a name or a key that stands twice."""
+        named = {site.site for site in self.sites}
+        keys = {key for site in self.sites for key in (site.mask, site.signature)}
+        twice = len(named) < len(self.sites) or len(keys) < 2 * len(self.sites)
+        yield twice, "sites: a name or a key stands twice in the roster of secure sums"
 
     @property
     def fingerprint(self) -> str:
@@ -94,35 +111,18 @@ class Roster:
         write_atomically(path, json.dumps([asdict(site) for site in self.sites], indent=2) + "\n")
 
     @classmethod
-    def of(cls, sites: Sequence[PublicKeys]) -> Roster:
-        """Return the roster of these sites.
-
-        Raises:
-            ConfigError: A key is none, or a name or key stands twice.
-        """
-        try:
-            keys = [bytes.fromhex(key) for site in sites for key in (site.mask, site.signature)]
-            if any(len(key) != KEY_BYTES for key in keys) or len(set(keys)) < len(keys):
-                raise ValueError("a key is not of 32 bytes, or stands twice")
-            named = {str(site.site) for site in sites}
-            if not 2 <= len(named) == len(sites) <= MOST_SITES:
-                raise ValueError(f"{len(named)} names for {len(sites)} sites")
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"the roster of secure sums cannot be used: {error}.") from error
-        return cls(tuple(sites))
-
-    @classmethod
     def read(cls, path: Path) -> Roster:
         """Return the roster in a file.
 
         Raises:
-            ConfigError: It cannot be read, or :meth:`of` refuses it.
+            ConfigError: It cannot be read, or is none.
         """
         try:
-            sites = [PublicKeys(**entry) for entry in load_json(path.read_text("utf-8"))]
-        except (OSError, TypeError, ValueError) as error:
-            raise ConfigError(f"the roster {path} cannot be used: {error}.") from error
-        return cls.of(sites)
+            sites = load_json(path.read_text("utf-8"))
+            roster: Roster = parse(cls, {"sites": sites}, key="")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the roster {path} cannot be used: {error}") from error
+        return roster
 
     def has_signed(self, index: int, signature: bytes, message: bytes) -> bool:
         """Return whether a site has signed a message."""

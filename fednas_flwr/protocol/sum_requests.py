@@ -19,6 +19,7 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.keys import MOST_SITES
+from fednas_flwr.protocol.keys import is_hex as is_hex
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES, SECRET_BYTES, Grid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.settings.optimizers import SGD
@@ -33,11 +34,6 @@ LONGEST_NAME = 300  # bytes of a run's name: a site keeps it in its ledger
 Json = Any  # what json.loads returns
 Name = Annotated[str, Length(Between(0, LONGEST_NAME))]
 Record = TypeVar("Record", ConfigRecord, MetricRecord)
-
-
-def is_hex(digits: int, text: str) -> bool:
-    """Return whether a text is a number of so many hex digits."""
-    return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
 
 
 def by_site(digits: int) -> Where:

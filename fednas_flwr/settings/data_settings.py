@@ -134,7 +134,7 @@ class Dataset(Checked):
     @property
     def person_column(self) -> str:
         """Name of the column of persons; empty where every record is a person's own."""
-        return ""
+        return getattr(self, "id_column", None) or ""
 
     @property
     def augmentation(self) -> dict[str, Any]:
@@ -320,11 +320,6 @@ class LabelTable(Dataset):
         return self.label not in ("", "last")
 
     @property
-    def person_column(self) -> str:
-        """Name of the column of persons; empty where every record is a person's own."""
-        return self.id_column or ""
-
-    @property
     def declared(self) -> dict[str, bool]:
         """Settings that the records would otherwise decide, with whether each is given."""
         return {
@@ -355,11 +350,6 @@ class ImageFolder(EncodedImages, Stored):
     """
 
     id_column: str | None
-
-    @property
-    def person_column(self) -> str:
-        """Name of the column of persons; empty where every record is a person's own."""
-        return self.id_column or ""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import ssl
 import time
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from http.client import HTTPSConnection
 from pathlib import Path
 
+import httpx
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -76,16 +76,13 @@ def ask_date(host: str, port: int, authority: Path) -> str:
         Trouble: No SuperLink answers.
     """
     shake_hands(host, port, authority)  # whose errors are the plainer ones
-    connection = HTTPSConnection(host, port, timeout=TIMEOUT_S, context=_context(authority))
+    where, context = f"[{host}]" if ":" in host else host, _context(authority)
     try:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        date = answer.getheader("Date")
-    except OSError as error:
+        answer = httpx.get(f"https://{where}:{port}/health", verify=context, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
         raise Trouble(f"{host}:{port} does not answer ({error}): restart the server.") from error
-    finally:
-        connection.close()
-    if answer.status != 200 or date is None:
+    date: str | None = answer.headers.get("Date")
+    if answer.status_code != 200 or date is None:
         raise Trouble(f"what answers on {host}:{port} is no SuperLink: correct address or port.")
     return date
 

@@ -299,7 +299,7 @@ def read_roster(deployment: Deployment, folder: Path) -> Roster:
                 f"{path} holds no public keys of {name} ({error}): have state/sum.pub sent by the "
                 "site, which makes it at its first start."
             ) from error
-    return Roster.of(sites)
+    return Roster(tuple(sites))
 
 
 def load_sites(path: Path) -> Deployment:
