@@ -297,7 +297,7 @@ class Cohort:
             backups = list(participants.backups)
         failures: dict[int, str] = {}
         pending = None
-        if self.secure_sum and exchange.is_summed:
+        if self.secure_sum and not ACTIONS[exchange.action].is_public:
             present = [client for client in self.clients if self._refused[client] < STRIKES]
             pending = PendingSum.of(exchange, present, self.properties)
         while asked is None or asked:

@@ -15,7 +15,6 @@ import numpy as np
 from flwr.app import Message
 
 from fednas_flwr.base.randomness import derive_seed
-from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply, round_sent
 from fednas_flwr.protocol.requests import Settings
@@ -93,11 +92,6 @@ class Exchange:
         return f"{self.action} in round {self.server_round}" if self.server_round else self.action
 
     @property
-    def is_summed(self) -> bool:
-        """True if its replies depend on records: secure sums add them up."""
-        return not ACTIONS[self.action].is_public
-
-    @property
     def planned(self) -> dict[str, PlannedRelease]:
         """The plan of each kind of release of this stage and action."""
         place = (self.stage, self.action)
@@ -106,7 +100,7 @@ class Exchange:
     @property
     def dense_request(self) -> int:
         """Bytes of a request of whole, unrounded states."""
-        sizes = {name: _num_bytes(state) for name, state in self.states.items()}
+        sizes = {n: sum(v.nbytes for v in state.values()) for n, state in self.states.items()}
         return sum(self.whole[n].num_bytes if n in self.whole else b for n, b in sizes.items())
 
     @property
@@ -131,10 +125,6 @@ class Sent(NamedTuple):
     message: Message
     accept: Callable[[Message], Reply]
     most: float
-
-
-def _num_bytes(packed: Packed) -> int:
-    return sum(vector.numel() * vector.itemsize for vector in packed.values())
 
 
 def share_scales(examples: Mapping[int, float], largest: float) -> dict[int, float]:

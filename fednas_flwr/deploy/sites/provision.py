@@ -246,6 +246,7 @@ class Deployment(parser.Checked):
     sites: Annotated[tuple[Site, ...], MOST, parser.Distinct()]
 
 
+@umask(OTHERS_WRITE)
 def provision(deployment: Deployment, output: Path, *, roster: Roster | None = None) -> list[Path]:
     """Write the authority, if there is none yet, and what every machine needs.
 
@@ -260,11 +261,6 @@ def provision(deployment: Deployment, output: Path, *, roster: Roster | None = N
     Returns:
         The folders of server and sites, in their order.
     """
-    with umask(OTHERS_WRITE):
-        return _provision(deployment, output, roster)
-
-
-def _provision(deployment: Deployment, output: Path, roster: Roster | None) -> list[Path]:
     authority, server = output / AUTHORITY, output / SERVER
     output.mkdir(parents=True, exist_ok=True)
     make_folder(authority)

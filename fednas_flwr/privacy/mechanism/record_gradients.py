@@ -273,7 +273,8 @@ class _Transposed(torch.autograd.Function):
 
 
 def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
-    if isinstance(layer, nn.Linear) and _is_large(layer) and x.dim() == 2:
+    is_large = layer.weight.requires_grad and layer.weight.numel() >= LARGE
+    if is_large and isinstance(layer, nn.Linear) and x.dim() == 2:
         return stack.linear(x, layer.weight, _own(layer.bias, stack))
     weight, bias = _own(layer.weight, stack), _own(layer.bias, stack)
     if isinstance(layer, nn.Conv2d):
@@ -287,10 +288,6 @@ def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
 def _own(parameter: Any, stack: RecordWeights) -> Any:
     """Return a copy for each record of a parameter that is differentiated by; others themselves."""
     return stack([parameter]) if parameter is not None and parameter.requires_grad else parameter
-
-
-def _is_large(layer: nn.Linear) -> bool:
-    return layer.weight.requires_grad and layer.weight.numel() >= LARGE
 
 
 @contextmanager
