@@ -18,7 +18,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -124,13 +124,9 @@ class AuditTrail:
                 if kind in carried or request.summed is not None  # a masked reply shows no kind
             }
             private = {"noise_multipliers": noise, "epsilon_spent": guard.spent()}
-        names = {"states": sorted(reply.states), "metrics": sorted(reply.metrics)}
-        self.helped(request, reply.properties, **names, **private)
-
-    def helped(self, request: Asked, properties: Collection[str], **carried: Any) -> None:
-        """Note an answer before it leaves, by default one that carries nothing of records."""
-        names = {"states": [], "metrics": [], "properties": sorted(properties)}
-        self._append("released", **_place(request) | names | carried)
+        parts = {"states": reply.states, "metrics": reply.metrics, "properties": reply.properties}
+        names = {kind: sorted(of) for kind, of in parts.items()}
+        self._append("released", **_place(request) | names | private)
 
     def refused(
         self, action: str, request: Asked | None, error: Exception, *, told: bool, private: bool

@@ -316,7 +316,7 @@ def by_index(values: Mapping[str, str]) -> dict[int, bytes]:
     return {int(index): bytes.fromhex(text) for index, text in values.items()}
 
 
-SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # answered without torch
+SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # of no record
 
 
 def encode_values(
