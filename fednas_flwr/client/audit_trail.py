@@ -31,7 +31,6 @@ from fednas_flwr.base.files import make_folder, make_key, write_atomically
 from fednas_flwr.base.memory import described
 from fednas_flwr.privacy.books.anchor import KEY_BYTES, counter_of, equal, read_key, seal, take
 from fednas_flwr.privacy.books.ledger import Ledger
-from fednas_flwr.protocol.sum_requests import Asked
 
 if TYPE_CHECKING:  # these bring torch
     from fednas_flwr.client.release_guard import ReleaseGuard
@@ -86,7 +85,7 @@ class AuditTrail:
         self._path, self._key_path, self._ledger = path, key_path, ledger
         self._superlink = superlink
 
-    def asked(self, request: Asked, *, flower_run: int, kept_bytes: int = 0) -> None:
+    def asked(self, request: Request, *, flower_run: int, kept_bytes: int = 0) -> None:
         """Note a request before anything is done about it.
 
         Args:
@@ -129,7 +128,7 @@ class AuditTrail:
         self._append("released", **_place(request) | names | private)
 
     def refused(
-        self, action: str, request: Asked | None, error: Exception, *, told: bool, private: bool
+        self, action: str, request: Request | None, error: Exception, *, told: bool, private: bool
     ) -> str:
         """Note an error, unless the site's daily allowance is spent; the sentence for the server.
 
@@ -226,7 +225,7 @@ def verify_trail(path: Path, key_path: Path) -> int:
     return end.number
 
 
-def _place(request: Asked) -> dict[str, Any]:
+def _place(request: Request) -> dict[str, Any]:
     place = asdict(request.header)
     del place["nonce"]
     return {"action": request.action, **place}

@@ -25,7 +25,7 @@ from fednas_flwr.models.networks import describe_network, make_network, supernet
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol import sum_requests
+from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_states
 from fednas_flwr.protocol.requests import (
     RewardCandidates,
@@ -121,7 +121,7 @@ def received(
 ) -> Request:
     """Return the request that a site decodes from a message with any JSON values as settings."""
     text = json.dumps({"header": asdict(header), "settings": values}, default=asdict)
-    content = {sum_requests.HEADER: ConfigRecord({sum_requests.JSON: text})}
+    content = {messages.HEADER: ConfigRecord({messages.JSON: text})}
     return decode_request(action, RecordDict({**content, **encode_states(states or {})}))
 
 

@@ -20,7 +20,7 @@ from flwr.app import ConfigRecord, RecordDict
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
-from fednas_flwr.protocol import sum_requests
+from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.messages import decode_request, encode_states
 
 from .conftest import ASKED, GONE, put, schedule
@@ -106,7 +106,7 @@ def outcome(site, action, text, states, read):
     before, _ = len(site.rows()), read.clear()
     try:
         content = {
-            sum_requests.HEADER: ConfigRecord({sum_requests.JSON: text}),
+            messages.HEADER: ConfigRecord({messages.JSON: text}),
             **encode_states(states),
         }
         request = decode_request(action, RecordDict(content))

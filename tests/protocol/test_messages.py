@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.protocol import sum_requests
+from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.messages import (
     BLOCK,
     SCALES,
@@ -171,10 +171,10 @@ def test_payload_counts_every_vector():
 @pytest.mark.parametrize("name", ["run", "stage", "nonce"])
 def test_names_that_a_site_would_keep_are_short(name: str) -> None:
     content = encode_request(HEADER, Describe(), {})
-    text = json.loads(str(content[sum_requests.HEADER][sum_requests.JSON]))
+    text = json.loads(str(content[messages.HEADER][messages.JSON]))
     for length in (300, 301):
         text["header"][name] = "é" * (length // 2) + "x" * (length % 2)
-        content[sum_requests.HEADER] = ConfigRecord({sum_requests.JSON: json.dumps(text)})
+        content[messages.HEADER] = ConfigRecord({messages.JSON: json.dumps(text)})
         if length == 300:
             decode_request("query.describe", content)
     with pytest.raises(ConfigError, match=f"header.{name}=é+ is out of range: expected 0 to 300"):

@@ -19,6 +19,8 @@ from fednas_flwr.base.errors import ConfigError, MissingSettingError
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import KINDS, STAGES, PlannedRelease
 from fednas_flwr.protocol.messages import (
+    HEADER,
+    JSON,
     Header,
     Request,
     decode_request,
@@ -47,7 +49,7 @@ from fednas_flwr.protocol.requests import (
     Trial,
     decode,
 )
-from fednas_flwr.protocol.sum_requests import HEADER, JSON, OpenMasks, SignSurvivors
+from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
