@@ -40,9 +40,8 @@ from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.batch_gradients import Batch, periodic_gradients
 from fednas_flwr.search.candidate import Candidate, Pool, all_alike
 from fednas_flwr.search.local_search import train_candidates
-from fednas_flwr.spaces.costs import measure_space
+from fednas_flwr.spaces.costs import measure_space, timed_space
 from fednas_flwr.spaces.latency_tables import to_json
-from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import Supernet
 
 Handler = Callable[[Client, Request, Any], Reply]
@@ -123,11 +122,8 @@ def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) 
 
     The table is ``properties["latency"]``, as ``latency_tables`` writes it. No record is read.
     """
-    space = client.make_space()
-    if not isinstance(space, MBConvSpace):
-        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
     table, _ = measure_space(
-        space,
+        timed_space(client.make_space()),
         device=client.device,
         threads=client.threads,
         batch_size=asked.batch_size,

@@ -23,6 +23,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
+from fednas_flwr.base.foreign import terminal
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol import messages
@@ -164,7 +165,7 @@ class Cohort:
         def leave_out(unfit: Mapping[int, str]) -> None:
             for index, reason in unfit.items():
                 del fit[index]
-                reasons.append(f"client {index}: {_plain(reason)}")
+                reasons.append(f"client {index}: {terminal(reason[:LONGEST_REASON])}")
 
         leave_out(misfits({index: reply.properties for index, reply in fit.items()}, alike))
         declared: dict[int, dict[str, float]] = {}
@@ -403,7 +404,7 @@ class Cohort:
                     try:
                         pending.add(client, answer)
                     except ReplyError as error:
-                        answer = self._strike(client, _plain(str(error)))
+                        answer = self._strike(client, terminal(str(error)[:LONGEST_REASON]))
             yield client, answer
 
     def pause(self, waited_s: float) -> float:
@@ -525,10 +526,10 @@ class Cohort:
         try:
             return accept(message)
         except ClientLeftError as error:
-            self._left[client] = _plain(str(error))
+            self._left[client] = terminal(str(error)[:LONGEST_REASON])
             return self._left[client]
         except ReplyError as error:
-            reason = _plain(str(error))
+            reason = terminal(str(error)[:LONGEST_REASON])
             return self._strike(client, reason) if message.has_content() else reason
 
     def _strike(self, client: int, reason: str) -> str:
@@ -538,9 +539,3 @@ class Cohort:
             return reason
         self._left[client] = f"{STRIKES} of its replies were refused, the last one for: {reason}"
         return self._left[client]
-
-
-def _plain(text: str) -> str:
-    """A client's words cut short and without characters that command a terminal."""
-    text = text[:LONGEST_REASON]
-    return "".join(c if c.isprintable() else " " for c in text)

@@ -25,8 +25,7 @@ in the first assignment, however the same records were exported, divided or name
 budget can be passed by records that have changed sides.
 
 A row keeps the unit that its release protects, and every budget is counted for the unit that its
-next release protects (``renyi.counted``). A ledger of an older version, whose rows keep none, is
-refused.
+next release protects (``renyi.counted``).
 
 Guarantee:
     Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
@@ -356,7 +355,6 @@ class Ledger(AbstractContextManager["Ledger"]):
         try:
             if self._mark.is_empty():
                 self._rows.executescript(_SCHEMA)
-            self._check_form()
             if self._last_row() is not None and not self._mark.key_path.exists():
                 raise anchor.damaged(f"the key {self._mark.key_path} is missing")
             self._mark.load_key()
@@ -367,16 +365,6 @@ class Ledger(AbstractContextManager["Ledger"]):
         except BaseException:
             self._rows.close()
             raise
-
-    def _check_form(self) -> None:
-        """Refuse a ledger of an older version."""
-        oldest = self._rows.execute("SELECT * FROM entries ORDER BY sequence LIMIT 1")
-        columns, row = [column[0] for column in oldest.description], oldest.fetchone()
-        if "unit" not in columns or (row and row[columns.index("unit")] is None):
-            raise ConfigError(
-                f"the ledger {self.path} is of an older version, whose rows name no unit of "
-                "privacy: count its budgets as spent, and begin a new ledger."
-            )
 
     @contextmanager
     def _exclusive(self) -> Iterator[tuple[int, str]]:
