@@ -28,10 +28,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_key, read_key, write_atomically, write_secret
 from fednas_flwr.base.foreign import load_json
+from fednas_flwr.settings.names import MOST_SITES
 from fednas_flwr.settings.parser import Between, Checked, Length, Where, parse
 
 KEY_BYTES = 32
-MOST_SITES = 1000
 SIGNING_KEY = "FEDNAS_SIGNING_KEY"  # environment variable of the server: path of the private key
 
 

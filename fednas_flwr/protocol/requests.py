@@ -20,7 +20,7 @@ from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.keys import MOST_SITES
+from fednas_flwr.protocol.keys import is_hex
 from fednas_flwr.protocol.sum_requests import (
     PROPERTIES,
     REQUESTS,
@@ -29,7 +29,6 @@ from fednas_flwr.protocol.sum_requests import (
     NoProperties,
     Training,
     asks,
-    is_hex,
 )
 from fednas_flwr.protocol.sum_requests import Settings as Settings
 from fednas_flwr.search.local_search import Alternating
@@ -298,7 +297,7 @@ class ClientProperties(Identity, total=False):
         float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
     ]
     spent: Epsilon | None  # None is infinite
-    honest_sites: Annotated[int, Between(2, MOST_SITES)]
+    honest_sites: Annotated[int, Between(2, names.MOST_SITES)]
 
 
 class ExactClientProperties(ClientProperties, total=False):

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Annotated, Any, TypedDict, TypeVar
 
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.keys import MOST_SITES
-from fednas_flwr.protocol.keys import is_hex as is_hex
+from fednas_flwr.protocol.keys import is_hex
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES, SECRET_BYTES, Grid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.settings.names import MOST_SITES
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.settings.parser import Between, Checked, Length, Where
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
-from fednas_flwr.settings.names import CLIENT, FLOAT32
+from fednas_flwr.settings.names import CLIENT, FLOAT32, MOST_SITES
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
-from fednas_flwr.settings.run_settings import MOST_SITES, SecureSumSettings, TrimmedMeanSettings
+from fednas_flwr.settings.run_settings import SecureSumSettings, TrimmedMeanSettings
 
 MOST_PRIVATE_ROUNDS = 10_000
 

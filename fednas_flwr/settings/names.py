@@ -46,6 +46,7 @@ MOST_SHOWN = 100  # clients of which each is told by itself; of more there are q
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 FEWEST_VOTES = 3  # clients of which most can be right
+MOST_SITES = 1000  # of a secure sum
 
 LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # of a budget and of a target
 LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER = 1e-3, 1e6

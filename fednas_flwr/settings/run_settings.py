@@ -25,7 +25,6 @@ from fednas_flwr.settings.parser import (
 
 STAGES = ("search", "retrain", "evaluate", "export")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
-MOST_SITES = 1000  # of a secure sum
 MOST_CLIENTS = 2**31
 DEVICES = ("auto", "cpu", "cuda")
 CUDA = "cuda, and the number of the GPU in the environment variable CUDA_VISIBLE_DEVICES"
@@ -481,8 +480,8 @@ class SecureSumSettings(Checked):
         colluding: Clients of which each expects that they may help the server.
     """
 
-    least_sites: Annotated[int, Between(2, MOST_SITES)] | None = None
-    colluding: Annotated[int, Between(0, MOST_SITES)] = 1
+    least_sites: Annotated[int, Between(2, names.MOST_SITES)] | None = None
+    colluding: Annotated[int, Between(0, names.MOST_SITES)] = 1
 
     @property
     def fewest(self) -> int:

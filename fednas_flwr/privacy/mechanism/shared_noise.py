@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
+from fednas_flwr.settings.names import MOST_SITES
 from fednas_flwr.settings.parser import Between, Checked, Length
 
 _GRID_BITS = 24
@@ -60,8 +61,8 @@ class SumTerms(Checked):
     """
 
     roster: Annotated[str, Length(Between(64, 64))]
-    least_sites: Annotated[int, Between(2, 1000)]
-    colluding: Annotated[int, Between(0, 1000)]
+    least_sites: Annotated[int, Between(2, MOST_SITES)]
+    colluding: Annotated[int, Between(0, MOST_SITES)]
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude sums that hide no honest site among another one."""
