@@ -556,4 +556,4 @@ def test_what_a_client_says_in_an_error_is_cut_short_and_commands_no_terminal(fe
     loud.cohort.connect(loud.grid)
     list(loud.ask())
     (event,) = loud.events
-    assert event["reason"] == " [2J " + "x" * 495
+    assert event["reason"] == "\\x1b[2J " + "x" * 495
