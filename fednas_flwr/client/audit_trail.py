@@ -271,14 +271,9 @@ def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:
 
 def _wrong_end(path: Path, number: int, marked: _End) -> DamagedError:
     """Return the error for a trail whose last line, of this number, is not the marked one."""
-    if number < marked.number:
-        return DamagedError(
-            f"{path} ends at line {number} although line {marked.number} was written: lines "
-            "were cut off at the end, nothing leaves."
-        )
     return DamagedError(
-        f"the last line of the audit trail {path} was edited, or its mark was removed or rolled "
-        "back: nothing leaves."
+        f"the audit trail {path} ends at line {number} and its mark names line {marked.number}: "
+        "lines were cut off or edited, or the mark was removed or rolled back; nothing leaves."
     )
 
 

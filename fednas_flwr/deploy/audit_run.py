@@ -190,7 +190,7 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
             data_set, header = config.privacy.data_set, Header("", "evaluate", 0, 1, 0, "")
             settings = rq.Evaluate(network=description, split="test", data_set=data_set)
             asked = Request("evaluate.model", header, settings, statistics=run.cohort.statistics)
-            summed = Summed("", (0,), {}) if config.secure_sum else None
+            summed = Summed("any", (0,), {}) if config.secure_sum else None
             grid.record(replace(asked, summed=summed))
         return run.schedule, grid.asked
 

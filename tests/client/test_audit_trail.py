@@ -124,11 +124,11 @@ def test_any_change_of_any_line_is_found_and_nothing_leaves_any_more(
             [*lines, added],
         ):
             whole.write_bytes(b"".join(changed))
-            with pytest.raises(DamagedError, match="not the one|were cut off|was edited"):
+            with pytest.raises(DamagedError, match="not the one|were cut off"):
                 verified(whole)
             assert main(["ledger", "trail", str(whole), "--key", str(key_of(whole))]) == 1
             if changed[-1:] != lines[-1:]:  # the end is looked at whenever a line is written
-                with pytest.raises(DamagedError, match="were cut off|was edited"):
+                with pytest.raises(DamagedError, match="were cut off"):
                     trail_at(whole).asked(REQUEST, flower_run=1)
     finally:
         whole.write_bytes(b"".join(lines))
@@ -155,7 +155,7 @@ def test_a_whole_trail_of_another_key_and_one_without_its_mark_are_found(tmp_pat
             look()
     mark.write_bytes(told)
     a.unlink()
-    with pytest.raises(DamagedError, match="ends at line 0 although line 5 was written"):
+    with pytest.raises(DamagedError, match="ends at line 0 and its mark names line 5"):
         trail_at(a).refused("train.search", None, ConfigError("x"), **TOLD)
 
 
