@@ -37,10 +37,8 @@ def by_record(config: Config) -> bool:
 
 def follows_noise(config: Config) -> bool:
     """Return whether retraining takes its learning rate from its noise."""
-    privacy = config.privacy
-    if not isinstance(privacy, DifferentialPrivacy) or not by_record(config):
-        return False
-    return privacy.retrain.noise_walk is not None and not chooses_rates(config)
+    walk = config.privacy.retrain.noise_walk if by_record(config) else None  # type: ignore[union-attr]
+    return walk is not None and not chooses_rates(config)
 
 
 def chooses_rates(config: Config) -> bool:

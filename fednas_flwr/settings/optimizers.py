@@ -160,25 +160,17 @@ class Configuration(Checked):
         """Exclude weights that change sign."""
         yield _decay_within(self.lr, self.weight_decay)
 
+    @property
+    def _of_weights(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("lr", "momentum", "weight_decay")}
+
     def sgd(self, clip_norm: float | None) -> SGD:
         """Return the constants of the weights' optimiser; the learning rate stays."""
-        return SGD(
-            lr=self.lr,
-            min_lr=self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            clip_norm=clip_norm,
-        )
+        return SGD(**self._of_weights, min_lr=self.lr, clip_norm=clip_norm)
 
     def annealed(self, weights: SGD) -> SGD:
         """Return ``weights`` with this learning rate, momentum and decay, annealed as before."""
-        return replace(
-            weights,
-            lr=self.lr,
-            min_lr=min(weights.min_lr, self.lr),
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
+        return replace(weights, **self._of_weights, min_lr=min(weights.min_lr, self.lr))
 
     def adam(self) -> Adam:
         """Return the constants of the alphas' optimiser."""
