@@ -91,9 +91,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
     Where a person must approve the plan first, tell by which hash; the same request again is
     answered in full once that is done.
     """
-    if client.guard is None:
-        raise ConfigError("query.commit is for private clients: this one has no policy.")
-    guard, run = client.guard, request.header.run
+    guard, run = client.private_guard, request.header.run
     with before_reading(request.action):
         covered_steps = guard.covered_steps(asked.releases)
         guard.commit(run, asked.releases, sizes=_search_sizes(client, asked))
@@ -139,9 +137,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
     By these the server finds mean and deviation of every column of numbers within the ranges that
     the site declares (:func:`~fednas_flwr.data.statistics.refined`); one release for all columns.
     """
-    guard, num_columns = client.guard, client.num_columns
-    if guard is None:
-        raise ConfigError("query.statistics is for private clients: this one has no policy.")
+    guard, num_columns = client.private_guard, client.num_columns
     with before_reading(request.action):
         if not (client.from_ranges and num_columns):
             raise ConfigError(
