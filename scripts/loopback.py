@@ -72,7 +72,7 @@ class Machines:
         ports = free_ports(len(data))
         self.ports = {"server": deployment.server.port, **dict(zip(data, ports, strict=True))}
         self.logs.mkdir(parents=True)
-        provision(deployment, self.folder, as_zip=False)
+        provision(deployment, self.folder)
         edit(self.folder / "server" / "server.env", r"HOST=.*", "HOST=127.0.0.1")
         for site, path in data.items():
             folder = self.folder / site
@@ -138,7 +138,7 @@ class Machines:
         for site in self.sites:
             shutil.copy(self.folder / site / "state" / "sum.pub", keys / f"{site}.pub")
         roster = read_roster(self._deployment, keys)
-        provision(self._deployment, self.folder, as_zip=False, roster=roster)
+        provision(self._deployment, self.folder, roster=roster)
         line = f"secure_sum: {{roster: {roster.fingerprint}, {terms}}}"
         for site in self.sites:
             edit(self.folder / site / "policy.yaml", "# secure_sum: .*", line)

@@ -420,14 +420,6 @@ def test_robust_averages_are_for_all_that_average(algorithm: str) -> None:
     assert parse_config(compose_tree([*rest, "clients=5"])).aggregate.trim == 2
 
 
-def test_two_ways_of_sending_less_are_refused() -> None:
-    mbconv = ["search_space=mbconv", "retrain=mbconv", "runtime.wire=int8"]
-    for algorithm, key in (("fdnas", "algorithm"), ("cfdnas", "algorithm.search")):
-        with pytest.raises(ConfigError, match="runtime.wire=int8 with sparse=true"):
-            parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=true"]))
-        parse_config(compose_tree([f"algorithm={algorithm}", *mbconv, f"{key}.sparse=false"]))
-
-
 def test_every_algorithm_has_one_entry_and_a_file() -> None:
     files = {path.stem for path in (conf_folder() / "algorithm").glob("[!_]*.yaml")}
     assert files == set(algorithms())
@@ -671,13 +663,16 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
             "rounds=2, all of which warm up",
         ),
         ("algorithm=fedex retrain.evaluate_every=1", "retrains in exchanges of its own"),
-        (f"{DP} retrain.evaluate_every=1", "whose budget is for training on all records"),
+        (
+            f"{DP} retrain.evaluate_every=1",
+            "no effect with privacy=dp: remove it, or set privacy=none",
+        ),
         ("stages=[search] retrain.evaluate_every=1", "which lack retrain"),
         (f"{SITES} secure_sum=true secure_sum.colluding=0", "sites have terms, books and noise"),
         (f"{SITES} privacy.test_seed=3", "whose sites have terms, books and noise of their own"),
         ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
         ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
-        ("clients=3 sampling.per_round=3 sampling.by=by_size", "per_round=3 of clients=3, with"),
+        ("clients=3 sampling.per_round=3 sampling.spare=.5", "per_round=3 of clients=3, with"),
         ("clients=4 sampling.per_round=.5 runtime.largest_share=.3", "per_round=0.5, of whom"),
         (f"{DP} clients=2 privacy.fewest_records=.3", "clients=2, of whom nobody can tell"),
         ("retrain.rounds=1 retrain.drop_path_prob=.3", "set retrain.rounds=2 or more"),
@@ -749,10 +744,10 @@ def test_a_mapping_that_is_null_is_set_by_true_by_its_keys_or_as_a_whole() -> No
     assert compose("clients=4", "secure_sum.least_sites=3").secure_sum == terms
     assert compose("clients=4", "secure_sum=true", "secure_sum.least_sites=3").secure_sum == terms
     assert compose("secure_sum=false").secure_sum is None
-    sampling = compose("clients=9", "sampling.per_round=.3", "sampling.by=by_size").sampling
-    assert sampling == SamplingSettings(per_round=0.3, by="by_size", spare=0)
+    sampling = compose("clients=9", "sampling.per_round=.3", "sampling.by=round_robin").sampling
+    assert sampling == SamplingSettings(per_round=0.3, by="round_robin", spare=0)
     with pytest.raises(ConfigError, match=r"^sampling\.per_round is missing: give it, too\.$"):
-        compose("sampling.by=by_size")
+        compose("sampling.by=round_robin")
     with pytest.raises(ConfigError, match="^sampling=true must be a group of settings"):
         compose("sampling=true")
     for last in ("true", "null"):

@@ -121,7 +121,7 @@ GIVEN = ["algorithm.network=linear"]
 RUNS = {
     "fed_darts": [*IMAGES],
     "fed_darts of a table": [*TABLE, "dataset=csv"],
-    "fed_darts, sampled": [*IMAGES, "clients=3", "sampling.per_round=2", "sampling.by=by_size"],
+    "fed_darts, sampled": [*IMAGES, "clients=3", "sampling.per_round=2", "sampling.by=round_robin"],
     "fed_darts, searched only": [*IMAGES, "stages=[search]"],
     "fed_darts with privacy": [*IMAGES, *DP],
     "fed_darts with privacy of clients": [

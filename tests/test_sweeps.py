@@ -17,7 +17,7 @@ from fednas_flwr import api, cli
 from fednas_flwr.cli import run as sweeps
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.hydra_config import Source, compose_tree, expand_sweep, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, given_settings
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr"]
 ENOUGH_S = 900.0
@@ -134,19 +134,20 @@ def test_experiments_in_a_folder_of_ones_own(
     (own / "experiment").mkdir(parents=True)
     text = "# @package _global_\ndefaults:\n  - override /algorithm: fnas\nrounds: 3\n"
     (own / "experiment" / "mine.yaml").write_text(text)
-    (own / "primary.yaml").write_text("defaults:\n  - config\n  - _self_\nseed: 41\n")
-    for where in ([f"--config-dir={own}"], [f"hydra.searchpath=[file://{own}]"]):
-        assert cli.main(["run", *where, "experiment=mine", "--cfg", "job"]) == 0
-        tree = yaml.safe_load(capsys.readouterr().out)
-        assert (tree["algorithm"]["name"], tree["rounds"]) == ("fnas", 3)
+    where = f"hydra.searchpath=[file://{own}]"
+    assert cli.main(["run", where, "experiment=mine", "--cfg", "job"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert (tree["algorithm"]["name"], tree["rounds"]) == ("fnas", 3)
+    assert "rounds" in given_settings([where, "experiment=mine"]).experiment
     (own / "haste").mkdir()
     (own / "haste" / "great.yaml").write_text("# @package _global_\nrounds: 2\n")
-    hasty = compose_tree(["+haste=great"], Source(folder=str(own)))
-    given = given_settings(["+haste=great", "clients=2"], Source(folder=str(own)))
+    hasty = compose_tree(["+haste=great", where])
+    given = given_settings(["+haste=great", "clients=2", where])
     assert (hasty["rounds"], given.typed) == (2, ["clients"])
-    assert cli.main(["run", f"-cd={own}", "-cn=primary", "--cfg", "job"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["seed"] == 41
-    assert cli.main(["run", f"--config-dir={own}", "experiment=mime"]) == cli.USER_ERROR
+    assert expand_sweep(["experiment=mine", where, "seed=1,2"])[1] == [
+        *("experiment=mine", where, "seed=2")
+    ]
+    assert cli.main(["run", where, "experiment=mime"]) == cli.USER_ERROR
     assert "(nearest: mine)" in capsys.readouterr().err
 
 

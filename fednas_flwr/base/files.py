@@ -7,9 +7,12 @@ others, whatever the umask is.
 """
 
 import os
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from fednas_flwr.base.errors import ConfigError
 
 OTHERS_WRITE = 0o022  # bits of a mode
 
@@ -48,14 +51,49 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Create a file that only its owner can read.
+    """Create a file that only its owner can read, whole or not at all.
 
     Raises:
-        FileExistsError: There is such a file.
+        FileExistsError: There is such a file; of two processes that make one, the first counts.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+        sync(temporary)
+        os.link(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink()
+
+
+def make_key(path: Path, num_bytes: int) -> None:
+    """Write so many random bytes, as hex digits, into a file for its owner, unless there is one."""
+    make_folder(path.parent)
+    with suppress(FileExistsError):
+        write_secret(path, secrets.token_hex(num_bytes).encode())
+
+
+def read_key(path: Path, num_bytes: int) -> bytes:
+    """Return the key that :func:`make_key` has written.
+
+    Raises:
+        ConfigError: Others can read the file, or it holds no key.
+    """
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ConfigError(
+            f"the key {path} has mode {mode:o}: others may know it; `chmod 600` it if nobody does, "
+            "else make a new one."
+        )
+    try:
+        key = bytes.fromhex(path.read_text(encoding="ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != num_bytes:
+        raise ConfigError(f"{path} is no key: expected {2 * num_bytes} hexadecimal digits.")
+    return key
 
 
 def make_folder(folder: Path) -> None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import RUN_FAILED, Commands, add_command
 from fednas_flwr.settings.parser import Between
-
-if TYPE_CHECKING:
-    from fednas_flwr.spaces.mbconv import MBConvSpace
-    from fednas_flwr.spaces.space import SearchSpace
 
 
 def add_commands(commands: Commands) -> None:
@@ -22,7 +17,6 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "provision", provision_machines)
     parser.add_argument("sites", type=Path, help="YAML file; see docker/README.md")
     parser.add_argument("--output", type=Path, default=Path("deployment"), help="folder")
-    parser.add_argument("--zip", action="store_true", help="archives instead of folders")
     parser.add_argument(
         "--sum-keys", type=Path, help="folder of the sites' <site>.pub, for secure sums"
     )
@@ -64,10 +58,10 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     from fednas_flwr.base.files import write_atomically
     from fednas_flwr.base.randomness import make_generator
     from fednas_flwr.models.networks import make_device, make_space
-    from fednas_flwr.spaces.costs import measure_space, space_costs
+    from fednas_flwr.spaces.costs import measure_space, space_costs, timed_space
     from fednas_flwr.spaces.latency_tables import to_json
 
-    space = _timed(
+    space = timed_space(
         make_space(
             **asdict(config.search_space),
             input_shape=tuple(options.shape),
@@ -101,13 +95,13 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
 def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a run's network takes on each machine, by its table."""
     from fednas_flwr.models.networks import described_space, load_description
-    from fednas_flwr.spaces.costs import read_table, space_costs
+    from fednas_flwr.spaces.costs import read_table, space_costs, timed_space
 
     description = load_description(options.run_folder)
     if description["name"] != "derived":
         raise ConfigError(f"{options.run_folder} holds a {description['name']}: no table fits it.")
     described, genotype = described_space(description)
-    space = _timed(described)
+    space = timed_space(described)
     for path in options.tables:
         table = read_table(path)
         latency_ms = space_costs(space, table).of_path(space.path(genotype))
@@ -118,22 +112,13 @@ def predict_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _timed(space: SearchSpace) -> MBConvSpace:
-    """Return ``space`` if latency tables are made of it; ConfigError otherwise."""
-    from fednas_flwr.spaces.mbconv import MBConvSpace
-
-    if not isinstance(space, MBConvSpace):
-        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
-    return space
-
-
 def provision_machines(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write what each machine of a deployment needs, in a folder for each."""
     from fednas_flwr.deploy.sites.provision import AUTHORITY, load_sites, provision, read_roster
 
     deployment = load_sites(options.sites)
     roster = read_roster(deployment, options.sum_keys) if options.sum_keys else None
-    for path in provision(deployment, options.output, as_zip=options.zip, roster=roster):
+    for path in provision(deployment, options.output, roster=roster):
         print(path)
     if roster is not None:
         print(f"roster {roster.fingerprint}: for secure_sum.roster of every site's policy, once")
@@ -153,11 +138,10 @@ def make_key(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(f"{options.path} exists: {knows} may know the site by it.") from error
     except OSError as error:
         raise ConfigError(f"{options.path} cannot be written: {error}.") from error
-    if options.sum:
-        print(f"{options.path} is made and stays here. Send {public} to whoever provisions.")
-        return 0
-    print(f"{options.path} is made and stays here. Send {public} to the server's operator and")
-    print("start again when it is registered.")
+    then = "whoever provisions." if options.sum else "the server's operator and"
+    print(f"{options.path} is made and stays here. Send {public} to {then}")
+    if not options.sum:
+        print("start again when it is registered.")
     return 0
 
 

@@ -137,20 +137,15 @@ def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
 def _calibrate_steps(options: argparse.Namespace) -> int:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
     from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
-    from fednas_flwr.privacy.mechanism.accounting import (
-        calibrate_noise,
-        gdp_epsilon,
-        prv_epsilon,
-        rdp_epsilon,
-    )
+    from fednas_flwr.privacy.mechanism import accounting
     from fednas_flwr.privacy.mechanism.renyi import Release
     from fednas_flwr.report.templates import epsilon_text
 
     Between(LEAST_EPSILON, LARGEST_EPSILON).check("--epsilon", options.epsilon)
     Between(1, MOST_STEPS).check("--steps", options.steps)
-    accountants = {PRV: prv_epsilon, RDP: rdp_epsilon, "filter": filter_epsilon}
+    accountants = accounting.ACCOUNTANTS | {"filter": filter_epsilon}
     try:
-        least = calibrate_noise(
+        least = accounting.calibrate_noise(
             target_epsilon=options.epsilon,
             delta=options.delta,
             sample_rate=options.rate,
@@ -164,9 +159,9 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     print(f"noise_multiplier = {sigma:g}")
     for name, accountant in {
-        "PRV": prv_epsilon,
-        "RDP": rdp_epsilon,
-        "GDP, an approximation and no bound": gdp_epsilon,
+        "PRV": accounting.prv_epsilon,
+        "RDP": accounting.rdp_epsilon,
+        "GDP, an approximation and no bound": accounting.gdp_epsilon,
         "filter, the budget that a site needs": filter_epsilon,
     }.items():
         epsilon = accountant([release], options.delta)
@@ -297,32 +292,29 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
         delta: Of the epsilons.
         account: The only one to print; None prints all.
     """
-    from fednas_flwr.privacy.books.ledger import make_statement
+    from fednas_flwr.privacy.books.ledger import by_kind, epsilons_of
     from fednas_flwr.report.templates import epsilon_text
     from fednas_flwr.report.terminal import print_table
 
-    statement = make_statement(rows, delta=delta)
-    booked = []
-    for line in statement.lines:
-        entry, release = line.entry, line.entry.release
-        if account not in (None, entry.account):
-            continue
+    booked, epsilons = [], epsilons_of(rows, delta=delta)
+    for kind in by_kind(row for row in rows if account in (None, row.entry.account)):
+        entry, release = kind[0].entry, kind[0].entry.release
         names = [entry.account, entry.run, entry.stage, entry.action, ", ".join(entry.splits)]
-        steps = [f"{line.steps:,}", f"{entry.committed_steps:,}"]
+        steps = [f"{sum(row.entry.release.steps for row in kind):,}", f"{entry.committed_steps:,}"]
         noise = [f"{release.noise_multiplier:.4g}", f"{release.sample_rate:.4g}"]
-        times = (datetime.fromtimestamp(t, UTC) for t in (line.first, line.last))
+        times = (datetime.fromtimestamp(t, UTC) for t in (kind[0].time, kind[-1].time))
         booked.append([*names, *steps, *noise, *(f"{time:%Y-%m-%d %H:%M}" for time in times)])
     print_table("what was booked", STATEMENT_HEAD, booked)
-    shown = [pair for pair in statement.epsilons if account in (None, pair[0])]
+    shown = [pair for pair in epsilons if account in (None, pair[0])]
     costs = [
         [paying, split, epsilon_text(epsilon if math.isfinite(epsilon) else None), unit]
         for paying, unit in shown
-        for split, epsilon in statement.epsilons[paying, unit].items()
+        for split, epsilon in epsilons[paying, unit].items()
     ]
     head = ("account", "split", "epsilon (PRV)", "for one")
     print_table(f"all together, at delta {delta:g}", head, costs)
     for paying in dict.fromkeys(paying for paying, _ in shown):
-        others = [f"{other} (per {unit})" for other, unit in statement.epsilons if other != paying]
+        others = [f"{other} (per {unit})" for other, unit in epsilons if other != paying]
         if others:
             booked_on = f"{', '.join(others)}, if that was of the same records"
             print(terminal(f"{paying} does not count what was booked on {booked_on}."))

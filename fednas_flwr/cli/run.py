@@ -17,21 +17,9 @@ from fednas_flwr.base.foreign import terminal
 from fednas_flwr.cli import RUN_FAILED, Commands, add_command, fail, take_files
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
 from fednas_flwr.settings import Config
+from fednas_flwr.settings import hydra_config as hydra
 from fednas_flwr.settings.configuration import check_names, parse_config
 from fednas_flwr.settings.data_settings import CSV
-from fednas_flwr.settings.hydra_config import (
-    Arguments,
-    Source,
-    compose_sweep,
-    compose_tree,
-    current_job,
-    expand_sweep,
-    for_hydra,
-    given_settings,
-    read_arguments,
-    run_hydra,
-    without_sweeps,
-)
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
@@ -63,12 +51,12 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
       -m key=a,b            sweep: one run per combination, each in its own folder
 
     Options and overrides are those of Hydra: -m with hydra/launcher=joblib hydra/sweeper=optuna
-    (extra `sweeps`), --cfg job --resolve, --info, --config-dir, --config-name, --package, +key,
+    (extra `sweeps`), --cfg job --resolve, --info, --package, hydra.searchpath, +key,
     ++key, ~key, glob(), hydra.sweep.dir; --shell-completion install=bash prints a completion
     script.
     """
-    asked = read_arguments(arguments)
-    overrides, source = asked.overrides, asked.source
+    asked = hydra.read_arguments(arguments)
+    overrides = asked.overrides
     resumes = [text for text in overrides if text.startswith("resume=")]
     if options.dry_run and (resumes or asked.multirun or asked.informs):
         raise ConfigError("--dry-run is of one new run: leave out -m, resume and --cfg.")
@@ -76,7 +64,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from fednas_flwr.runs.run_folder import find_unfinished
 
         overrides = [text for text in overrides if text != "resume=auto"]
-        unfinished = find_unfinished(configured(overrides, source))
+        unfinished = find_unfinished(configured(overrides))
         if unfinished is not None:
             api.run(str(unfinished.run_dir), quiet=False)
             return 0
@@ -91,14 +79,14 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return sweep(asked)
     if asked.informs:
         if not asked.completes:
-            configured(overrides, source)  # a mistake is one sentence
-            overrides = for_hydra(overrides, source)
-        run_hydra(run_job, [*overrides, *asked.flags])
+            configured(overrides)  # a mistake is one sentence
+            overrides = hydra.for_hydra(overrides)
+        hydra.run_hydra(run_job, [*overrides, *asked.flags])
         return 0
     for text in overrides:
         if text.lstrip("+").startswith(OF_SWEEPS):
             raise NoEffectError(f"{text} has no effect on a single run: add -m, or remove it.")
-    config = configured(overrides, source)
+    config = configured(overrides)
     if options.dry_run:
         api.check(config)
         from fednas_flwr.deploy.dry_run import estimate
@@ -109,19 +97,19 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
-def configured(overrides: Sequence[str], source: Source, *, tell: bool = True) -> Config:
+def configured(overrides: Sequence[str], *, tell: bool = True) -> Config:
     """Return the checked configuration of overrides, and print its warnings."""
     overrides = [text for text in overrides if not text.lstrip("+").startswith("sweep.")]
-    tree = compose_tree(overrides, source)
+    tree = hydra.compose_tree(overrides)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NoEffectWarning)
-        config = parse_config(tree, given=given_settings(overrides, source))
+        config = parse_config(tree, given=hydra.given_settings(overrides))
     for warning in caught if tell else ():
         print(f"fednas: warning: {warning.message}", file=sys.stderr)
     return config
 
 
-def sweep(asked: Arguments) -> int:
+def sweep(asked: hydra.Arguments) -> int:
     """Let Hydra run the jobs, each in a folder of its own; returns the exit code.
 
     A job that fails does not stop the others, nor does one of Hydra's own sweeper that has a
@@ -131,8 +119,8 @@ def sweep(asked: Arguments) -> int:
         ConfigError: An override is wrong, or all jobs have settings without effect.
     """
     overrides = [re.sub("^run_dir=", "hydra.sweep.dir=", text) for text in asked.overrides]
-    fixed = without_sweeps(overrides)
-    planned = compose_sweep(fixed, asked.source)
+    fixed = hydra.without_sweeps(overrides)
+    planned = hydra.compose_sweep(fixed)
     optuna = "optuna" in planned.sweeper
     if planned.sweeper.endswith("BasicSweeper"):
         if any(text.startswith("sweep.") for text in fixed):
@@ -140,9 +128,9 @@ def sweep(asked: Arguments) -> int:
                 f"sweep.metric={','.join(planned.metrics)} has no effect with hydra/sweeper=basic: "
                 "set hydra/sweeper=optuna or remove it."
             )
-        _check_jobs(expand_sweep(overrides, asked.source), asked.source)
+        _check_jobs(hydra.expand_sweep(overrides))
     else:
-        check_names(planned.known, given_settings(fixed).typed)
+        check_names(planned.known, hydra.given_settings(fixed).typed)
     names = [text.partition("=")[0] for text in fixed]
     more = [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(names)}]"]
     if optuna:
@@ -151,10 +139,12 @@ def sweep(asked: Arguments) -> int:
         more += [f"hydra.sweeper.direction={best[0] if len(best) == 1 else several}"]
         more += ["hydra.sweeper.max_failure_rate=1.0"]
     more = [text for text in more if text.partition("=")[0] not in names]
-    forced = for_hydra(overrides, asked.source, planned.known)
+    forced = hydra.for_hydra(overrides, planned.known)
     forced = [text for text in forced if not text.startswith("hydra.sweep.dir=")]
     try:
-        run_hydra(run_job, [*forced, *more, f"hydra.sweep.dir={planned.folder}", *asked.flags])
+        hydra.run_hydra(
+            run_job, [*forced, *more, f"hydra.sweep.dir={planned.folder}", *asked.flags]
+        )
     except ValueError as error:  # of Optuna, where no trial has succeeded: they have told why
         if isinstance(error, ConfigError) or not optuna:
             raise
@@ -170,10 +160,10 @@ def run_job(tree: Any) -> float | list[float] | None:
         reached it, or has failed, which the file ``error.txt`` then tells.
     """
     take_files()  # in a process of the launcher
-    overrides, source, folder = current_job()
+    overrides, folder = hydra.current_job()
     print(f"job {folder.name}", flush=True)
     try:
-        config = replace(configured(overrides, source), run_dir=str(folder))
+        config = replace(configured(overrides), run_dir=str(folder))
         api.run(config, quiet=False)
     except Exception as error:
         fail(error, debug=False)
@@ -198,12 +188,12 @@ def _direction(name: str) -> str:
     return "maximize" if scores[name] else "minimize"
 
 
-def _check_jobs(jobs: Sequence[Sequence[str]], source: Source) -> None:
+def _check_jobs(jobs: Sequence[Sequence[str]]) -> None:
     """Refuse mistakes that can be known before a job begins."""
     refused = []
     for job in jobs:
         try:
-            api.check(configured(job, source, tell=False))
+            api.check(configured(job, tell=False))
         except NoEffectError as error:
             refused.append(error)
     if refused and len(refused) == len(jobs):
@@ -217,15 +207,11 @@ def _tell_end(folder: Path) -> int:
     completed = [run for run in runs if runs.isdisjoint(run.parents)]  # no group, no baseline
     total = len(failed) + len(completed)
     if completed:
-        from fednas_flwr.report.comparison import (
-            compare_runs,
-            print_comparison,
-            write_comparison,
-        )
+        from fednas_flwr.report import comparison
 
-        comparison = compare_runs([folder])
-        print_comparison(comparison)
-        print(write_comparison(comparison, folder)[-1])
+        compared = comparison.compare_runs([folder])
+        comparison.print_comparison(compared)
+        print(comparison.write_comparison(compared, folder)[-1])
     noun = "job" if total == 1 else "jobs"
     print(f"{len(completed)} of {total} {noun} completed; sweep folder: {folder}")
     if failed:
@@ -247,8 +233,8 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     name = "labelled_images" if has_table else _data_set(options.data)
     table = ["search_space=mlp_small"] if name == "csv" else []
     whole = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
-    tree = compose_tree(whole)
-    check_names(tree, given_settings(overrides).typed)
+    tree = hydra.compose_tree(whole)
+    check_names(tree, hydra.given_settings(overrides).typed)
     config = parse_config(tree)
     if isinstance(config.dataset, CSV) and config.partition.name == "sites":
         _compare_sites(config.dataset)

@@ -18,8 +18,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,10 +27,10 @@ from traceback import format_exception
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fednas_flwr.base.errors import ConfigError, DamagedError, DayFullError
-from fednas_flwr.base.files import make_folder, write_atomically
-from fednas_flwr.privacy.books.anchor import counter_of, create_key, equal, read_key, seal, take
+from fednas_flwr.base.files import make_folder, make_key, write_atomically
+from fednas_flwr.base.memory import described
+from fednas_flwr.privacy.books.anchor import KEY_BYTES, counter_of, equal, read_key, seal, take
 from fednas_flwr.privacy.books.ledger import Ledger
-from fednas_flwr.protocol.sum_requests import Asked
 
 if TYPE_CHECKING:  # these bring torch
     from fednas_flwr.client.release_guard import ReleaseGuard
@@ -85,7 +85,7 @@ class AuditTrail:
         self._path, self._key_path, self._ledger = path, key_path, ledger
         self._superlink = superlink
 
-    def asked(self, request: Asked, *, flower_run: int, kept_bytes: int = 0) -> None:
+    def asked(self, request: Request, *, flower_run: int, kept_bytes: int = 0) -> None:
         """Note a request before anything is done about it.
 
         Args:
@@ -123,35 +123,32 @@ class AuditTrail:
                 if kind in carried or request.summed is not None  # a masked reply shows no kind
             }
             private = {"noise_multipliers": noise, "epsilon_spent": guard.spent()}
-        names = {"states": sorted(reply.states), "metrics": sorted(reply.metrics)}
-        self.helped(request, reply.properties, **names, **private)
-
-    def helped(self, request: Asked, properties: Collection[str], **carried: Any) -> None:
-        """Note an answer before it leaves, by default one that carries nothing of records."""
-        names = {"states": [], "metrics": [], "properties": sorted(properties)}
-        self._append("released", **_place(request) | names | carried)
+        parts = {"states": reply.states, "metrics": reply.metrics, "properties": reply.properties}
+        names = {kind: sorted(of) for kind, of in parts.items()}
+        self._append("released", **_place(request) | names | private)
 
     def refused(
-        self, action: str, request: Asked | None, reason: str, error: Exception | None = None
-    ) -> None:
-        """Note an error, unless the site's daily allowance is spent.
+        self, action: str, request: Request | None, error: Exception, *, told: bool, private: bool
+    ) -> str:
+        """Note an error, unless the site's daily allowance is spent; the sentence for the server.
 
         Args:
             action: The action asked for.
             request: The request; None if it could not be read.
-            reason: Only what the server may read.
-            error: What the site's own log says besides. It takes a fixed amount: it may quote
-                records.
+            error: The error.
+            told: True if the server may read its text. Any other stands in the site's own log, and
+                takes a fixed amount of the allowance: it may quote records.
+            private: True if the site's records are private: only a refusal is then noted in full.
         """
         place = {"action": action} if request is None else _place(request)
-        fixed = 13 * LONGEST_TEXT + (LONGEST_LOG if error else 0)  # in JSON some characters take 12
-        try:
+        reason = str(error) if told and private else type(error).__name__
+        fixed = 13 * LONGEST_TEXT + (0 if told else LONGEST_LOG)  # in JSON some characters take 12
+        with suppress(DayFullError):
             self._take(len(json.dumps(place)) + fixed, beyond=LONGEST_END)
-        except DayFullError:
-            return
-        self._append("refused", **place, reason=reason)
-        if error is not None:
-            print("".join(format_exception(error))[-LONGEST_LOG:], file=sys.stderr)
+            self._append("refused", **place, reason=reason)
+            if not told:
+                print("".join(format_exception(error))[-LONGEST_LOG:], file=sys.stderr)
+        return described(error) if told else "an error at the site, whose own log says which"
 
     def _take(self, num_bytes: int, *, beyond: int = 0) -> None:
         if self._path is not None:
@@ -177,7 +174,7 @@ class AuditTrail:
         """Return the key; on a new site make it."""
         if not self._key_path.exists():
             if self._ledger is None:
-                create_key(self._key_path)
+                make_key(self._key_path, KEY_BYTES)
             else:
                 Ledger(self._ledger, self._key_path).close()
         return read_key(self._key_path)
@@ -228,7 +225,7 @@ def verify_trail(path: Path, key_path: Path) -> int:
     return end.number
 
 
-def _place(request: Asked) -> dict[str, Any]:
+def _place(request: Request) -> dict[str, Any]:
     place = asdict(request.header)
     del place["nonce"]
     return {"action": request.action, **place}
@@ -274,14 +271,9 @@ def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:
 
 def _wrong_end(path: Path, number: int, marked: _End) -> DamagedError:
     """Return the error for a trail whose last line, of this number, is not the marked one."""
-    if number < marked.number:
-        return DamagedError(
-            f"{path} ends at line {number} although line {marked.number} was written: lines "
-            "were cut off at the end, nothing leaves."
-        )
     return DamagedError(
-        f"the last line of the audit trail {path} was edited, or its mark was removed or rolled "
-        "back: nothing leaves."
+        f"the audit trail {path} ends at line {number} and its mark names line {marked.number}: "
+        "lines were cut off or edited, or the mark was removed or rolled back; nothing leaves."
     )
 
 

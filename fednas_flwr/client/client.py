@@ -159,8 +159,13 @@ class Client:
 
     @property
     def private_guard(self) -> ReleaseGuard:
-        """The guard of a private client."""
-        assert self.guard is not None
+        """The guard of a private client.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        if self.guard is None:
+            raise ConfigError("this is for private clients, and the client has no policy.")
         return self.guard
 
     @property

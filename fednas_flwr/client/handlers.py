@@ -35,25 +35,13 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol import states as st
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.sum_requests import Settings, answer_sum
+from fednas_flwr.search import exact_gradients as exact
+from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.batch_gradients import Batch, periodic_gradients
 from fednas_flwr.search.candidate import Candidate, Pool, all_alike
-from fednas_flwr.search.exact_gradients import (
-    ClippedGradients,
-    ExactGradients,
-    ExactSums,
-    LookAhead,
-)
 from fednas_flwr.search.local_search import train_candidates
-from fednas_flwr.search.optimizer_step import (
-    Gradients,
-    Optimizer,
-    Optimizers,
-    make_sgd,
-    path_states,
-)
-from fednas_flwr.spaces.costs import measure_space
+from fednas_flwr.spaces.costs import measure_space, timed_space
 from fednas_flwr.spaces.latency_tables import to_json
-from fednas_flwr.spaces.mbconv import MBConvSpace
 from fednas_flwr.spaces.space import Supernet
 
 Handler = Callable[[Client, Request, Any], Reply]
@@ -103,9 +91,7 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
     Where a person must approve the plan first, tell by which hash; the same request again is
     answered in full once that is done.
     """
-    if client.guard is None:
-        raise ConfigError("query.commit is for private clients: this one has no policy.")
-    guard, run = client.guard, request.header.run
+    guard, run = client.private_guard, request.header.run
     with before_reading(request.action):
         covered_steps = guard.covered_steps(asked.releases)
         guard.commit(run, asked.releases, sizes=_search_sizes(client, asked))
@@ -134,11 +120,8 @@ def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) 
 
     The table is ``properties["latency"]``, as ``latency_tables`` writes it. No record is read.
     """
-    space = client.make_space()
-    if not isinstance(space, MBConvSpace):
-        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
     table, _ = measure_space(
-        space,
+        timed_space(client.make_space()),
         device=client.device,
         threads=client.threads,
         batch_size=asked.batch_size,
@@ -154,9 +137,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
     By these the server finds mean and deviation of every column of numbers within the ranges that
     the site declares (:func:`~fednas_flwr.data.statistics.refined`); one release for all columns.
     """
-    guard, num_columns = client.guard, client.num_columns
-    if guard is None:
-        raise ConfigError("query.statistics is for private clients: this one has no policy.")
+    guard, num_columns = client.private_guard, client.num_columns
     with before_reading(request.action):
         if not (client.from_ranges and num_columns):
             raise ConfigError(
@@ -205,7 +186,7 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
     2110.11025, Eq. 3 and 4), and the public expected batch size.
     """
     states = ACTIONS[request.action].gradients_of
-    gradients: NoisedGradients | ExactSums
+    gradients: NoisedGradients | exact.ExactSums
     with before_reading(request.action):
         supernet = client.sent_network(request).train()
         assert isinstance(supernet, Supernet)
@@ -227,7 +208,7 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
     Each exchange is one step of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) at weights
     that all clients were sent, so that secure sums may share its noise.
     """
-    gradients: NoisedGradients | ExactSums
+    gradients: NoisedGradients | exact.ExactSums
     weight, drop_path_prob = asked.auxiliary_weight, asked.drop_path_prob
     with before_reading(request.action):
         network = client.sent_network(request).train()
@@ -237,7 +218,7 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
             purpose = (request.action, client.index, asked.step)
             torch.manual_seed(derive_seed(client.seed, *purpose))
             generator = make_generator(client.seed, *purpose)
-            gradients = ExactSums(
+            gradients = exact.ExactSums(
                 _step_batches(client, asked.split, asked, first=asked.step, generator=generator),
                 objective=client.objective,
                 auxiliary_weight=weight,
@@ -252,7 +233,7 @@ def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetwor
 def _of_sums(
     client: Client,
     request: Request,
-    gradients: NoisedGradients | ExactSums,
+    gradients: NoisedGradients | exact.ExactSums,
     network: nn.Module,
     split: str,
     *,
@@ -296,27 +277,16 @@ def _of_sums(
 def train(client: Client, request: Request, asked: rq.Search | rq.Train) -> Reply:
     """``train.search`` and ``train.weights``: the states of a network after local training.
 
-    In private mode each step is a release, from which the states follow; tensors that a sparse
-    reply leaves out are those that no release has moved. With ``validates`` the reply also has the
-    mean loss on validation records after training, if the client has any.
+    In private mode each step is a release, from which the states follow. With ``validates`` the
+    reply also has the mean loss on validation records after training, if the client has any.
     """
-    local, sparse = asked.local, isinstance(asked, rq.Search) and asked.sparse
+    local = asked.local
     with before_reading(request.action):
         network = client.sent_network(request)
-        needed = {name for name, state in st.network_states(network).items() if state}
-        if sparse and not needed <= set(request.states):
-            raise ValueError(f"sparse=True needs the states {', '.join(sorted(needed))}")
         run = local_training.prepare(client, request, local, network)
     optimizers, metrics = run()
-    states, changed = local_training.trained_states(network, optimizers), {}
-    for name, tensors in states.items() if sparse else ():
-        layout = st.Layout.of(tensors)
-        sent = st.unpack(request.states[name], layout)
-        states[name] = {n: t for n, t in tensors.items() if not torch.equal(t.cpu(), sent[n])}
-        changed[name] = layout.marks(states[name])
+    states = local_training.trained_states(network, optimizers)
     reply = Reply.of(_num_records(client, local.split), states, metrics)
-    if sparse:
-        return replace(reply, properties={"changed": changed})
     if isinstance(asked, rq.Train) and asked.validates and len(client.data.validation):
         local_training.refresh_statistics(client, request, network, local.amount.batch_size)
         loss = float(local_training.validation_losses(client, network).mean())
@@ -332,7 +302,7 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
     neither sent nor returned.
     """
     sgd, paths = asked.weights, asked.candidates
-    gradients: Gradients
+    gradients: opt.Gradients
     with before_reading(request.action):
         supernet, named = path_supernet(client, request, paths, sparse=asked.sparse)
         client.check_network(request, supernet.train())
@@ -345,9 +315,9 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
         else:
             gradients = _candidate_gradients(client, request, asked, steps)
         weights = supernet.weights()
-        optimizer = Optimizer(weights, make_sgd(weights.values(), sgd), sgd.clip_norm)
+        optimizer = opt.Optimizer(weights, opt.make_sgd(weights.values(), sgd), sgd.clip_norm)
         moments = local_training.sent_moments(request, supernet, only=named.get(st.MOMENTS))
-        optimizers = Optimizers(optimizer, sent=moments)
+        optimizers = opt.Optimizers(optimizer, sent=moments)
     train_candidates(supernet, paths, gradients, optimizer, steps=asked.local_steps)
     states = local_training.trained_states(supernet, optimizers, without=("alphas", "buffers"))
     if asked.sparse:
@@ -541,7 +511,7 @@ def path_supernet(
     """
     network = client.network({"name": SUPERNET})
     assert isinstance(network, Supernet)
-    used = path_states(network, paths)
+    used = opt.path_states(network, paths)
     named = used if sparse else {}
     st.load_states(network, request.network_states, only=named)
     return network, named
@@ -562,7 +532,7 @@ def _num_records(client: Client, split: str) -> int:
 
 def _exact_sums(
     client: Client, request: Request, asked: rq.TakeGradients, supernet: Supernet
-) -> ExactSums:
+) -> exact.ExactSums:
     first, draws = asked.step * asked.local_steps, partial(client.generator, request.header)
     train, validation = (
         _step_batches(client, name, asked, first=first, generator=draws(name))
@@ -573,8 +543,8 @@ def _exact_sums(
         layout = st.Layout.of(st.network_states(supernet)["weights"])
         previous = st.unpack(request.states["previous_weights"], layout)
         weights = {name: weight.to(client.device) for name, weight in previous.items()}
-        ahead = LookAhead(weights, asked.inner_lr)
-    return ExactSums(
+        ahead = exact.LookAhead(weights, asked.inner_lr)
+    return exact.ExactSums(
         train,
         validation,
         look_ahead=ahead,
@@ -585,16 +555,16 @@ def _exact_sums(
 
 def _candidate_gradients(
     client: Client, request: Request, asked: rq.TrainCandidates, steps: int
-) -> ExactGradients:
+) -> exact.ExactGradients:
     generator = client.generator(request.header, "train")
     first, objective = asked.step * steps, client.objective
     batches = partial(_step_batches, client, "train", asked, first=first, generator=generator)
     if asked.dp_aware is None:
-        return ExactGradients(
+        return exact.ExactGradients(
             batches, num_steps=steps, objective=objective, precision=client.precision
         )
     noise = client.generator(request.header, "noise")
-    return ClippedGradients(
+    return exact.ClippedGradients(
         batches, num_steps=steps, dp_aware=asked.dp_aware, generator=noise, objective=objective
     )
 

@@ -34,17 +34,11 @@ from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.secure_sum.masks import Cells
 from fednas_flwr.protocol.states import Tensors
+from fednas_flwr.search import proxyless as px
 from fednas_flwr.search.batch_gradients import Batch
 from fednas_flwr.search.candidate import PREFIX, Pool, Relaxed
 from fednas_flwr.search.objective import Output
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, trainable_weights
-from fednas_flwr.search.proxyless import (
-    PathNetwork,
-    active_gates,
-    alpha_gradient,
-    cost_gradient,
-    offered_ops,
-)
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.mbconv import CELL
 from fednas_flwr.spaces.space import Supernet
@@ -97,7 +91,7 @@ class NoisedGradients:
             self._cost_gradient(supernet, paths_EK, hardware)
         computation = partial(self._gate_sum, supernet, paths_EK, hardware)
         kind = "gates" if hardware is None else f"gates, {hardware.form}"
-        self._rehearse("alphas", computation, PathNetwork(supernet, paths_EK), kind, *chosen)
+        self._rehearse("alphas", computation, px.PathNetwork(supernet, paths_EK), kind, *chosen)
 
     def _rehearse(
         self, state: str, take: TakeSum, network: nn.Module, kind: str, *chosen: Any
@@ -159,7 +153,7 @@ class NoisedGradients:
         means = self._mean("alphas", partial(self._gate_sum, supernet, paths_EK, hardware))
         noised_EO = means[CELL].to(alphas_EO)
         computed_EO = torch.zeros(alphas_EO.shape, dtype=torch.bool).scatter(-1, paths_EK, True)
-        moved_EO = (computed_EO & offered_ops(supernet)).to(alphas_EO.device)
+        moved_EO = (computed_EO & px.offered_ops(supernet)).to(alphas_EO.device)
         return noised_EO.where(moved_EO, 0.0) + self._cost_gradient(supernet, paths_EK, hardware)
 
     def metrics(self) -> dict[str, float]:
@@ -251,7 +245,7 @@ class NoisedGradients:
         """Return the clipped sum of gradients by the alphas, through the paths' gates."""
         alphas, objective = supernet.alphas(), self._client.objective
         factor = hardware if hardware is not None and hardware.form == "multiplicative" else None
-        gates_EK = active_gates(paths_EK, like=alphas[CELL])
+        gates_EK = px.active_gates(paths_EK, like=alphas[CELL])
 
         def losses(output: Output, labels: Tensor) -> Tensor:
             if isinstance(output, Tensor):
@@ -261,9 +255,9 @@ class NoisedGradients:
             return factor(objective.plain_losses(logits, labels), cost_B)
 
         def by_alphas(kind: str, gradient: Tensor) -> Tensor:
-            return alpha_gradient(gradient, alphas[kind].double(), paths_EK)
+            return px.alpha_gradient(gradient, alphas[kind].double(), paths_EK)
 
-        network = PathNetwork(supernet, paths_EK, None if factor is None else factor.costs)
+        network = px.PathNetwork(supernet, paths_EK, None if factor is None else factor.costs)
         how |= {"network": network, "relaxation": Relaxation({CELL: gates_EK}, by_alphas)}
         return self._alpha_sum(supernet, x, y, loss=losses, **how)
 
@@ -273,7 +267,7 @@ class NoisedGradients:
         """Return the gradient [E, O] of an additive loss's cost, zeros without one."""
         if hardware is None or hardware.form != "additive":
             return torch.zeros_like(supernet.alphas()[CELL])
-        return cost_gradient(hardware, supernet, paths_EK)
+        return px.cost_gradient(hardware, supernet, paths_EK)
 
 
 def _micro_batches(

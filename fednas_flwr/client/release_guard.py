@@ -33,7 +33,7 @@ from fednas_flwr.privacy.policy import Policy, check_action, check_planned, refu
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import Tensors
-from fednas_flwr.settings.names import RECORD, SPLITS
+from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.parser import parse
 
 
@@ -73,10 +73,7 @@ class Commitment:
 
 def read_commitment(text: str) -> Commitment:
     """Return the commitment that a ledger has kept as text."""
-    values = {"unit": RECORD} | json.loads(text)  # older ones lack it, as they lack these two
-    older = {"shared": False, "of_client": False}
-    releases = [older | release for release in values["releases"]]
-    commitment: Commitment = parse(Commitment, values | {"releases": releases}, key="commitment")
+    commitment: Commitment = parse(Commitment, json.loads(text), key="commitment")
     return commitment
 
 

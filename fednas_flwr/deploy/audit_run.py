@@ -189,8 +189,9 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
             assert isinstance(config.privacy, DifferentialPrivacy)
             data_set, header = config.privacy.data_set, Header("", "evaluate", 0, 1, 0, "")
             settings = rq.Evaluate(network=description, split="test", data_set=data_set)
-            statistics = run.cohort.statistics
-            grid.record(Request("evaluate.model", header, settings, statistics=statistics))
+            asked = Request("evaluate.model", header, settings, statistics=run.cohort.statistics)
+            summed = Summed("any", (0,), {}) if config.secure_sum else None
+            grid.record(replace(asked, summed=summed))
         return run.schedule, grid.asked
 
 

@@ -20,7 +20,7 @@ from flwr.clientapp.typing import Mod
 from torch import nn
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError, DayFullError
-from fednas_flwr.base.memory import described, keep_freed_memory
+from fednas_flwr.base.memory import keep_freed_memory
 from fednas_flwr.client.answer import admit, answer
 from fednas_flwr.client.audit_trail import trail_of
 from fednas_flwr.client.client import Client
@@ -32,8 +32,16 @@ from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.deploy.bundle import CONFIG_KEY
 from fednas_flwr.deploy.flower_patches import CLIENT_RAISED, take_along
 from fednas_flwr.privacy.actions import ACTIONS
-from fednas_flwr.protocol.messages import BUDGET_SPENT, decode_request, encode_reply, payload_bytes
-from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS
+from fednas_flwr.protocol.messages import (
+    BUDGET_SPENT,
+    Reply,
+    Request,
+    decode_request,
+    encode_reply,
+    payload_bytes,
+)
+from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS, SumSite
+from fednas_flwr.protocol.sum_requests import SUM_ACTIONS, answer_sum
 from fednas_flwr.settings import Config, dump_config, with_runtime
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.incompatible import has_real_sites
@@ -94,35 +102,38 @@ def _handler(
             guard = _guard(text, site, policy)
             if guard is not None:
                 safe = (ConfigError,)
-                request = admit(guard, request, supernet_norm=_supernet_norm(text))
-                safe = ()
-            client = _client(text, index, site, policy)
-            if client.guard is not None:
-                safe = (ConfigError,)
-            reply = answer(client, request)
-            trail.released(request, reply, guard=client.guard)
+                norm = None if ACTIONS[action].is_public else _config(text).search_space.norm
+                request = admit(guard, request, supernet_norm=norm)
+            if guard is not None and action in SUM_ACTIONS:
+                reply = _helped(guard, index, site, request)
+            else:
+                safe = () if private else safe
+                client = _client(text, index, site, policy)
+                if client.guard is not None:
+                    safe = (ConfigError,)
+                reply = answer(client, request)
+            trail.released(request, reply, guard=guard)
             if "awaits" in reply.properties:
                 awaited = f"fednas approve {reply.properties['awaits']}"
                 print(f"{awaited}: run {request.header.run!r} waits for it", file=sys.stderr)
             return Message(encode_reply(request.header, reply), reply_to=message)
         except BudgetExceededError as error:
-            trail.refused(action, request, str(error))
-            return Message(Error(BUDGET_SPENT, described(error)), reply_to=message)
+            reason = trail.refused(action, request, error, told=True, private=True)
+            return Message(Error(BUDGET_SPENT, reason), reply_to=message)
         except Exception as error:  # the server must learn why; it drops this client
-            told = isinstance(error, safe)
-            refusal = told and private  # any other text may quote a record
-            reason = str(error) if refusal else type(error).__name__
-            trail.refused(action, request, reason, None if told else error)
-            reason = described(error) if told else "an error at the site, whose own log says which"
+            told = isinstance(error, safe)  # any other text may quote a record
+            reason = trail.refused(action, request, error, told=told, private=private)
             return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
     return handle
 
 
-@lru_cache(maxsize=16)
-def _supernet_norm(config_json: str) -> str:
-    """Return the kind of normalisation of a run's supernets."""
-    return load_config(config_json).search_space.norm
+def _helped(guard: ReleaseGuard, index: int, site: Site, request: Request) -> Reply:
+    """Return a site's part in the end of a secure sum, for which its records are not loaded."""
+    if guard.allowed.secure_sum is None:
+        raise ConfigError("refused: this site takes no part in secure sums.")
+    sums = SumSite.of_node(index, dict(site), guard.allowed.secure_sum)
+    return Reply(1.0, properties=answer_sum(sums, request.settings))
 
 
 def site_config(config: Config, site: Mapping[str, str]) -> Config:
@@ -170,6 +181,7 @@ def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str
     return data, {}
 
 
+_config = lru_cache(maxsize=16)(load_config)
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
 
 
@@ -187,18 +199,11 @@ def _guard(config_json: str, site: Site, policy: str | None) -> ReleaseGuard | N
     return make_site_guard(dict(site))
 
 
-@lru_cache(maxsize=16)
-def _own_config(config_json: str, site: Site) -> tuple[Config, str]:
-    """Return the configuration of :func:`site_config`, and its JSON."""
-    config = site_config(load_config(config_json), dict(site))
-    return config, dump_config(config)
-
-
 @lru_cache(maxsize=MOST_ALIVE)
 def _client(config_json: str, index: int, site: Site, policy: str | None) -> Client:
     own, guard = dict(site), _guard(config_json, site, policy)
-    config, text = _own_config(config_json, site)
-    data, networks = _data(text)
+    config = site_config(_config(config_json), own)
+    data, networks = _data(dump_config(config))
     return make_client(
         config, index, data=data, networks=networks, site=own, guard=guard, settings=config_json
     )

@@ -32,22 +32,17 @@ take_along                 reads what ``send_along`` has added            the sa
 begin_task                 ``TaskIdentity``, which Flower's processes     messages cannot be made in
                            set                                            a process of our own
 set_message_id             ``Metadata._message_id``, which a grid sets    replies name no request
-told_reconnections         reads the log message ``_RECONNECTED``         nobody learns that the
-                                                                          SuperLink was away
 =========================  =============================================  =========================
 
-``sites.links`` speaks to a SuperLink by Flower's own client, ``sites.client_process`` calls
-``run_clientapp`` and ``deploy.deployment`` the command ``flwr``: they change nothing. Nothing
-is imported here before it is needed, so that commands start fast.
+``sites.client_process`` calls ``run_clientapp`` and ``deploy.deployment`` the command ``flwr``:
+they change nothing. Nothing is imported here before it is needed, so that commands start fast.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +57,6 @@ if TYPE_CHECKING:
 VERSIONS = ("1.41", "1.42")
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # of a reply
 _ALONG = "fednas.along"
-_RECONNECTED = "Connection successful after %.2f seconds and %s tries."
 
 
 def guard_superlink(serve: Callable[..., None]) -> None:
@@ -210,23 +204,6 @@ def begin_task(node_id: int) -> None:
 def set_message_id(message: Message, message_id: str) -> None:
     """Give a message the id that its reply will name."""
     _wrap(message.metadata, "_message_id", lambda _: message_id)
-
-
-@contextmanager
-def told_reconnections(tell: Callable[[float], None]) -> Iterator[None]:
-    """Call ``tell`` with the seconds that the SuperLink was away whenever it is reached again."""
-
-    def read(record: logging.LogRecord) -> bool:
-        if record.msg == _RECONNECTED and isinstance(record.args, tuple):
-            tell(float(str(record.args[0])))
-        return True
-
-    flower = logging.getLogger("flwr")
-    flower.addFilter(read)
-    try:
-        yield
-    finally:
-        flower.removeFilter(read)
 
 
 def _wrap(owner: object, name: str, make: Callable[[Any], Any]) -> None:

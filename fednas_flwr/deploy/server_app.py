@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from flwr.app import Context
@@ -20,7 +20,7 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.deploy.bundle import CONFIG_KEY, OVERRIDES_KEY, RESUMED_KEY, checkout
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.deployment import EventPrinter, deploy
-from fednas_flwr.deploy.flower_patches import send_along, told_reconnections
+from fednas_flwr.deploy.flower_patches import send_along
 from fednas_flwr.deploy.grids import check_cluster, ray_grid
 from fednas_flwr.deploy.local_actors import local_grid
 from fednas_flwr.pipeline.feasible import check_run
@@ -36,7 +36,6 @@ from fednas_flwr.settings.configuration import load_config, parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 from fednas_flwr.settings.run_settings import Deployment, RayRuntime
 
-AWAY_S = 5.0  # of the SuperLink, before it is worth a word
 APPEAR_S, SETTLE_S, POLL_S = 60.0, 3.0, 0.1  # of a federation's nodes
 SITES = "partition=sites"
 
@@ -180,7 +179,6 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
         check_trackers(config.trackers)
         listeners += [stack.enter_context(TRACKERS[name](folder)) for name in config.trackers]
         log = stack.enter_context(EventLog(folder / EVENTS_FILE, listeners))
-        stack.enter_context(telling_reconnections(log))
         try:
             run_stages(config, grid, log, resumed=resumed)
         except BaseException:
@@ -189,18 +187,6 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
             raise
     write_report(folder)
     write_model_card(folder)
-
-
-@contextmanager
-def telling_reconnections(log: EventLog) -> Iterator[None]:
-    """Write a warning when the SuperLink is reached again, which Flower does not tell otherwise."""
-
-    def tell(away_s: float) -> None:
-        if away_s >= AWAY_S:
-            log.emit("warning", message=f"the SuperLink was away for {away_s:.0f} s")
-
-    with told_reconnections(tell):
-        yield
 
 
 def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:

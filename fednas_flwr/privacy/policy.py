@@ -12,22 +12,21 @@ reservation in the ledger.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.base.foreign import load_yaml
+from fednas_flwr.base.foreign import load_yaml, read_yaml
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
-from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
-from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, noise_range
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.settings import names
-from fednas_flwr.settings.optimizers import Count, Positive, Share
-from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, check_range, parse
+from fednas_flwr.settings.data_settings import Fractions
+from fednas_flwr.settings.optimizers import Count, Positive
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, parse, within
 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
@@ -35,12 +34,9 @@ LEAST_SAMPLE_RATE = 1e-9
 APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 
-class Fractions(TypedDict):
-    """Share of each split."""
-
-    train: Share
-    validation: Share
-    test: Share
+def is_name(text: str) -> bool:
+    """True if a text can name a data set or an account."""
+    return bool(text.strip()) and text.isprintable()
 
 
 @dataclass(frozen=True)
@@ -67,9 +63,11 @@ class DataSetPolicy(Checked):
         ConfigError: A value is out of range.
     """
 
-    epsilon: Positive
+    epsilon: Annotated[float, Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
     delta: Annotated[float, Between(0, 1, above=True, below=True)]
-    least_noise_multiplier: Positive
+    least_noise_multiplier: Annotated[
+        float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+    ]
     largest_grad_norm: Annotated[float, Between(0, LARGEST_GRAD_NORM, above=True)]
     largest_steps: Count
     actions: Annotated[
@@ -77,39 +75,26 @@ class DataSetPolicy(Checked):
     ]
     unit: Annotated[names.Unit, OneOf(names.UNITS)]
     records: Count
-    fractions: Mapping[str, float]
+    fractions: Fractions
     threads: Count
     micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
     secure_noise: bool
     test_seed: bool
     approve: Annotated[str, OneOf(APPROVALS)]
-    account: str
+    account: Annotated[str, Where(is_name, "a name, as text")]
     secure_sum: SumTerms | None = None
     largest_noise_multiplier: Positive = 100.0
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and what holds between keys."""
-        for action in self.actions:
-            if action in ACTIONS and ACTIONS[action].never_private:
-                raise ConfigError(f"actions: {action} cannot be private, leave it out.")
-        super().__post_init__()
-        total = sum(self.fractions.values())
-        whole = math.isclose(total, 1, abs_tol=1e-9)
-        check_range(whole, "fractions", total, "three numbers that sum to 1")
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude values that do not go with others."""
         least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
         expected = f"the least, {least:g}, or more"
-        check_range(largest >= least, "largest_noise_multiplier", largest, expected)
-        try:
-            RenyiFilter(epsilon=self.epsilon, delta=self.delta)
-            Release(noise_multiplier=least, sample_rate=1, steps=1)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        if self.secure_noise and self.test_seed:
-            raise ConfigError("secure_noise and test_seed exclude one another.")
+        yield within(largest >= least, "largest_noise_multiplier", largest, expected)
+        yield self.secure_noise and self.test_seed, "secure_noise and test_seed exclude one another"
         one = self.unit != names.CLIENT or self.records == 1
-        check_range(one, "records", self.records, "1 with unit: client, the site itself")
-        some = self.unit == names.CLIENT or self.by_split["train"] > 0
-        check_range(some, "records", self.records, "so many that the train split has one or more")
+        yield within(one, "records", self.records, "1 with unit: client, the site itself")
+        some = self.unit == names.CLIENT or self.by_split["train"]
+        yield within(some, "records", self.records, "so many that the train split has one or more")
 
     @property
     def by_split(self) -> dict[str, int]:
@@ -131,10 +116,22 @@ class DataSetPolicy(Checked):
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Checked):
     """Permissions of the site, by data set id."""
 
-    data_sets: Mapping[str, DataSetPolicy]
+    data_sets: Annotated[dict[str, DataSetPolicy], Length(Between(1, 1000))]
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude ids that are no names, and budgets of one account that differ."""
+        first: dict[str, str] = {}
+        for name, allowed in self.data_sets.items():
+            yield not is_name(name), f"data_sets={show(name)}: expected a name, as text"
+            other = first.setdefault(allowed.account, name)
+            yield (
+                self.data_sets[other].budget != allowed.budget,
+                f"data_sets: {other} and {name} share the account {allowed.account} and must have "
+                "the same epsilon and delta",
+            )
 
 
 def check_action(
@@ -237,11 +234,7 @@ def load_policy(path: Path) -> Policy:
     Raises:
         ConfigError: The file cannot be read, or :func:`parse_policy` refuses it.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
-    return parse_policy(text, origin=str(path))
+    return _policy(read_yaml(path, f"the policy {path}"), str(path))
 
 
 def parse_policy(text: str, *, origin: str = "policy") -> Policy:
@@ -255,52 +248,20 @@ def parse_policy(text: str, *, origin: str = "policy") -> Policy:
         ConfigError: A key is unknown, missing or given twice, a value is of the wrong type or out
             of range, or two data sets share an account under different budgets.
     """
-    document = load_yaml(text, origin)
+    return _policy(load_yaml(text, origin), origin)
+
+
+def _policy(document: Any, origin: str) -> Policy:
+    """The policy in a document; a data set that names no account has one of its own."""
+    sections = document.get("data_sets") if isinstance(document, dict) else None
+    if isinstance(sections, dict):
+        accounts = {n: {"account": str(n), **s} for n, s in sections.items() if isinstance(s, dict)}
+        document = document | {"data_sets": sections | accounts}
     try:
-        parse(_File, document, key="")
+        policy: Policy = parse(Policy, document, key="", defaults=True)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None
-    data_sets = {
-        _name(name, f"{origin}: data_sets"): _parse_section(name, section, origin)
-        for name, section in document["data_sets"].items()
-    }
-    budgets: dict[str, tuple[str, DataSetPolicy]] = {}
-    for name, allowed in data_sets.items():
-        first, other = budgets.setdefault(allowed.account, (name, allowed))
-        if (other.epsilon, other.delta) != (allowed.epsilon, allowed.delta):
-            raise ConfigError(
-                f"{origin}: data sets {first} and {name} share the account {allowed.account} and "
-                "must have the same epsilon and delta."
-            )
-    return Policy(data_sets)
-
-
-@dataclass(frozen=True)
-class _File(Checked):
-    """The whole file: a section for each data set."""
-
-    data_sets: Annotated[dict[str, Any], Length(Between(1, 1000))]
-
-
-def _parse_section(name: str, section: object, origin: str) -> DataSetPolicy:
-    """The policy of one data set."""
-    where = f"{origin}: data_sets.{show(name)}"
-    if isinstance(section, dict):
-        section = {"account": name, **section}
-    try:
-        hints = {"unit": str, "fractions": Fractions}
-        allowed: DataSetPolicy = parse(DataSetPolicy, section, key="", hints=hints, defaults=True)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    _name(allowed.account, f"{where}.account")
-    return allowed
-
-
-def _name(value: object, where: str) -> str:
-    """A name of a data set or an account."""
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ConfigError(f"{where}={show(value)} is not usable: expected a name, as text.")
-    return value
+    return policy
 
 
 def template() -> str:

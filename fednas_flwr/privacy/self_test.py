@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +36,7 @@ def unwatched(_: Tensor) -> None:
 
 
 def largest_size(
-    computation: Computation,
-    network: nn.Module,
-    shape: Sequence[int],
-    *,
-    num_classes: int,
-    size: int,
-    device: torch.device,
-    multi_label: bool = False,
+    computation: Computation, network: nn.Module, shape: Sequence[int], *, size: int, **batch: Any
 ) -> int:
     """Return the largest micro-batch size at which every row is computed alike: 1 if none is.
 
@@ -53,20 +47,11 @@ def largest_size(
         computation: Computes with the network.
         network: In the mode in which records will be computed.
         shape: Of a record's features.
-        num_classes: See :func:`made_up_labels`.
         size: At least 1.
-        device: That of the network.
-        multi_label: See :func:`made_up_labels`.
+        **batch: Number of classes and device, see :func:`rows_are_alike`.
     """
     with _made_up_weights(network):
-        while size > 1 and not rows_are_alike(
-            computation,
-            shape,
-            num_classes=num_classes,
-            size=size,
-            device=device,
-            multi_label=multi_label,
-        ):
+        while size > 1 and not rows_are_alike(computation, shape, size=size, **batch):
             size = 1 << (size - 1).bit_length() - 1
     return size
 
@@ -85,6 +70,14 @@ def rows_are_alike(
     Records are numbers of very different size, of which neighbours in memory nearly cancel. One
     stands at all positions at once, then at every second one beside another, zeros, numbers that
     overflow, denormals, infinities and NaN; all of these are compared with themselves, too.
+
+    Args:
+        computation: Computes with a network.
+        shape: Of a record's features.
+        num_classes: See :func:`made_up_labels`.
+        size: At least 1.
+        device: That of the network.
+        multi_label: See :func:`made_up_labels`.
 
     Returns:
         False also if nothing could be seen: if what is shown of the record is not finite, or its

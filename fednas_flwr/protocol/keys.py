@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization as pem
@@ -25,21 +26,30 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.files import make_folder, write_atomically, write_secret
+from fednas_flwr.base.files import make_key, read_key, write_atomically, write_secret
 from fednas_flwr.base.foreign import load_json
+from fednas_flwr.settings.names import MOST_SITES
+from fednas_flwr.settings.parser import Between, Checked, Length, Where, parse
 
 KEY_BYTES = 32
-MOST_SITES = 1000
 SIGNING_KEY = "FEDNAS_SIGNING_KEY"  # environment variable of the server: path of the private key
 
 
+def is_hex(digits: int, text: str) -> bool:
+    """Return whether a text is a number of so many hex digits."""
+    return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
+
+
+Hex = Annotated[str, Where(partial(is_hex, 2 * KEY_BYTES), "64 hex digits")]
+
+
 @dataclass(frozen=True)
-class PublicKeys:
-    """A site's public keys, as hex digits: X25519 for masks, Ed25519 for signatures."""
+class PublicKeys(Checked):
+    """A site's public keys: X25519 for masks, Ed25519 for signatures."""
 
     site: str
-    mask: str
-    signature: str
+    mask: Hex
+    signature: Hex
 
 
 class SiteKeys:
@@ -51,8 +61,6 @@ class SiteKeys:
 
     def __init__(self, seed: bytes) -> None:
         """See the class."""
-        if len(seed) != 2 * KEY_BYTES:
-            raise ValueError(f"keys are made of {2 * KEY_BYTES} bytes, got {len(seed)}.")
         self._mask = X25519PrivateKey.from_private_bytes(seed[:KEY_BYTES])
         self._signature = Ed25519PrivateKey.from_private_bytes(seed[KEY_BYTES:])
 
@@ -63,19 +71,8 @@ class SiteKeys:
         Raises:
             ConfigError: Others can read the file, or it holds no keys.
         """
-        if not path.exists():
-            make_folder(path.parent)
-            _create(path, os.urandom(2 * KEY_BYTES).hex())
-        mode = path.stat().st_mode & 0o777
-        if mode & 0o077:
-            raise ConfigError(
-                f"the keys {path} have mode {mode:o}: others may know them; make new ones, and "
-                "have all sites take them into their roster."
-            )
-        try:
-            return cls(bytes.fromhex(path.read_text(encoding="ascii").strip()))
-        except ValueError as error:
-            raise ConfigError(f"{path} holds no keys of a secure sum: {error}") from error
+        make_key(path, 2 * KEY_BYTES)
+        return cls(read_key(path, 2 * KEY_BYTES))
 
     def public(self, site: str) -> PublicKeys:
         """Return the public keys under the name of the site."""
@@ -92,10 +89,17 @@ class SiteKeys:
 
 
 @dataclass(frozen=True)
-class Roster:
+class Roster(Checked):
     """The public keys of all sites, in the order of their indices."""
 
-    sites: tuple[PublicKeys, ...]
+    sites: Annotated[tuple[PublicKeys, ...], Length(Between(2, MOST_SITES))]
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude a name or a key that stands twice."""
+        named = {site.site for site in self.sites}
+        keys = {key for site in self.sites for key in (site.mask, site.signature)}
+        twice = len(named) < len(self.sites) or len(keys) < 2 * len(self.sites)
+        yield twice, "sites: a name or a key stands twice in the roster of secure sums"
 
     @property
     def fingerprint(self) -> str:
@@ -107,35 +111,18 @@ class Roster:
         write_atomically(path, json.dumps([asdict(site) for site in self.sites], indent=2) + "\n")
 
     @classmethod
-    def of(cls, sites: Sequence[PublicKeys]) -> Roster:
-        """Return the roster of these sites.
-
-        Raises:
-            ConfigError: A key is none, or a name or key stands twice.
-        """
-        try:
-            keys = [bytes.fromhex(key) for site in sites for key in (site.mask, site.signature)]
-            if any(len(key) != KEY_BYTES for key in keys) or len(set(keys)) < len(keys):
-                raise ValueError("a key is not of 32 bytes, or stands twice")
-            named = {str(site.site) for site in sites}
-            if not 2 <= len(named) == len(sites) <= MOST_SITES:
-                raise ValueError(f"{len(named)} names for {len(sites)} sites")
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"the roster of secure sums cannot be used: {error}.") from error
-        return cls(tuple(sites))
-
-    @classmethod
     def read(cls, path: Path) -> Roster:
         """Return the roster in a file.
 
         Raises:
-            ConfigError: It cannot be read, or :meth:`of` refuses it.
+            ConfigError: It cannot be read, or is none.
         """
         try:
-            sites = [PublicKeys(**entry) for entry in load_json(path.read_text("utf-8"))]
-        except (OSError, TypeError, ValueError) as error:
-            raise ConfigError(f"the roster {path} cannot be used: {error}.") from error
-        return cls.of(sites)
+            sites = load_json(path.read_text("utf-8"))
+            roster: Roster = parse(cls, {"sites": sites}, key="")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the roster {path} cannot be used: {error}") from error
+        return roster
 
     def has_signed(self, index: int, signature: bytes, message: bytes) -> bool:
         """Return whether a site has signed a message."""
@@ -186,22 +173,6 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _create(path: Path, text: str) -> None:
-    """Write a secret file whole or not at all; of two processes that make one, the first counts."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    try:
-        os.link(temporary, path)  # fails where the file exists by now
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
-
-
 def make_signing_key(path: Path) -> Path:
     """Write a new key to ``path`` (PEM, for its owner only) and return its public half's path.
 
@@ -222,13 +193,9 @@ def sign_model(key_path: Path, *, run: str, model: bytes, card: str) -> str:
     Raises:
         ConfigError: The file holds no private key of Ed25519.
     """
-    try:
-        key = pem.load_pem_private_key(key_path.read_bytes(), password=None)
-    except (OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"the signing key {key_path} cannot be used: {error}.") from error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"the signing key {key_path} is not one of Ed25519.")
-    return key.sign(_model_message(run, model, card)).hex()
+    key = _loaded(key_path, Ed25519PrivateKey, partial(pem.load_pem_private_key, password=None))
+    signature: bytes = key.sign(_model_message(run, model, card))
+    return signature.hex()
 
 
 def is_signed(public_path: Path, signature: str, *, run: str, model: bytes, card: str) -> bool:
@@ -237,17 +204,23 @@ def is_signed(public_path: Path, signature: str, *, run: str, model: bytes, card
     Raises:
         ConfigError: The file holds no public key of Ed25519.
     """
-    try:
-        key = pem.load_pem_public_key(public_path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the public key {public_path} cannot be used: {error}.") from error
-    if not isinstance(key, Ed25519PublicKey):
-        raise ConfigError(f"the public key {public_path} is not one of Ed25519.")
+    key = _loaded(public_path, Ed25519PublicKey, pem.load_pem_public_key)
     try:
         key.verify(bytes.fromhex(signature), _model_message(run, model, card))
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def _loaded(path: Path, kind: type, load: Callable[[bytes], Any]) -> Any:
+    """Return the key of this kind in a PEM file; ConfigError if it holds none."""
+    try:
+        key = load(path.read_bytes())
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"the key {path} cannot be used: {error}.") from error
+    if not isinstance(key, kind):
+        raise ConfigError(f"the key {path} is no {kind.__name__}.")
+    return key
 
 
 def _model_message(run: str, model: bytes, card: str) -> bytes:

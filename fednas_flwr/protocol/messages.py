@@ -1,4 +1,4 @@
-"""Requests and replies as Flower records; every record key is spelt here or in ``sum_requests``.
+"""Requests and replies as Flower records; every record key is spelt here.
 
 A message carries one ConfigRecord (a JSON header), one ArrayRecord per state with one vector per
 dtype, and, in a reply, one MetricRecord. Nothing is pickled: vectors travel in the npy format.
@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -44,23 +44,11 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import Settings, decode
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, Tensors, pack
-from fednas_flwr.protocol.sum_requests import (
-    HEADER,
-    JSON,
-    METRICS,
-    NUM_EXAMPLES,
-    Asked,
-    RequestValues,
-    Summed,
-    encode_values,
-    read_json,
-    read_values,
-    record,
-    refusing_malformed,
-)
 from fednas_flwr.protocol.sum_requests import Header as Header
+from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.settings.parser import parse
 
+HEADER, JSON, METRICS, NUM_EXAMPLES = "header", "json", "metrics", "num-examples"
 STATE_PREFIX = "state."
 LONGEST_HEADER = 2**22  # characters of JSON in a reply; parsed it takes ten times as much
 MOST_METRICS = 64  # in a reply, and characters of each name
@@ -69,16 +57,21 @@ BLOCK = 256
 SCALES = "scales:float32"  # keys of the vectors that stand for a float32 vector: <what>:<dtype>
 LARGEST = {"float16": 1.0, "int8": 127.0}  # magnitude of a rounded value
 
+Record = TypeVar("Record", ConfigRecord, MetricRecord)
+
 with warnings.catch_warnings():  # torch warns once per process: messages can only be read
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
 
 
 @dataclass(frozen=True)
-class Request(Asked):
+class Request:
     """Request to a client.
 
     Attributes:
+        action: One of ``actions.ACTIONS``, e.g. ``train.search``.
+        header: Exchange that it is part of.
+        settings: Arguments of the action.
         states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``, ``moments``.
         statistics: By which all clients standardise a table whose own are not declared.
         summed: Terms of masking the reply; None asks for one that the server reads.
@@ -86,6 +79,9 @@ class Request(Asked):
             None before. It does not travel.
     """
 
+    action: str
+    header: Header
+    settings: Settings
     states: Mapping[str, Packed] = field(default_factory=dict)
     statistics: Statistics | None = None
     summed: Summed | None = None
@@ -190,6 +186,16 @@ def encode_states(states: Mapping[str, Packed]) -> dict[str, ArrayRecord]:
     }
 
 
+@dataclass(frozen=True)
+class _Values:
+    """The JSON values of a request."""
+
+    header: Header
+    settings: dict[str, Any]
+    statistics: Statistics | None = None
+    summed: Summed | None = None
+
+
 def encode_request(
     header: Header,
     settings: Settings,
@@ -198,9 +204,8 @@ def encode_request(
     summed: Summed | None = None,
 ) -> RecordDict:
     """Return the content of a request; ``states`` comes from :func:`encode_states`."""
-    standardised = None if statistics is None else asdict(statistics)
-    values = RequestValues(header, asdict(settings), standardised, summed)
-    return RecordDict({HEADER: ConfigRecord({JSON: json.dumps(asdict(values))}), **states})
+    text = json.dumps(asdict(_Values(header, asdict(settings), statistics, summed)))
+    return RecordDict({HEADER: ConfigRecord({JSON: text}), **states})
 
 
 def decode_request(action: str, content: RecordDict) -> Request:
@@ -210,13 +215,14 @@ def decode_request(action: str, content: RecordDict) -> Request:
         ConfigError: It is not one, see :func:`~fednas_flwr.protocol.requests.decode`, or not of the
             form that :func:`encode_request` writes.
     """
-    values, statistics = read_values(content), None
-    with refusing_malformed():
-        states = _decode_states(content)
-    if values.statistics is not None:
-        statistics = parse(Statistics, values.statistics, key="statistics")
+    try:
+        text, states = _read_json(content), _decode_states(content)
+    except Exception as error:  # whatever a server can send, as in decode_reply
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConfigError(f"refused, a malformed request: {reason}.") from error
+    values: _Values = parse(_Values, text, key="", defaults=True)
     settings = decode(action, values.settings)
-    return Request(action, values.header, settings, states, statistics, values.summed)
+    return Request(action, values.header, settings, states, values.statistics, values.summed)
 
 
 def encode_reply(header: Header, reply: Reply) -> RecordDict:
@@ -227,14 +233,12 @@ def encode_reply(header: Header, reply: Reply) -> RecordDict:
     """
     if reply.shares:
         raise ValueError(f"shares of {sorted(reply.shares)} may not leave without masks")
-    metrics = {name: float(value) for name, value in reply.metrics.items()}
-    values = encode_values(
-        header,
-        reply.properties,
-        digests=reply.digests,
-        metrics={NUM_EXAMPLES: float(reply.num_examples), **metrics},
-    )
-    return RecordDict({**values, **encode_states(reply.states)})
+    said = {"digests": dict(reply.digests), "properties": dict(reply.properties)}
+    text = json.dumps({"header": vars(header), **said})
+    metrics = {NUM_EXAMPLES: reply.num_examples, **reply.metrics}
+    numbers = MetricRecord({name: float(value) for name, value in metrics.items()})
+    states = encode_states(reply.states)
+    return RecordDict({HEADER: ConfigRecord({JSON: text}), METRICS: numbers, **states})
 
 
 def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
@@ -244,11 +248,11 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
         ReplyError: A record is missing or is not of the form that :func:`encode_reply` writes.
     """
     try:
-        text = read_json(content, longest=LONGEST_HEADER)
+        text = _read_json(content, longest=LONGEST_HEADER)
         header: Header = parse(Header, text["header"], key="header")
         metrics = {
             name: float(cast(float, value))
-            for name, value in record(content, METRICS, MetricRecord).items()
+            for name, value in _record(content, METRICS, MetricRecord).items()
         }
         if len(metrics) > MOST_METRICS or any(len(name) > MOST_METRICS for name in metrics):
             raise ValueError(f"at most {MOST_METRICS} metrics, with names no longer, are taken")
@@ -262,6 +266,24 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
     except Exception as error:  # whatever a client can send: deep JSON even ends the recursion
         raise ReplyError(f"malformed reply: {type(error).__name__}: {error}") from error
     return header, reply
+
+
+def _record(content: RecordDict, name: str, kind: type[Record]) -> Record:
+    """Return one record; Flower's views by kind copy all records, at every look."""
+    record = content[name]
+    if not isinstance(record, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(record).__name__}")
+    return record
+
+
+def _read_json(content: RecordDict, *, longest: int | None = None) -> Any:
+    """Return the JSON values of a message that are beside its tensors."""
+    text = cast(str, _record(content, HEADER, ConfigRecord)[JSON])
+    if longest is not None and len(text) > longest:
+        raise ValueError(f"{len(text)} characters of JSON, at most {longest} are read")
+    values = json.loads(text)
+    json.dumps(values, ensure_ascii=False).encode()  # else no sentence about it could be sent
+    return values
 
 
 def payload_bytes(content: RecordDict) -> int:

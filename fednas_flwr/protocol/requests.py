@@ -8,8 +8,7 @@ missing key, or a value of another type or out of range, is refused before anyth
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Self, TypedDict
@@ -21,7 +20,7 @@ from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.keys import MOST_SITES
+from fednas_flwr.protocol.keys import is_hex
 from fednas_flwr.protocol.sum_requests import (
     PROPERTIES,
     REQUESTS,
@@ -30,7 +29,6 @@ from fednas_flwr.protocol.sum_requests import (
     NoProperties,
     Training,
     asks,
-    is_hex,
 )
 from fednas_flwr.protocol.sum_requests import Settings as Settings
 from fednas_flwr.search.local_search import Alternating
@@ -39,7 +37,16 @@ from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, check_range, parse
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Length,
+    OneOf,
+    Where,
+    one_of,
+    parse,
+    within,
+)
 from fednas_flwr.spaces.latency_tables import from_json
 
 MOST_TRIALS = 1000
@@ -71,6 +78,10 @@ Shape = Annotated[
 Declared = Annotated[
     dict[str, Number], Where(lambda splits: set(splits) == set(SPLITS), "a number of each split")
 ]
+Rates = Annotated[
+    dict[str, opt.NonNegative],
+    Where(lambda rates: rates.keys() <= SPLIT_OF.keys(), "rates of weights and alphas"),
+]
 Epsilon = Annotated[float, Between(0)]
 Candidates = Annotated[list[list[int]], Length(Between(1, opt.MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``models.networks.make_network``
@@ -82,12 +93,6 @@ def check_private_batch(batch_size: int | None) -> None:
         raise ConfigError(
             f"refused: batch_size={batch_size}: a private client's batches are those committed to."
         )
-
-
-def check_one(**values: object) -> None:
-    """Raise ConfigError unless exactly one of the values is given."""
-    if sum(value is not None for value in values.values()) != 1:
-        raise ConfigError(f"{' or '.join(values)} must be given, and only one.")
 
 
 def splits_of(text: str) -> tuple[str, ...]:
@@ -110,10 +115,9 @@ class Amount(Checked):
     steps: opt.Steps | None
     batch_size: opt.Count | None
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that one of the two is given."""
-        super().__post_init__()
-        check_one(epochs=self.epochs, steps=self.steps)
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude all but one of the two."""
+        yield one_of(epochs=self.epochs, steps=self.steps)
 
     def most_steps(self, rows: float) -> int:
         """Steps over so many rows, at most."""
@@ -138,7 +142,7 @@ class Amount(Checked):
 
 
 @dataclass(frozen=True)
-class LocalSearch:
+class LocalSearch(Checked):
     """A local search of a supernet: by ``alternating`` steps, or on sampled ``paths``."""
 
     amount: Amount
@@ -147,9 +151,9 @@ class LocalSearch:
     alternating: Alternating | None = None
     paths: SampledPaths | None = None
 
-    def __post_init__(self) -> None:
-        """Check that it is exactly one of the two."""
-        check_one(alternating=self.alternating, paths=self.paths)
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude all but one of the two."""
+        yield one_of(alternating=self.alternating, paths=self.paths)
 
     network = None
     split = "train"
@@ -296,7 +300,7 @@ class ClientProperties(Identity, total=False):
         float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
     ]
     spent: Epsilon | None  # None is infinite
-    honest_sites: Annotated[int, Between(2, MOST_SITES)]
+    honest_sites: Annotated[int, Between(2, names.MOST_SITES)]
 
 
 class ExactClientProperties(ClientProperties, total=False):
@@ -419,16 +423,10 @@ class TakeGradients(AtSite):
 
     step: opt.CountOrZero
     local_steps: opt.Steps
-    local_lrs: dict[str, opt.NonNegative]
+    local_lrs: Rates
     batch_size: opt.Count | None
     order: Annotated[int, Between(1, 2)]
     inner_lr: opt.Positive
-
-    def __post_init__(self) -> None:
-        """Check the ranges, and the names of states."""
-        super().__post_init__()
-        for state in self.local_lrs:
-            check_choice("local_lrs", state, SPLIT_OF)
 
     def released(self, action: str) -> Kinds:
         """A sum of each gradient in every step."""
@@ -467,24 +465,16 @@ class TakeNetworkGradient(AtSite):
         return {"weights": (splits_of(self.split), 1)}
 
 
-class Changed(TypedDict, total=False):
-    """Properties of a sparse reply to ``train.search``: they follow from what it releases."""
-
-    changed: dict[str, Annotated[str, Where(partial(re.fullmatch, "[01]*"), "digits 0 and 1")]]
-
-
-@asks("train.search", reply=Changed)
+@asks("train.search")
 @dataclass(frozen=True, kw_only=True)
 class Search(AtSite):
     """``train.search``.
 
     Attributes:
         local: What is done.
-        sparse: True if the reply leaves out tensors that are as they were sent.
     """
 
     local: LocalSearch
-    sparse: bool = False
 
     def released(self, action: str) -> Kinds:
         """A release of each state in every step."""
@@ -492,9 +482,6 @@ class Search(AtSite):
 
     def client_releases(self, action: str) -> Kinds:
         """One update of each state."""
-        if self.sparse:
-            reason = "False: which tensors have changed would tell of the records"
-            raise refused("unit", "sparse", True, reason)
         return dict.fromkeys(self.local.states, (SPLITS, 1))
 
     def trained_by(self, rows: float) -> Training:
@@ -562,17 +549,15 @@ class RewardCandidates(AtSite):
     training: LocalTraining | None = None
     sparse: bool = False
 
-    def __post_init__(self) -> None:
-        """Check the ranges, that one of the three is given, and how many candidates there are."""
-        super().__post_init__()
-        check_one(candidates=self.candidates, network=self.network, training=self.training)
-        if self.candidates is None and self.sparse:
-            raise ConfigError("sparse=True is of candidates by their paths: a pool travels whole.")
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude all but one of the three, and pools that travel in part or have no members."""
+        yield one_of(candidates=self.candidates, network=self.network, training=self.training)
         if self.candidates is None:
+            yield self.sparse, "sparse=True is of candidates by their paths: a pool travels whole"
             members = (self.described or {}).get("genotypes")
             count = len(members) if isinstance(members, list) else 0
             wanted = f"a list of 1 to {opt.MOST_CANDIDATES}"
-            check_range(1 <= count <= opt.MOST_CANDIDATES, "genotypes", members, wanted)
+            yield within(1 <= count <= opt.MOST_CANDIDATES, "genotypes", members, wanted)
 
     @property
     def count(self) -> int:
@@ -601,10 +586,9 @@ class Probe(AtSite):
     trials: Annotated[list[Trial], Length(Between(1, MOST_TRIALS))]
     loss_bound: opt.LossBound
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that one of the two is given."""
-        super().__post_init__()
-        check_one(search=self.search, training=self.training)
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude all but one of the two."""
+        yield one_of(search=self.search, training=self.training)
 
     def released(self, action: str) -> Kinds:
         """Every step of each trial, and its reward."""

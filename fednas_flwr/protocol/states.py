@@ -56,32 +56,9 @@ class Layout:
         """Bytes of the packed vectors."""
         return sum(n * getattr(torch, dtype).itemsize for dtype, n in self.sizes.items())
 
-    def marks(self, names: Collection[str]) -> str:
-        """Return a text of one digit per tensor, 1 for those of these names."""
-        return "".join("01"[name in names] for name, _, _ in self.entries)
-
-    def marked(self, digits: str) -> set[str]:
-        """Return the names of which :meth:`marks` has made a text of as many digits."""
-        pairs = zip(self.entries, digits, strict=True)
-        return {name for (name, _, _), digit in pairs if digit == "1"}
-
     def part(self, names: Collection[str]) -> Layout:
         """Return the layout of the tensors of these names."""
         return Layout(tuple(entry for entry in self.entries if entry[0] in names))
-
-
-def take_part(packed: Packed, layout: Layout, names: Collection[str]) -> Packed:
-    """Return the tensors of these names, in the layout ``layout.part(names)``."""
-    return pack({n: tensor for n, tensor in unpack(packed, layout).items() if n in names})
-
-
-def fill_unchanged(part: Packed, sent: Packed, layout: Layout, names: Collection[str]) -> Packed:
-    """Return a whole state: the part that holds these names, and all else as in ``sent``."""
-    whole = {dtype: vector.clone() for dtype, vector in sent.items()}
-    tensors = unpack(whole, layout)
-    for name, tensor in unpack(part, layout.part(names)).items():
-        tensors[name].copy_(tensor)
-    return whole
 
 
 @dataclass(frozen=True)
@@ -106,21 +83,22 @@ class Part:
 
     def of(self, states: Mapping[str, Packed]) -> dict[str, Packed]:
         """Return the part of whole states."""
-        return {
-            name: take_part(state, self.whole[name], self.only[name])
-            if name in self.only
-            else state
-            for name, state in states.items()
-        }
+        part = dict(states)
+        for state, names in self.only.items():
+            if state in part:
+                tensors = unpack(states[state], self.whole[state])
+                part[state] = pack({n: tensor for n, tensor in tensors.items() if n in names})
+        return part
 
     def filled(self, part: Mapping[str, Packed], states: Mapping[str, Packed]) -> dict[str, Packed]:
         """Return whole states: the part's tensors, and the others as in ``states``."""
-        return {
-            name: fill_unchanged(state, states[name], self.whole[name], self.only[name])
-            if name in self.only
-            else state
-            for name, state in part.items()
-        }
+        whole = dict(part)
+        for state in self.only.keys() & part.keys():
+            whole[state] = {dtype: vector.clone() for dtype, vector in states[state].items()}
+            tensors = unpack(whole[state], self.whole[state])
+            for name, tensor in unpack(part[state], self.layouts[state]).items():
+                tensors[name].copy_(tensor)
+        return whole
 
 
 def pack(tensors: Mapping[str, Tensor]) -> Packed:

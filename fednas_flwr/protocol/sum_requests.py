@@ -1,43 +1,28 @@
-"""Requests and replies without their tensors; imports no torch.
+"""The header of a message, what all requests have, and the requests of secure sums.
 
-The header and the JSON values of a message, the arguments of an action, and all that a site needs
-to answer the two messages of a secure sum besides the action that it sums.
+These are the two messages of a secure sum besides the action that it sums, with all that a site
+needs to answer them.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypedDict, TypeVar, cast
+from typing import Annotated, Any, TypedDict, TypeVar
 
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
-
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.policy import refused
-from fednas_flwr.protocol.keys import MOST_SITES
+from fednas_flwr.protocol.keys import is_hex
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES, SECRET_BYTES, Grid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
+from fednas_flwr.settings.names import MOST_SITES
 from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.settings.parser import Between, Checked, Length, Where, parse
+from fednas_flwr.settings.parser import Between, Checked, Length, Where
 
-HEADER = "header"
-JSON = "json"
-METRICS = "metrics"
-NUM_EXAMPLES = "num-examples"
 LONGEST_NAME = 300  # bytes of a run's name: a site keeps it in its ledger
 
-Json = Any  # what json.loads returns
 Name = Annotated[str, Length(Between(0, LONGEST_NAME))]
-Record = TypeVar("Record", ConfigRecord, MetricRecord)
-
-
-def is_hex(digits: int, text: str) -> bool:
-    """Return whether a text is a number of so many hex digits."""
-    return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
 
 
 def by_site(digits: int) -> Where:
@@ -149,21 +134,6 @@ class Settings(Checked):
         return None
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request without its tensors.
-
-    Attributes:
-        action: One of ``actions.ACTIONS``, e.g. ``train.search``.
-        header: Exchange that it is part of.
-        settings: Arguments of the action.
-    """
-
-    action: str
-    header: Header
-    settings: Settings
-
-
 class NoProperties(TypedDict):
     """Properties of a reply that has none."""
 
@@ -224,23 +194,6 @@ class Summed(Checked):
         """
         sites = len(self.participants)
         return {state: Grid.of_range(most, sites=sites) for state, most in self.ranges.items()}
-
-
-@dataclass(frozen=True)
-class RequestValues:
-    """The JSON values of a request.
-
-    Attributes:
-        header: Its header.
-        settings: Arguments of its action, see ``requests.decode``.
-        statistics: By which all clients standardise a table; None where their own are declared.
-        summed: Terms of masking the reply; None asks for one that the server reads.
-    """
-
-    header: Header
-    settings: dict[str, Json]
-    statistics: dict[str, Json] | None = None
-    summed: Summed | None = None
 
 
 class Signature(TypedDict):
@@ -320,66 +273,4 @@ def by_index(values: Mapping[str, str]) -> dict[int, bytes]:
     return {int(index): bytes.fromhex(text) for index, text in values.items()}
 
 
-SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # answered without torch
-
-
-def encode_values(
-    header: Header,
-    properties: Mapping[str, Json],
-    *,
-    digests: Mapping[str, str] | None = None,
-    metrics: Mapping[str, float] | None = None,
-) -> dict[str, ConfigRecord | MetricRecord]:
-    """Return the records of a reply that hold no tensors.
-
-    Args:
-        header: Of the request.
-        properties: Of the reply.
-        digests: Of its states; None of a reply without any.
-        metrics: With the number of examples, which is 1 where None is given.
-    """
-    text = json.dumps(
-        {"header": vars(header), "digests": dict(digests or {}), "properties": dict(properties)}
-    )
-    numbers = MetricRecord(dict(metrics or {NUM_EXAMPLES: 1.0}))
-    return {HEADER: ConfigRecord({JSON: text}), METRICS: numbers}
-
-
-def record(content: RecordDict, name: str, kind: type[Record]) -> Record:
-    """Return one record; Flower's views by kind copy all records, at every look."""
-    record = content[name]
-    if not isinstance(record, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {type(record).__name__}")
-    return record
-
-
-def read_json(content: RecordDict, *, longest: int | None = None) -> Json:
-    """Return the JSON values of a message that are beside its tensors."""
-    text = cast(str, record(content, HEADER, ConfigRecord)[JSON])
-    if longest is not None and len(text) > longest:
-        raise ValueError(f"{len(text)} characters of JSON, at most {longest} are read")
-    values = json.loads(text)
-    json.dumps(values, ensure_ascii=False).encode()  # else no sentence about it could be sent
-    return values
-
-
-@contextmanager
-def refusing_malformed() -> Iterator[None]:
-    """Turn whatever goes wrong while a request is read into a refusal."""
-    try:
-        yield
-    except Exception as error:  # whatever a server can send, as in decode_reply
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise ConfigError(f"refused, a malformed request: {reason}.") from error
-
-
-def read_values(content: RecordDict) -> RequestValues:
-    """Return the JSON values of a request.
-
-    Raises:
-        ConfigError: They are not of this form.
-    """
-    with refusing_malformed():
-        values = read_json(content)
-    read: RequestValues = parse(RequestValues, values, key="", defaults=True)
-    return read
+SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # of no record

@@ -23,15 +23,11 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
+from fednas_flwr.base.foreign import terminal
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.protocol.messages import (
-    Header,
-    Reply,
-    encode_request,
-    encode_states,
-    payload_bytes,
-    restore_sent,
-)
+from fednas_flwr.privacy.actions import ACTIONS
+from fednas_flwr.protocol import messages
+from fednas_flwr.protocol.messages import Header, Reply
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
@@ -169,7 +165,7 @@ class Cohort:
         def leave_out(unfit: Mapping[int, str]) -> None:
             for index, reason in unfit.items():
                 del fit[index]
-                reasons.append(f"client {index}: {_plain(reason)}")
+                reasons.append(f"client {index}: {terminal(reason[:LONGEST_REASON])}")
 
         leave_out(misfits({index: reply.properties for index, reply in fit.items()}, alike))
         declared: dict[int, dict[str, float]] = {}
@@ -302,7 +298,7 @@ class Cohort:
             backups = list(participants.backups)
         failures: dict[int, str] = {}
         pending = None
-        if self.secure_sum and exchange.is_summed:
+        if self.secure_sum and not ACTIONS[exchange.action].is_public:
             present = [client for client in self.clients if self._refused[client] < STRIKES]
             pending = PendingSum.of(exchange, present, self.properties)
         while asked is None or asked:
@@ -401,12 +397,14 @@ class Cohort:
         for client, answer in self._in_order(self._grid, awaited, unsent, asked):
             if isinstance(answer, Reply):
                 self.bytes_dense += exchange.dense_reply
-                answer = exchange.weighed(client, answer, scales.get(client, 1.0))
+                if client in scales:
+                    summed = ACTIONS[exchange.action].gradients_of
+                    answer = answer.weighing(scales[client], summed=summed)
                 if pending is not None:
                     try:
                         pending.add(client, answer)
                     except ReplyError as error:
-                        answer = self._strike(client, _plain(str(error)))
+                        answer = self._strike(client, terminal(str(error)[:LONGEST_REASON]))
             yield client, answer
 
     def pause(self, waited_s: float) -> float:
@@ -439,9 +437,9 @@ class Cohort:
         """The messages of an exchange by client, with the functions that read the replies."""
         requests: dict[int, Sent] = {}
         carried = exchange.carried(self.wire)
-        records = encode_states(carried)
+        records = messages.encode_states(carried)
         accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
-        sent = {name: norm(state) for name, state in restore_sent(carried).items()}
+        sent = {name: norm(state) for name, state in messages.restore_sent(carried).items()}
         limits = partial(honest_limits, exchange, sent=sent, classes=self._num_classes)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
@@ -451,10 +449,10 @@ class Cohort:
             place = (exchange.stage, exchange.server_round, exchange.phase)
             header = Header(self.run, *place, client, secrets.token_hex(8))
             settings = exchange.settings_of.get(client, exchange.settings)
-            content = encode_request(
+            content = messages.encode_request(
                 header, settings, records, statistics=self.statistics, summed=summed
             )
-            self.bytes_sent += payload_bytes(content)
+            self.bytes_sent += messages.payload_bytes(content)
             self.bytes_dense += exchange.dense_request
             said = self.properties.get(client)
             client_limits = limits(
@@ -466,7 +464,7 @@ class Cohort:
             requests[client] = Sent(
                 Message(content, node, exchange.action, ttl=ttl),
                 partial(accept, header=header, limits=client_limits),
-                exchange.weights.get(client, client_limits.examples),
+                client_limits.examples,
             )
         return requests
 
@@ -524,14 +522,14 @@ class Cohort:
     ) -> Reply | str:
         """The reply if it is accepted, else the reason."""
         if message.has_content():
-            self.bytes_received += payload_bytes(message.content)
+            self.bytes_received += messages.payload_bytes(message.content)
         try:
             return accept(message)
         except ClientLeftError as error:
-            self._left[client] = _plain(str(error))
+            self._left[client] = terminal(str(error)[:LONGEST_REASON])
             return self._left[client]
         except ReplyError as error:
-            reason = _plain(str(error))
+            reason = terminal(str(error)[:LONGEST_REASON])
             return self._strike(client, reason) if message.has_content() else reason
 
     def _strike(self, client: int, reason: str) -> str:
@@ -541,9 +539,3 @@ class Cohort:
             return reason
         self._left[client] = f"{STRIKES} of its replies were refused, the last one for: {reason}"
         return self._left[client]
-
-
-def _plain(text: str) -> str:
-    """A client's words cut short and without characters that command a terminal."""
-    text = text[:LONGEST_REASON]
-    return "".join(c if c.isprintable() else " " for c in text)

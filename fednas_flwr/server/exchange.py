@@ -1,9 +1,8 @@
 """One exchange: who is asked, the question, and the functions that read the replies.
 
 :class:`Sampling` draws the participants of each round from the seed and public sizes, before the
-run. There are three kinds of draws. With the first two a round's average is unbiased: its
-expectation over the draws is the average over all clients. ``uniform`` averages by size,
-``by_size`` gives every draw the same weight.
+run. A round's average by size over ``uniform`` draws is unbiased: its expectation over the draws is
+the average over all clients.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import numpy as np
 from flwr.app import Message
 
 from fednas_flwr.base.randomness import derive_seed
-from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply, round_sent
 from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import Layout, Packed
-from fednas_flwr.settings.names import BY_SIZE, FEWEST_VOTES, ROUND_ROBIN, UNIFORM
+from fednas_flwr.settings.names import FEWEST_VOTES, ROUND_ROBIN
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -33,13 +31,10 @@ class Participants:
     Attributes:
         clients: The clients that are asked, ascending.
         backups: Clients that are asked in the place of those that fail, in this order.
-        weights: By client, what its reply counts for in an average; without one it is the reply's
-            number of examples.
     """
 
     clients: tuple[int, ...]
     backups: tuple[int, ...] = ()
-    weights: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def candidates(self) -> tuple[int, ...]:
@@ -52,7 +47,7 @@ class Participants:
         failed = [client for client in self.clients if client not in answered]
         clients = {*self.clients, *stood_in} - set(failed[: len(stood_in)])
         backups = tuple(client for client in self.backups if client not in stood_in)
-        return Participants(tuple(sorted(clients)), backups, self.weights)
+        return Participants(tuple(sorted(clients)), backups)
 
 
 @dataclass(frozen=True)
@@ -62,8 +57,7 @@ class Exchange:
     Attributes:
         action: The action asked for, e.g. ``train.search``.
         stage: Stage of the run, part of the header.
-        settings: Arguments of the action. Where they ask for ``sparse`` replies, those yielded are
-            whole.
+        settings: Arguments of the action.
         server_round: Round within the stage.
         phase: Number of the exchange within the round.
         settings_of: Arguments for single clients in their place.
@@ -98,39 +92,15 @@ class Exchange:
         return f"{self.action} in round {self.server_round}" if self.server_round else self.action
 
     @property
-    def is_summed(self) -> bool:
-        """True if its replies depend on records: secure sums add them up."""
-        return not ACTIONS[self.action].is_public
-
-    @property
     def planned(self) -> dict[str, PlannedRelease]:
         """The plan of each kind of release of this stage and action."""
         place = (self.stage, self.action)
         return {p.kind: p for p in self.releases if (p.stage, p.action) == place}
 
     @property
-    def weights(self) -> Mapping[int, float]:
-        """Weights of replies in place of their numbers of examples, where these are planned."""
-        return {} if self.participants is None else self.participants.weights
-
-    def weighed(self, client: int, reply: Reply, scale: float) -> Reply:
-        """Give an accepted reply the weight that counts.
-
-        Args:
-            client: The client whose reply it is.
-            reply: The reply.
-            scale: Factor that keeps it to the largest share of an average.
-        """
-        if client in self.weights:
-            scale *= self.weights[client] / reply.num_examples
-        if scale == 1:
-            return reply
-        return reply.weighing(scale, summed=ACTIONS[self.action].gradients_of)
-
-    @property
     def dense_request(self) -> int:
         """Bytes of a request of whole, unrounded states."""
-        sizes = {name: _num_bytes(state) for name, state in self.states.items()}
+        sizes = {n: sum(v.nbytes for v in state.values()) for n, state in self.states.items()}
         return sum(self.whole[n].num_bytes if n in self.whole else b for n, b in sizes.items())
 
     @property
@@ -149,16 +119,12 @@ class Sent(NamedTuple):
     Attributes:
         message: The request.
         accept: Function that reads the client's reply.
-        most: Most examples that the reply may have, or its weight in their place.
+        most: Most examples that the reply may have.
     """
 
     message: Message
     accept: Callable[[Message], Reply]
     most: float
-
-
-def _num_bytes(packed: Packed) -> int:
-    return sum(vector.numel() * vector.itemsize for vector in packed.values())
 
 
 def share_scales(examples: Mapping[int, float], largest: float) -> dict[int, float]:
@@ -186,9 +152,7 @@ class Sampling:
         by: ``uniform``: one client in proportion to its size, the others uniformly from the rest,
             so that a set of clients is drawn in proportion to the sum of its sizes, and its average
             by size is unbiased (Midzuno 1952; Lahiri 1951); of clients of equal size it is the
-            uniform draw. ``by_size``: m draws in proportion to size, systematically, so that a
-            client's expected number of draws is ``m n_k / sum n`` to the last bit (Madow 1949); a
-            client that is drawn twice is asked once and counts twice. ``round_robin``: one after
+            uniform draw. ``round_robin``: one after
             the other, in an order drawn once for each stage, so that all are asked equally often;
             its averages by size are unbiased for clients of equal size only.
         sizes: By stage, the weight of each client's reply in an average over all clients: int64
@@ -210,22 +174,12 @@ class Sampling:
         once = () if self.by == ROUND_ROBIN else (server_round,)
         rng = np.random.default_rng(derive_seed(self.seed, "clients", stage, *once))
         order = rng.permutation(self.num_clients)
-        record = int(rng.integers(sizes.sum()))
-        if self.by == BY_SIZE:
-            owners = systematic(sizes, order, start=record, draws=self.per_round)
-            clients, counts = np.unique(owners, return_counts=True)
-            waits = rng.exponential(size=self.num_clients) / np.maximum(sizes, 1e-9)
-            drawn = np.append(clients, np.setdiff1d(order[np.argsort(waits[order])], clients))
-        elif self.by == UNIFORM:
-            drawn, counts = midzuno(sizes, order, record=record), None
+        if self.by == ROUND_ROBIN:
+            drawn = np.roll(order, -(server_round - 1) * self.per_round)
         else:
-            drawn, counts = np.roll(order, -(server_round - 1) * self.per_round), None
-        end = self.per_round if counts is None else len(counts)
-        asked, backups = drawn[:end].tolist(), drawn[end : end + self.backups].tolist()
-        weights = {}
-        if counts is not None:
-            weights = dict.fromkeys(backups, 1.0) | dict(zip(asked, counts.tolist(), strict=True))
-        return Participants(tuple(sorted(asked)), tuple(backups), weights)
+            drawn = midzuno(sizes, order, record=int(rng.integers(sizes.sum())))
+        asked, backups = np.split(drawn[: self.per_round + self.backups], [self.per_round])
+        return Participants(tuple(sorted(asked.tolist())), tuple(backups.tolist()))
 
 
 def midzuno(sizes: Ints, order: Ints, *, record: int) -> Ints:
@@ -236,20 +190,3 @@ def midzuno(sizes: Ints, order: Ints, *, record: int) -> Ints:
     """
     owner = np.searchsorted(np.cumsum(sizes), record, side="right")
     return np.concatenate([[owner], order[order != owner]])
-
-
-def systematic(sizes: Ints, order: Ints, *, start: int, draws: int) -> Ints:
-    """The owners of records at equal distances, int64 ``[draws]``.
-
-    Over the ``sum(sizes)`` starts every record is drawn ``draws`` times.
-
-    Args:
-        sizes: Sizes of the clients.
-        order: Order in which their records lie.
-        start: From 0 to below the sum of the sizes.
-        draws: m.
-    """
-    ends = np.cumsum(sizes[order])
-    records = (start + ends[-1] * np.arange(draws)) // draws
-    owners: Ints = order[np.searchsorted(ends, records, side="right")]
-    return owners

@@ -20,8 +20,8 @@ from flwr.app import Message
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply, restore
-from fednas_flwr.protocol.requests import MAX_EXAMPLES, Search, decode_properties
-from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, fill_unchanged, unpack
+from fednas_flwr.protocol.requests import MAX_EXAMPLES, decode_properties
+from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
 from fednas_flwr.protocol.sum_encoding import Summands, check_masked
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.limits import Limits, distance
@@ -47,8 +47,7 @@ def accept_reply(
     Args:
         message: A client's reply or error.
         exchange: The exchange. Its layouts are the states the reply must have, no more and no
-            fewer. Where its settings leave out tensors that have not changed, a reply names the
-            others (``properties["changed"]``), and they are filled in.
+            fewer.
         header: The header of the request; the reply must repeat it, nonce included, so that a
             reply from another run, round, phase or client is refused.
         limits: Limits of an honest reply. A tiny or a huge weight would overflow the
@@ -92,12 +91,8 @@ def accept_reply(
             raise ReplyError(f"{name}={value} is not from {low:.3g} to {high:.3g}")
     if set(reply.states) != set(layouts):
         raise ReplyError(f"states {sorted(layouts)} were asked for, got {sorted(reply.states)}")
-    changed: dict[str, set[str]] = {}
-    if isinstance(exchange.settings, Search) and exchange.settings.sparse:
-        changed = _changed(reply.properties, layouts)
     states: dict[str, Packed] = {}
-    for name, whole in layouts.items():
-        layout = whole.part(changed[name]) if name in changed else whole
+    for name, layout in layouts.items():
         if reply.digests.get(name) != layout.digest:
             raise ReplyError(f"the tensors of {name} have other names, shapes or dtypes than ours")
         states[name] = restore(reply.states[name], layout, wire=wire, base=base.get(name))
@@ -108,8 +103,6 @@ def accept_reply(
             for dtype, mask in _non_negative(name, layout).items():
                 vector = states[name][dtype]
                 vector[mask & (vector < 0)] = 0
-    for name, names in changed.items():
-        states[name] = fill_unchanged(states[name], exchange.states[name], layouts[name], names)
     for name, packed in states.items():
         _check_values(name, packed, layouts[name], limits, base.get(name, {}))
     return replace(reply, states=states)
@@ -146,17 +139,6 @@ def _non_negative(name: str, layout: Layout) -> Packed:
 
 def _is_non_negative(name: str, key: str) -> bool:
     return any(part in key for part in NON_NEGATIVE.get(name, ()))
-
-
-def _changed(properties: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, set[str]]:
-    """The names of the tensors of every state that a reply holds."""
-    changed: dict[str, str] = properties.get("changed", {})
-    if set(changed) != set(layouts):
-        raise ReplyError("does not say which tensors of each state have changed")
-    for name, layout in layouts.items():
-        if len(changed[name]) != len(layout.entries):
-            raise ReplyError(f"does not say of each tensor of {name} whether it has changed")
-    return {name: layout.marked(changed[name]) for name, layout in layouts.items()}
 
 
 def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:

@@ -6,43 +6,19 @@ at once, so that a wrong value ends the run before any client starts. Every defa
 (:func:`dump_config`) is what travels to other processes.
 """
 
-from fednas_flwr.settings.data_settings import Dataset
-from fednas_flwr.settings.parser import conf_folder, expanded
-from fednas_flwr.settings.run_settings import (
-    AlgorithmSettings,
-    BlockSpace,
-    CellSpace,
-    Config,
-    DifferentialPrivacy,
-    DPCells,
-    GivenNetwork,
-    Hardware,
-    NetworkLimits,
-    Noise,
-    NoPrivacy,
-    PrivateRetrain,
-    SearchSpaceSettings,
-    dump_config,
-    with_runtime,
-)
-
-__all__ = [
-    "AlgorithmSettings",
-    "BlockSpace",
-    "CellSpace",
-    "Config",
-    "DPCells",
-    "Dataset",
-    "DifferentialPrivacy",
-    "GivenNetwork",
-    "Hardware",
-    "NetworkLimits",
-    "NoPrivacy",
-    "Noise",
-    "PrivateRetrain",
-    "SearchSpaceSettings",
-    "conf_folder",
-    "dump_config",
-    "expanded",
-    "with_runtime",
-]
+from fednas_flwr.settings.data_settings import Dataset as Dataset
+from fednas_flwr.settings.parser import conf_folder as conf_folder
+from fednas_flwr.settings.parser import expanded as expanded
+from fednas_flwr.settings.run_settings import AlgorithmSettings as AlgorithmSettings
+from fednas_flwr.settings.run_settings import BlockSpace as BlockSpace
+from fednas_flwr.settings.run_settings import CellSpace as CellSpace
+from fednas_flwr.settings.run_settings import Config as Config
+from fednas_flwr.settings.run_settings import DifferentialPrivacy as DifferentialPrivacy
+from fednas_flwr.settings.run_settings import DPCells as DPCells
+from fednas_flwr.settings.run_settings import GivenNetwork as GivenNetwork
+from fednas_flwr.settings.run_settings import Hardware as Hardware
+from fednas_flwr.settings.run_settings import NetworkLimits as NetworkLimits
+from fednas_flwr.settings.run_settings import NoPrivacy as NoPrivacy
+from fednas_flwr.settings.run_settings import SearchSpaceSettings as SearchSpaceSettings
+from fednas_flwr.settings.run_settings import dump_config as dump_config
+from fednas_flwr.settings.run_settings import with_runtime as with_runtime

@@ -15,7 +15,7 @@ from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import CLIENT
 from fednas_flwr.settings.parser import NOT_TEXT, choose_kind, is_among, known_names, parse
-from fednas_flwr.settings.registry import entries
+from fednas_flwr.settings.registry import BUILT_IN, entries
 from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
 from fednas_flwr.settings.unused import Given, check_effect
 
@@ -123,8 +123,7 @@ def chosen_kinds(tree: Mapping[str, Any]) -> dict[str, type]:
     Raises:
         ConfigError: There is no such choice.
     """
-    hints = {"algorithm": UNREGISTERED, "dataset": UNREGISTERED, "search_space": UNREGISTERED}
-    hints |= dict.fromkeys(CHOICES, "")
+    hints = dict.fromkeys(BUILT_IN, UNREGISTERED) | dict.fromkeys(CHOICES, "")
     return {group: choose_kind(tree, group, _kinds(group), hint=hints[group]) for group in hints}
 
 

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fednas_flwr.base.errors import show
-from fednas_flwr.settings.names import (
-    CORRUPT_RULES,
-    DATE_ORDERS,
-    DECIMALS,
-    MISSING_RULES,
-    SPLITS,
-    THOUSANDS,
-)
+from fednas_flwr.settings import names
 from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
 from fednas_flwr.settings.parser import (
     Between,
@@ -38,7 +31,7 @@ ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
 Fractions = Annotated[
     dict[str, Share],
     Where(
-        lambda shares: shares.keys() == {*SPLITS} and abs(sum(shares.values()) - 1) <= 1e-6,
+        lambda shares: shares.keys() == {*names.SPLITS} and abs(sum(shares.values()) - 1) <= 1e-6,
         "shares of train, validation and test that sum to 1",
     ),
 ]
@@ -141,7 +134,7 @@ class Dataset(Checked):
     @property
     def person_column(self) -> str:
         """Name of the column of persons; empty where every record is a person's own."""
-        return ""
+        return getattr(self, "id_column", None) or ""
 
     @property
     def augmentation(self) -> dict[str, Any]:
@@ -231,7 +224,7 @@ class EncodedImages(Images):
     image_size: ImageSize | None
     channels: Annotated[int, _GRAY_OR_COLOUR] | None
     class_names: Words
-    corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
+    corrupt: Annotated[str, OneOf(names.CORRUPT_RULES)]
     intensity: Ends | None
 
     @property
@@ -327,11 +320,6 @@ class LabelTable(Dataset):
         return self.label not in ("", "last")
 
     @property
-    def person_column(self) -> str:
-        """Name of the column of persons; empty where every record is a person's own."""
-        return self.id_column or ""
-
-    @property
     def declared(self) -> dict[str, bool]:
         """Settings that the records would otherwise decide, with whether each is given."""
         return {
@@ -362,11 +350,6 @@ class ImageFolder(EncodedImages, Stored):
     """
 
     id_column: str | None
-
-    @property
-    def person_column(self) -> str:
-        """Name of the column of persons; empty where every record is a person's own."""
-        return self.id_column or ""
 
 
 @dataclass(frozen=True)
@@ -420,15 +403,15 @@ class TableForm(Checked):
     encoding: Annotated[Text, _ENCODING] | None
     header: Annotated[bool, Where(bool, "true")] | None
     column_names: Names
-    decimal: Annotated[str, OneOf(DECIMALS)] | None
-    thousands: Annotated[str, OneOf(THOUSANDS)] | None
-    date_order: Annotated[str, OneOf(DATE_ORDERS)] | None
+    decimal: Annotated[str, OneOf(names.DECIMALS)] | None
+    thousands: Annotated[str, OneOf(names.THOUSANDS)] | None
+    date_order: Annotated[str, OneOf(names.DATE_ORDERS)] | None
     missing_values: Words
     missing_in: dict[str, Words]
     rename: dict[str, Text]
     map: dict[str, dict[str, Word]]
     scale: dict[str, Positive]
-    corrupt: Annotated[str, OneOf(CORRUPT_RULES)]
+    corrupt: Annotated[str, OneOf(names.CORRUPT_RULES)]
 
     @property
     def strict(self) -> bool:
@@ -486,7 +469,7 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
     categorical: Names
     categories: dict[str, Words]
     ignore: Names
-    missing: Annotated[str, OneOf(MISSING_RULES)]
+    missing: Annotated[str, OneOf(names.MISSING_RULES)]
 
     def __post_init__(self) -> None:
         """Check that no column has two uses."""

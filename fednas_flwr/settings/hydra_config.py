@@ -22,9 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -36,38 +34,11 @@ from fednas_flwr.settings.unused import Given
 EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
 CFG_KINDS = (["job"], ["hydra"], ["all"])
 NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # what overrides say to Hydra
+PRIMARY = "config"  # the file that composition begins with
+SEARCH_PATH = "hydra.searchpath="
 
 
-@dataclass(frozen=True)
-class Source:
-    """Starting point of Hydra's composition.
-
-    Attributes:
-        name: Of the primary file, as Hydra's ``--config-name``.
-        folder: A folder whose files come before those of ``conf/``, as ``--config-dir``.
-    """
-
-    name: str = "config"
-    folder: str | None = None
-
-    def folders(self) -> list[Path]:
-        """Return the folders in the order of their precedence.
-
-        Raises:
-            ConfigError: The given folder does not exist.
-        """
-        if self.folder is None:
-            return [conf_folder()]
-        folder = expanded("--config-dir", self.folder).resolve()
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir={show(self.folder)} is no folder: correct it.")
-        return [folder, conf_folder()]
-
-
-CONF = Source()
-
-
-def compose_tree(overrides: Sequence[str], source: Source = CONF) -> dict[str, Any]:
+def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     """Let Hydra compose ``conf/`` with ``overrides`` and return the tree as plain values.
 
     An override replaces single values; ``key={}`` empties a mapping. Whether there is such a
@@ -77,15 +48,15 @@ def compose_tree(overrides: Sequence[str], source: Source = CONF) -> dict[str, A
     Raises:
         ConfigError: An override is malformed, or names a file that does not exist.
     """
-    _check_overrides(overrides, source)
+    _check_overrides(overrides)
     files = [text for text in overrides if text.startswith("config=")]
     if files:
         return _repeated(files[-1].removeprefix("config="), overrides)
-    with _initialized(source):
+    with _initialized():
         try:
-            tree = _plain(compose(source.name, for_hydra(overrides, source)))
+            tree = _plain(compose(PRIMARY, for_hydra(overrides)))
         except (HydraException, OmegaConfBaseException, OSError) as error:
-            raise _composition_error(error, overrides, source) from error
+            raise _composition_error(error, overrides) from error
     tree.pop("sweep", None)  # is Hydra's business
     for text in overrides:
         key, value = _parse(text).key_or_group, _parse(text).value()
@@ -114,9 +85,9 @@ def _check_holds(key: str, text: str, tree: Mapping[str, Any]) -> None:
             raise ConfigError(f"{show(text)} is lost with {whole}={show(node)}: leave one out.")
 
 
-def _composition_error(error: Exception, overrides: Sequence[str], source: Source) -> ConfigError:
+def _composition_error(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """Return the sentence for an error of Hydra's, which often is a wrong name."""
-    groups = _groups(source)
+    groups = _groups(overrides)
     where = getattr(error, "full_key", None) or "the configuration"
     reason = str(error).splitlines()[0].rstrip(".")[:200]
     for text in overrides:
@@ -130,17 +101,14 @@ def _composition_error(error: Exception, overrides: Sequence[str], source: Sourc
     return ConfigError(f"{where}: {reason}.")
 
 
-def for_hydra(
-    overrides: Sequence[str], source: Source = CONF, known: Mapping[str, Any] | None = None
-) -> list[str]:
+def for_hydra(overrides: Sequence[str], known: Mapping[str, Any] | None = None) -> list[str]:
     """Return overrides as Hydra takes them, which knows no key of a mapping that is null so far.
 
     Args:
         overrides: As the user writes them.
-        source: Starting point.
         known: A tree whose keys Hydra knows; without one none is taken to be known.
     """
-    groups, forced = _groups(source), []
+    groups, forced = _groups(overrides), []
     for text in overrides:
         key, _, value = text.partition("=")
         is_key = re.fullmatch(r"(?!hydra)[\w.]+", key) and key not in groups
@@ -163,7 +131,7 @@ def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     """
     given = read_yaml(expanded("config", path), f"config={path}")
     check_resolved(given)
-    groups = _groups(CONF)
+    groups = _groups()
     try:
         tree: Any = OmegaConf.create(given)
         tree["run_dir"] = None
@@ -181,31 +149,16 @@ def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"config={path}: it is no configuration of a run: {reason}.") from error
 
 
-class _FirstFolder(SearchPathPlugin):
-    """Lets Hydra look into a folder before all others, as its own option does."""
-
-    folder: Path | None = None
-
-    def manipulate_search_path(self, search_path: Any) -> None:
-        """Put the folder first, if there is one."""
-        if self.folder is not None:
-            search_path.prepend("command-line", f"file://{self.folder}")
-
-
 @contextmanager
-def _initialized(source: Source) -> Iterator[None]:
-    """Let Hydra search the folders of ``source``, also within a job that Hydra has called."""
-    *first, conf = (folder.resolve() for folder in source.folders())
-    Plugins.instance().register(_FirstFolder)
+def _initialized() -> Iterator[None]:
+    """Let Hydra search ``conf/``, also within a job that Hydra has called."""
     shared = GlobalHydra.instance()
     outer = shared.hydra
     shared.clear()
-    _FirstFolder.folder = first[0] if first else None
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf)):
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder().resolve())):
             yield
     finally:
-        _FirstFolder.folder = None
         if outer is not None:
             GlobalHydra.instance().clear()
             GlobalHydra.instance().initialize(outer)
@@ -216,10 +169,10 @@ def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
     return dict(values)
 
 
-def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
+def given_settings(overrides: Sequence[str]) -> Given:
     """Return the settings that the user has given: by overrides or a chosen experiment file."""
     typed: list[str] = []
-    groups = _groups(source).keys() - _files(CONF).keys()  # of the user's own
+    groups = _groups(overrides).keys() - _groups().keys()  # of the user's own
     for override in map(_parse, overrides):
         key = override.key_or_group
         if not key.startswith(NOT_SETTINGS) and key not in groups:
@@ -227,28 +180,27 @@ def given_settings(overrides: Sequence[str], source: Source = CONF) -> Given:
     names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
     if not names or names[-1] == "null":
         return Given(typed)
-    paths = [text for text in overrides if text.startswith("hydra.searchpath=")]
-    alone = compose_tree([f"experiment={names[-1]}", *paths], source)
-    return Given(typed, _experiment_settings(names[-1], source), names[-1], alone)
+    paths = [text for text in overrides if text.startswith(SEARCH_PATH)]
+    alone = compose_tree([f"experiment={names[-1]}", *paths])
+    return Given(typed, _experiment_settings(names[-1], _folders(paths)), names[-1], alone)
 
 
-def _experiment_settings(name: str, source: Source) -> list[str]:
+def _experiment_settings(name: str, folders: Sequence[Path]) -> list[str]:
     """Return the dotted names of all that an experiment and its bases set; groups by their own."""
-    paths = [folder / "experiment" / f"{name}.yaml" for folder in source.folders()]
+    paths = [folder / "experiment" / f"{name}.yaml" for folder in folders]
     files = [path for path in paths if path.is_file()]
     if files:
         tree: Any = read_yaml(files[0], str(files[0])) or {}
     elif f"{name}.yaml" in ConfigStore.instance().repo.get("experiment", {}):
-        stored = ConfigStore.instance()
-        tree = OmegaConf.to_container(stored.load(f"experiment/{name}.yaml").node)
-    else:  # in a folder of hydra.searchpath
+        tree = OmegaConf.to_container(ConfigStore.instance().load(f"experiment/{name}.yaml").node)
+    else:  # in a package of hydra.searchpath
         return []
     names: list[str] = []
     for default in tree.pop("defaults", []):
         if isinstance(default, Mapping):
             names += [key.rpartition("/")[2] for key in default]
         elif default != "_self_":
-            names += _experiment_settings(default.removeprefix("/experiment/"), source)
+            names += _experiment_settings(default.removeprefix("/experiment/"), folders)
     return list(dict.fromkeys(names + [leaf for key in tree for leaf in _leaves(key, tree[key])]))
 
 
@@ -268,14 +220,14 @@ def without_sweeps(overrides: Sequence[str]) -> list[str]:
     return [text for text in overrides if not _parse(text).is_sweep_override()]
 
 
-def expand_sweep(overrides: Sequence[str], source: Source = CONF) -> list[list[str]]:
+def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of the jobs that Hydra's own sweeper makes, in its order.
 
     Raises:
         ConfigError: A value is no list of values.
     """
     choices: dict[str, list[str]] = {}
-    with _initialized(source):
+    with _initialized():
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         for override in parser.parse_overrides(list(overrides)):
             key, text = override.get_key_element(), str(override.input_line)
@@ -287,7 +239,7 @@ def expand_sweep(overrides: Sequence[str], source: Source = CONF) -> list[list[s
                 )
             if override.is_sweep_override():
                 choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-            elif not key.startswith("hydra"):
+            elif not key.startswith("hydra") or text.startswith(SEARCH_PATH):
                 choices[key] = [text]
     return [list(job) for job in itertools.product(*choices.values())]
 
@@ -299,7 +251,6 @@ class Arguments:
     Attributes:
         overrides: Overrides of settings.
         flags: The options, each followed by its value.
-        source: Files that ``--config-name`` and ``--config-dir`` name.
         multirun: True if it is a sweep.
         informs: True if it asks for information, and begins no run.
         completes: True if it asks for a shell's completion.
@@ -307,7 +258,6 @@ class Arguments:
 
     overrides: list[str]
     flags: list[str]
-    source: Source
     multirun: bool
     informs: bool
     completes: bool
@@ -319,9 +269,7 @@ def _hydras_parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--info", "-i", nargs="?", const="all")
-    texts = "--config-name,-cn --config-dir,-cd --config-path,-cp --package,-p --experimental-rerun"
-    for names in texts.split():
-        parser.add_argument(*names.split(","))
+    parser.add_argument("--package", "-p")
     flags = "--multirun,-m --shell-completion,-sc --hydra-help --resolve --run,-r --version"
     for names in flags.split():
         parser.add_argument(*names.split(","), action="store_true")
@@ -346,12 +294,8 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
         raise ConfigError(f"{error}: see `fednas run --help`.") from error
     for text in unknown:
         raise ConfigError(
-            f"{show(text)!r} is no option: settings are written as key=value, as in clients=5."
-        )
-    if asked.config_path is not None or asked.experimental_rerun is not None:
-        raise ConfigError(
-            "--config-path and --experimental-rerun are not taken: set --config-dir=<folder> for "
-            "files of your own, config=<run folder>/config.yaml to repeat a run."
+            f"{show(text)!r} is no option: settings are written as key=value, as in clients=5, and "
+            "a folder of files of your own as hydra.searchpath=[file://<folder>]."
         )
     flags = list(arguments)
     for text in asked.overrides:
@@ -364,7 +308,6 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     return Arguments(
         asked.overrides,
         flags,
-        Source(asked.config_name or CONF.name, asked.config_dir),
         multirun=asked.multirun,
         informs=informs,
         completes=asked.shell_completion,
@@ -382,7 +325,7 @@ def run_hydra(job: Callable[[Any], Any], arguments: Sequence[str]) -> None:
         ConfigError: Hydra finds fault with them.
     """
     conf = str(conf_folder().resolve())
-    app = hydra.main(version_base="1.3", config_path=conf, config_name=CONF.name)
+    app = hydra.main(version_base="1.3", config_path=conf, config_name=PRIMARY)
     known = sys.argv
     sys.argv = [known[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come as they are, to be told in a sentence
@@ -394,12 +337,11 @@ def run_hydra(job: Callable[[Any], Any], arguments: Sequence[str]) -> None:
         sys.argv = known
 
 
-def current_job() -> tuple[list[str], Source, Path]:
-    """Return the overrides, source and folder of the job that Hydra has called."""
+def current_job() -> tuple[list[str], Path]:
+    """Return the overrides and the folder of the job that Hydra has called."""
     running = HydraConfig.get()
-    folders = {source.provider: source.path for source in running.runtime.config_sources}
-    source = Source(str(running.job.config_name), folders.get("command-line"))
-    return list(running.overrides.task), source, Path(running.runtime.output_dir)
+    paths = [text for text in running.overrides.hydra if text.startswith(SEARCH_PATH)]
+    return [*running.overrides.task, *paths], Path(running.runtime.output_dir)
 
 
 @dataclass(frozen=True)
@@ -419,22 +361,22 @@ class Sweep:
     known: dict[str, Any]
 
 
-def compose_sweep(fixed: Sequence[str], source: Source) -> Sweep:
+def compose_sweep(fixed: Sequence[str]) -> Sweep:
     """Return the sweep of overrides that have one value, those of Hydra's own among them.
 
     Raises:
         ConfigError: One of them is wrong, or a plugin is not installed.
     """
-    with _initialized(source):
+    with _initialized():
         try:
-            chosen = [text for text in fixed if text.partition("=")[0] in _groups(source)]
-            known = _plain(compose(source.name, chosen), resolve=False)
-            forced = for_hydra(fixed, source, known)
-            whole = compose(source.name, forced, return_hydra_config=True)
+            names = {*_groups(fixed), SEARCH_PATH.removesuffix("=")}
+            chosen = [text for text in fixed if text.partition("=")[0] in names]
+            known = _plain(compose(PRIMARY, chosen), resolve=False)
+            whole = compose(PRIMARY, for_hydra(fixed, known), return_hydra_config=True)
             folder = Path(str(whole.hydra.sweep.dir)).expanduser().resolve()
             settings: Any = OmegaConf.to_container(whole.get("sweep", OmegaConf.create()))
         except (HydraException, OmegaConfBaseException) as error:
-            raise _composition_error(error, fixed, source) from error
+            raise _composition_error(error, fixed) from error
     metric = settings.get("metric")
     metrics = [str(name) for name in (metric if isinstance(metric, list) else [metric])]
     return Sweep(folder, str(whole.hydra.sweeper._target_), metrics, known)
@@ -451,29 +393,41 @@ def check_free_name(group: str, name: str) -> None:
     A name that was only added is free: Hydra's launchers bring what was added to their processes,
     where its entry has yet to be registered.
     """
-    if name in _files(CONF)[group]:
+    if (conf_folder() / group / f"{name}.yaml").is_file():
         raise ConfigError(f"{group}={name} exists: choose another name for your own.")
 
 
-def _groups(source: Source) -> dict[str, set[str]]:
-    """Return the groups and the names that each offers."""
-    added = ConfigStore.instance().repo
-    return {
-        name: names | {file.removesuffix(".yaml") for file in added.get(name, {})}
-        for name, names in _files(source).items()
-    }
+def _folders(overrides: Sequence[str]) -> list[Path]:
+    """Return ``conf/``, and the folders that overrides let Hydra search after it.
+
+    Raises:
+        ConfigError: One of these does not exist.
+    """
+    paths: list[Any] = []
+    for override in (_parse(text) for text in overrides if text.startswith(SEARCH_PATH)):
+        value: Any = override.value()
+        paths += value if isinstance(value, list) else [value]
+    texts = [str(path) for path in paths]
+    folders = [Path(text.removeprefix("file://")) for text in texts if text.startswith("file://")]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{SEARCH_PATH}[file://{folder}]: that is no folder; correct it.")
+    return [conf_folder(), *folders]
 
 
-def _files(source: Source) -> dict[str, set[str]]:
-    """Return the groups and the files of each; ``_<name>`` is no choice."""
+def _groups(overrides: Sequence[str] = ()) -> dict[str, set[str]]:
+    """Return the groups and the names that each offers; ``_<name>`` is no choice."""
     groups: dict[str, set[str]] = {}
-    for conf in source.folders():
+    for conf in _folders(overrides):
         for folder in (path for path in conf.iterdir() if path.is_dir()):
             groups.setdefault(folder.name, set()).update(
                 path.relative_to(folder).with_suffix("").as_posix()
                 for path in folder.rglob("*.yaml")
                 if not path.name.startswith("_")
             )
+    for name, added in ConfigStore.instance().repo.items():
+        if name in groups:
+            groups[name] |= {file.removesuffix(".yaml") for file in added}
     return groups
 
 
@@ -490,9 +444,9 @@ def _parse(text: str) -> Override:
         raise ConfigError(f"{show(text)!r} holds a number that is too long: {error}.") from None
 
 
-def _check_overrides(overrides: Sequence[str], source: Source) -> None:
+def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigError unless each sets one value of one key, or chooses a file there is."""
-    groups = _groups(source)
+    groups = _groups(overrides)
     for text in overrides:
         override = _parse(text)
         key, value = override.key_or_group, override.value()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
-from fednas_flwr.settings.names import BY_SIZE, CLIENT, FLOAT32
+from fednas_flwr.settings.names import CLIENT, FLOAT32, MOST_SITES
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
-from fednas_flwr.settings.run_settings import MOST_SITES, SecureSumSettings, TrimmedMeanSettings
+from fednas_flwr.settings.run_settings import SecureSumSettings, TrimmedMeanSettings
 
 MOST_PRIVATE_ROUNDS = 10_000
 
@@ -37,10 +37,8 @@ def by_record(config: Config) -> bool:
 
 def follows_noise(config: Config) -> bool:
     """Return whether retraining takes its learning rate from its noise."""
-    privacy = config.privacy
-    if not isinstance(privacy, DifferentialPrivacy) or not by_record(config):
-        return False
-    return privacy.retrain.noise_walk is not None and not chooses_rates(config)
+    walk = config.privacy.retrain.noise_walk if by_record(config) else None  # type: ignore[union-attr]
+    return walk is not None and not chooses_rates(config)
 
 
 def chooses_rates(config: Config) -> bool:
@@ -111,14 +109,6 @@ def _sums(c: Config) -> bool:
 def _simulated_terms(c: Config) -> SecureSumSettings | None:
     """Return the terms of secure sums; None at real sites, whose policies decide."""
     return None if c.runtime.name == "deployment" else c.secure_sum
-
-
-def _samples(c: Config) -> bool:
-    return c.sampling is not None and c.samples
-
-
-def _samples_by_size(c: Config) -> bool:
-    return _samples(c) and c.sampling.by == BY_SIZE  # type: ignore[union-attr]
 
 
 def _optimises(c: Config) -> bool:
@@ -229,23 +219,11 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "that least_sites is from {c.secure_sum.fewest} to {c.clients}; raise clients or lower "
         "secure_sum.colluding",
     ),
-    # What needs all clients in every round, or each of them once.
+    # What needs all clients in every round.
     (
-        lambda c: _samples(c) and _sums(c),
+        lambda c: c.sampling is not None and c.samples and _sums(c),
         "sampling.per_round={c.sampling.per_round:g} with secure_sum=true: every sum is over the "
         "whole roster; leave one of them out",
-    ),
-    (
-        lambda c: _samples_by_size(c) and c.aggregate.name != "mean",
-        "sampling.per_round={c.sampling.per_round:g} with sampling.by=by_size and "
-        "aggregate={c.aggregate.name}: a large client that is drawn twice has one value; set "
-        "sampling.by=uniform",
-    ),
-    (
-        lambda c: _samples_by_size(c) and is_private(c) and algorithm_of(c).asks_rewards,
-        "sampling.per_round={c.sampling.per_round:g} with sampling.by=by_size and privacy=dp: the "
-        "noise on rewards of algorithm={c.algorithm.name} is known for averages by records only; "
-        "set sampling.by=uniform or sampling.by=round_robin",
     ),
     # Robust averages of gradients, and two optimisers of the server.
     (

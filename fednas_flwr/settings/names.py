@@ -20,7 +20,7 @@ BATCH, GROUP = NORMS
 FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
 
 # How the clients of a round are drawn.
-UNIFORM, BY_SIZE, ROUND_ROBIN = SAMPLINGS = ("uniform", "by_size", "round_robin")
+UNIFORM, ROUND_ROBIN = SAMPLINGS = ("uniform", "round_robin")
 
 CORRUPT_RULES = ("refuse", "skip")  # what becomes of records that cannot be read
 TORCHVISION_SETS = {  # torchvision's class, and the folder below root in which it keeps its files
@@ -51,6 +51,7 @@ MOST_SHOWN = 100  # clients of which each is told by itself; of more there are q
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 FEWEST_VOTES = 3  # clients of which most can be right
+MOST_SITES = 1000  # of a secure sum
 
 LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # of a budget and of a target
 LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER = 1e-3, 1e6

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, check_choice, show
-from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, Text, check_range
+from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, Text, within
 
 GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
@@ -52,10 +52,10 @@ Rule = Annotated[str, OneOf(RULES)]
 Gates = Annotated[str, OneOf(GATES)]
 
 
-def _check_decay(lr: float, weight_decay: float) -> None:
-    """Raise ConfigError for a decay that turns weights round: each step takes ``lr`` of it off."""
+def _decay_within(lr: float, weight_decay: float) -> tuple[bool, str]:
+    """A conflict for a decay that turns weights round: each step takes ``lr`` of it off."""
     expected = f"0 to {1 / lr:.4g}, which is 1 / lr: with more, weights change sign in every step"
-    check_range(lr * weight_decay <= 1, "weight_decay", weight_decay, expected)
+    return within(lr * weight_decay <= 1, "weight_decay", weight_decay, expected)
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,10 @@ class SGD(Checked):
     weight_decay: RateOrZero
     clip_norm: ClipNorm | None
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        check_range(self.min_lr <= self.lr, "min_lr", self.min_lr, f"0 to lr={self.lr}")
-        _check_decay(self.lr, self.weight_decay)
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude rates that rise, and weights that change sign."""
+        yield within(self.min_lr <= self.lr, "min_lr", self.min_lr, f"0 to lr={self.lr}")
+        yield _decay_within(self.lr, self.weight_decay)
 
     def at_round(self, server_round: int, num_rounds: int) -> SGD:
         """Return the constants of one round of ``num_rounds``; rounds count from 1."""
@@ -157,30 +156,21 @@ class Configuration(Checked):
     alpha_weight_decay: RateOrZero
     dropout: ShareBelow1
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        _check_decay(self.lr, self.weight_decay)
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude weights that change sign."""
+        yield _decay_within(self.lr, self.weight_decay)
+
+    @property
+    def _of_weights(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("lr", "momentum", "weight_decay")}
 
     def sgd(self, clip_norm: float | None) -> SGD:
         """Return the constants of the weights' optimiser; the learning rate stays."""
-        return SGD(
-            lr=self.lr,
-            min_lr=self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            clip_norm=clip_norm,
-        )
+        return SGD(**self._of_weights, min_lr=self.lr, clip_norm=clip_norm)
 
     def annealed(self, weights: SGD) -> SGD:
         """Return ``weights`` with this learning rate, momentum and decay, annealed as before."""
-        return replace(
-            weights,
-            lr=self.lr,
-            min_lr=min(weights.min_lr, self.lr),
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
+        return replace(weights, **self._of_weights, min_lr=min(weights.min_lr, self.lr))
 
     def adam(self) -> Adam:
         """Return the constants of the alphas' optimiser."""
@@ -201,11 +191,10 @@ class Range(Checked):
     high: NonNegative
     log: bool
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        check_range(self.low > 0 or not self.log, "low", self.low, "above 0 where log is true")
-        check_range(self.low <= self.high, "high", self.high, f"{self.low} or more")
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude empty ranges, and logarithms of 0."""
+        yield within(self.low > 0 or not self.log, "low", self.low, "above 0 where log is true")
+        yield within(self.low <= self.high, "high", self.high, f"{self.low} or more")
 
     def at(self, share: float) -> float:
         """Return the value below which a share in [0, 1) of all draws lies."""

@@ -25,6 +25,7 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    Literal,
     Union,
     get_args,
     get_origin,
@@ -197,10 +198,22 @@ def constraints(kind: type) -> dict[str, tuple[Constraint, ...]]:
     return {name: tuple(_constraints(hint)) for name, hint in hints.items()}
 
 
+def within(condition: object, key: str, value: object, expected: str) -> tuple[bool, str]:
+    """A conflict unless a condition holds: the sentence names key, value and what was expected."""
+    return not condition, f"{key}={show(value)} is out of range: expected {expected}"
+
+
+def one_of(**values: object) -> tuple[bool, str]:
+    """A conflict unless exactly one of the values is given."""
+    given = sum(value is not None for value in values.values())
+    return given != 1, f"{' or '.join(values)} must be given, and only one"
+
+
 def check_range(condition: bool, key: str, value: object, expected: str) -> None:
-    """Raise ConfigError naming key, value and what was expected unless ``condition`` holds."""
-    if not condition:
-        raise ConfigError(f"{key}={show(value)} is out of range: expected {expected}.")
+    """Raise ConfigError with the sentence of :func:`within` unless ``condition`` holds."""
+    excluded, sentence = within(condition, key, value, expected)
+    if excluded:
+        raise ConfigError(f"{sentence}.")
 
 
 def seconds(text: str) -> float:
@@ -360,6 +373,8 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
     if is_dataclass(hint) or is_typeddict(hint):
         return parse(hint, value, key=key, defaults=defaults)
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:  # of texts, whose names a constraint gives
+        hint, origin = str, None
     if origin in (Union, UnionType):
         if value is None:
             return None

@@ -11,11 +11,20 @@ from typing import Annotated, Any
 from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.data_settings import Dataset, Partition
-from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf, Text, Time, Where
+from fednas_flwr.settings.parser import (
+    Between,
+    Checked,
+    Distinct,
+    Length,
+    OneOf,
+    Text,
+    Time,
+    Where,
+    within,
+)
 
 STAGES = ("search", "retrain", "evaluate", "export")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
-MOST_SITES = 1000  # of a secure sum
 MOST_CLIENTS = 2**31
 DEVICES = ("auto", "cpu", "cuda")
 CUDA = "cuda, and the number of the GPU in the environment variable CUDA_VISIBLE_DEVICES"
@@ -332,12 +341,11 @@ class DifferentialPrivacy(Checked):
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude another norm of rewards."""
-        norm = self.rewards.max_grad_norm
-        yield (
-            norm != 1,
-            f"rewards.max_grad_norm={norm} is out of range: expected 1: rewards are bounded by "
-            "algorithm.loss_bound",
+        norm, expected = (
+            self.rewards.max_grad_norm,
+            "1: rewards are bounded by algorithm.loss_bound",
         )
+        yield within(norm == 1, "rewards.max_grad_norm", norm, expected)
 
     @property
     def own_epsilon(self) -> float:
@@ -464,8 +472,8 @@ class SamplingSettings(Checked):
 
     Attributes:
         per_round: Number of clients that a round asks, or below 1 their share.
-        by: The way they are drawn (:class:`~fednas_flwr.server.exchange.Sampling`): ``uniform`` and
-            ``by_size`` keep averages unbiased, ``round_robin`` asks all clients equally often.
+        by: The way they are drawn (:class:`~fednas_flwr.server.exchange.Sampling`): ``uniform``
+            keeps averages unbiased, ``round_robin`` asks all clients equally often.
         spare: Share of ``per_round`` that stands by in every round, to be asked in the place of
             clients that fail.
     """
@@ -492,8 +500,8 @@ class SecureSumSettings(Checked):
         colluding: Clients of which each expects that they may help the server.
     """
 
-    least_sites: Annotated[int, Between(2, MOST_SITES)] | None = None
-    colluding: Annotated[int, Between(0, MOST_SITES)] = 1
+    least_sites: Annotated[int, Between(2, names.MOST_SITES)] | None = None
+    colluding: Annotated[int, Between(0, names.MOST_SITES)] = 1
 
     @property
     def fewest(self) -> int:

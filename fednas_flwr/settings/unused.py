@@ -19,7 +19,6 @@ from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
 from fednas_flwr.settings import Config, DPCells, GivenNetwork
 from fednas_flwr.settings.data_settings import Numbers
 from fednas_flwr.settings.incompatible import (
-    by_client,
     by_record,
     chooses,
     chooses_rates,
@@ -241,11 +240,6 @@ RULES: tuple[Rule, ...] = (
         "runtime=deployment partition=sites, whose sites have terms, books and noise of their own",
     ),
     Rule(
-        "runtime.largest_share",
-        lambda c: c.secure_sum is not None,
-        "secure_sum=true, with which the server sees no client's weight",
-    ),
-    Rule(
         "sampling.by sampling.spare",
         lambda c: c.sampling is not None and not c.samples,
         "sampling.per_round={c.sampling.per_round:g} of clients={c.clients}, with which all are "
@@ -263,18 +257,6 @@ RULES: tuple[Rule, ...] = (
         by_record,
         "privacy=dp, whose clients take noised steps",
         "remove it, and set privacy.local_steps, of retraining privacy.retrain.local_steps",
-    ),
-    Rule(
-        "privacy.local_steps privacy.rate privacy.retrain.local_steps privacy.retrain.rate "
-        "privacy.retrain.noise_walk privacy.micro_batch_size privacy.fewest_records",
-        by_client,
-        "privacy.unit=client, whose clients train by epochs and contribute one update",
-        "remove it, and set algorithm.local_epochs and retrain.local_epochs",
-    ),
-    Rule(
-        "retrain.evaluate_every",
-        is_private,
-        "privacy=dp, whose budget is for training on all records",
     ),
     Rule(
         "algorithm.evaluate_every",
@@ -340,11 +322,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.clients < FEWEST_VOTES,
         "clients={c.clients}, of whom nobody can tell which is right",
     ),
-    Rule(
-        "runtime.approval_s",
-        lambda c: not is_private(c),
-        "privacy=none, for which no site's policy asks a person",
-    ),
 )
 
 # Settings by the value that another one needs to have, where there is such and it has an effect.
@@ -357,6 +334,12 @@ NEEDS = {
     "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all clients together
     "retrain.norm=batch": "retrain.fixed_norm",
     "dataset.server_test=true": "dataset.linear_baseline dataset.limit_test",
+    "secure_sum=null": "runtime.largest_share",  # else no weight of a client is seen
+    "privacy=none": "retrain.evaluate_every",  # else the budget is for training on all records
+    "privacy=dp": "runtime.approval_s",
+    "privacy.unit=record": "privacy.local_steps privacy.rate privacy.retrain.local_steps "
+    "privacy.retrain.rate privacy.retrain.noise_walk privacy.micro_batch_size "
+    "privacy.fewest_records",  # else clients train by epochs and contribute one update
     # Those that take the place of others, where they are given.
     "genotype=null": "algorithm.network",
     "algorithm.configurations=[]": "algorithm.num_configurations",
@@ -394,8 +377,10 @@ def without_effect(config: Config) -> dict[str, Rule]:
     for needed, settings in NEEDS.items():
         key, _, text = needed.partition("=")
         with suppress(AttributeError):  # there is no such setting
-            if show(attrgetter(key)(config)) != text and _rule_for(key, rules, config) is None:
-                rule = Rule(settings, bool, f"{key}={{c.{key}}}", f"remove it, or set {needed}")
+            value = attrgetter(key)(config)
+            whole = f"{key}.name" if hasattr(value, "name") else key  # of a group its choice
+            if show(getattr(value, "name", value)) != text and not _rule_for(key, rules, config):
+                rule = Rule(settings, bool, f"{key}={{c.{whole}}}", f"remove it, or set {needed}")
                 rules = dict.fromkeys(settings.split(), rule) | rules
     return rules
 

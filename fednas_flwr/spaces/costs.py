@@ -191,6 +191,13 @@ class Prediction(NamedTuple):
     measured: Timing
 
 
+def timed_space(space: SearchSpace) -> MBConvSpace:
+    """Return a space if latency tables are made of it; ConfigError otherwise."""
+    if not isinstance(space, MBConvSpace):
+        raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
+    return space
+
+
 def measure_space(
     space: MBConvSpace,
     *,

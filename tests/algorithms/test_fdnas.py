@@ -1,19 +1,14 @@
-"""FDNAS against local loops and a weighted average; the sparse exchange against the dense one."""
+"""FDNAS against local loops and a weighted average."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
 
-from fednas_flwr.base.errors import ConfigError, ReplyError
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.protocol.messages import Header, Reply, encode_reply
-from fednas_flwr.protocol.states import Layout, fill_unchanged, pack, take_part
 from fednas_flwr.search.proxyless import (
     alpha_gradient,
     draw_paths,
@@ -21,11 +16,7 @@ from fednas_flwr.search.proxyless import (
     rescale,
     uniform_alphas,
 )
-from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.reply_checks import accept_reply
 from fednas_flwr.spaces.costs import space_costs
-
-from ..asked import smallest
 
 SMALL = [
     *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=2"),
@@ -117,39 +108,6 @@ def test_alphas_move_after_the_warm_up_only(dense):
     assert first["alpha_entropy"] == pytest.approx(np.log(6), abs=1e-4)  # 1e-3 * randn
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_the_sparse_exchange_gives_the_same_bits_for_fewer_bytes(
-    norm, dense, compose_config, federate
-):
-    if norm == "batch":
-        dense = searched(compose_config, federate, "search_space.norm=batch")
-    few = ["algorithm.sparse=true", f"search_space.norm={norm}"]
-    sparse = searched(compose_config, federate, *few)
-    for state, packed in dense.strategy.states.items():
-        for dtype, vector in packed.items():
-            assert torch.equal(vector, sparse.strategy.states[state][dtype]), state
-    for one, other in zip(dense.rounds, sparse.rounds, strict=True):
-        assert one["metrics"] == other["metrics"]
-        assert other["bytes_sent"] == one["bytes_sent"]
-        assert other["bytes_received"] < 0.9 * one["bytes_received"]
-
-
-def test_a_part_is_what_has_changed_and_fills_in_to_the_whole():
-    sent = {"a": torch.zeros(2, 3), "b": torch.ones(4), "n": torch.tensor(3)}
-    new = sent | {"b": torch.tensor([1.0, 1.0, 2.0, 1.0])}
-    layout = Layout.of(sent)
-    assert layout.marks(["b"]) == "010"
-    assert layout.marked("010") == {"b"}
-    part = take_part(pack(new), layout, ["b"])
-    assert {dtype: vector.tolist() for dtype, vector in part.items()} == {"float32": [1, 1, 2, 1]}
-    whole = fill_unchanged(part, pack(sent), layout, ["b"])
-    assert all(torch.equal(whole[dtype], vector) for dtype, vector in pack(new).items())
-    nothing = take_part(pack(sent), layout, layout.marked("000"))
-    assert nothing == {}
-    same = fill_unchanged(nothing, pack(sent), layout, [])
-    assert all(torch.equal(same[dtype], vector) for dtype, vector in pack(sent).items())
-
-
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -186,44 +144,3 @@ def test_cost_pulls_the_alphas_and_a_target_that_no_network_has_is_refused(
     assert costs[1] < costs[0]
     with pytest.raises(ConfigError, match=r"target=1e\+12 multiply_adds cannot be reached: .* to"):
         federate(compose_config(*SMALL, f"algorithm.hardware={HARDWARE % '1e12'}"))
-
-
-def test_hostile_sparse_replies_are_refused():
-    """Whatever the text of changed tensors says, nothing but whole, finite states is accepted."""
-
-    layout = Layout.of({"a": torch.zeros(3), "b": torch.zeros(2)})
-    sent = {"weights": {"float32": torch.arange(5.0)}}
-    header = Header("run", "search", 1, 1, 0, "nonce")
-    part = {"weights": {"float32": torch.tensor([7.0, 8.0])}}
-    digest = layout.part(layout.marked("01")).digest
-
-    def accepted(changed, states=part, digest=digest):
-        properties = {} if changed is None else {"changed": changed}
-        reply = Reply(1, states=states, digests={"weights": digest}, properties=properties)
-        request = Message(encode_reply(header, reply), 1, "train")
-        message = Message(encode_reply(header, reply), reply_to=request)
-        return accept_reply(
-            message,
-            Exchange(
-                "train.search",
-                stage="search",
-                settings=replace(smallest()["train.search"], sparse=True),
-                states=sent,
-                layouts={"weights": layout},
-            ),
-            header=header,
-        )
-
-    assert accepted({"weights": "01"}).states["weights"]["float32"].tolist() == [0, 1, 2, 7, 8]
-    assert sent["weights"]["float32"].tolist() == [0, 1, 2, 3, 4]
-    for changed in (None, {}, {"weights": "011"}, {"weights": "0x"}, {"weights": 1}, "01"):
-        with pytest.raises(ReplyError, match="changed"):
-            accepted(changed)
-    for changed in ("00", "10", "11"):
-        with pytest.raises(ReplyError, match="names, shapes or dtypes|sizes"):
-            accepted({"weights": changed})
-    with pytest.raises(ReplyError, match="sizes"):
-        accepted({"weights": "10"}, digest=layout.part(layout.marked("10")).digest)
-    wild = {"weights": {"float32": torch.tensor([7.0, float("inf")])}}
-    with pytest.raises(ReplyError, match="not finite"):
-        accepted({"weights": "01"}, states=wild)

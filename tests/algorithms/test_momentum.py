@@ -109,14 +109,14 @@ def test_moments_that_travel_are_those_of_one_optimiser_that_is_kept(compose_con
         assert float(moments[f"alphas.step.{kind}"]) == float(adam.state[alpha]["step"]) > ROUNDS
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_moments_are_averaged_as_the_weights_are(sparse, compose_config, federate):
+@pytest.mark.parametrize("of_paths", [False, True])
+def test_moments_are_averaged_as_the_weights_are(of_paths, compose_config, federate):
     overrides = SEARCH
-    if sparse:
+    if of_paths:
         overrides = [
             *("algorithm=fdnas", "search_space=mbconv_small", "search_space.width=0.25"),
             *("retrain=mbconv", "algorithm.batch_size=16", "algorithm.local_epochs=1"),
-            *("algorithm.sparse=true", "algorithm.warm_up_rounds=0"),
+            "algorithm.warm_up_rounds=0",
         ]
     federation = recorded(
         federate(compose_config(*overrides, *UNEQUAL, "training.momentum=averaged"))

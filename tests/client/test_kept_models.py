@@ -217,9 +217,9 @@ def test_a_site_that_keeps_none_or_whose_policy_refuses_gets_none(site, make_sit
 def test_keys_that_are_none_are_one_sentence(tmp_path, keys):
     none = tmp_path / "none.pem"
     none.write_text("no key")
-    with pytest.raises(ConfigError, match="the signing key .* cannot be used"):
+    with pytest.raises(ConfigError, match="the key .* cannot be used"):
         sign_model(none, run="run", model=b"m", card="c")
-    with pytest.raises(ConfigError, match="the public key .* cannot be used"):
+    with pytest.raises(ConfigError, match="the key .* cannot be used"):
         is_signed(none, "ab" * 64, run="run", model=b"m", card="c")
     assert not is_signed(keys["signing"][1], "zz" * 64, run="run", model=b"m", card="c")
     with pytest.raises(FileExistsError):

@@ -297,16 +297,6 @@ def test_wild_alphas_draw_paths_and_book_as_ever(value, make_site, networks):
         assert set(reply.states) == {"weights", "alphas"}
 
 
-def test_a_sparse_reply_leaves_out_what_no_release_has_moved(ask, networks):
-    _, dense = ask(warm_up=True)
-    _, sparse = ask(warm_up=True, sparse=True)
-    sizes = [reply.states["weights"]["float32"].numel() for reply in (sparse, dense)]
-    assert sizes[0] < 0.6 * sizes[1]
-    assert "1" not in sparse.properties["changed"]["alphas"]
-    moved = sparse.properties["changed"]["weights"]
-    assert len(moved) == len(networks.space.supernet().weights())
-
-
 def test_a_site_tells_its_latency_and_reads_no_record(make_site, no_record):
     site = make_site()
     reply = site.ask("query.latency", batch_size=1, passes=2)

@@ -160,8 +160,6 @@ def test_a_whole_client_answers_nothing_that_is_no_update(make_client_site, no_r
             site.ask(action)
     with pytest.raises(ConfigError, match="rule unit: moments=sent"):
         site.answer(asked(site, "train.search", moments=True))
-    with pytest.raises(ConfigError, match="rule unit: sparse=true"):
-        site.answer(asked(site, "train.search", sparse=True))
     with pytest.raises(ConfigError, match="validates=True"):
         site.answer(asked(site, "train.weights", validates=True))
     assert site.rows() == []

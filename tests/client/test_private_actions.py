@@ -112,8 +112,7 @@ def test_every_action_has_its_fields_listed_and_all_others_are_refused(make_site
     releasing = {action for action in PRIVATE_ACTIONS if not ACTIONS[action].is_public}
     assert set(ASKED) == releasing - {"query.statistics"}  # in test_noised_statistics
     assert all(action.startswith("query.") for action in {*PRIVATE_ACTIONS} - releasing)
-    assert [action for action in ASKED if private_properties(action)] == ["train.search"]
-    assert private_properties("train.search") == {"changed"}
+    assert not any(map(private_properties, ASKED))
     site = make_site()
     for action in {*ACTIONS} - set(PRIVATE_ACTIONS):
         with pytest.raises(ConfigError, match="private action"):
@@ -904,7 +903,6 @@ def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_recor
 TRAPS = [  # requests that could fail on some records and not on others, and sound ones
     *((action, {}) for action in RELEASING),
     *((action, {"moments": True}) for action in MOVING),
-    ("train.search", {"sparse": True, "moments": True}),
     ("train.probe", {"trials": [TRIAL, TRIAL], "steps": 2}),
     ("evaluate.model", {"network": {"num_classes": 2}}),
     ("train.weights", {"network": {"num_classes": 2}}),
@@ -1055,16 +1053,6 @@ def test_wild_moments_are_stepped_from_and_booked_as_ever(action, bad, make_site
         reply = site.answer(replace(request, states=edited(MOMENTS, wild)(request.states)))
         assert set(reply.states) == ACTIONS[action].releases
     assert len(site.rows()) == 2 * len(ASKED[action][1])
-
-
-def test_a_sparse_reply_needs_the_states_that_it_is_told_against(make_site, no_record):
-    site = make_site(committed=EVERYTHING)
-    for missing in ("weights", "alphas"):
-        request = site.request("train.search", sparse=True)
-        states = {name: state for name, state in request.states.items() if name != missing}
-        with pytest.raises(ConfigError, match=f"do not fit train.search: .*{missing}"):
-            site.answer(replace(request, states=states))
-    assert site.rows() == []
 
 
 JUNK = [None, True, False, "1", "", [], [1], {}, math.nan, math.inf, -math.inf, 0, -1, -0.0]

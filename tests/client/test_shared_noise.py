@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.release_guard import Contributions, ReleaseGuard, read_commitment
+from fednas_flwr.client.release_guard import Contributions, ReleaseGuard
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_noise
@@ -96,17 +96,6 @@ def test_shared_noise_needs_terms_room_and_single_steps(make_gate):
         guard.admit(HEADER, ACTION, "weights", splits=("train",), steps=2)
     with pytest.raises(ConfigError, match="rule secure_sum: shared noise"):
         make_gate(sums=False)
-
-
-def test_commitments_of_older_versions_share_no_noise(make_gate):
-    guard = make_gate(
-        PlannedRelease("search", ACTION, "weights", ("train",), 60.0, 50, NORM, SIGMA)
-    )
-    text = guard._ledger.committed("run")
-    for missing in (', "shared": false', ', "of_client": false', ', "unit": "record"'):
-        old = text.replace(missing, "")
-        assert old != text
-        assert read_commitment(old) == read_commitment(text)
 
 
 def test_shares_out_of_range_are_never_released():

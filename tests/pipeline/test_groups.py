@@ -337,7 +337,7 @@ def test_private_groups_of_similar_updates_cost_no_release_more(run):
     "overrides",
     [
         (*PRIVATE, *BY_ALPHAS, "rounds=2", "algorithm.search.warm_up_rounds=1"),
-        (*BY_ALPHAS, "algorithm.search.sparse=true", "algorithm.search.warm_up_rounds=1"),
+        (*BY_ALPHAS, "algorithm.search.warm_up_rounds=1"),
     ],
 )
 def test_groups_of_alphas_come_about_after_rounds_in_which_they_rest(run, overrides):

@@ -165,7 +165,7 @@ FDNAS = [
     *("search_space.norm=group", "search_space.width=0.25", "retrain.norm=group"),
     *("algorithm.batch_size=8", "retrain.batch_size=8", "algorithm.warm_up_rounds=1"),
     *("privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"),
-    *("rounds=3", "retrain.rounds=2", "privacy.epsilon=30", "algorithm.sparse=true"),
+    *("rounds=3", "retrain.rounds=2", "privacy.epsilon=30"),
     *(f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")),
 ]
 

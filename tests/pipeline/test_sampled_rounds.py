@@ -186,9 +186,8 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     fed.strategy.start(fed.grid, num_rounds=1)
     (found,) = fed.strategy.states["weights"].values()
     sizes = {c: splits[c]["train"] + splits[c]["validation"] for c in participants.clients}
-    weights = participants.weights or sizes
-    total = sum(weights[c] for c in participants.clients)
-    expected = sum(weights[c] * alone[c].double() for c in participants.clients) / total
+    total = sum(sizes.values())
+    expected = sum(sizes[c] * alone[c].double() for c in participants.clients) / total
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -356,24 +355,8 @@ def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
             "with algorithm.reduce=sum: a sum over some clients",
         ),
         (
-            ["sampling.per_round=4", "sampling.by=by_size", "aggregate=median"],
-            "with sampling.by=by_size and aggregate=median: a large client",
-        ),
-        (
             ["sampling.per_round=2", "aggregate=median"],
             "aggregate=median with a round of 2 clients",
-        ),
-        (
-            [
-                *(
-                    "sampling.per_round=2",
-                    "sampling.by=by_size",
-                    "algorithm=feathers",
-                    "privacy=dp",
-                ),
-                *("search_space.norm=group", "retrain.norm=group"),
-            ],
-            "with sampling.by=by_size and privacy=dp: the noise on rewards",
         ),
         (
             [

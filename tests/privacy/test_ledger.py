@@ -370,17 +370,6 @@ def test_no_unit_is_charged_less_than_its_rows_under_policies_that_change(plan, 
         ledger.close()
 
 
-@pytest.mark.parametrize(
-    "older", ["UPDATE entries SET unit = NULL", "ALTER TABLE entries DROP COLUMN unit"]
-)
-def test_a_ledger_whose_rows_name_no_unit_is_refused(folder, older):
-    book(folder, 3)
-    sql(folder, older)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="older version.* count its budgets as spent, and be"):
-            open_ledger(folder)
-
-
 def test_other_accounts_are_told_by_their_units(folder):
     with open_ledger(folder) as ledger:
         for account, unit in (("ward", "record"), ("lab", PERSON_A), ("lab", "record")):

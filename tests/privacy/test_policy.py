@@ -397,65 +397,71 @@ def test_numbers_may_be_written_without_a_point():
     [
         (
             {"epsilon": 0},
-            "data_sets.ward: epsilon=0.0 is out of range: expected above 0",
+            "data_sets.ward.epsilon=0.0 is out of range: expected 0.001 to 1000000",
         ),
-        ({"epsilon": math.inf}, "ward: epsilon=inf"),
-        ({"epsilon": math.nan}, "ward: epsilon=nan"),
-        ({"epsilon": "3"}, "ward: epsilon=3 has the wrong type: expected a number, not text.$"),
-        ({"epsilon": True}, "ward: epsilon=true"),
-        ({"epsilon": 1e7}, "ward: epsilon must be in"),
-        ({"delta": 1}, "ward: delta=1.0 .* below 1"),
-        ({"delta": 0}, "ward: delta=0"),
-        ({"least_noise_multiplier": 0}, "ward: least_noise_multiplier=0"),
-        ({"largest_noise_multiplier": 0}, "ward: largest_noise_multiplier=0"),
+        ({"epsilon": math.inf}, "ward.epsilon=inf"),
+        ({"epsilon": math.nan}, "ward.epsilon=nan"),
+        ({"epsilon": "3"}, "ward.epsilon=3 has the wrong type: expected a number, not text.$"),
+        ({"epsilon": True}, "ward.epsilon=true"),
+        ({"epsilon": 1e7}, "ward.epsilon=10000000.0 is out of range"),
+        ({"delta": 1}, "ward.delta=1.0 .* below 1"),
+        ({"delta": 0}, "ward.delta=0"),
+        ({"least_noise_multiplier": 0}, "ward.least_noise_multiplier=0"),
+        ({"largest_noise_multiplier": 0}, "ward.largest_noise_multiplier=0"),
         ({"largest_noise_multiplier": 0.7}, "largest_noise_multiplier=0.7 .*the least, 0.8, or mo"),
-        ({"largest_noise_multiplier": math.inf}, "ward: largest_noise_multiplier=inf"),
-        ({"least_noise_multiplier": 1e-5}, "ward: noise_multiplier must be above 0"),
-        ({"largest_grad_norm": math.inf}, "ward: largest_grad_norm=inf"),
-        ({"threads": 0}, "ward: threads=0 .* 1 or more"),
-        ({"micro_batch_size": 0}, "ward: micro_batch_size=0 .* 1 to 1024"),
-        ({"micro_batch_size": 1025}, "ward: micro_batch_size=1025 .* 1 to 1024"),
-        ({"largest_steps": 1.5}, "ward: largest_steps=1.5 .* a whole number"),
-        ({"actions": []}, "ward: actions=\\[\\] .* expected 1 to"),
-        ({"actions": "train.search"}, "ward: actions=train.search"),
-        ({"actions": [["train.search"]]}, "ward: actions.0.=.*expected text"),
+        ({"largest_noise_multiplier": math.inf}, "ward.largest_noise_multiplier=inf"),
+        ({"least_noise_multiplier": 1e-5}, "ward.least_noise_multiplier=1e-05 is out of range"),
+        ({"largest_grad_norm": math.inf}, "ward.largest_grad_norm=inf"),
+        ({"threads": 0}, "ward.threads=0 .* 1 or more"),
+        ({"micro_batch_size": 0}, "ward.micro_batch_size=0 .* 1 to 1024"),
+        ({"micro_batch_size": 1025}, "ward.micro_batch_size=1025 .* 1 to 1024"),
+        ({"largest_steps": 1.5}, "ward.largest_steps=1.5 .* a whole number"),
+        ({"actions": []}, "ward.actions=\\[\\] .* expected 1 to"),
+        ({"actions": "train.search"}, "ward.actions=train.search"),
+        ({"actions": [["train.search"]]}, "ward.actions.0.=.*expected text"),
         (
             {"actions": ["train.serach"]},
-            "ward: actions=train.serach is unknown.*nearest: train.search",
+            "ward.actions=train.serach is unknown.*nearest: train.search",
         ),
-        ({"actions": ["evaluate.personalised"]}, "evaluate.personalised cannot be private"),
-        ({"unit": "patient"}, "ward: unit=patient is unknown.*person, record"),
-        ({"records": 0}, "ward: records=0"),
-        ({"records": {"train": 1}}, "ward: records={train: 1} .* a whole number"),
+        ({"actions": ["evaluate.personalised"]}, "ward.actions=evaluate.personalised is unknown"),
+        ({"unit": "patient"}, "ward.unit=patient is unknown.*person, record"),
+        ({"records": 0}, "ward.records=0"),
+        ({"records": {"train": 1}}, "ward.records={train: 1} .* a whole number"),
         (
             {"fractions": {"train": 1}},
-            "fractions.validation is missing, and so is fractions.test",
+            "fractions={train: 1.0} .* shares of train, validation and test that sum to 1",
         ),
         (
             {"fractions": {"trian": 1}},
-            "fractions.trian is unknown.*nearest: fractions.train",
+            "fractions={trian: 1.0} .* shares of train, validation and test",
         ),
-        ({"fractions": 0.5}, "ward: fractions=0.5 must be a group"),
+        ({"fractions": 0.5}, "ward.fractions=0.5 .* a mapping"),
         ({"fractions": {"train": 1, "validation": 0.5, "test": -0.5}}, "fractions.test=-0.5"),
         ({"fractions": {"train": 1.5, "validation": -0.5, "test": 0}}, "fractions.train=1.5"),
-        ({"records": 9, "fractions": dict.fromkeys(SPLITS, 0.5)}, "three numbers that sum to 1"),
-        ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "ward: fractions.test=x"),
+        (
+            {"records": 9, "fractions": dict.fromkeys(SPLITS, 0.5)},
+            "validation and test that sum to 1",
+        ),
+        ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "ward.fractions.test=x"),
         (
             {"records": 1, "fractions": {"train": 0, "validation": 1, "test": 0}},
             "records=1 .*train",
         ),
-        ({"secure_noise": "true"}, "ward: secure_noise=true .* true or false"),
-        ({"test_seed": 1}, "ward: test_seed=1 .* true or false"),
-        ({"approve": "manuel"}, "ward: approve=manuel is unknown: .* .nearest: manual"),
-        ({"approve": True}, "ward: approve=true has the wrong type: expected text"),
+        ({"secure_noise": "true"}, "ward.secure_noise=true .* true or false"),
+        ({"test_seed": 1}, "ward.test_seed=1 .* true or false"),
+        ({"approve": "manuel"}, "ward.approve=manuel is unknown: .* .nearest: manual"),
+        ({"approve": True}, "ward.approve=true has the wrong type: expected text"),
         ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
         ({"account": ""}, "ward.account= .* a name"),
-        ({"account": 5}, "ward: account=5"),
-        ({"account": None}, "ward: account=null has the wrong type: expected text"),
-        ({"largest_noise_multiplier": None}, "ward: largest_noise_multiplier=null has the wrong"),
-        ({"ledger": "ward"}, "ward: setting=ledger is unknown: choose one of account"),
-        ({"epsilom": 3}, "ward: setting=epsilom is unknown.*nearest: epsilon"),
-        ({"5": 3}, "ward: setting=5 is unknown"),
+        ({"account": 5}, "ward.account=5"),
+        ({"account": None}, "ward.account=null has the wrong type: expected text"),
+        ({"largest_noise_multiplier": None}, "ward.largest_noise_multiplier=null has the wrong"),
+        (
+            {"ledger": "ward"},
+            "setting=data_sets.ward.ledger is unknown: choose one of data_sets.ward.account",
+        ),
+        ({"epsilom": 3}, "setting=data_sets.ward.epsilom is unknown.*nearest: .*epsilon"),
+        ({"5": 3}, "setting=data_sets.ward.5 is unknown"),
     ],
 )
 def test_each_mistake_is_one_sentence(change, words):
@@ -468,7 +474,7 @@ def test_each_mistake_is_one_sentence(change, words):
 @pytest.mark.parametrize("key", sorted(WARD))
 def test_a_missing_key_is_named(key):
     section = {name: value for name, value in WARD.items() if name != key}
-    with pytest.raises(ConfigError, match=f"data_sets.ward: {key} is missing"):
+    with pytest.raises(ConfigError, match=f"data_sets.ward.{key} is missing"):
         parse_policy(yaml.safe_dump({"data_sets": {"ward": section}}))
 
 
@@ -478,12 +484,12 @@ def test_a_missing_key_is_named(key):
         ("", "policy: it=null must be a group of settings"),
         ("data_sets:", "policy: data_sets=null has the wrong type: expected a mapping"),
         ("data_sets: {}", "policy: data_sets={}"),
-        ("data_sets: {a: 5}", "data_sets.a: it=5 must be a group of settings"),
-        ("data_sets: {5: {}}", "data_sets=5 is not usable: expected a name, as text"),
+        ("data_sets: {a: 5}", "data_sets.a=5 must be a group of settings"),
+        ("data_sets: {5: {}}", "data_sets.5.epsilon is missing"),
         ("data_set: {}", "policy: setting=data_set is unknown.*nearest: data_sets"),
         ("data_sets: [", "policy is not valid YAML"),
         ("data_sets: {a: 1, a: 2}", "a is given twice"),
-        ("data_sets: {a: {5: 1}}", "data_sets.a: setting=5 is unknown"),
+        ("data_sets: {a: {5: 1}}", "setting=data_sets.a.5 is unknown"),
         ("data_sets: !!python/object/apply:os.getcwd []", "policy is not valid YAML"),
         ("{[a]: 1}", "policy is not valid YAML|unknown"),
         ("\x00", "policy is not valid YAML"),
@@ -518,5 +524,5 @@ def test_overlapping_data_sets_share_one_budget():
 def test_a_budget_that_no_filter_has_is_refused_with_the_policy(epsilon):
     assert parse(epsilon=epsilon).data_sets["ward"].epsilon == epsilon
     beyond = epsilon / 2 if epsilon == LEAST_EPSILON else 2 * epsilon
-    with pytest.raises(ConfigError, match=r"site.yaml: data_sets.ward: epsilon must be in"):
+    with pytest.raises(ConfigError, match=r"site.yaml: data_sets.ward.epsilon=.* is out of range"):
         parse(epsilon=beyond)

@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from fednas_flwr.privacy.books.ledger import Entry, Ledger, make_statement
+from fednas_flwr.privacy.books.ledger import Entry, Ledger, by_kind, epsilons_of
 from fednas_flwr.privacy.mechanism.accounting import prv_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 
@@ -30,20 +30,16 @@ def rows(tmp_path):
         return ledger.entries()
 
 
-def test_rows_of_one_kind_are_one_line(rows):
-    lines = make_statement(rows, delta=1e-5).lines
-    assert [(line.entry.account, line.entry.run, line.entry.action) for line in lines] == [
+def test_rows_of_one_kind_are_together(rows):
+    kinds = by_kind(rows)
+    firsts = [kind[0].entry for kind in kinds]
+    assert [(entry.account, entry.run, entry.action) for entry in firsts] == [
         ("ward", "first", "train.weight_gradient"),
         ("ward", "first", "train.alpha_gradient"),
         ("ward", "second", "train.weight_gradient"),
         ("lab", "first", "train.alpha_gradient"),
     ]
-    first = lines[0]
-    entry, release = first.entry, first.entry.release
-    assert (first.steps, entry.committed_steps, entry.splits) == (30, 100, ("train",))
-    assert (release.noise_multiplier, release.sample_rate) == (2.0, 0.05)
-    assert (first.first, first.last) == (1000, 1004)
-    assert (lines[1].first, lines[1].last) == (1001, 1001)
+    assert [[row.time for row in kind] for kind in kinds[:2]] == [[1000, 1002, 1004], [1001]]
 
 
 def test_what_is_asked_in_another_stage_or_of_other_splits_is_another_line(rows):
@@ -51,11 +47,11 @@ def test_what_is_asked_in_another_stage_or_of_other_splits_is_another_line(rows)
         replace(rows[0], entry=replace(rows[0].entry, **change))
         for change in ({}, {"stage": "retrain"}, {"splits": ("test",)}, {"account": "lab"})
     ]
-    assert len(make_statement(changed, delta=1e-5).lines) == 4
+    assert len(by_kind(changed)) == 4
 
 
 def test_epsilon_is_that_of_all_rows_that_a_split_paid_for(rows):
-    epsilons = make_statement(rows, delta=1e-6).epsilons
+    epsilons = epsilons_of(rows, delta=1e-6)
     ward, lab = ("ward", "record"), ("lab", "record")
     assert list(epsilons) == [ward, lab]
     assert list(epsilons[lab]) == ["train", "validation"]
@@ -68,8 +64,8 @@ def test_epsilon_is_that_of_all_rows_that_a_split_paid_for(rows):
 
 def test_an_account_that_has_paid_for_several_units_says_what_each_is_promised(rows):
     person = [replace(row, entry=replace(row.entry, unit="person by a")) for row in rows[:2]]
-    statement = make_statement([*person, *rows[2:]], delta=1e-5)
-    epsilons, alone = statement.epsilons, make_statement(rows, delta=1e-5).epsilons
+    epsilons = epsilons_of([*person, *rows[2:]], delta=1e-5)
+    alone = epsilons_of(rows, delta=1e-5)
     assert list(epsilons) == [("ward", "person by a"), ("ward", "record"), ("lab", "record")]
     assert set(epsilons["ward", "person by a"].values()) == {math.inf}
     for split, epsilon in alone["ward", "record"].items():
@@ -78,7 +74,7 @@ def test_an_account_that_has_paid_for_several_units_says_what_each_is_promised(r
 
 
 def test_no_rows_give_an_empty_statement_and_a_delta_out_of_range_is_refused(rows):
-    assert make_statement([], delta=1e-5).lines == ()
-    assert make_statement([], delta=1e-5).epsilons == {}
+    assert by_kind([]) == []
+    assert epsilons_of([], delta=1e-5) == {}
     with pytest.raises(ValueError, match="delta must lie strictly between 0 and 1"):
-        make_statement(rows, delta=1.0)
+        epsilons_of(rows, delta=1.0)

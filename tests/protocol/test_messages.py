@@ -71,7 +71,7 @@ def test_requests_that_differ_in_anything_have_other_digests():
     base = Request("train.search", HEADER, SEARCH, STATES)
     changes = [
         {"action": "train.weights"},
-        {"settings": replace(SEARCH, sparse=True)},
+        {"settings": replace(SEARCH, data_set="other")},
         {"states": half},
         {"states": other},
         {"states": {"alphas": other["weights"]}},

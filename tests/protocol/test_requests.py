@@ -196,7 +196,7 @@ ALL = {
         drop_path_prob=st.floats(0, 0.99),
         data_set=here,
     ),
-    "train.search": st.builds(Search, local=searches, sparse=st.booleans(), data_set=here),
+    "train.search": st.builds(Search, local=searches, data_set=here),
     "train.candidate": st.builds(
         TrainCandidates,
         candidates=paths,
@@ -472,7 +472,7 @@ def test_a_trial_is_in_the_ranges_of_what_it_changes():
 
 def test_a_learning_rate_of_no_state_is_refused():
     values = asdict(AT_LEAST["train.gradients"]) | {"local_lrs": {"weight": 0.1}}
-    with pytest.raises(ConfigError, match="local_lrs=weight is unknown: .* .nearest: weights"):
+    with pytest.raises(ConfigError, match="local_lrs=.* expected rates of weights and alphas"):
         decode("train.gradients", values)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.protocol.states import (
     Layout,
+    Part,
     WeightedAverage,
     load_states,
     network_states,
@@ -197,3 +198,19 @@ def test_load_states_copies_into_the_own_tensors(supernets):
     assert all(torch.equal(tensor, own[name]) for name, tensor in target.state_dict().items())
     with pytest.raises(ValueError, match="has the states"):
         load_states(target, {"moments": {}})
+
+
+def test_a_part_holds_some_tensors_and_fills_in_to_the_whole():
+    sent = {"a": torch.zeros(2, 3), "b": torch.ones(4), "n": torch.tensor(3)}
+    new = sent | {"b": torch.tensor([1.0, 1.0, 2.0, 1.0])}
+    whole = {"weights": pack(new), "buffers": pack(sent)}
+    layouts = {name: Layout.of(sent) for name in whole}
+    part = Part(layouts, {"weights": ["b"]})
+    held = part.of(whole)
+    assert {dtype: v.tolist() for dtype, v in held["weights"].items()} == {"float32": [1, 1, 2, 1]}
+    assert held["buffers"] is whole["buffers"]
+    before = {"weights": pack(sent), "buffers": pack(sent)}
+    filled = part.filled(held, before)
+    assert all(torch.equal(filled["weights"][d], vector) for d, vector in pack(new).items())
+    assert all(torch.equal(before["weights"][d], vector) for d, vector in pack(sent).items())
+    assert Part(layouts, {"weights": []}).of(whole)["weights"] == {}

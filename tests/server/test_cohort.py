@@ -6,7 +6,6 @@ import re
 import time
 
 import pytest
-import torch
 from flwr.app import RecordDict
 
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -263,7 +262,7 @@ def test_clients_of_a_turn_that_fail_are_replaced_by_the_next_in_its_order(
 ):
     shaky = federation(10, damage=dict.fromkeys(failing, fail_by_error), quorum_share=0.6)
     shaky.cohort.connect(shaky.grid)
-    participants = Participants((1, 4, 6), (9, 2, 3), {})
+    participants = Participants((1, 4, 6), (9, 2, 3))
     for _ in range(2):
         assert [client for client, _ in shaky.ask(participants=participants)] == answering
     assert [e["client"] for e in shaky.events if e["event"] == "client_failed"] == 2 * failing
@@ -273,26 +272,10 @@ def test_the_quorum_of_a_turn_is_one_of_its_clients(federation):
     shaky = federation(10, damage=dict.fromkeys([1, 4, 9], fail_by_error), quorum_share=0.6)
     shaky.cohort.connect(shaky.grid)
     with pytest.raises(QuorumError, match=r"1 of 3 clients answered, 2 are needed") as error:
-        list(shaky.ask(participants=Participants((1, 4, 6), (9,), {})))
+        list(shaky.ask(participants=Participants((1, 4, 6), (9,))))
     assert all(f"client {client}: RuntimeError" in str(error.value) for client in (1, 4, 9))
     shaky.cohort.dismiss(7, "it has left")
-    assert [c for c, _ in shaky.ask(participants=Participants((6, 7), (8,), {}))] == [6, 8]
-
-
-def test_replies_of_a_turn_count_for_their_weights(federation):
-    own = federation(4)
-    own.cohort.connect(own.grid)
-    participants = Participants((0, 2, 3), (), {0: 1.0, 2: 2.0, 3: 1.0})
-    plain = {client: reply for client, reply in own.ask()}
-    told = dict(own.ask(participants=participants))
-    assert {client: reply.num_examples for client, reply in told.items()} == participants.weights
-    assert all(told[c].states.keys() == plain[c].states.keys() for c in told)
-    assert all(
-        torch.equal(vector, plain[c].states[name][dtype])
-        for c in told
-        for name, packed in told[c].states.items()
-        for dtype, vector in packed.items()
-    )
+    assert [c for c, _ in shaky.ask(participants=Participants((6, 7), (8,)))] == [6, 8]
 
 
 def test_a_request_that_cannot_be_sent_is_a_failure_at_once(federation):

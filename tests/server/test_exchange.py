@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.server.exchange import Participants, Sampling, midzuno, systematic
+from fednas_flwr.server.exchange import Participants, Sampling, midzuno
 from fednas_flwr.settings.names import SAMPLINGS
 from fednas_flwr.settings.run_settings import SamplingSettings
 
@@ -42,41 +42,20 @@ def test_over_all_uniform_draws_the_average_by_size_is_that_over_all_clients(siz
     assert drawn / len(cases) == whole / Fraction(sum(sizes))
 
 
-@given(sizes=sizes_of_clients, data=st.data())
-def test_over_all_draws_by_size_the_plain_average_is_that_over_all_clients(sizes, data):
-    draws = data.draw(st.integers(1, 5))
-    values = [Fraction(data.draw(st.integers(-9, 9))) for _ in sizes]
-    order = np.array(data.draw(st.permutations(range(len(sizes)))))
-    drawn = Fraction(0)
-    for start in range(sum(sizes)):
-        owners = systematic(np.array(sizes), order, start=start, draws=draws).tolist()
-        assert len(owners) == draws
-        assert all(abs(owners.count(c) - draws * sizes[c] / sum(sizes)) < 1 for c in owners)
-        drawn += sum(values[client] for client in owners) / Fraction(draws)
-    whole = sum(size * value for size, value in zip(sizes, values, strict=True))
-    assert drawn / sum(sizes) == whole / Fraction(sum(sizes))
-
-
-@pytest.mark.parametrize("by", ["uniform", "by_size"])
-def test_the_draws_of_a_run_are_those_whose_expectation_is_exact(by):
+def test_the_draws_of_a_run_are_those_whose_expectation_is_exact():
     """Over the seeds: the frequencies of clients are those of the design, within 6 sigma."""
     sizes, per_round, rounds = [1, 2, 3, 10, 4], 2, 20_000
-    own = sampling(by, clients=5, per_round=per_round, sizes=sizes)
+    own = sampling(clients=5, per_round=per_round, sizes=sizes)
     total, asked, estimate = sum(sizes), Counter(), 0.0
     for number in range(1, rounds + 1):
         participants = own.participants("search", number)
-        weights = participants.weights or {
-            client: float(sizes[client]) for client in participants.clients
-        }
-        assert set(weights) == set(participants.clients)
-        asked.update(participants.weights or dict.fromkeys(participants.clients, 1))
+        weights = {client: float(sizes[client]) for client in participants.clients}
+        asked.update(participants.clients)
         estimate += sum(w * c for c, w in weights.items()) / sum(weights.values())
     mean = sum(size * client for client, size in enumerate(sizes)) / total
     assert abs(estimate / rounds - mean) < 6 * 1.5 / rounds**0.5
     for client, size in enumerate(sizes):
-        share = per_round * size / total
-        if by == "uniform":
-            share = size / total + (1 - size / total) * (per_round - 1) / 4
+        share = size / total + (1 - size / total) * (per_round - 1) / 4
         assert abs(asked[client] / rounds - share) < 6 * 0.8 / rounds**0.5
 
 
@@ -93,7 +72,7 @@ def test_who_is_asked_depends_on_seed_stage_and_round_alone(by):
         assert set(participants.candidates) <= set(range(20))
         assert not set(participants.clients) & set(participants.backups)
         assert len(participants.backups) == 3
-        assert by == "by_size" or len(participants.clients) == 5
+        assert len(participants.clients) == 5
     others = [
         sampling(by, backups=3, sizes=sizes, seed=2).participants("search", n) for n in range(1, 31)
     ]
@@ -111,20 +90,10 @@ def test_round_robin_gives_all_clients_as_many_turns():
     assert set(first.backups) < set(second.clients)
 
 
-def test_a_client_of_most_records_is_asked_once_and_counts_for_its_draws():
-    participants = sampling(
-        "by_size", clients=3, per_round=4, backups=1, sizes=[8, 1, 1]
-    ).participants("search", 1)
-    assert participants.weights[0] == 3
-    assert len(participants.clients) == 2
-    assert participants.weights[participants.backups[0]] == 1
-    assert sum(participants.weights[client] for client in participants.clients) == 4
-
-
 def test_who_stands_in_stays_for_the_round_and_others_are_asked_again():
-    participants = Participants((1, 4, 6), (9, 2, 3), {1: 2.0})
+    participants = Participants((1, 4, 6), (9, 2, 3))
     assert participants.after({1, 4, 6}) == participants
-    assert participants.after({1, 2, 6}) == Participants((1, 2, 6), (9, 3), {1: 2.0})
+    assert participants.after({1, 2, 6}) == Participants((1, 2, 6), (9, 3))
     assert participants.after({6}) == participants
 
 

@@ -15,7 +15,6 @@ from flwr.app import Array, ArrayRecord, Error
 
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.models.metrics import BINS
-from fednas_flwr.protocol.keys import MOST_SITES
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import decode_properties
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES
@@ -23,7 +22,7 @@ from fednas_flwr.protocol.states import TrimmedMean, WeightedAverage
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange, share_scales
 from fednas_flwr.server.reply_checks import MAX_EXAMPLES, outliers
-from fednas_flwr.settings.names import ACCOUNTANTS
+from fednas_flwr.settings.names import ACCOUNTANTS, MOST_SITES
 
 from ..asked import decoded
 from .conftest import SEARCH
@@ -557,4 +556,4 @@ def test_what_a_client_says_in_an_error_is_cut_short_and_commands_no_terminal(fe
     loud.cohort.connect(loud.grid)
     list(loud.ask())
     (event,) = loud.events
-    assert event["reason"] == " [2J " + "x" * 495
+    assert event["reason"] == "\\x1b[2J " + "x" * 495

@@ -45,7 +45,7 @@ TWO = Deployment("heart", Server(("fl.example.org", "10.0.0.7"), 8000), ("north"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    provision(TWO, tmp_path / "out", as_zip=False)
+    provision(TWO, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -53,28 +53,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mask", [0, 0o077])
-@pytest.mark.parametrize("as_zip", ["", "--zip"])
-def test_modes_are_set_whatever_the_umask(tmp_path: Path, mask: int, as_zip: str) -> None:
+def test_modes_are_set_whatever_the_umask(tmp_path: Path, mask: int) -> None:
     """Of new folders and, at the second time, of those that were open before."""
     (tmp_path / "sites.yaml").write_text(SITES)
-    command = [sys.executable, "-m", "fednas_flwr", "provision", "sites.yaml", *as_zip.split()]
-    for attempt in range(2):
+    command = [sys.executable, "-m", "fednas_flwr", "provision", "sites.yaml"]
+    for _ in range(2):
         subprocess.run([*command, "--output", "out"], cwd=tmp_path, umask=mask, check=True)
-        if as_zip:
-            assert (tmp_path / "out" / "north.zip").stat().st_mode & 0o777 == 0o600
-            folder = tmp_path / f"unpacked{attempt}"
-            with zipfile.ZipFile(tmp_path / "out" / "north.zip") as archive:
-                modes = {i.filename: i.external_attr >> 16 & 0o777 for i in archive.infolist()}
-        else:
-            folder = tmp_path / "out"
-            modes = {
-                str(path.relative_to(folder)): path.stat().st_mode & 0o777
-                for path in folder.rglob("*")
-            }
-            for name in ("ca", "server/state", "north/state", "south/state"):
-                assert modes[name] == 0o700, name
-            for path in (*folder.glob("*/policy.yaml"), *folder.glob("*/ca.crt")):
-                path.chmod(0o666)
+        folder = tmp_path / "out"
+        modes = {
+            str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in folder.rglob("*")
+        }
+        for name in ("ca", "server/state", "north/state", "south/state"):
+            assert modes[name] == 0o700, name
+        for path in (*folder.glob("*/policy.yaml"), *folder.glob("*/ca.crt")):
+            path.chmod(0o666)
         for name, mode in modes.items():
             expected = {0o644} if "." in name else {0o755, 0o700}
             expected = {0o600} if name.endswith(".key") else expected
@@ -99,29 +91,23 @@ def test_no_folder_holds_a_secret_of_another(tmp_path: Path) -> None:
     list_of_sites = tmp_path / "sites.yaml"
     list_of_sites.write_text(SITES)
     assert main(["provision", str(list_of_sites), "--output", str(tmp_path / "out")]) == 0
-    assert main(["provision", str(list_of_sites), "--output", str(tmp_path / "zip"), "--zip"]) == 0
-    for name in ("server", "north", "south"):  # of the archives, which another authority made
-        shutil.unpack_archive(tmp_path / "zip" / f"{name}.zip", tmp_path / "zip" / name)
-    with zipfile.ZipFile(tmp_path / "zip" / "server.zip") as archive:
-        assert archive.getinfo("server.key").external_attr >> 16 & 0o777 == 0o600
-        assert archive.getinfo("start.sh").external_attr >> 16 & 0o100
-    assert (tmp_path / "out" / "server" / "server.key").stat().st_mode & 0o777 == 0o600
-    for output in (tmp_path / "out", tmp_path / "zip"):
-        secrets = {
-            path.relative_to(output).as_posix(): path.read_bytes().splitlines()[1]
-            for path in output.rglob("*.key")
-        }
-        signing = {"ca/signing.key", "server/signing.key"}  # the operator keeps it for later
-        assert set(secrets) == {"ca/ca.key", "server/server.key", *signing}
-        public = {path.read_bytes() for path in output.glob("*/signing.pub")}
-        assert len(public) == 1
-        for path in output.glob("*/**/*"):
-            if path.is_file():
-                content, name = path.read_bytes(), path.relative_to(output).as_posix()
-                assert (b"PRIVATE KEY" in content) == (name in secrets)
-                for owner, secret in secrets.items():
-                    owners = signing if owner in signing else {owner}
-                    assert (secret in content) == (name in owners)
+    output = tmp_path / "out"
+    assert (output / "server" / "server.key").stat().st_mode & 0o777 == 0o600
+    secrets = {
+        path.relative_to(output).as_posix(): path.read_bytes().splitlines()[1]
+        for path in output.rglob("*.key")
+    }
+    signing = {"ca/signing.key", "server/signing.key"}  # the operator keeps it for later
+    assert set(secrets) == {"ca/ca.key", "server/server.key", *signing}
+    public = {path.read_bytes() for path in output.glob("*/signing.pub")}
+    assert len(public) == 1
+    for path in output.glob("*/**/*"):
+        if path.is_file():
+            content, name = path.read_bytes(), path.relative_to(output).as_posix()
+            assert (b"PRIVATE KEY" in content) == (name in secrets)
+            for owner, secret in secrets.items():
+                owners = signing if owner in signing else {owner}
+                assert (secret in content) == (name in owners)
 
 
 def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and_settings(
@@ -140,7 +126,7 @@ def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and
     before = [path.read_bytes() for path in kept]
     certificate = (folder / "server" / "server.crt").read_bytes()
     more = Deployment("heart", Server(("fl.example.org",), 8000), ("north", "south", "east"))
-    provision(more, folder, as_zip=False)
+    provision(more, folder)
     assert [path.read_bytes() for path in kept] == before
     assert (folder / "server" / "server.crt").read_bytes() != certificate
     assert (folder / "east" / "ca.crt").read_bytes() == before[1]
@@ -298,7 +284,7 @@ def test_doctor_names_what_is_wrong_with_a_server(
     assert (
         "expired 3 days ago: make a new one by `fednas provision`" in broken(server)["certificate"]
     )
-    provision(Deployment("other", Server(("x",), 1), ("north",)), folder / "else", as_zip=False)
+    provision(Deployment("other", Server(("x",), 1), ("north",)), folder / "else")
     shutil.copy(folder / "else" / "ca" / "ca.crt", server)
     assert "is not of the authority ca.crt" in broken(server)["certificate"]
 

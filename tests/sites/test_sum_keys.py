@@ -1,10 +1,8 @@
-"""Keys of secure sums on real sites: made there, collected by provision, used without torch."""
+"""Keys of secure sums on real sites: made there, collected by provision, used without records."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from fednas_flwr.cli import main
 from fednas_flwr.client.audit_trail import verify_trail
 from fednas_flwr.deploy import flower_patches
-from fednas_flwr.deploy.sites.client_process import answer_sum_message
+from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.sites.provision import make_sum_key
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.policy import load_policy, template
@@ -114,6 +112,7 @@ def node(deployment: Path) -> dict[str, str | int]:
         "roster": str(own / "roster.json"),
         "sum-key": str(deployment / "north" / "sum.key"),
         "sums": str(deployment / "sums.sqlite"),
+        **dict.fromkeys(("data-path", "dataset", "cache", "split-key"), "no such file"),
     }
 
 
@@ -136,10 +135,10 @@ def asked(action: str, settings: object, node: dict[str, str | int], **more: obj
     message = Message(RecordDict({"header": ConfigRecord({"json": text})}), 1, action)
     flower_patches.set_message_id(message, "1")
     context = Context(1, 2, dict(node), RecordDict(), {})
-    return answer_sum_message(message, context)
+    return make_client_app("of no use here")(message, context)
 
 
-def test_a_site_signs_without_its_client_app(node: dict[str, str | int], deployment: Path) -> None:
+def test_a_site_signs_without_its_records(node: dict[str, str | int], deployment: Path) -> None:
     context = begun(node)
     request = {"context": context, "survivors": [0, 2]}
     reply = asked("query.sign_survivors", request, node)
@@ -170,8 +169,6 @@ def test_what_a_site_does_not_sign(node: dict[str, str | int]) -> None:
         ([], "wrong type"),
     ):
         assert said in asked(action, settings, node).error.reason, settings
-    summed = {"attempt": "a", "participants": [0, 2], "ranges": {}}
-    assert "header and settings" in asked(action, request, node, summed=summed).error.reason
     policy = Path(str(node["policy"]))
     whole = policy.read_text()
     policy.write_text(whole.replace("      - query.sign_survivors", "      # - none"))
@@ -193,35 +190,6 @@ def test_a_changed_roster_needs_the_sites_edit(node: dict[str, str | int]) -> No
     assert "there is no roster" in asked("query.sign_survivors", request, node).error.reason
     without = {key: value for key, value in node.items() if key != "sum-key"}
     assert "lacks sum-key" in asked("query.sign_survivors", request, without).error.reason
-
-
-PROCESS = """
-import json, sys
-import fednas_flwr.deploy.sites.client_process as process
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from fednas_flwr.deploy import flower_patches
-
-flower_patches.begin_task(1)
-node, text, action = sys.argv[1:]
-message = Message(RecordDict({"header": ConfigRecord({"json": text})}), 1, action)
-flower_patches.set_message_id(message, "1")
-reply = process._answer(message, Context(1, 2, json.loads(node), RecordDict(), {}))
-assert reply.has_content(), reply.error.reason
-print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
-"""
-
-
-def test_a_process_that_signs_imports_no_torch(node: dict[str, str | int]) -> None:
-    request = {"context": begun(node), "survivors": [0, 2]}
-    text = json.dumps({"header": HEADER, "settings": request})
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS, json.dumps(node), text, "query.sign_survivors"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    modules = set(json.loads(done.stdout.splitlines()[-1]))
-    assert not {"torch", "scipy", "ray", "pandas", "opacus"} & modules
 
 
 def test_a_flood_of_requests_to_sign_fills_no_disk(

@@ -28,7 +28,6 @@ class FDNASSettings(AlgorithmSettings):
         warm_up_rounds: First rounds of weights on uniformly drawn paths, in which alphas rest.
         local_epochs: Local epochs of every client per round.
         batch_size: Records per step of a client.
-        sparse: If true, clients send only what they have trained; the result is the same.
         weights: The weights' optimiser.
         alphas: The alphas' optimiser.
         hardware: Hardware loss of the alphas; null has none.
@@ -38,7 +37,6 @@ class FDNASSettings(AlgorithmSettings):
     warm_up_rounds: opt.CountOrZero
     local_epochs: opt.Steps
     batch_size: opt.Count
-    sparse: bool
     weights: opt.SGD
     alphas: opt.Adam
     hardware: Hardware | None
@@ -51,17 +49,11 @@ class FDNASSettings(AlgorithmSettings):
         check_range(decay == 0, "alphas.weight_decay", decay, reason)
 
     def check(self, config: Config) -> None:
-        """Refuse other spaces than that of blocks, and two ways of sending less at once."""
+        """Refuse other spaces than that of blocks."""
         if searches(config) and not isinstance(config.search_space, BlockSpace):
             raise ConfigError(
                 f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
                 "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
-            )
-        if config.runtime.wire != "float32" and self.sparse:
-            raise ConfigError(
-                f"runtime.wire={config.runtime.wire} with sparse=true of "
-                f"algorithm={config.algorithm.name}: rounding is of differences to whole states; "
-                "set one of runtime.wire=float32 and sparse=false."
             )
 
 

@@ -47,7 +47,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
                 settings.gates, server_round <= settings.warm_up_rounds, self._hardware
             ),
         )
-        request = Search(local=local, sparse=settings.sparse)
+        request = Search(local=local)
         return self.train("train.search", request, settings.weights.momentum)
 
     def average(

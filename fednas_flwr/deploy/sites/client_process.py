@@ -3,75 +3,28 @@
 Flower's process unpacks the bundle that came with a run, imports it and runs it, with the site's
 data at hand. This one refuses a bundle that is not the installed package's, and answers with the
 installed package in any case: nothing that came over the wire is unpacked to disk or executed.
-
-Messages of a secure sum that compute nothing are answered here as the ClientApp would, but without
-torch, in the second that it takes to import less.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.common.logger import log
 from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime import run_clientapp
 
-from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.audit_trail import trail_of
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.bundle import check_bundle
-from fednas_flwr.privacy.policy import check_action, load_policy
-from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.sum_requests import (
-    REQUESTS,
-    SUM_ACTIONS,
-    Asked,
-    Settings,
-    answer_sum,
-    encode_values,
-    read_values,
-)
-from fednas_flwr.settings.parser import parse
 
 if TYPE_CHECKING:
     from flwr.supercore.superexec.executor.types import ExecutionSpec
 
 NAME = "fednas-message"  # that ``ps -o comm`` shows
-
-
-def answer_sum_message(message: Message, context: Context) -> Message:
-    """Return the reply to a request for a signature or an opening, or the error of a refusal."""
-    node = {key: str(value) for key, value in context.node_config.items()}
-    action, request = message.metadata.message_type, None
-    trail = trail_of(node)
-    try:
-        values = read_values(message.content)
-        if values.statistics is not None or values.summed is not None:
-            raise ConfigError("refused: this request has a header and settings, and nothing else.")
-        settings: Settings = parse(REQUESTS[action], values.settings, key="")
-        request = Asked(action, values.header, settings)
-        trail.asked(request, flower_run=message.metadata.run_id)
-        policy, data_set = load_policy(Path(node["policy"])), node["data-set"]
-        allowed = check_action(policy, data_set, action, secure_noise=True, test_seed=False)
-        if allowed.secure_sum is None:
-            raise ConfigError("refused: this site takes no part in secure sums.")
-        sums = SumSite.of_node(int(node["partition-id"]), node, allowed.secure_sum)
-        properties = answer_sum(sums, request.settings)
-        trail.helped(request, properties)
-        return Message(RecordDict({**encode_values(request.header, properties)}), reply_to=message)
-    except Exception as error:  # the server must learn why; of anything but a refusal, only that
-        refusal = isinstance(error, ConfigError)
-        reason = str(error) if refusal else type(error).__name__
-        trail.refused(action, request, reason, None if refusal else error)
-        reason = "an error at the site, whose own log says which"
-        reason = f"{type(error).__name__}: {error}" if refusal else reason
-        return Message(Error(flower_patches.CLIENT_RAISED, reason), reply_to=message)
 
 
 def answer(spec: ExecutionSpec) -> None:
@@ -85,7 +38,7 @@ def answer(spec: ExecutionSpec) -> None:
             answer by the bundle's code.
     """
     Path("/proc/self/comm").write_text(NAME, encoding="ascii")
-    flower_patches.answer_with(_load_own_app, check_bundle)
+    flower_patches.answer_with(lambda *_: _answer, check_bundle)  # whatever Flower is to load
     flower_patches.finish_only_with_a_reply()
     root, insecure = spec.root_certificates_path, spec.insecure
     run_clientapp.run_clientapp(
@@ -98,24 +51,13 @@ def answer(spec: ExecutionSpec) -> None:
     )
 
 
-def _load_own_app(fab_id: str, fab_version: str, fab_hash: str) -> Callable[..., Message]:
-    """Return the installed app, whatever Flower was told to load."""
-    return _answer
-
-
 def _answer(message: Message, context: Context) -> Message:
-    """Return the reply; log the seconds of start-up and of the answer.
+    """Return the reply of the ClientApp; log the seconds of start-up and of the answer."""
+    from fednas_flwr.deploy.client_app import app  # which the executor itself does without
 
-    Without the ClientApp, which imports torch, where nothing is computed.
-    """
     action, begun = message.metadata.message_type, time.monotonic()
     log(INFO, "%s: begun %.2f s after the start of its process", action, _age_s())
-    if action in SUM_ACTIONS and "policy" in context.node_config:
-        reply = answer_sum_message(message, context)
-    else:
-        from fednas_flwr.deploy.client_app import app
-
-        reply = app(message, context)
+    reply = app(message, context)
     seconds, cpu = time.monotonic() - begun, time.process_time()
     log(INFO, "%s: answered within %.2f s, after %.2f s of CPU in all", action, seconds, cpu)
     return reply

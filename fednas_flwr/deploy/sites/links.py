@@ -1,4 +1,4 @@
-"""Checks that a machine of a deployment reaches another: TLS, clocks, registered keys, and why not.
+"""Checks that a machine of a deployment reaches another: TLS and clocks, and why not.
 
 Flower's own messages name the symptom; these name the cause and what to do. Used by ``doctor``.
 """
@@ -10,12 +10,12 @@ import ssl
 import time
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from http.client import HTTPSConnection
 from pathlib import Path
 
+import httpx
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 TIMEOUT_S = 10.0
 LARGEST_LEAD_S, LARGEST_LAG_S = 4.0, 300.0  # of a node's clock; Flower's limits are 5 s and 305 s
@@ -76,68 +76,15 @@ def ask_date(host: str, port: int, authority: Path) -> str:
         Trouble: No SuperLink answers.
     """
     shake_hands(host, port, authority)  # whose errors are the plainer ones
-    connection = HTTPSConnection(host, port, timeout=TIMEOUT_S, context=_context(authority))
+    where, context = f"[{host}]" if ":" in host else host, _context(authority)
     try:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        date = answer.getheader("Date")
-    except OSError as error:
+        answer = httpx.get(f"https://{where}:{port}/health", verify=context, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
         raise Trouble(f"{host}:{port} does not answer ({error}): restart the server.") from error
-    finally:
-        connection.close()
-    if answer.status != 200 or date is None:
+    date: str | None = answer.headers.get("Date")
+    if answer.status_code != 200 or date is None:
         raise Trouble(f"what answers on {host}:{port} is no SuperLink: correct address or port.")
     return date
-
-
-def is_registered(host: str, port: int, authority: Path, key: Path) -> bool:
-    """Return whether the SuperLink knows a node's key.
-
-    Asks to activate the node with a heartbeat that is never valid, which the SuperLink refuses
-    only after it has looked up the key: nothing changes, also for a node that is running.
-
-    Raises:
-        Trouble: The server cannot be asked, or the file holds no key.
-    """
-    import httpx
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from flwr.proto.fleet_pb2 import ActivateNodeRequest
-    from flwr.supercore.error import ApiErrorCode, FlowerError
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-    from flwr.supernode.fleet_http_client import FleetHttpClient
-    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
-
-    try:
-        private = load_ssh_private_key(key.read_bytes(), password=None)
-    except ValueError as error:
-        raise Trouble(f"{key} holds no key ({error}): make a new one and register it.") from error
-    if not isinstance(private, ec.EllipticCurvePrivateKey):
-        raise Trouble(f"{key} is not of a NIST curve: make a new one by `fednas key`.")
-    public = private.public_key()
-    shake_hands(host, port, authority)
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    with FleetHttpClient.from_server_address(
-        address,
-        False,
-        authority.read_bytes(),
-        interceptors=[NodeAuthHttpInterceptor(private, public)],
-    ) as client:
-        request = ActivateNodeRequest(
-            public_key=public_key_to_bytes(public), heartbeat_interval=-1.0
-        )
-        try:
-            client.ActivateNode(request)
-        except httpx.HTTPStatusError as error:
-            told = FlowerError.from_json(error.response.text)
-            if told is None:
-                raise Trouble(
-                    f"the server refuses the key {key} with status {error.response.status_code}: "
-                    "is this clock right?"
-                ) from error
-            return bool(told.code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL)
-        except httpx.TransportError as error:
-            raise Trouble(f"{address} does not answer ({error}): restart the server.") from error
-    return True
 
 
 def is_open(host: str, port: int) -> bool:

@@ -31,7 +31,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import OTHERS_WRITE, make_folder, umask, write_atomically, write_secret
 from fednas_flwr.base.foreign import load_json, read_yaml
-from fednas_flwr.privacy.policy import template
+from fednas_flwr.privacy.policy import is_name, template
 from fednas_flwr.protocol.keys import PublicKeys, Roster, SiteKeys, make_signing_key
 from fednas_flwr.settings import parser
 
@@ -200,8 +200,22 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 
 
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return bool(_HOST.fullmatch(text)) and len(text) < 254
+    return True
+
+
+def _is_site(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None and name not in (AUTHORITY, SERVER)
+
+
 MOST = parser.Length(parser.Between(1, 1000))
-Names = Annotated[tuple[parser.Text, ...], MOST, parser.Distinct()]
+_EXPECTED = "names of small letters, digits and -, at most 40, other than ca and server"
+Address = Annotated[str, parser.Where(_is_address, "a host name or an IP address, without port")]
+Site = Annotated[str, parser.Where(_is_site, _EXPECTED)]
 
 
 @dataclass(frozen=True)
@@ -213,15 +227,8 @@ class Server(parser.Checked):
         port: TCP port.
     """
 
-    addresses: Names
+    addresses: Annotated[tuple[Address, ...], MOST, parser.Distinct()]
     port: Annotated[int, parser.Between(1, 65535)]
-
-    def __post_init__(self) -> None:
-        """Check the range of the port, and every address."""
-        super().__post_init__()
-        for address in self.addresses:
-            expected = "a host name or an IP address, without port"
-            parser.check_range(_is_address(address), "addresses", address, expected)
 
 
 @dataclass(frozen=True)
@@ -234,24 +241,13 @@ class Deployment(parser.Checked):
         sites: Names of the sites; a site's place in the list is its partition.
     """
 
-    federation: parser.Text
+    federation: Annotated[parser.Text, parser.Where(is_name, "a name that can be printed")]
     server: Server
-    sites: Names
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        super().__post_init__()
-        shown = self.federation.strip() and self.federation.isprintable()
-        parser.check_range(bool(shown), "federation", self.federation, "a name that can be printed")
-        for name in self.sites:
-            usable = _NAME.fullmatch(name) is not None and name not in (AUTHORITY, SERVER)
-            expected = "names of small letters, digits and -, at most 40, other than ca and server"
-            parser.check_range(usable, "sites", name, expected)
+    sites: Annotated[tuple[Site, ...], MOST, parser.Distinct()]
 
 
-def provision(
-    deployment: Deployment, output: Path, *, as_zip: bool, roster: Roster | None = None
-) -> list[Path]:
+@umask(OTHERS_WRITE)
+def provision(deployment: Deployment, output: Path, *, roster: Roster | None = None) -> list[Path]:
     """Write the authority, if there is none yet, and what every machine needs.
 
     The server's certificate is made anew each time, so provisioning again renews it. Settings that
@@ -260,19 +256,11 @@ def provision(
     Args:
         deployment: What :func:`load_sites` returns.
         output: A folder, created if missing.
-        as_zip: Write a zip archive per machine in place of its folder.
         roster: Of secure sums, which every site gets; None leaves out what there may be.
 
     Returns:
-        The paths for server and sites, in their order.
+        The folders of server and sites, in their order.
     """
-    with umask(OTHERS_WRITE):
-        return _provision(deployment, output, as_zip=as_zip, roster=roster)
-
-
-def _provision(
-    deployment: Deployment, output: Path, *, as_zip: bool, roster: Roster | None
-) -> list[Path]:
     authority, server = output / AUTHORITY, output / SERVER
     output.mkdir(parents=True, exist_ok=True)
     make_folder(authority)
@@ -288,15 +276,7 @@ def _provision(
     for folder in (authority, *machines):
         for path in (folder, *folder.iterdir()):
             path.chmod(path.stat().st_mode & ~OTHERS_WRITE)  # also what was there before
-    if not as_zip:
-        return machines
-    archives = [folder.with_name(f"{folder.name}.zip") for folder in machines]
-    for folder, archive in zip(machines, archives, strict=True):
-        archive.touch(mode=0o600)
-        archive.chmod(0o600)
-        shutil.make_archive(str(folder), "zip", folder)
-        shutil.rmtree(folder)
-    return archives
+    return machines
 
 
 def read_roster(deployment: Deployment, folder: Path) -> Roster:
@@ -315,7 +295,7 @@ def read_roster(deployment: Deployment, folder: Path) -> Roster:
                 f"{path} holds no public keys of {name} ({error}): have state/sum.pub sent by the "
                 "site, which makes it at its first start."
             ) from error
-    return Roster.of(sites)
+    return Roster(tuple(sites))
 
 
 def load_sites(path: Path) -> Deployment:
@@ -331,14 +311,6 @@ def load_sites(path: Path) -> Deployment:
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None
     return deployment
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return bool(_HOST.fullmatch(text)) and len(text) < 254
-    return True
 
 
 def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path:

@@ -4,20 +4,18 @@
 1.41 serves three interfaces on one port. Fleet is for nodes, which prove who they are by registered
 keys. Runtime is for executors, which prove it by ``--superexec-auth-secret-file``, if it is given.
 Control asks nobody: whoever reaches the port could register a key or start a run. Here it answers
-loopback alone, as does Runtime without a secret. Whoever is refused, also by a TLS handshake that
-fails, is one line of the log. A node that has been away is let in again only after
-server apps had time to miss it, so that what it had taken and lost is not waited for.
+loopback alone, as does Runtime without a secret. Whoever is refused is one line of the log. A node
+that has been away is let in again only after server apps had time to miss it, so that what it had
+taken and lost is not waited for.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import ssl
 from collections.abc import Callable
 from logging import WARNING
 from typing import Any
 
-import uvicorn
 from flwr.common.logger import log
 from flwr.server.superlink.linkstate import InMemoryLinkState, SqlLinkState
 from flwr.superlink.cli import flower_superlink
@@ -30,12 +28,6 @@ from fednas_flwr.deploy import flower_patches
 FLEET, RUNTIME, HEALTH = "/v1/fleet/", "/v1/runtime/", "/health"
 AWAY_S = 5.0  # server apps ask for replies many times within this
 REFUSAL = "only the server's own machine may ask this\n"
-_ALERT, _HEADER = 21, 256  # kinds of TLS record that OpenSSL tells of
-_REASONS = {
-    42: "our certificate does not name the address that it used",
-    45: "our certificate has expired",
-    48: "it trusts another authority's ca.crt",
-}
 
 
 class Guard:
@@ -96,28 +88,11 @@ def _log_refusal(path: str, peer: str, status: int) -> None:
     log(WARNING, "refused the node at %s: %s.", peer, reason)
 
 
-def _context(config: uvicorn.Config, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
-    """Return uvicorn's TLS context, which alone knows why a handshake fails, made to log it."""
-    context = default()
-    context._msg_callback = _log_handshake  # type: ignore[attr-defined]
-    return context
-
-
-def _log_handshake(
-    connection: object, direction: str, version: object, content: int, message: int, data: bytes
-) -> None:
-    """Log why a node broke off; a record's header that no TLS begins with is plain HTTP."""
-    if direction == "read" and content == _ALERT and int(message) in _REASONS:
-        log(WARNING, "a node broke off the TLS handshake: %s.", _REASONS[int(message)])
-    elif direction == "read" and content == _HEADER and data[:5].isascii() and data[:4].isalpha():
-        log(WARNING, "refused a connection without TLS: it was started with --insecure.")
-
-
 def main() -> None:
     """Run ``flower-superlink`` behind the guard; whoever comes back is missed first."""
 
     def serve(run: Callable[..., None], *, app: Starlette, **settings: Any) -> None:
-        run(Guard(app, paths_for_all(app)), ssl_context_factory=_context, **settings)
+        run(Guard(app, paths_for_all(app)), **settings)
 
     flower_patches.guard_superlink(serve)
     for state in (SqlLinkState, InMemoryLinkState):

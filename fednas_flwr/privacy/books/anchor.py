@@ -18,17 +18,16 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fednas_flwr.base.errors import ConfigError, DamagedError, DayFullError
-from fednas_flwr.base.files import make_folder, replacing
+from fednas_flwr.base import files
+from fednas_flwr.base.errors import DamagedError, DayFullError
 
-_KEY_BYTES = 32
+KEY_BYTES = 32
 _SCHEMA = "CREATE TABLE IF NOT EXISTS mark (sequence INTEGER, mac TEXT, seal TEXT)"
 # What a full or failing disk, missing rights or another process cause; all else is damage.
 _NOT_DAMAGE = (
@@ -80,7 +79,7 @@ class Mark:
         """Read the key; on a new site, which no mark was set on, create it. Needs the lock."""
         new = self._connection.execute("SELECT 1 FROM mark").fetchone() is None
         if new and not self.key_path.exists():
-            create_key(self.key_path)
+            files.make_key(self.key_path, KEY_BYTES)
         self._key = read_key(self.key_path)
         if new:
             self.move(0, self.genesis())
@@ -139,7 +138,7 @@ def equal(found: object, expected: str) -> bool:
 
 def connect(path: Path, *, wait_s: float) -> sqlite3.Connection:
     """Return a connection, in autocommit, whose every commit is on disk when it returns."""
-    make_folder(path.parent)
+    files.make_folder(path.parent)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     connection = sqlite3.connect(
         path, timeout=wait_s, isolation_level=None, check_same_thread=False
@@ -193,29 +192,11 @@ def _code(error: Exception) -> int:
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
 
 
-def create_key(path: Path) -> None:
-    """Write a new key, whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.touch(mode=0o600)
-        temporary.write_text(secrets.token_hex(_KEY_BYTES), encoding="ascii")
-
-
 def read_key(path: Path) -> bytes:
     """Return the key in a file that only its owner can read."""
     if not path.exists():
         raise damaged(f"the key {path} is missing")
-    mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
-        raise ConfigError(
-            f"the key {path} has mode {mode:o}: others may know it; `chmod 600` it if nobody does."
-        )
-    try:
-        key = bytes.fromhex(path.read_text(encoding="ascii"))
-    except ValueError:
-        key = b""
-    if len(key) != _KEY_BYTES:
-        raise ConfigError(f"{path} is no key: expected {2 * _KEY_BYTES} hexadecimal digits.")
-    return key
+    return files.read_key(path, KEY_BYTES)
 
 
 MOST_BYTES = 2**28  # a day (UTC), see policy.yaml

@@ -2,7 +2,7 @@
 
 :meth:`Ledger.reserve` books a release before its noise is drawn; nothing is ever refunded. Not for
 deciding what may be asked (``policy``) or what a release costs (``renyi_filter``).
-:func:`make_statement` sums rows up for people who look at them.
+:func:`by_kind` and :func:`epsilons_of` sum rows up for people who look at them.
 
 Every row carries an HMAC over itself and the row before. Running totals per budget and split, under
 an HMAC that ties them to the last row, make a reservation cost the same after a million rows. The
@@ -25,8 +25,7 @@ in the first assignment, however the same records were exported, divided or name
 budget can be passed by records that have changed sides.
 
 A row keeps the unit that its release protects, and every budget is counted for the unit that its
-next release protects (``renyi.counted``). A ledger of an older version, whose rows keep none, is
-refused.
+next release protects (``renyi.counted``).
 
 Guarantee:
     Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
@@ -40,7 +39,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import add
@@ -356,7 +355,6 @@ class Ledger(AbstractContextManager["Ledger"]):
         try:
             if self._mark.is_empty():
                 self._rows.executescript(_SCHEMA)
-            self._check_form()
             if self._last_row() is not None and not self._mark.key_path.exists():
                 raise anchor.damaged(f"the key {self._mark.key_path} is missing")
             self._mark.load_key()
@@ -367,16 +365,6 @@ class Ledger(AbstractContextManager["Ledger"]):
         except BaseException:
             self._rows.close()
             raise
-
-    def _check_form(self) -> None:
-        """Refuse a ledger of an older version."""
-        oldest = self._rows.execute("SELECT * FROM entries ORDER BY sequence LIMIT 1")
-        columns, row = [column[0] for column in oldest.description], oldest.fetchone()
-        if "unit" not in columns or (row and row[columns.index("unit")] is None):
-            raise ConfigError(
-                f"the ledger {self.path} is of an older version, whose rows name no unit of "
-                "privacy: count its budgets as spent, and begin a new ledger."
-            )
 
     @contextmanager
     def _exclusive(self) -> Iterator[tuple[int, str]]:
@@ -604,43 +592,26 @@ def _row(values: list[Any]) -> Row:
     return Row(sequence, when, entry, run_steps)
 
 
-@dataclass(frozen=True)
-class Line:
-    """All rows of one kind: what a run asked of an account with one action in one stage.
+def by_kind(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return the rows of each kind, in the order of first booking.
 
-    Attributes:
-        entry: The first one; a ledger gives all of them the same terms.
-        steps: Steps booked.
-        first: When the first row was booked, in seconds since 1970 by the site's clock.
-        last: When the last one was.
+    They are what a run asked of an account with one action in one stage, all under the same terms.
     """
-
-    entry: Entry
-    steps: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class Statement:
-    """Statement that :func:`make_statement` returns.
-
-    Attributes:
-        lines: One for each kind, in the order of first booking.
-        epsilons: For each account and unit that it has paid for, the epsilon of each split that
-            paid: of all that the account has paid for, counted for that unit.
-    """
-
-    lines: tuple[Line, ...]
-    epsilons: dict[tuple[str, str], dict[str, float]]
+    kinds: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        entry = row.entry
+        kind = (entry.account, entry.run, entry.stage, entry.action, entry.splits)
+        kinds.setdefault(kind, []).append(row)
+    return list(kinds.values())
 
 
-def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
-    """Return the statement of ``rows``.
+def epsilons_of(rows: Sequence[Row], *, delta: float) -> dict[tuple[str, str], dict[str, float]]:
+    """Return what rows cost, by account and unit that it has paid for, of each split that paid.
 
-    An epsilon is that of all rows of an account that a split paid for, composed by
-    ``prv_epsilon`` as if they had been planned together. A site enforces its budget with the
-    larger numbers of ``RenyiFilter``, which hold for requests that depend on earlier outputs too.
+    An epsilon is that of all rows of an account that a split paid for, counted for the unit, and
+    composed by ``prv_epsilon`` as if they had been planned together. A site enforces its budget
+    with the larger numbers of ``RenyiFilter``, which hold for requests that depend on earlier
+    outputs too.
 
     Args:
         rows: As ``Ledger.entries`` returns them.
@@ -649,24 +620,11 @@ def make_statement(rows: Sequence[Row], *, delta: float) -> Statement:
     Raises:
         ValueError: ``delta`` is out of range.
     """
-    kinds: dict[tuple[object, ...], list[Row]] = {}
-    accounts: dict[str, list[Row]] = {}
-    for row in rows:
-        entry = row.entry
-        kind = (entry.account, entry.run, entry.stage, entry.action, entry.splits)
-        kinds.setdefault(kind, []).append(row)
-        accounts.setdefault(entry.account, []).append(row)
     epsilons = {}
-    for account, booked in accounts.items():
-        for unit in dict.fromkeys(row.entry.unit for row in booked):
-            entries = [
-                (renyi.counted(row.entry.release, row.entry.unit, unit), row.entry.splits)
-                for row in booked
-            ]
-            found = epsilon_per_split(entries, delta)
-            epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}
-    lines = [
-        Line(b[0].entry, sum(row.entry.release.steps for row in b), b[0].time, b[-1].time)
-        for b in kinds.values()
-    ]
-    return Statement(tuple(lines), epsilons)
+    for account, unit in dict.fromkeys((row.entry.account, row.entry.unit) for row in rows):
+        booked = [row.entry for row in rows if row.entry.account == account]
+        found = epsilon_per_split(
+            [(renyi.counted(e.release, e.unit, unit), e.splits) for e in booked], delta
+        )
+        epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}
+    return epsilons

@@ -9,10 +9,11 @@ proved in ``tests/privacy/divergences.py``.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings.names import MOST_SITES
 from fednas_flwr.settings.parser import Between, Checked, Length
 
 _GRID_BITS = 24
@@ -60,17 +61,16 @@ class SumTerms(Checked):
     """
 
     roster: Annotated[str, Length(Between(64, 64))]
-    least_sites: Annotated[int, Between(2, 1000)]
-    colluding: Annotated[int, Between(0, 1000)]
+    least_sites: Annotated[int, Between(2, MOST_SITES)]
+    colluding: Annotated[int, Between(0, MOST_SITES)]
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that a sum hides an honest site among another one."""
-        super().__post_init__()
-        if self.honest < LEAST_HONEST:
-            raise ConfigError(
-                f"least_sites={self.least_sites} with colluding={self.colluding}: the sum of one "
-                "honest site is its value; expected least_sites of colluding + 2 or more."
-            )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude sums that hide no honest site among another one."""
+        yield (
+            self.honest < LEAST_HONEST,
+            f"least_sites={self.least_sites} with colluding={self.colluding}: the sum of one "
+            "honest site is its value; expected least_sites of colluding + 2 or more",
+        )
 
     @property
     def honest(self) -> int:

@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.anchor import connect
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.keys import Context, Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum import masks
 
+_refused = partial(refused, "secure_sum")
 NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
 _SCHEMA = """
     CREATE TABLE IF NOT EXISTS answers (
@@ -281,8 +284,3 @@ class Answer:
                 key = self.site.part_key(self.context, index, i)
                 boxes[i] = masks.seal(key, self._parts[i + 1])
         return boxes
-
-
-def _refused(name: str, value: Any, limit: str) -> ConfigError:
-    text = str(value)[:80]
-    return ConfigError(f"refused by the policy, rule secure_sum: {name}={text}, not {limit}.")
