@@ -293,7 +293,7 @@ def torchvision_network(
     )
     for module in network.modules():
         if isinstance(module, nn.ReLU6 | nn.SiLU):
-            module.inplace = False  # as autograd asks for where layers need their outputs
+            module.inplace = False  # per-record gradients by Opacus' hooks need it
     stem = nn.Conv2d(channels, 32, 3, stride=1 if height < 64 else 2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out")
     network.set_submodule("features.0.0", stem)

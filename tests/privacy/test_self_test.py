@@ -203,7 +203,7 @@ def test_rows_of_supernets_are_alike(name, device):
     assert passes(by_output(supernet.eval()), supernet, shape, device)
 
 
-@pytest.mark.parametrize("route", ["leaves", "one by one"])
+@pytest.mark.parametrize("route", ["leaves", "hooks"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_rows_of_networks_are_alike(name, device, route, monkeypatch):
@@ -211,7 +211,7 @@ def test_rows_of_networks_are_alike(name, device, route, monkeypatch):
         network = NETWORKS[name]().to(device).train()
     if hasattr(network, "drop_path_prob"):
         network.drop_path_prob = 0.3  # drawn per record: the self-test drops none
-    if route == "one by one":
+    if route == "hooks":
         monkeypatch.setattr(record_gradients, "_is_covered", lambda layer: False)
     shape = (29,) if name in ("mlp", "linear of a table") else IMAGE
     assert passes(by_weights(network), network, shape, device)

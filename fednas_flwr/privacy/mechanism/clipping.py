@@ -95,9 +95,9 @@ def clipped_gradient_sum(
     g_i is the gradient of one record's loss with respect to all of ``parameters``, and ||g_i|| its
     norm over all of them. Every record gets a copy of the weights, in a leaf [B, ...] of stride 0,
     so that one ordinary backward returns all g_i (``fednas_flwr.base.layers``). This needs
-    convolutions, linear layers and group norms, or a module that ``takes_stack`` (a supernet); any
-    other module is called with each record by itself. The module, the parameters'
-    ``requires_grad`` and their ``.grad`` are left as they were.
+    convolutions, linear layers and group norms, or a module that ``takes_stack`` (a supernet); of
+    any other module Opacus' hooks return the g_i. The module, the parameters' ``requires_grad`` and
+    their ``.grad`` are left as they were.
 
     Args:
         module: Network in training mode; called with x alone.

@@ -2,25 +2,26 @@
 
 A record's gradient is taken by giving every record a copy of the weights, in a leaf [B, ...] of
 stride 0: one ordinary backward then returns one gradient per record (``fednas_flwr.base.layers``).
-Modules with layers that cannot do this are called with each record by itself (``torch.func``). A
-large linear layer's gradients are kept as the factors of one outer product per record.
+For modules with layers that cannot do this, Opacus' hooks do. A large linear
+layer's gradients are kept as the factors of one outer product per record.
 
 Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 
-from fednas_flwr.base.layers import conv2d, group_norm, linear
+from fednas_flwr.base.layers import conv2d, group_norm, linear, own_linear_layers
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
 
@@ -136,16 +137,18 @@ def record_gradients(
     if _takes_stack(module):
         return _from_leaves(module, parameters, loss)
     layers = _layers(module, parameters)
+    if any("forward" in vars(layer) for layer in layers):
+        raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
     if all(map(_is_covered, layers)):
         return _from_leaves(module, parameters, loss)
-    return _one_by_one(module, parameters, loss)
+    return _from_hooks(module, parameters, loss)
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
     """Raise ValueError for layers that keep or use statistics of the batch, trainable or not.
 
-    A supernet's norms have no weights. The check is of the structure: an error that depended on the
-    records would be a release.
+    Opacus' validator looks at trainable layers alone, and a supernet's norms have no weights. The
+    check is of the structure: an error that depended on the records would be a release.
     """
     for submodule in module.modules():
         if isinstance(submodule, nn.modules.batchnorm._BatchNorm) or (
@@ -204,7 +207,7 @@ def _from_leaves(
 
 def _is_covered(layer: nn.Module) -> bool:
     """Return whether ``fednas_flwr.base.layers`` computes what this layer does."""
-    if not set(layer._parameters) <= {"weight", "bias"} or "forward" in vars(layer):
+    if not set(layer._parameters) <= {"weight", "bias"}:
         return False
     if type(layer) is nn.Conv2d:
         return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
@@ -290,39 +293,101 @@ def _own(parameter: Any, stack: RecordWeights) -> Any:
     return stack([parameter]) if parameter is not None and parameter.requires_grad else parameter
 
 
+@cache
+def _hooks() -> Any:
+    """Return Opacus' validator, and its hooks without two silent errors (as of version 1.6.0).
+
+    Imported here because who needs no hooks should not pay for its 3 s.
+    """
+    handlers = logging.root.handlers[:]
+    from opacus.grad_sample import GradSampleModule  # type: ignore[import-untyped]
+    from opacus.validators import ModuleValidator  # type: ignore[import-untyped]
+
+    logging.root.handlers[:] = handlers  # Opacus adds one to the root logger when it is imported
+
+    class PerSampleModule(GradSampleModule):  # type: ignore[misc]
+        """Hooks of every module."""
+
+        def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
+            """Name a module once; with two paths it would get two hooks and twice its gradient."""
+            return dict.fromkeys(super().iterate_submodules(module))
+
+        def rearrange_grad_samples(self, **arguments: Any) -> tuple[list[Tensor], Tensor]:
+            """Return activations with the strides of a plain NCHW tensor, and output gradients.
+
+            Opacus unfolds a convolution's input by ``as_strided`` and assumes these strides: with
+            channels-last inputs its gradients are wrong. ``contiguous`` would keep those of 1x1
+            maps.
+            """
+            activations, backprops = super().rearrange_grad_samples(**arguments)
+            return [tensor.flatten().view(tensor.shape) for tensor in activations], backprops
+
+    return ModuleValidator, PerSampleModule
+
+
 @contextmanager
-def _one_by_one(
+def _from_hooks(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
 ) -> Iterator[RecordGradients]:
-    """Yield a function from a batch to the gradients of its records, each computed by itself.
+    """Yield a function from a batch to the gradients of its records; no hook remains afterwards.
 
-    ``torch.func.vmap`` calls the module with one record at a time, and its own copy of the weights.
+    Opacus' own clean-up leaves activations of dead branches and the mark of a full backward hook.
     """
-    chosen = {id(parameter): name for name, parameter in parameters.items()}
-    own = {  # by every name of a parameter, but by one of a layer: functional_call puts each back
-        f"{prefix}.{name}".lstrip("."): id(parameter)
-        for prefix, layer in module.named_modules()
-        for name, parameter in layer._parameters.items()
-    }
+    _check(module)
+    modules = list(module.modules())
+    marks = [submodule._is_full_backward_hook for submodule in modules]
+    owners: list[nn.Module | nn.Parameter] = [*modules, *module.parameters()]
+    names = [set(vars(owner)) for owner in owners]
+    hooked = None
+    try:
+        hooked = _hooks()[1](module, loss_reduction="sum")
+        yield partial(_hooked_gradients, hooked, parameters, loss)
+    finally:
+        if hooked is not None:
+            hooked.remove_hooks()
+        for owner, before in zip(owners, names, strict=True):
+            for name in set(vars(owner)) - before:
+                delattr(owner, name)
+        for submodule, mark in zip(modules, marks, strict=True):
+            submodule._is_full_backward_hook = mark
 
-    def alone(leaves: dict[str, Tensor], x: Tensor) -> Any:
-        weights = {name: leaves[chosen[key]] for name, key in own.items() if key in chosen}
-        output = functional_call(module, weights, (x[None],), tie_weights=False)
-        return tuple(part[0] for part in output) if isinstance(output, tuple) else output[0]
 
-    def gradients(x_B: Tensor, y_B: Tensor) -> list[Group]:
-        leaves = {
-            name: parameter.detach().expand(len(x_B), *parameter.shape).requires_grad_()
-            for name, parameter in parameters.items()
-        }
-        with torch.enable_grad():
-            output = vmap(alone, randomness="different")(leaves, x_B)
-            by = {f"leaf {name}": leaf for name, leaf in leaves.items()}
-            reached = differentiate(losses_of(output, y_B, loss), {**by, **parameters})
-        for name in parameters.keys() & reached.keys():  # not as the module's own parameter
-            raise RuntimeError(f"no per-sample gradient of every use of {name}")
-        return [
-            ([name], reached[key]) for key, name in zip(by, leaves, strict=True) if key in reached
-        ]
+def _hooked_gradients(
+    hooked: Any,
+    parameters: Mapping[str, nn.Parameter],
+    loss: Loss,
+    x_B: Tensor,
+    y_B: Tensor,
+) -> list[Group]:
+    """Return the gradients [B, ...] of all parameters that the loss reaches."""
+    own = own_linear_layers(hooked)  # which round all rows alike
+    with torch.enable_grad(), warnings.catch_warnings(), own:
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        # Not backward(), which would add to .grad. Of the sums only the names are used.
+        reached = differentiate(losses_of(hooked(x_B), y_B, loss), parameters)
+    gradients = []
+    for name in reached:
+        gradient = parameters[name].grad_sample  # type: ignore[attr-defined]
+        if gradient is None or gradient.shape != (len(x_B), *parameters[name].shape):
+            raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
+        gradients.append(([name], gradient))
+    for parameter in parameters.values():
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+        parameter._forward_counter = 0  # type: ignore[attr-defined]
+    for submodule in hooked.modules():  # calls that the loss did not reach would be waiting here
+        vars(submodule).pop("activations", None)
+        vars(submodule).pop("max_batch_len", None)
+    return gradients
 
-    yield gradients
+
+def _check(module: nn.Module) -> None:
+    """Raise ValueError for what Opacus' hooks cannot count right."""
+    for error in [error for check in _hooks() for error in check.validate(module)]:
+        raise ValueError(f"no per-sample gradients of this network: {error}")
+    for name, submodule in module.named_modules():
+        direct = any(parameter.requires_grad for parameter in submodule.parameters(recurse=False))
+        if direct and next(submodule.children(), None) is not None:
+            raise ValueError(
+                f"{name or 'the module'} has parameters of its own beside submodules, whose "
+                "gradients Opacus may count twice: put them into a submodule."
+            )
