@@ -115,7 +115,8 @@ def configured(overrides: Sequence[str], source: Source, *, tell: bool = True) -
     tree = compose_tree(overrides, source)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NoEffectWarning)
-        config = parse_config(tree, given=given_settings(overrides, source))
+        given = given_settings(overrides, source)
+        config = api.with_clients(parse_config(tree, given=given), given.typed)
     for warning in caught if tell else ():
         print(f"fednas: warning: {warning.message}", file=sys.stderr)
     return config
@@ -248,12 +249,14 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     table = ["search_space=mlp_small"] if name == "csv" else []
     whole = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
     tree = compose_tree(whole)
-    check_names(tree, given_settings(overrides).typed)
-    config = parse_config(tree)
+    typed = given_settings(overrides).typed
+    check_names(tree, typed)
+    config = api.with_clients(parse_config(tree), typed)
     if isinstance(config.dataset, CSV) and config.partition.name == "sites":
         _compare_sites(config.dataset)
     prepared, parts = make_data(config)
-    names = client_names(prepared.train, config.partition, len(parts))
+    names = client_names(prepared.train, config.partition)
+    names = names or [f"client {client}" for client in range(len(parts))]
     for line in summary(prepared, parts, names, **config.dataset.division):
         print(line)
     return 0
@@ -261,19 +264,14 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _compare_sites(dataset: CSV) -> None:
     """Print the tables of sites side by side, and settings that would join them."""
-    from rich.console import Console
-    from rich.table import Table
-
     from fednas_flwr.data import site_tables
     from fednas_flwr.data.datasets import find_source
+    from fednas_flwr.report.terminal import print_table
 
     root = find_source(dataset, sites=True)
     tables = site_tables.read_site_tables(dataset, root)
     header, *rows = site_tables.side_by_side(tables)
-    grid = Table(*header)
-    for row in rows:
-        grid.add_row(*row)
-    Console().print(grid)
+    print_table("", header, rows)
     if said := site_tables.proposals(tables):
         print(f"These lines of {root / site_tables.SITES_FILE} would join the sites; check each:")
         print("\n".join(f"  {line}" for line in site_tables.as_yaml(said)))

@@ -6,14 +6,21 @@ methods of `Run`, so that they cannot disagree. A number that the run did not re
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
-from fednas_flwr.runs.events import Event, latest_rounds, read_events, records_of
+from fednas_flwr.runs.events import (
+    Event,
+    names_by_client,
+    latest_rounds,
+    read_events,
+    records_of,
+    with_names,
+)
 from fednas_flwr.settings.names import CLIENT, PRV
 
 CONFIG_FILE = "config.yaml"
@@ -523,7 +530,10 @@ def read_run(run_folder: Path) -> Run:
         raise ConfigError(
             f"{run_folder} was written by an older version of fednas_flwr: read it with that one."
         )
-    return Run(folder=run_folder, config=config, events=events)
+    run = Run(folder=run_folder, config=config, events=events)
+    if names := names_by_client(run.last("partition")):
+        return replace(run, events=[with_names(event, names) for event in events])
+    return run
 
 
 def largest(epsilons: Iterable[float | None] | None) -> float | None:
