@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import csv_cell
 from fednas_flwr.cli import Commands, add_command
-from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import EVENTS_FILE, Run, read_run
 from fednas_flwr.settings.parser import Between
 
@@ -129,17 +128,12 @@ def _print_scores(predictions: Predictions) -> None:
     objective = predictions.objective
     scores = asdict(measured(logits, labels, objective=objective, with_scores=True))
     scores |= detailed(logits, labels, objective=objective, threshold=predictions.threshold)
-    events: list[Event] = [
-        {
-            "event": "partition",
-            "class_names": predictions.class_names,
-            "multi_label": predictions.multi_label,
-        },
-        {"event": "evaluated", "central": scores},
-    ]
-    (_, head, rows), *others = score_tables(Run(Path(), {}, events))
-    print_table("Scores, as in a report: by the most probable class", head, rows, numbers=True)
-    for title, head, rows in others:
+    named = {"class_names": predictions.class_names, "multi_label": predictions.multi_label}
+    run = Run(
+        Path(), {}, [{"event": "partition", **named}, {"event": "evaluated", "central": scores}]
+    )
+    for title, head, rows in score_tables(run):
+        title = title.replace("on the server's test set", "by the most probable class")
         print_table(title, head, rows, numbers=True)
 
 

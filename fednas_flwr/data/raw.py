@@ -179,8 +179,9 @@ def _rows(
     present = texts.get(inputs.label, np.empty(0, object))
     if labels is None and len(present := present[present != ""]):
         notes.append(
-            f"column {inputs.label} of {where} holds labels such as {listed(distinct(present), 3)}, "
-            f"and not only {listed(inputs.class_names, 5)}, so nothing is compared with them"
+            f"column {inputs.label} of {where} holds labels such as "
+            f"{listed(distinct(present), 3)}, and not only {listed(inputs.class_names, 5)}: "
+            "nothing is compared with them"
         )
     ids = texts[inputs.id_column].tolist() if inputs.id_column in texts else None
     return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes), ids)

@@ -75,12 +75,10 @@ class Predictions:
         if self.multi_label:
             least = THRESHOLD if self.threshold is None else self.threshold
             return names_of(self.probabilities >= least, self.class_names)
-        shares = torch.from_numpy(self.probabilities)
+        shares = torch.tensor(self.probabilities)
         positive = self.objective.positive_class(len(self.class_names))
-        if self.threshold is not None and positive is not None:  # 2 beats all others, -1 none
-            called = shares[:, positive] >= self.threshold
-            shares = shares.clone()
-            shares[:, positive] = torch.where(called, 2.0, -1.0)
+        if self.threshold is not None and positive is not None:  # from then on above all others
+            shares[:, positive] = torch.where(shares[:, positive] >= self.threshold, 2.0, -1.0)
         return [self.class_names[i] for i in CLASSIFICATION.predictions(shares).tolist()]
 
     @property
@@ -214,10 +212,10 @@ class Model(nn.Module):
         Raises:
             ConfigError: The data is not what the model takes, or a threshold has no class.
         """
-        several = self.inputs.multi_label
-        objective = Objective(positive=positive, multi_label=several)
+        objective = Objective(positive=positive, multi_label=self.inputs.multi_label)
         classes = len(self.class_names)
-        if threshold is not None and not several and objective.positive_class(classes) is None:
+        is_called = objective.multi_label or objective.positive_class(classes) is not None
+        if threshold is not None and not is_called:
             raise ConfigError(
                 f"threshold={threshold:g} is for a model of two classes, of several labels, or "
                 f"with evaluation.positive; this one has {classes} classes: leave it out."
@@ -228,29 +226,26 @@ class Model(nn.Module):
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
         outputs: list[Tensor] = [torch.zeros(0, classes)]
-        shares: list[Tensor] = [torch.zeros(0, classes)]
         done = 0
         for x in raw.batches(batch_size):
-            logits = self.logits(x.to(device))
-            shares.append(objective.probabilities(logits).float().cpu())
-            outputs.append(logits.float().cpu())
+            outputs.append(self.logits(x.to(device)).float().cpu())
             done += len(x)
             if progress is not None:
                 progress(done, len(raw))
-        probabilities = torch.cat(shares).numpy()
+        logits = torch.cat(outputs)
         truth = None if raw.labels is None else tuple(raw.labels)
         for note in raw.notes:
             warnings.warn(note, stacklevel=2)
         return Predictions(
             self.class_names,
             tuple(raw.names),
-            probabilities,
+            objective.probabilities(logits).numpy(),
             truth,
-            several,
+            objective.multi_label,
             raw.notes,
             None if raw.ids is None else tuple(raw.ids),
             self.inputs.id_column,
-            torch.cat(outputs),
+            logits,
             threshold,
             positive,
         )

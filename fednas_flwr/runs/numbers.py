@@ -15,8 +15,8 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.runs.events import (
     Event,
-    names_by_client,
     latest_rounds,
+    names_by_client,
     read_events,
     records_of,
     with_names,

@@ -168,8 +168,9 @@ class Cohort:
 
         def leave_out(unfit: Mapping[int, str]) -> None:
             for index, reason in unfit.items():
-                del fit[index]
-                reasons.append(f"client {index}: {_plain(reason)}")
+                tag = fit.pop(index).properties.get("tag")
+                name = f"{index} ({tag})" if tag else f"{index}"
+                reasons.append(f"client {name}: {_plain(reason)}")
 
         leave_out(misfits({index: reply.properties for index, reply in fit.items()}, alike))
         declared: dict[int, dict[str, float]] = {}
