@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import os
 import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -35,8 +37,36 @@ VARIABLE = "FEDNAS_WITH"  # by which the processes of a sweep's jobs learn of th
 _taken: set[str] = set()
 
 
+class _Output(io.TextIOWrapper):
+    """Standard output, or error output, of a command that goes on when nobody reads it any more."""
+
+    def write(self, text: str) -> int:
+        """Write text, or nothing."""
+        with self._unread():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is left, or nothing."""
+        with self._unread():
+            super().flush()
+
+    @contextmanager
+    def _unread(self) -> Iterator[None]:
+        """Send all output to nowhere once the other end of the pipe is closed."""
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if arguments is None:
+        sys.stdout, sys.stderr = (
+            _Output(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
+            for stream in (sys.stdout, sys.stderr)
+        )
     try:
         return _main(arguments)
     except KeyboardInterrupt:

@@ -130,9 +130,10 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             low, high = settings.intensity or usual
             notes.append(f"{modes[kind]} {kind} images: {low:g}..{high:g} become 0..255")
     gray = modes["gray"] + modes["16 bit"] + modes["float"]
-    if modes["colour"] and gray:
+    if modes["colour"] if channels == 1 else gray:
+        kinds = [f"{n} {kind}" for kind, n in (("gray", gray), ("colour", modes["colour"])) if n]
         become = "gray" if channels == 1 else "colour"
-        notes.append(f"{gray} gray and {modes['colour']} colour images: all become {become}")
+        notes.append(f"{' and '.join(kinds)} images: all become {become}")
     if turned:
         notes.append(f"{turned} images turned upright as their EXIF orientation says")
     if paged:

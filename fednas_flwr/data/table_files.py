@@ -70,8 +70,15 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     return texts, separator, notes
 
 
-def without_missing(texts: Texts, form: TableForm) -> Texts:
+def without_missing(
+    texts: Texts, form: TableForm, words: dict[str, set[str]] | None = None
+) -> Texts:
     """The cells under their new names, with an empty text where they say that they are missing.
+
+    Args:
+        texts: Cells by column.
+        form: Says what means missing.
+        words: Gets, by column, pandas' words that may mean something else: NA, None.
 
     Raises:
         ConfigError: Two columns would have one name.
@@ -86,7 +93,10 @@ def without_missing(texts: Texts, form: TableForm) -> Texts:
             )
         renamed[new] = cells
     for name, cells in renamed.items():
-        cells[among(cells, form.missing_in.get(name, usual))] = ""
+        missing = among(cells, form.missing_in.get(name, usual))
+        if words is not None and name not in form.missing_in:
+            words[name] = {"NA", "None"} & {*cells[missing].tolist()} - {*form.missing_values}
+        cells[missing] = ""
     return renamed
 
 

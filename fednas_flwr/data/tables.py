@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import records, table_files
 from fednas_flwr.data.notation import (
     NEARLY,
@@ -92,9 +92,14 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     """Cells of a table in common form, the settings with all that was found in it, and notes."""
     texts, separator, notes = table_files.read_texts(path, settings)
     table_files.check_columns(texts, [*settings.rename], where=str(path))
-    texts = table_files.without_missing(texts, settings)
+    doubtful: dict[str, set[str]] = {}
+    texts = table_files.without_missing(texts, settings, doubtful)
     settings = replace(settings, label=label_column(settings, texts))
     if not settings.strict:
+        if names := [n for n, of in doubtful.items() if of and _is_text(texts[n], settings)]:
+            said = " and ".join(sorted({word for name in names for word in doubtful[name]}))
+            literal = f"dataset.missing_in={{{names[0]}: []}} takes that literally"
+            notes.append(f"{said} in {listed(names, 5)} means that a cell is missing; {literal}")
         texts, more = _without_row_numbers(texts, settings)
         notes += more
     words = {*settings.categorical, *settings.categories, *settings.ignore}
@@ -110,6 +115,11 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         notes += filter(None, unusual)
     texts = table_files.in_common_form(texts, settings, numbers, where=str(path))
     return texts, settings, told(path, notes)
+
+
+def _is_text(cells: np.ndarray, form: TableForm) -> bool:
+    """Return whether a column holds words, by its first cells."""
+    return column_kind(cells[:1000], form)[0] == CATEGORY
 
 
 def with_signs(
