@@ -32,6 +32,7 @@ from fednas_flwr.settings.hydra_config import (
     run_hydra,
     without_sweeps,
 )
+from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
@@ -289,4 +290,5 @@ def _data_set(path: Path) -> str:
         return "csv"
     if path.is_dir():
         return "image_folder"
-    raise ConfigError(f"{path} is no table, npz file or folder of images.")
+    tables = f"a table ends in {', '.join(TABLE_SUFFIXES)}"
+    raise ConfigError(f"{path} is no table, npz file or folder of images: {tables}.")
