@@ -96,6 +96,7 @@ def _of_columns(records: Records) -> Iterator[str]:
     rows = slice(None, None, max(1, len(records) // _SAMPLE))
     features, labels = records.features[rows].double().numpy(), records.labels[rows].numpy()
     tells: list[str] = []
+    unusual: dict[str, list[str]] = {}
     for column in records.schema:
         yield from _spelled_alike(column.name, column.categories)
         if column.kind == CATEGORY:
@@ -118,9 +119,10 @@ def _of_columns(records: Records) -> Iterator[str]:
                 yield f"{column.name} has another whole number in every row: {_IGNORE}"
                 continue
             if said := _unusual(column.kind, cells):
-                yield f"{column.name} {said}"
+                unusual.setdefault(said, []).append(column.name)
         if not records.multi_label and _tells(cells, labels, column.kind == CATEGORY):
             tells.append(column.name)
+    yield from (f"{said}: {listed(columns, 5)}" for said, columns in unusual.items())
     if tells:
         tell, are = ("tells", "it is") if len(tells) == 1 else ("tell", "they are")
         yield (
@@ -133,16 +135,16 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
     """What is unusual about a column of numbers or dates: it says nothing, or not what it seems."""
     values, counts = np.unique(cells[~np.isnan(cells)], return_counts=True)
     if len(values) < 2:
-        return "is empty, or the same, in every record, and so says nothing about the label"
+        return "one value, or none, in all records, which says nothing about the label"
     low, high = values[0], values[-1]
     if kind == DATE and high > _FAR_DAYS:
-        return "has dates after 2200: if these mean missing, list them in dataset.missing_in"
+        return "dates after 2200, which may mean missing (dataset.missing_in)"
     for code, times, others in ((low, counts[0], values[1:]), (high, counts[-1], values[:-1])):
         is_far = others[0] >= 0 if code == low else others[-1] < code / 2
         if abs(code) in _CODES and times > 1 and is_far and (code < 0 or code > 99):
-            return f"is {code:g} in {times} records: if that means missing, use dataset.missing_in"
+            return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
     if _are_dates(values):
-        return f"looks like dates that are written as {low:.0f}: write them as 2024-12-31"
+        return "dates written as 20241231, which are read as numbers: write 2024-12-31"
     return ""
 
 
