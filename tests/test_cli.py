@@ -614,7 +614,7 @@ def test_latency_measure_writes_a_table_of_the_composed_space(
 
 def test_output_that_nobody_reads_any_more_ends_no_command() -> None:
     read, write = os.pipe()
-    with cli._Output(os.fdopen(write, "wb"), "utf-8", line_buffering=True) as output:
+    with cli._Output(os.fdopen(write, "wb"), "utf-8") as output:
         print("a line", file=output)
         assert os.read(read, 100) == b"a line\n"
         os.close(read)

@@ -15,8 +15,7 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -41,30 +40,20 @@ class _Output(io.TextIOWrapper):
     """Standard output, or error output, of a command that goes on when nobody reads it any more."""
 
     def write(self, text: str) -> int:
-        """Write text, or nothing."""
-        with self._unread():
-            super().write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Write what is left, or nothing."""
-        with self._unread():
-            super().flush()
-
-    @contextmanager
-    def _unread(self) -> Iterator[None]:
-        """Send all output to nowhere once the other end of the pipe is closed."""
+        """Write text at once; to nowhere from when the other end of the pipe is closed."""
         try:
-            yield
+            super().write(text)
+            self.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        return len(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     if arguments is None:
         sys.stdout, sys.stderr = (
-            _Output(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
+            _Output(stream.buffer, stream.encoding, stream.errors)
             for stream in (sys.stdout, sys.stderr)
         )
     try:

@@ -123,8 +123,7 @@ def _print_scores(predictions: Predictions) -> None:
     from fednas_flwr.report.tables import score_tables
     from fednas_flwr.report.terminal import print_table
 
-    logits, labels = predictions.logits, predictions.true_labels
-    assert labels is not None
+    logits, labels = predictions.logits, predictions.encoded(predictions.truth or ())
     objective = predictions.objective
     scores = asdict(measured(logits, labels, objective=objective, with_scores=True))
     scores |= detailed(logits, labels, objective=objective, threshold=predictions.threshold)
@@ -150,7 +149,6 @@ def report(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write report.html of a run again."""
     from fednas_flwr.report.html_report import write_report
 
-    _check_run(options.run_folder)
     print(write_report(options.run_folder))
     return 0
 
@@ -161,7 +159,7 @@ def watch(options: argparse.Namespace, overrides: list[str]) -> int:
 
     from fednas_flwr.report.watch import serve
 
-    _check_run(options.run_folder)
+    read_run(options.run_folder)
     host, port = options.host, options.port
     Between(1, 65535).check("--port", port)
     try:
@@ -174,11 +172,6 @@ def watch(options: argparse.Namespace, overrides: list[str]) -> int:
     print(f"http://{host}:{port} shows {options.run_folder}; Ctrl-C ends it", flush=True)
     serve(options.run_folder, host=host, port=port)
     return 0
-
-
-def _check_run(folder: Path) -> None:
-    if not (folder / EVENTS_FILE).is_file():
-        raise ConfigError(f"{folder} holds no {EVENTS_FILE}: give the folder of a run.")
 
 
 def compare(options: argparse.Namespace, overrides: list[str]) -> int:

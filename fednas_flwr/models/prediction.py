@@ -86,14 +86,11 @@ class Predictions:
         """What scores are of."""
         return Objective(positive=self.positive, multi_label=self.multi_label)
 
-    @property
-    def true_labels(self) -> Tensor | None:
-        """The labels that the data names, in the objective's form; None where it names none."""
-        if not self.truth:
-            return None
+    def encoded(self, labels: Sequence[Label]) -> Tensor:
+        """Labels by name in the objective's form."""
         if not self.multi_label:
-            return torch.tensor([self.class_names.index(str(name)) for name in self.truth])
-        return torch.tensor([[int(name in of) for name in self.class_names] for of in self.truth])
+            return torch.tensor([self.class_names.index(str(name)) for name in labels])
+        return torch.tensor([[int(name in of) for name in self.class_names] for of in labels])
 
     @property
     def accuracy(self) -> float | None:
@@ -103,11 +100,7 @@ class Predictions:
         """
         if not self.truth:
             return None
-        if self.multi_label:
-            wrong = sum(len(set(a) ^ set(b)) for a, b in zip(self.labels, self.truth, strict=True))
-            return 1 - wrong / self.probabilities.size
-        pairs = zip(self.labels, self.truth, strict=True)
-        return sum(label == true for label, true in pairs) / len(self)
+        return float((self.encoded(self.labels) == self.encoded(self.truth)).double().mean())
 
     def table(self) -> Any:
         """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.

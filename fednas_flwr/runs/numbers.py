@@ -513,13 +513,12 @@ def read_run(run_folder: Path) -> Run:
     """Return the run that a folder holds.
 
     Raises:
-        FileNotFoundError: The folder holds no events.jsonl, so it is no run folder.
-        ConfigError: Its configuration is no YAML, or too large, or an older version has written
-            its events.
+        ConfigError: The folder holds no events.jsonl, so it is no run folder; its configuration is
+            no YAML, or too large; or an older version has written its events.
     """
     path = run_folder / EVENTS_FILE
     if not path.exists():
-        raise FileNotFoundError(f"{run_folder} is no run folder: it holds no events.jsonl.")
+        raise ConfigError(f"{run_folder} holds no {EVENTS_FILE}: give the folder of a run.")
     config: dict[str, Any] = {}
     file = run_folder / CONFIG_FILE
     if file.exists():
