@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -102,7 +103,26 @@ def compose(*overrides: str) -> Config:
         >>> compose("algorithm=fed_darts", "rounds=2").rounds
         2
     """
-    return parse_config(compose_tree(overrides), given=given_settings(overrides))
+    given = given_settings(overrides)
+    return with_clients(parse_config(compose_tree(overrides), given=given), given.typed)
+
+
+def with_clients(config: Config, given: Collection[str]) -> Config:
+    """A configuration with a client for every site, or value of a column, that divides its data.
+
+    Args:
+        config: Of a run.
+        given: Names of the settings that the user has set, whose ``clients`` stays.
+    """
+    divided = config.partition.name in ("sites", "column") and config.runtime.name != "deployment"
+    if not divided or "clients" in given:
+        return config
+    from fednas_flwr.data.prepared import client_names, prepare_run
+
+    with suppress(ConfigError):  # the checks before a run say it
+        names = client_names(prepare_run(config).train, config.partition)
+        return replace(config, clients=len(names) or config.clients)
+    return config
 
 
 def run(

@@ -11,6 +11,7 @@ import analyse
 import pytest
 import torch
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import read_events
@@ -116,7 +117,7 @@ def test_every_variant_can_be_trained_at_once(folder, tmp_path, capsys):
 
 @pytest.mark.run
 def test_a_folder_without_a_finished_run_is_refused(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no run folder"):
+    with pytest.raises(ConfigError, match="give the folder of a run"):
         analyse.main([str(tmp_path)])
     lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "events.jsonl").write_text("".join(lines[:-1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -609,3 +610,14 @@ def test_latency_measure_writes_a_table_of_the_composed_space(
     assert "--batch-size=0 is out of range: expected 1 or more." in capsys.readouterr().err
     assert cli.main([*measure, "--passes", "1", *space]) == cli.USER_ERROR
     assert "--passes=1 is out of range: expected 2 or more." in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_any_more_ends_no_command() -> None:
+    read, write = os.pipe()
+    with cli._Output(os.fdopen(write, "wb"), "utf-8") as output:
+        print("a line", file=output)
+        assert os.read(read, 100) == b"a line\n"
+        os.close(read)
+        for _ in range(3):
+            print("another", file=output)
+            output.flush()

@@ -908,3 +908,11 @@ def test_a_last_learning_rate_that_was_typed_does_not_follow() -> None:
 def test_sentences_spell_values_as_overrides_do(overrides: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         compose(*overrides.split())
+
+
+def test_ranges_of_dates_are_dates() -> None:
+    table = ("dataset=csv", "search_space=mlp_small")
+    config = compose(*table, "dataset.ranges={seen: [2020-01-01, 2024-12-31], age: [0, 100]}")
+    assert config.dataset.ranges == {"seen": [18262, 20088], "age": [0, 100]}
+    with pytest.raises(ConfigError, match="expected a number, or a date such as 2024-12-31"):
+        compose(*table, "dataset.ranges={seen: [2020-13-01, 2024-12-31]}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import os
 import runpy
 import signal
@@ -35,8 +36,26 @@ VARIABLE = "FEDNAS_WITH"  # by which the processes of a sweep's jobs learn of th
 _taken: set[str] = set()
 
 
+class _Output(io.TextIOWrapper):
+    """Standard output, or error output, of a command that goes on when nobody reads it any more."""
+
+    def write(self, text: str) -> int:
+        """Write text at once; to nowhere from when the other end of the pipe is closed."""
+        try:
+            super().write(text)
+            self.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        return len(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if arguments is None:
+        sys.stdout, sys.stderr = (
+            _Output(stream.buffer, stream.encoding, stream.errors)
+            for stream in (sys.stdout, sys.stderr)
+        )
     try:
         return _main(arguments)
     except KeyboardInterrupt:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import csv_cell
 from fednas_flwr.cli import Commands, add_command
+from fednas_flwr.runs.numbers import EVENTS_FILE, Run, read_run
 from fednas_flwr.settings.parser import Between
+
+if TYPE_CHECKING:
+    from fednas_flwr.models.prediction import Predictions
 
 
 def add_commands(commands: Commands) -> None:
@@ -21,6 +27,12 @@ def add_commands(commands: Commands) -> None:
     )
     parser.add_argument(
         "--output", type=Path, default=Path("predictions.csv"), help="(default: predictions.csv)"
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        help="probability from which a record is of the positive class, or has a label (default: "
+        "that of the run's report; the most probable class where that has none)",
     )
     parser.add_argument("--batch-size", type=int, default=256, help="(default: 256)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
@@ -57,7 +69,7 @@ def add_commands(commands: Commands) -> None:
 def predict(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write a table of a model's predictions: labels and probabilities of raw data.
 
-    Where the data has labels, the accuracy is printed.
+    Where the data has labels, the scores of a report are printed.
     """
     from rich.progress import Progress
 
@@ -66,13 +78,27 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.output.suffix != ".csv":
         raise ConfigError(f"--output={options.output} must be a .csv file.")
     model = load(options.run_folder).to(make_device(options.device))
+    tested: dict[str, Any] = {}
+    if (options.run_folder / EVENTS_FILE).is_file():
+        tested = read_run(options.run_folder).scores("central")
+    positive, threshold = tested.get("positive"), options.threshold
+    if threshold is not None:
+        Between(0, 1).check("--threshold", threshold)
+    elif not model.inputs.multi_label:
+        threshold = tested.get("threshold")
     with Progress(disable=not sys.stdout.isatty()) as bars:
         task = bars.add_task("records", total=None)
 
         def progress(done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)
 
-        predictions = model.predict(options.data, batch_size=options.batch_size, progress=progress)
+        predictions = model.predict(
+            options.data,
+            batch_size=options.batch_size,
+            progress=progress,
+            threshold=threshold,
+            positive=positive,
+        )
     try:
         table = predictions.table()
         for name in table.select_dtypes(exclude="number"):
@@ -81,9 +107,33 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"--output={options.output} cannot be written: {error}.") from error
     print(f"{len(predictions):,} records: {options.output}")
+    if threshold is not None:
+        place = predictions.objective.positive_class(len(model.class_names))
+        named = "labels are" if place is None else f"the label is {model.class_names[place]}"
+        print(f"{named} from a probability of {threshold:g} on; --threshold changes that")
     if predictions.accuracy is not None:
         print(f"accuracy by the labels in {options.data}: {100 * predictions.accuracy:.1f} %")
+        _print_scores(predictions)
     return 0
+
+
+def _print_scores(predictions: Predictions) -> None:
+    """Print the scores of predictions as a report has them."""
+    from fednas_flwr.models.metrics import detailed, measured
+    from fednas_flwr.report.tables import score_tables
+    from fednas_flwr.report.terminal import print_table
+
+    logits, labels = predictions.logits, predictions.encoded(predictions.truth or ())
+    objective = predictions.objective
+    scores = asdict(measured(logits, labels, objective=objective, with_scores=True))
+    scores |= detailed(logits, labels, objective=objective, threshold=predictions.threshold)
+    named = {"class_names": predictions.class_names, "multi_label": predictions.multi_label}
+    run = Run(
+        Path(), {}, [{"event": "partition", **named}, {"event": "evaluated", "central": scores}]
+    )
+    for title, head, rows in score_tables(run):
+        title = title.replace("on the server's test set", "by the most probable class")
+        print_table(title, head, rows, numbers=True)
 
 
 def export(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -99,7 +149,6 @@ def report(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write report.html of a run again."""
     from fednas_flwr.report.html_report import write_report
 
-    _check_run(options.run_folder)
     print(write_report(options.run_folder))
     return 0
 
@@ -110,7 +159,7 @@ def watch(options: argparse.Namespace, overrides: list[str]) -> int:
 
     from fednas_flwr.report.watch import serve
 
-    _check_run(options.run_folder)
+    read_run(options.run_folder)
     host, port = options.host, options.port
     Between(1, 65535).check("--port", port)
     try:
@@ -123,13 +172,6 @@ def watch(options: argparse.Namespace, overrides: list[str]) -> int:
     print(f"http://{host}:{port} shows {options.run_folder}; Ctrl-C ends it", flush=True)
     serve(options.run_folder, host=host, port=port)
     return 0
-
-
-def _check_run(folder: Path) -> None:
-    from fednas_flwr.runs.numbers import EVENTS_FILE
-
-    if not (folder / EVENTS_FILE).is_file():
-        raise ConfigError(f"{folder} holds no {EVENTS_FILE}: give the folder of a run.")
 
 
 def compare(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -148,7 +190,6 @@ def lookup(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print the published accuracies of NAS-Bench-201 cells that runs have found."""
     from fednas_flwr.report.comparison import run_folders
     from fednas_flwr.report.lookup import print_lookup, read_table
-    from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 
     folders = run_folders(options.run_folders)
     table = read_table(options.table, options.column)

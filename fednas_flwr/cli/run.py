@@ -20,6 +20,7 @@ from fednas_flwr.settings import Config
 from fednas_flwr.settings import hydra_config as hydra
 from fednas_flwr.settings.configuration import check_names, parse_config
 from fednas_flwr.settings.data_settings import CSV
+from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
@@ -103,7 +104,8 @@ def configured(overrides: Sequence[str], *, tell: bool = True) -> Config:
     tree = hydra.compose_tree(overrides)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NoEffectWarning)
-        config = parse_config(tree, given=hydra.given_settings(overrides))
+        given = hydra.given_settings(overrides)
+        config = api.with_clients(parse_config(tree, given=given), given.typed)
     for warning in caught if tell else ():
         print(f"fednas: warning: {warning.message}", file=sys.stderr)
     return config
@@ -234,12 +236,14 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     table = ["search_space=mlp_small"] if name == "csv" else []
     whole = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
     tree = hydra.compose_tree(whole)
-    check_names(tree, hydra.given_settings(overrides).typed)
-    config = parse_config(tree)
+    typed = hydra.given_settings(overrides).typed
+    check_names(tree, typed)
+    config = api.with_clients(parse_config(tree), typed)
     if isinstance(config.dataset, CSV) and config.partition.name == "sites":
         _compare_sites(config.dataset)
     prepared, parts = make_data(config)
-    names = client_names(prepared.train, config.partition, len(parts))
+    names = client_names(prepared.train, config.partition)
+    names = names or [f"client {client}" for client in range(len(parts))]
     for line in summary(prepared, parts, names, **config.dataset.division):
         print(line)
     return 0
@@ -247,19 +251,14 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _compare_sites(dataset: CSV) -> None:
     """Print the tables of sites side by side, and settings that would join them."""
-    from rich.console import Console
-    from rich.table import Table
-
     from fednas_flwr.data import site_tables
     from fednas_flwr.data.datasets import find_source
+    from fednas_flwr.report.terminal import print_table
 
     root = find_source(dataset, sites=True)
     tables = site_tables.read_site_tables(dataset, root)
     header, *rows = site_tables.side_by_side(tables)
-    grid = Table(*header)
-    for row in rows:
-        grid.add_row(*row)
-    Console().print(grid)
+    print_table("", header, rows)
     if said := site_tables.proposals(tables):
         print(f"These lines of {root / site_tables.SITES_FILE} would join the sites; check each:")
         print("\n".join(f"  {line}" for line in site_tables.as_yaml(said)))
@@ -277,4 +276,5 @@ def _data_set(path: Path) -> str:
         return "csv"
     if path.is_dir():
         return "image_folder"
-    raise ConfigError(f"{path} is no table, npz file or folder of images.")
+    tables = f"a table ends in {', '.join(TABLE_SUFFIXES)}"
+    raise ConfigError(f"{path} is no table, npz file or folder of images: {tables}.")

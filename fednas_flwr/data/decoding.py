@@ -23,7 +23,8 @@ from fednas_flwr.settings.data_settings import EncodedImages
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".dcm"}
+SUFFIXES = {".png", ".jpg", ".jpeg", ".jfif", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".dcm"}
+SUFFIXES |= {".pgm", ".ppm"}
 FULL_RANGE = (0.0, 65535.0)  # of 16 bits
 _MOST_NAMED = 20
 
@@ -130,9 +131,10 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             low, high = settings.intensity or usual
             notes.append(f"{modes[kind]} {kind} images: {low:g}..{high:g} become 0..255")
     gray = modes["gray"] + modes["16 bit"] + modes["float"]
-    if modes["colour"] and gray:
+    if modes["colour"] if channels == 1 else gray:
+        kinds = [f"{n} {kind}" for kind, n in (("gray", gray), ("colour", modes["colour"])) if n]
         become = "gray" if channels == 1 else "colour"
-        notes.append(f"{gray} gray and {modes['colour']} colour images: all become {become}")
+        notes.append(f"{' and '.join(kinds)} images: all become {become}")
     if turned:
         notes.append(f"{turned} images turned upright as their EXIF orientation says")
     if paged:
@@ -309,6 +311,11 @@ def part_folders(root: Path) -> tuple[Path, Path | None]:
     if train is None or not train.is_dir():
         return root, None
     return train, test if test is not None and test.is_dir() else None
+
+
+def is_image(path: Path) -> bool:
+    """Return whether a file is an image by its name; those that a Mac hides are none."""
+    return path.suffix.lower() in SUFFIXES and path.name[0] != "."
 
 
 def image_files(root: Path, *, hidden: bool = False) -> list[Path]:

@@ -18,7 +18,13 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import tables
-from fednas_flwr.data.decoding import SUFFIXES, decode_images, image_files, part_folders, source_of
+from fednas_flwr.data.decoding import (
+    decode_images,
+    image_files,
+    is_image,
+    part_folders,
+    source_of,
+)
 from fednas_flwr.data.records import (
     Column,
     Records,
@@ -169,7 +175,7 @@ def _images(root: Path, *, has_persons: bool, skip: bool) -> list[Path]:
     class_folders = _folders(root)
     persons = [folder for of_class in class_folders for folder in _folders(of_class)]
     files, stray = (
-        [p for f in folders for p in sorted(f.iterdir()) if p.suffix.lower() in SUFFIXES]
+        [p for f in folders for p in sorted(f.iterdir()) if is_image(p)]
         for folders in ((persons, class_folders) if has_persons else (class_folders, ()))
     )
     form = "<class>/<person>/<image>.png" if has_persons else "<class>/<image>.png"

@@ -5,6 +5,7 @@ Nothing is normalised here, and nothing is unpickled.
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,11 @@ from fednas_flwr.data.records import Records, RecordsPair, readable
 from fednas_flwr.settings.data_settings import Arrays, Npz
 
 _Features = np.ndarray | list[tuple[str, bytes]]  # images or rows, or encoded images with names
+
+
+_NAMED = re.compile(  # X, images, train_images, data, ...; y, labels, train_labels, target, ...
+    r"(?:(?P<part>train|test|val)_)?(?:(?P<x>x|images?|data)|y|labels?|targets?)", re.IGNORECASE
+)
 
 
 def read_npz(settings: Npz, path: Path) -> RecordsPair:
@@ -103,34 +109,48 @@ def _in_usual_form(
 ) -> tuple[dict[str, np.ndarray], list[str], list[str]]:
     """Arrays in the form that is documented, the names of classes if labels are texts, and notes.
 
-    ``X`` and ``y`` are the train part; whole pixels from 0 to 255 of any type, and fractions from 0
-    to 1, become uint8; an alpha channel that is opaque goes; labels may be whole floats, or texts.
+    ``X`` and ``y``, ``images`` and ``labels``, and the like are the train part; whole pixels from 0
+    to 255 of any type, truth values, and fractions from 0 to 1, become uint8; an alpha channel that
+    is opaque goes, and axes of one value; labels may be whole floats, texts, or in a column.
     """
-    plain = {name: f"{name.lower()}_train" for name in arrays if name in ("x", "y", "X", "Y")}
-    plain = plain if sorted(plain.values()) == ["x_train", "y_train"] else {}
-    usual = {plain.get(name, name): array for name, array in arrays.items()}
+    found = {name: match for name in arrays if (match := _NAMED.fullmatch(name))}
+    plain = {n: f"{'xy'[not m['x']]}_{(m['part'] or 'train').lower()}" for n, m in found.items()}
+    if len({*plain.values()} - arrays.keys()) < len(plain) or "y_train" not in plain.values():
+        plain = {}  # unless each is the only one of its kind
+    given = {plain.get(name, name): array for name, array in arrays.items()}
+    usual = dict(given)
     names: list[str] = []
-    notes = [f"{' and '.join(plain)} are taken as the train part"] if plain else []
+    notes = [f"{' and '.join(plain)} are taken as {' and '.join(plain.values())}"] if plain else []
+    for name in [name for name in usual if name.startswith("y_")]:
+        if usual[name].ndim == 2 and usual[name].shape[1] == 1:
+            usual[name] = usual[name][:, 0]
+        if usual[name].dtype.kind == "S":
+            usual[name] = np.char.decode(usual[name])
     texts = [a for n, a in usual.items() if n[:2] == "y_" and a.dtype.kind == "U" and a.ndim == 1]
     if texts:
         names = sorted({name for array in texts for name in array.tolist()})
     for name, array in usual.items():
         changed, kind = array, array.dtype.kind
         if name.startswith("x_") and array.ndim > 2 and array.size:
+            if array.ndim > 4:
+                changed = array.reshape([len(array), *(n for n in array.shape[1:] if n > 1)])
+                array = changed
             low, high = array.min(), array.max()
             whole = kind in "iu" or (kind == "f" and (array % 1 == 0).all())
             if array.dtype != np.uint8 and whole and 0 <= low < 2 <= high <= 255:
                 changed = array.astype(np.uint8)
             elif kind == "f" and not whole and 0 <= low <= high <= 1:
                 changed = np.rint(array * 255).astype(np.uint8)
+            elif kind == "b":
+                changed = array * np.uint8(255)
             if changed.ndim == 4 and changed.shape[3] == 4 and (changed[..., 3] == 255).all():
                 changed = changed[..., :3]
-        elif name.startswith("y_") and kind == "f" and (array % 1 == 0).all():
+        elif name.startswith("y_") and kind in "bf" and (kind == "b" or (array % 1 == 0).all()):
             changed = array.astype(np.int64)
         elif name.startswith("y_") and kind == "U" and names:
             changed = np.searchsorted(names, array)
-        if changed is not array:
-            forms = (f"{of.dtype} {list(of.shape)}" for of in (array, changed))
+        if changed is not given[name]:
+            forms = (f"{of.dtype} {list(of.shape)}" for of in (given[name], changed))
             notes.append(f"{name}: {' is read as '.join(forms)}")
         usual[name] = changed
     return usual, names, notes
@@ -269,8 +289,9 @@ def channels_first(
         if first != last:
             return images if first else images.transpose(0, 3, 1, 2)
     raise ConfigError(
-        f"{origin} holds features {images.dtype} of shape {images.shape}: expected uint8 images "
-        "[N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 channels, or a table [N, F]."
+        f"{origin} holds features {images.dtype} of shape {images.shape}: expected uint8 "
+        "images [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 channels, whole numbers from 0 "
+        "to 255 or shares from 0 to 1, or a table [N, F]."
     )
 
 

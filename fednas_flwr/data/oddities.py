@@ -12,16 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.notation import are_numbers
-from fednas_flwr.data.records import CATEGORY, NUMBER, Records, count_labels
+from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Records, count_labels
 
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
 _SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
+_FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
+_CODES = {9.0, 99.0, 999.0, 9999.0}  # that mean missing, with a minus or without
+_FAR_DAYS = 84_006  # from 1970 to 2200
 _TELLS = 0.995  # AUROC of a column alone
 _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
 _ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record)$", re.I)
+_AFFIXED = re.compile(r"[^A-Za-z\d]{0,2}\d")  # as 80%, $1,200, <0.5, 3 days, 12:30 and 1/2/24
+_YES_NO = {
+    **dict.fromkeys(("yes", "y", "true", "1", "j", "ja"), "yes"),
+    **dict.fromkeys(("no", "n", "false", "0", "nein"), "no"),
+}
 _FLOAT32 = 2**24  # whole numbers above are not told apart
 
 
@@ -47,6 +55,10 @@ def _of_labels(records: Records) -> Iterator[str]:
             f"every record has exactly one of {len(counts)} labels: for one class per record give "
             "class numbers, or one column of classes"
         )
+    if 1 in counts and len(records) >= _FEWEST:
+        yield f"one record only has the label {records.class_names[counts.index(1)]}: is it one?"
+    if len(counts) == 1:
+        yield f"every record has the label {records.class_names[0]}: there is nothing to tell apart"
     yield from _spelled_alike("the label", records.class_names)
     numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
     if numbers and records.schema and not records.multi_label:
@@ -54,10 +66,11 @@ def _of_labels(records: Records) -> Iterator[str]:
 
 
 def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence on codes that differ by the case of letters only."""
+    """Yield a sentence on codes that differ by the case of letters only, or all say yes or no."""
     alike: dict[str, list[str]] = {}
+    spoken = _YES_NO if all(code.lower() in _YES_NO for code in codes) else {}
     for code in codes:
-        alike.setdefault(code.lower(), []).append(code)
+        alike.setdefault(spoken.get(code.lower(), code.lower()), []).append(code)
     for spellings in [found for found in alike.values() if len(found) > 1][:1]:
         yield f"{what} holds {' and '.join(spellings)}: join them by dataset.map if they are one"
 
@@ -82,24 +95,64 @@ def _of_columns(records: Records) -> Iterator[str]:
     names = list(records.feature_names)
     rows = slice(None, None, max(1, len(records) // _SAMPLE))
     features, labels = records.features[rows].double().numpy(), records.labels[rows].numpy()
+    tells: list[str] = []
+    unusual: dict[str, list[str]] = {}
     for column in records.schema:
         yield from _spelled_alike(column.name, column.categories)
         if column.kind == CATEGORY:
             places = [names.index(f"{column.name}={value}") for value in column.categories]
+            affixed = [code for code in column.categories if _AFFIXED.match(code)]
+            if len(affixed) > max(_FEWEST_NUMBERS, _MOSTLY * len(column.categories)):
+                code = next(c for c in column.categories if not are_numbers([c]).all())
+                yield (
+                    f"{column.name} has {len(column.categories)} categories such as {code}: write "
+                    "numbers, dates and times plainly"
+                )
+                continue
             if len(column.categories) > len(records) / 2:
                 yield f"{column.name} has a value of its own in most rows: {_IGNORE}"
                 continue
             cells = features[:, places] @ np.arange(1, len(places) + 1)
         else:
             cells = features[:, names.index(column.name)]
-            if column.kind == NUMBER and _is_id(column.name, cells):
+            if column.kind == NUMBER and _is_id(column.name, cells) and not _are_dates(cells):
                 yield f"{column.name} has another whole number in every row: {_IGNORE}"
                 continue
+            if said := _unusual(column.kind, cells):
+                unusual.setdefault(said, []).append(column.name)
         if not records.multi_label and _tells(cells, labels, column.kind == CATEGORY):
-            yield (
-                f"{column.name} alone tells the label: if it is known only afterwards, list it in "
-                "dataset.ignore"
-            )
+            tells.append(column.name)
+    yield from (f"{said}: {listed(columns, 5)}" for said, columns in unusual.items())
+    if tells:
+        tell, are = ("tells", "it is") if len(tells) == 1 else ("tell", "they are")
+        yield (
+            f"{listed(tells, 5)} alone {tell} the label: if {are} known only afterwards, use "
+            "dataset.ignore"
+        )
+
+
+def _unusual(kind: str, cells: np.ndarray) -> str:
+    """What is unusual about a column of numbers or dates: it says nothing, or not what it seems."""
+    values, counts = np.unique(cells[~np.isnan(cells)], return_counts=True)
+    if len(values) < 2:
+        return "one value, or none, in all records, which says nothing about the label"
+    low, high = values[0], values[-1]
+    if kind == DATE and high > _FAR_DAYS:
+        return "dates after 2200, which may mean missing (dataset.missing_in)"
+    for code, times, others in ((low, counts[0], values[1:]), (high, counts[-1], values[:-1])):
+        is_far = others[0] >= 0 if code == low else others[-1] < code / 2
+        if abs(code) in _CODES and times > 1 and is_far and (code < 0 or code > 99):
+            return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
+    if _are_dates(values):
+        return "dates written as 20241231, which are read as numbers: write 2024-12-31"
+    return ""
+
+
+def _are_dates(cells: np.ndarray) -> bool:
+    """Return whether numbers are dates as 20241231, which float32 rounds to even numbers."""
+    years, months, days = cells // 10_000, cells // 100 % 100, cells % 100
+    dated = (1900 <= years) & (years <= 2100) & (1 <= months) & (months <= 12) & (days <= 32)
+    return bool(dated.all())
 
 
 _IGNORE = "if it only names the record, list it in dataset.ignore"

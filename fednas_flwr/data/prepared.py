@@ -34,8 +34,8 @@ FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))
 _ATTEMPTS = 100
 
 
-def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
-    """The prepared records and the rows of every client.
+def prepare_run(config: Config) -> Prepared:
+    """The records of a run.
 
     A table's column that divides its records over clients is no feature, unless it is asked for.
     """
@@ -44,7 +44,12 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
         asked = {*dataset.numeric, *dataset.dates, *dataset.categorical, *dataset.categories}
         if not {split.column} & {*asked, *dataset.ignore, dataset.label, dataset.id_column}:
             dataset = replace(dataset, ignore=[*dataset.ignore, split.column])
-    prepared = prepare(dataset, sites=split.name == "sites")
+    return prepare(dataset, sites=split.name == "sites")
+
+
+def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
+    """The prepared records and the rows of every client."""
+    prepared, split = prepare_run(config), config.partition
     if not isinstance(split, ds.SavedPartition):
         return prepared, partition(prepared.train, split, clients=config.clients)
     parts = load_partition(expanded("partition.file", split.file))
@@ -58,13 +63,10 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     return prepared, parts
 
 
-def client_names(records: Records, settings: ds.Partition, number: int) -> list[str]:
-    """Names of the clients: the values of the column that divides them, where one does."""
+def client_names(records: Records, settings: ds.Partition) -> list[str]:
+    """Names of the clients: the values of the column that divides them; empty without one."""
     column = str(getattr(settings, "column", "site" if settings.name == "sites" else ""))
-    if column not in records.columns:
-        return [f"client {client}" for client in range(number)]
-    names: list[str] = np.unique(records.columns[column]).tolist()
-    return names
+    return list(map(str, np.unique(records.columns.get(column, np.empty(0))).tolist()))
 
 
 def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:

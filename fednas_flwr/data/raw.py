@@ -20,7 +20,7 @@ from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
-from fednas_flwr.data.notation import NEARLY, code_key, places_among
+from fednas_flwr.data.notation import NEARLY, code_key, distinct, places_among
 from fednas_flwr.data.npz import channels_first, cut, named, read_arrays
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, feature_names, label_sets
 from fednas_flwr.data.table_files import (
@@ -175,7 +175,14 @@ def _rows(
         form = with_signs(form, texts, numbers, dates, separator, where=where)
     texts = in_common_form(texts, form, numbers, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
-    labels, notes = _row_labels(texts, inputs, where=where), _unknown_categories(texts, inputs)
+    labels, notes = _row_labels(texts, inputs, where=where), [*_unknown_categories(texts, inputs)]
+    present = texts.get(inputs.label, np.empty(0, object))
+    if labels is None and len(present := present[present != ""]):
+        notes.append(
+            f"column {inputs.label} of {where} holds labels such as "
+            f"{listed(distinct(present), 3)}, and not only {listed(inputs.class_names, 5)}: "
+            "nothing is compared with them"
+        )
     ids = texts[inputs.id_column].tolist() if inputs.id_column in texts else None
     return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes), ids)
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, listed, unknown_choice
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.data.notation import distinct, numbers_of
-from fednas_flwr.data.records import CATEGORY, NUMBER, Records
+from fednas_flwr.data.records import CATEGORY, NUMBER, Column, Records
 from fednas_flwr.data.table_files import Texts, suffix_of
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
 from fednas_flwr.settings.data_settings import CSV, TableForm
@@ -187,10 +187,8 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
     for site, table in tables.items():
         lacking = [name for name in common if name not in table.texts]
         spare = [name for name in table.texts if name not in common]
-        for name in lacking:
-            lower = {other.lower(): other for other in spare}
-            if near := difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5):
-                propose(site, "rename", lower[near[0]], name)
+        for spelled, name in _respelled(lacking, spare).items():
+            propose(site, "rename", spelled, name)
     for name in common:
         kinds = {site: table.kind(name) for site, table in tables.items()}
         usual = Counter(kind for kind in kinds.values() if kind).most_common(1)
@@ -200,6 +198,42 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
             _propose_units(name, {s: t for s, t in tables.items() if kinds[s] == NUMBER}, propose)
         _propose_codes(name, tables, propose)
     return {site: said for site, said in found.items() if said}
+
+
+def _respelled(lacking: Sequence[str], spare: Sequence[str]) -> dict[str, str]:
+    """Names that a site lacks, by its own that are spelled most like them."""
+    lower = {other.lower(): other for other in spare}
+    near = {n: difflib.get_close_matches(n.lower(), lower, n=1, cutoff=0.5) for n in lacking}
+    return {lower[found[0]]: name for name, found in near.items() if found}
+
+
+def difference(own: Sequence[Column], usual: Sequence[Column]) -> str:
+    """How a site's columns differ from those of most, with lines of a ``dataset.yaml``.
+
+    Args:
+        own: As the site declares them, or has found them.
+        usual: The same of most sites.
+    """
+    ours, theirs = ({column.name: column for column in schema} for schema in (own, usual))
+    lacking, spare = ([n for n in a if n not in b] for a, b in ((theirs, ours), (ours, theirs)))
+    said = [f"it lacks {name}" for name in lacking] + [f"it has {name} besides" for name in spare]
+    lines: dict[str, dict[str, Any]] = {"rename": _respelled(lacking, spare)}
+    for name, column in ours.items():
+        other = theirs.get(name, column)
+        if column.kind != other.kind:
+            said.append(f"{name} is a {column.kind} there and a {other.kind} at the others")
+        elif column.categories != other.categories:
+            codes, known = column.categories, other.categories
+            said.append(f"{name} has {listed(codes)} there and {listed(known)} at the others")
+            free = [code for code in known if code not in codes]
+            if spelled := {c: _nearest(c, free) for c in codes if c not in known and free}:
+                lines.setdefault("map", {})[name] = spelled
+            else:
+                lines.setdefault("categories", {})[name] = distinct([*codes, *known])
+    joining = ", ".join(f"{setting}: {json.dumps(of)}" for setting, of in lines.items() if of)
+    end = f"; lines of its dataset.yaml that would join it, to be checked: {joining}"
+    said = said or [f"their order must be {', '.join(theirs)}"]
+    return "; ".join(said) + (end if joining else "")
 
 
 def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> None:

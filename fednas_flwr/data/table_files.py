@@ -183,7 +183,9 @@ def _read_parquet(path: Path, form: TableForm) -> tuple[Any, list[str]]:
     for i, field in enumerate(table.schema):
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
-    return table.to_pandas(integer_object_nulls=True), []  # a float has none beyond 2^53
+    frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
+    named = [name for name in frame.index.names if name is not None]
+    return (frame.reset_index(named) if named else frame), []
 
 
 def _read_excel(path: Path, form: TableForm) -> tuple[Any, list[str]]:
@@ -193,7 +195,7 @@ def _read_excel(path: Path, form: TableForm) -> tuple[Any, list[str]]:
     with pd.ExcelFile(path) as book:
         first, *others = book.sheet_names
         table = pd.read_excel(book, first, dtype=object, header=None)
-    named, notes = _named(table.dropna(how="all"), form)
+    named, notes = _named(table.dropna(how="all").dropna(how="all", axis=1), form)
     if others:
         notes.append(f"only the sheet {first} is read, not {', '.join(map(str, others))}")
     return named, notes

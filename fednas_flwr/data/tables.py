@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import records, table_files
 from fednas_flwr.data.notation import (
     NEARLY,
@@ -38,6 +38,7 @@ from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 Form = TypeVar("Form", bound=TableForm)
 _MOST_CATEGORIES = 256
+_WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
 _NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
@@ -92,14 +93,22 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     """Cells of a table in common form, the settings with all that was found in it, and notes."""
     texts, separator, notes = table_files.read_texts(path, settings)
     table_files.check_columns(texts, [*settings.rename], where=str(path))
+    words = [word for word in _WORDS if word not in settings.missing_values]
+    doubtful = [n for n, cells in texts.items() if table_files.among(cells, words).any()]
     texts = table_files.without_missing(texts, settings)
     settings = replace(settings, label=label_column(settings, texts))
     if not settings.strict:
+        names = [settings.rename.get(name, name) for name in doubtful]
+        names = [n for n in names if n not in settings.missing_in and _is_text(texts[n], settings)]
+        if names:
+            literal = f"dataset.missing_in={{{names[0]}: []}} takes it literally"
+            said = f"{' or '.join(words)} in {listed(names, 5)} means that a cell is missing"
+            notes.append(f"{said}; {literal}")
         texts, more = _without_row_numbers(texts, settings)
         notes += more
-    words = {*settings.categorical, *settings.categories, *settings.ignore}
-    words |= {*named_columns(settings)}
-    others = {name: cells for name, cells in texts.items() if name not in words}
+    no_numbers = {*settings.categorical, *settings.categories, *settings.ignore}
+    no_numbers |= {*named_columns(settings)}
+    others = {name: cells for name, cells in texts.items() if name not in no_numbers}
     adapted = [*settings.missing_in, *settings.map, *settings.scale]
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
     numbers = settings.numeric or [name for name in others if name not in settings.dates]
@@ -110,6 +119,11 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         notes += filter(None, unusual)
     texts = table_files.in_common_form(texts, settings, numbers, where=str(path))
     return texts, settings, told(path, notes)
+
+
+def _is_text(cells: np.ndarray, form: TableForm) -> bool:
+    """Return whether a column holds words, by its first cells."""
+    return column_kind(cells[:1000], form)[0] == CATEGORY
 
 
 def with_signs(

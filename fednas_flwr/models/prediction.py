@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fednas_flwr.search.objective import CLASSIFICATION, Objective
 MODEL_FILE = "model.safetensors"
 METADATA_KEY = "fednas_model"  # in that file, what it is built from and what its inputs are
 BATCH_SIZE = 256
-THRESHOLD = 0.5  # probability from which a record has a label, of several
+THRESHOLD = 0.5  # probability from which a record has a label, of several, unless one is given
 
 Progress = Callable[[int, int], None]  # told how many records are done, and of how many
 
@@ -47,6 +47,10 @@ class Predictions:
         notes: Sentences on what is odd about the records.
         ids: Whose each record is, by the column that said so in training; None where it lacks.
         id_column: Name of that column; empty if there was none.
+        logits: float32 ``[N, classes]``, of which the probabilities are.
+        threshold: Probability from which a record is of the positive class, or has a label; None
+            takes the most probable class.
+        positive: Number of that class; None is the last of two.
     """
 
     class_names: tuple[str, ...]
@@ -57,6 +61,9 @@ class Predictions:
     notes: tuple[str, ...] = ()
     ids: tuple[str, ...] | None = None
     id_column: str = ""
+    logits: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    threshold: float | None = None
+    positive: int | None = None
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -64,11 +71,26 @@ class Predictions:
 
     @property
     def labels(self) -> Sequence[Label]:
-        """The most probable class of each record; of several labels those from 1/2 on."""
+        """The class of each record, or its labels: see ``threshold``."""
         if self.multi_label:
-            return names_of(self.probabilities >= THRESHOLD, self.class_names)
-        chosen = CLASSIFICATION.predictions(torch.from_numpy(self.probabilities))
-        return [self.class_names[i] for i in chosen.tolist()]
+            least = THRESHOLD if self.threshold is None else self.threshold
+            return names_of(self.probabilities >= least, self.class_names)
+        shares = torch.tensor(self.probabilities)
+        positive = self.objective.positive_class(len(self.class_names))
+        if self.threshold is not None and positive is not None:  # from then on above all others
+            shares[:, positive] = torch.where(shares[:, positive] >= self.threshold, 2.0, -1.0)
+        return [self.class_names[i] for i in CLASSIFICATION.predictions(shares).tolist()]
+
+    @property
+    def objective(self) -> Objective:
+        """What scores are of."""
+        return Objective(positive=self.positive, multi_label=self.multi_label)
+
+    def encoded(self, labels: Sequence[Label]) -> Tensor:
+        """Labels by name in the objective's form."""
+        if not self.multi_label:
+            return torch.tensor([self.class_names.index(str(name)) for name in labels])
+        return torch.tensor([[int(name in of) for name in self.class_names] for of in labels])
 
     @property
     def accuracy(self) -> float | None:
@@ -76,13 +98,9 @@ class Predictions:
 
         Of several labels the mean share of labels that are told right.
         """
-        if self.truth is None or not self.truth:
+        if not self.truth:
             return None
-        if self.multi_label:
-            wrong = sum(len(set(a) ^ set(b)) for a, b in zip(self.labels, self.truth, strict=True))
-            return 1 - wrong / self.probabilities.size
-        pairs = zip(self.labels, self.truth, strict=True)
-        return sum(label == true for label, true in pairs) / len(self)
+        return float((self.encoded(self.labels) == self.encoded(self.truth)).double().mean())
 
     def table(self) -> Any:
         """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.
@@ -166,7 +184,13 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def predict(
-        self, data: Any, *, batch_size: int = BATCH_SIZE, progress: Progress | None = None
+        self,
+        data: Any,
+        *,
+        batch_size: int = BATCH_SIZE,
+        progress: Progress | None = None,
+        threshold: float | None = None,
+        positive: int | None = None,
     ) -> Predictions:
         """Return the labels and probabilities of raw data.
 
@@ -175,35 +199,48 @@ class Model(nn.Module):
                 :func:`~fednas_flwr.data.raw.read_raw`.
             batch_size: Records that are computed together, at least 1.
             progress: Told after each batch how many records are done, and of how many.
+            threshold: See :class:`Predictions`.
+            positive: The same.
 
         Raises:
-            ConfigError: The data is not what the model takes.
+            ConfigError: The data is not what the model takes, or a threshold has no class.
         """
+        objective = Objective(positive=positive, multi_label=self.inputs.multi_label)
+        classes = len(self.class_names)
+        is_called = objective.multi_label or objective.positive_class(classes) is not None
+        if threshold is not None and not is_called:
+            raise ConfigError(
+                f"threshold={threshold:g} is for a model of two classes, of several labels, or "
+                f"with evaluation.positive; this one has {classes} classes: leave it out."
+            )
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1.")
         raw = read_raw(data, self.inputs)
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
-        outputs: list[Tensor] = [torch.zeros(0, len(self.class_names))]
+        outputs: list[Tensor] = [torch.zeros(0, classes)]
         done = 0
         for x in raw.batches(batch_size):
-            outputs.append(self(x.to(device)).float().cpu())
+            outputs.append(self.logits(x.to(device)).float().cpu())
             done += len(x)
             if progress is not None:
                 progress(done, len(raw))
-        probabilities = torch.cat(outputs).numpy()
+        logits = torch.cat(outputs)
         truth = None if raw.labels is None else tuple(raw.labels)
         for note in raw.notes:
             warnings.warn(note, stacklevel=2)
         return Predictions(
             self.class_names,
             tuple(raw.names),
-            probabilities,
+            objective.probabilities(logits).numpy(),
             truth,
-            self.inputs.multi_label,
+            objective.multi_label,
             raw.notes,
             None if raw.ids is None else tuple(raw.ids),
             self.inputs.id_column,
+            logits,
+            threshold,
+            positive,
         )
 
 

@@ -22,7 +22,7 @@ from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import simulated_properties
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.oddities import oddities
-from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
+from fednas_flwr.data.prepared import client_names, make_data, make_server_data, save_partition
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.data.summary import reading_notes, summarised
 from fednas_flwr.pipeline import pooled_statistics, schedule
@@ -149,6 +149,8 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
     records: dict[str, Any] = {"summary": summarised(splits)}
     if whole:
         records = {"splits": splits, "clients": sorted(cohort.properties)}
+        if names := _names(config, cohort, prepared):
+            records["names"] = names
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),
@@ -161,6 +163,22 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
     if len(prepared.train) and not private:
         if lines := [*reading_notes(prepared), *oddities(prepared.train)]:
             log.emit("data", found=lines)
+
+
+def _names(config: Config, cohort: Cohort, prepared: Prepared) -> list[str]:
+    """Names of the connected clients, which no record of a private run decides; empty without.
+
+    A real site says its own, as ``sites.yaml`` has it.
+    """
+    if has_real_sites(config):
+        names = [known.get("tag", "") for known in cohort.properties.values()]
+        return names if all(names) and len({*names}) == len(names) else []
+    column = getattr(config.partition, "column", None)
+    declared = column is None or column in getattr(config.dataset, "categories", ())
+    if isinstance(config.privacy, DifferentialPrivacy) and not declared:
+        return []
+    found = client_names(prepared.train, config.partition)
+    return [found[client] for client in sorted(cohort.properties)] if found else []
 
 
 def _agree(

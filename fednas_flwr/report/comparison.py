@@ -253,10 +253,9 @@ def run_folders(folders: Iterable[Path]) -> list[Path]:
 
 def _finished(folder: Path) -> tuple[Run | None, str]:
     """Return a finished run, or None and the reason."""
-    try:
-        run = read_run(folder)
-    except FileNotFoundError:
+    if not (folder / EVENTS_FILE).is_file():
         return None, "not finished: it has written no events.jsonl"
+    run = read_run(folder)
     if run.status != "completed":
         return None, f"not finished: {run.reason or 'it still goes on, or was killed'}"
     if not run.config:

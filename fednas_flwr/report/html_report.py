@@ -40,7 +40,7 @@ def write_report(run_folder: Path) -> Path:
     """Write the run's report.html and return its path.
 
     Raises:
-        FileNotFoundError: The folder holds no events.jsonl.
+        ConfigError: The folder holds no events.jsonl.
     """
     return write_atomically(run_folder / "report.html", render_report(run_folder))
 
@@ -49,7 +49,7 @@ def render_report(run_folder: Path) -> str:
     """Return the page of a run's report, HTML.
 
     Raises:
-        FileNotFoundError: The folder holds no events.jsonl.
+        ConfigError: The folder holds no events.jsonl.
     """
     run = read_run(run_folder)
     partition, genotype = run.last("partition"), run.last("derived").get("genotype")

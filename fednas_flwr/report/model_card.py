@@ -16,7 +16,7 @@ from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import tables, templates
 from fednas_flwr.runs.events import records_of
-from fednas_flwr.runs.numbers import EVENTS_FILE, SCORES, Run, flat_settings, read_run
+from fednas_flwr.runs.numbers import SCORES, Run, flat_settings, read_run
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -29,7 +29,7 @@ def write_model_card(run_folder: Path) -> Path:
     """Write the run's MODEL_CARD.md and return its path; what the run did not reach is left out.
 
     Raises:
-        FileNotFoundError: The folder holds no events.jsonl.
+        ConfigError: The folder holds no events.jsonl.
     """
     place = json.dumps(str(run_folder), ensure_ascii=False)
     return write_atomically(run_folder / "MODEL_CARD.md", _card(read_run(run_folder), place))
@@ -51,8 +51,6 @@ def export_model(run_folder: Path, to: Path) -> list[Path]:
     Raises:
         ConfigError: The run has exported no model, or the folder is not new and cannot be made.
     """
-    if not (run_folder / EVENTS_FILE).is_file():
-        raise ConfigError(f"{run_folder} holds no {EVENTS_FILE}: give the folder of a run.")
     run = read_run(run_folder)
     files = [Path(name).name for name in run.last("exported").get("files") or []]
     if not files:

@@ -36,7 +36,7 @@ from fednas_flwr.report.templates import (
     rounds_text,
     sentence,
 )
-from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.events import Event, names_by_client, with_names
 from fednas_flwr.runs.numbers import Run, is_noised, read_run
 from fednas_flwr.settings.names import CLIENT
 
@@ -44,7 +44,7 @@ RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
 SECONDS_BETWEEN_LINES = 5.0
 STYLES = {  # of events that are shown by a macro of page/sentences.j2
-    **dict.fromkeys(("group_stage", "data", "client_back", "handed_over"), ""),
+    **dict.fromkeys(("group_stage", "data", "partition", "client_back", "handed_over"), ""),
     **dict.fromkeys(("client_left", "approval_awaited", "warning"), "yellow"),
     **dict.fromkeys(("client_failed", "run_finished"), "red"),
 }
@@ -125,10 +125,13 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._last_line = -math.inf
         self._failures: set[tuple[object, ...]] = set()
         self._is_private = False
+        self._names: dict[int, str] = {}
 
     def __call__(self, event: Event) -> None:
         """Show one event; kinds that a person need not see are passed over."""
         kind = event["event"]
+        self._names = self._names or names_by_client(event)
+        event = with_names(event, self._names)
         match kind:
             case "stage_started":
                 self._start_stage(event)
@@ -248,8 +251,10 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     if board := leaderboard_table(run):
         title, head, lines = board
         print_table(title, head, lines, numbers=True, console=console)
-    if text := sentence("no_better", run):
-        print_line(console, text)
+    named = names_by_client(run.last("partition"))
+    for text in ("no_better", *(["clients_differ"] if named else [])):
+        if said := sentence(text, run):
+            print_line(console, said)
     if run.reason:
         print_line(console, run.reason, "red")
     report = run_folder / "report.html"

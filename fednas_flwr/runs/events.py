@@ -129,6 +129,38 @@ def latest_rounds(events: Iterable[Event], stage: str | None, kind: str = "round
     return [rounds[number] for number in sorted(rounds)]
 
 
+class NamedClient(int):
+    """A client's number that is printed as its name; in JSON it is the number."""
+
+    name: str
+
+    def __str__(self) -> str:
+        """Return the name."""
+        return self.name
+
+
+def names_by_client(partition: Event) -> dict[int, str]:
+    """Names of the clients by number, by the ``partition`` event; empty where they have none."""
+    return dict(zip(partition.get("clients") or [], partition.get("names") or [], strict=False))
+
+
+def with_names(event: Event, names: Mapping[int, str]) -> Event:
+    """Return an event whose clients are printed by their names."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, list):
+            return [named(item) for item in value]
+        if isinstance(value, dict):
+            return {**value, "client": named(value["client"])} if "client" in value else value
+        if not isinstance(value, int) or value not in names:
+            return value
+        client = NamedClient(value)
+        client.name = names[value]
+        return client
+
+    return {key: named(event[key]) if key in ("client", "clients") else event[key] for key in event}
+
+
 def records_of(partition: Event) -> tuple[int, dict[str, int]]:
     """Return the number of clients of a ``partition`` event, and of their records by split."""
     if summary := partition.get("summary"):

@@ -6,14 +6,21 @@ methods of `Run`, so that they cannot disagree. A number that the run did not re
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
-from fednas_flwr.runs.events import Event, latest_rounds, read_events, records_of
+from fednas_flwr.runs.events import (
+    Event,
+    latest_rounds,
+    names_by_client,
+    read_events,
+    records_of,
+    with_names,
+)
 from fednas_flwr.settings.names import ACCURACY, BEST, CLIENT, LINEAR, LOG_LOSS, PRV
 
 CONFIG_FILE = "config.yaml"
@@ -559,13 +566,12 @@ def read_run(run_folder: Path) -> Run:
     """Return the run that a folder holds.
 
     Raises:
-        FileNotFoundError: The folder holds no events.jsonl, so it is no run folder.
-        ConfigError: Its configuration is no YAML, or too large, or an older version has written
-            its events.
+        ConfigError: The folder holds no events.jsonl, so it is no run folder; its configuration is
+            no YAML, or too large; or an older version has written its events.
     """
     path = run_folder / EVENTS_FILE
     if not path.exists():
-        raise FileNotFoundError(f"{run_folder} is no run folder: it holds no events.jsonl.")
+        raise ConfigError(f"{run_folder} holds no {EVENTS_FILE}: give the folder of a run.")
     config: dict[str, Any] = {}
     file = run_folder / CONFIG_FILE
     if file.exists():
@@ -576,7 +582,10 @@ def read_run(run_folder: Path) -> Run:
         raise ConfigError(
             f"{run_folder} was written by an older version of fednas_flwr: read it with that one."
         )
-    return Run(folder=run_folder, config=config, events=events)
+    run = Run(folder=run_folder, config=config, events=events)
+    if names := names_by_client(run.last("partition")):
+        return replace(run, events=[with_names(event, names) for event in events])
+    return run
 
 
 def largest(epsilons: Iterable[float | None] | None) -> float | None:

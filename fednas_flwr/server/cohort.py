@@ -164,8 +164,9 @@ class Cohort:
 
         def leave_out(unfit: Mapping[int, str]) -> None:
             for index, reason in unfit.items():
-                del fit[index]
-                reasons.append(f"client {index}: {terminal(reason[:LONGEST_REASON])}")
+                tag = fit.pop(index).properties.get("tag")
+                name = f"{index} ({tag})" if tag else f"{index}"
+                reasons.append(f"client {name}: {terminal(reason[:LONGEST_REASON])}")
 
         leave_out(misfits({index: reply.properties for index, reply in fit.items()}, alike))
         declared: dict[int, dict[str, float]] = {}

@@ -18,6 +18,7 @@ import torch
 from flwr.app import Message
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
+from fednas_flwr.data.site_tables import difference
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply, restore
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, decode_properties
@@ -159,6 +160,10 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
     like = next(client for client, variant in variants.items() if variant == usual)
     unfit = {}
     for client in (c for c, variant in variants.items() if variant != usual):
+        own, other = (properties[c].get("schema") for c in (client, like))
+        if own and other and own != other:
+            unfit[client] = f"its columns are not those of the others: {difference(own, other)}"
+            continue
         key = next(key for key in keys if properties[client][key] != properties[like][key])
         unfit[client] = (
             f"its {key}={properties[client][key]} is not that of the others, "

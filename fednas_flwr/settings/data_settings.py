@@ -15,6 +15,7 @@ from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share,
 from fednas_flwr.settings.parser import (
     Between,
     Checked,
+    Day,
     Distinct,
     Length,
     Names,
@@ -35,13 +36,12 @@ Fractions = Annotated[
         "shares of train, validation and test that sum to 1",
     ),
 ]
-Ends = Annotated[
-    list[float],
-    Where(
-        lambda ends: len(ends) == 2 and 0 < ends[1] - ends[0] < math.inf,
-        "finite [low, high], low below high",
-    ),
-]
+_ENDS = Where(
+    lambda ends: len(ends) == 2 and 0 < ends[1] - ends[0] < math.inf,
+    "finite [low, high], low below high",
+)
+Ends = Annotated[list[float], _ENDS]
+Span = Annotated[list[Day], _ENDS]
 _MEAN_AND_STD = Where(lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0")
 _GRAY_OR_COLOUR = Where(lambda channels: channels in (1, 3), "1 or 3")
 
@@ -242,11 +242,11 @@ class Numbers(Dataset):
         statistics: Public ``{column: [mean, std]}``, by which all clients standardise; empty has
             them find these together.
         ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
-            what is usual, as numbers beyond them are kept.
+            what is usual, as numbers beyond them are kept. Ends of dates are ISO dates.
     """
 
     statistics: dict[str, Annotated[list[float], _MEAN_AND_STD]]
-    ranges: dict[str, Ends]
+    ranges: dict[str, Span]
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude a column that has both."""

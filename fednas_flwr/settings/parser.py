@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import date
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -41,6 +42,7 @@ from fednas_flwr.base.errors import (
     unknown_choice,
 )
 
+EPOCH = date(1970, 1, 1).toordinal()
 NOT_TEXT = ", not text"  # ends the error of a text that looks like the number that is expected
 MISSING = "???"  # Hydra's value for what the user must give
 # Above these no computation can use a number; a whole one could not even be written in a sentence.
@@ -149,7 +151,11 @@ Constraint = Between | Length | OneOf | Where | Distinct
 
 if TYPE_CHECKING:
     Word = str
+    Day = float
 else:
+
+    class Day(float):
+        """Type of a number that may be written as an ISO date: it is the days since 1970."""
 
     class Word(str):
         """Type of a text that may look like a number or truth value: 1 is the text ``1``."""
@@ -370,6 +376,14 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
         return value
     if hint is Word and isinstance(value, int | float | str):
         return str(value).lower() if isinstance(value, bool) else str(value)
+    if hint is Day:
+        hint = float
+        if isinstance(value, str | date):
+            try:
+                return float(date.fromisoformat(str(value)).toordinal() - EPOCH)
+            except ValueError:
+                day = "expected a number, or a date such as 2024-12-31"
+                raise ConfigError(f"{key}={show(value)} has the wrong type: {day}.") from None
     if is_dataclass(hint) or is_typeddict(hint):
         return parse(hint, value, key=key, defaults=defaults)
     origin, arguments = get_origin(hint), get_args(hint)
@@ -407,6 +421,7 @@ def _type_name(hint: Any) -> str:
         bool: "true or false",
         str: "text",
         Word: "text",
+        Day: "a number",
     }
     if get_origin(hint) in (Union, UnionType):
         return _type_name(get_args(hint)[0])

@@ -659,7 +659,8 @@ class Config(Checked):
         run_dir: The run folder; null makes ``runs/<time>_<algorithm>_<data set>``.
         seed: Seed of everything that is drawn, except the division of records and the noise of
             privacy.
-        clients: Number of clients.
+        clients: Number of clients; with ``partition=sites`` and ``column`` as many as there are,
+            unless it is set.
         rounds: Rounds of the search: iterations of FNAS, candidates of random search.
         stages: Stages to run; ``search`` derives a genotype, the others need one.
         genotype: Architecture to retrain instead of searching: a file, or a name of

@@ -160,7 +160,6 @@ def test_a_label_beyond_the_records_takes_no_memory(tmp_path: Path, label):
         ),
         ([[0, 1], [1, 0]], [0, 1], "expected one class per record, or the same labels, in all"),
         ([[0, 1], [1, 0]], [[0, 1, 1], [1, 0, 0]], "or the same labels, in all parts"),
-        ([[0], [1]], None, r"or \[N, L\] of 0 and 1 for several labels"),
         ([[0.5, 1], [1, 0]], None, r"or \[N, L\] of 0 and 1 for several labels"),
     ],
 )

@@ -6,10 +6,11 @@ import pytest
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.readers import data_settings
-from fednas_flwr.data.records import Records
+from fednas_flwr.data.records import CATEGORY, Column, Records
 from fednas_flwr.data.site_tables import (
     SITES_FILE,
     as_yaml,
+    difference,
     join_tables,
     proposals,
     read_site_tables,
@@ -116,3 +117,29 @@ def test_what_would_join_sites_is_proposed(tmp_path: Path) -> None:
     assert rows_shown[0] == ("", "a", "b", "c", "d")
     assert dict((row[0], row[1:]) for row in rows_shown)["records"] == ("9",) * 4
     assert ("sex", "0 to 1, median 0", "0 to 1, median 0", "F, M", "0 to 1, median 0") in rows_shown
+
+
+AGE, CHOL, SEX = Column("age"), Column("chol"), Column("sex", CATEGORY, ("F", "M"))
+DIFFERENT = {
+    "spelled": (
+        (AGE, Column("cholesterol"), Column("sex", CATEGORY, ("female", "male"))),
+        "it lacks chol; it has cholesterol besides; sex has female, male there and F, M at the "
+        "others; lines of its dataset.yaml that would join it, to be checked: rename: "
+        '{"cholesterol": "chol"}, map: {"sex": {"female": "F", "male": "M"}}',
+    ),
+    "a kind": (
+        (AGE, Column("chol", CATEGORY, ("high", "low")), SEX),
+        "chol is a category there and a number at the others",
+    ),
+    "a category more": (
+        (AGE, CHOL, Column("sex", CATEGORY, ("F", "M", "U"))),
+        "sex has F, M, U there and F, M at the others; lines of its dataset.yaml that would join "
+        'it, to be checked: categories: {"sex": ["F", "M", "U"]}',
+    ),
+    "order": ((CHOL, AGE, SEX), "their order must be age, chol, sex"),
+}
+
+
+@pytest.mark.parametrize(("own", "expected"), DIFFERENT.values(), ids=DIFFERENT)
+def test_what_would_join_a_real_site_is_told(own: tuple[Column, ...], expected: str) -> None:
+    assert difference(own, (AGE, CHOL, SEX)) == expected

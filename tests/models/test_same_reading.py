@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.models.prediction import Model
 
 from ..data_sets import prepared
@@ -89,6 +90,36 @@ def test_unknown_categories_are_a_warning(tmp_path: Path) -> None:
         found = model.predict(pd.DataFrame({"ward": ["zzz", "zzz"]}))
     assert found.notes
     assert model.predict(pd.DataFrame({"ward": ["north", None]})).notes == ()
+
+
+def test_labels_that_are_no_classes_are_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("age,y\n1,benign\n2,malignant\n")
+    model = model_of(tmp_path / "t.csv", tmp_path)
+    with pytest.warns(UserWarning, match="holds labels such as 0, 1, and not only benign, mal"):
+        found = model.predict(pd.DataFrame({"age": [1, 2], "y": [0, 1]}))
+    assert found.truth is None
+
+
+@pytest.mark.parametrize(("positive", "expected"), [(None, "b"), (0, "a")])
+def test_a_threshold_is_of_the_positive_class(
+    tmp_path: Path, positive: int | None, expected: str
+) -> None:
+    (tmp_path / "t.csv").write_text("age,y\n1,a\n20,b\n300,a\n")
+    model = model_of(tmp_path / "t.csv", tmp_path)
+    found = model.predict(tmp_path / "t.csv", threshold=0.0, positive=positive)
+    assert set(found.labels) == {expected}
+    never = model.predict(tmp_path / "t.csv", threshold=1.0, positive=positive)
+    assert set(never.labels) == {"a", "b"} - {expected}
+
+
+def test_a_threshold_of_three_classes_needs_a_positive_one(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("age,y\n1,a\n20,b\n300,c\n")
+    model = model_of(tmp_path / "t.csv", tmp_path)
+    with pytest.raises(ConfigError, match="this one has 3 classes: leave it out"):
+        model.predict(tmp_path / "t.csv", threshold=0.5)
+    never = model.predict(tmp_path / "t.csv", threshold=1.0, positive=0)
+    most = model.predict(tmp_path / "t.csv").probabilities[:, 1:].argmax(1)
+    assert never.labels == ["bc"[place] for place in most]
 
 
 def test_two_columns_of_one_name_are_one_sentence(tmp_path: Path) -> None:

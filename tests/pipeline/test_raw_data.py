@@ -141,7 +141,9 @@ def test_the_command_takes_raw_data(
         data = tmp_path / "data.npz"
         np.savez(data, x=finished.test.features.numpy(), y=finished.test.labels.numpy())
     output = tmp_path / "found.csv"
-    assert main(["predict", str(finished.folder), str(data), "--output", str(output)]) == 0
+    command = ["predict", str(finished.folder), str(data), "--output", str(output)]
+    half = ["--threshold", "0.5"] if len(finished.test.class_names) == 2 else []
+    assert main([*command, *half]) == 0
     printed = capsys.readouterr().out
     assert f"{len(finished.test):,} records" in printed
     assert f"accuracy by the labels in {data}: {100 * finished.accuracy:.1f} %" in printed
@@ -149,6 +151,21 @@ def test_the_command_takes_raw_data(
     assert (table["label"] == table["truth"]).mean() == finished.accuracy
     shares = table.filter(like="probability of ")
     assert [n.removeprefix("probability of ") for n in shares] == list(finished.test.class_names)
+    assert main(command) == 0  # by the threshold of the report, where it has one
+    printed = " ".join(capsys.readouterr().out.split())
+    (central,) = (e["central"] for e in finished.events if e["event"] == "evaluated")
+    for name in (
+        "f1",
+        "auroc",
+        "average_precision",
+        *(["sensitivity", "specificity"] * bool(half)),
+    ):
+        assert f"{central[name]:.3f}" in printed
+    if half:
+        labels = pd.read_csv(output)["label"]
+        called = pd.read_csv(output)["probability of left"] >= central["threshold"]
+        assert (labels == np.where(called, "left", "died")).all()
+        assert f"the label is left from a probability of {central['threshold']:g} on" in printed
 
 
 def test_onnxruntime_takes_raw_data(finished: SimpleNamespace) -> None:

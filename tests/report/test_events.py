@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.runs.events import EventLog, latest_rounds, read_events
+from fednas_flwr.runs.events import (
+    EventLog,
+    latest_rounds,
+    names_by_client,
+    read_events,
+    with_names,
+)
 
 
 def test_events_come_back_and_reach_the_listeners(tmp_path: Path) -> None:
@@ -90,3 +96,17 @@ def test_later_rounds_replace_earlier_ones() -> None:
         (2, 20.0),
         (3, 3.0),
     ]
+
+
+def test_clients_are_printed_by_their_names_and_stay_numbers() -> None:
+    partition = {"event": "partition", "clients": [0, 2], "names": ["cleveland", "va"]}
+    names = names_by_client(partition)
+    failed = with_names({"event": "client_failed", "client": 2, "round": 2}, names)
+    assert f"client {failed['client']}" == "client va"
+    assert failed == {"event": "client_failed", "client": 2, "round": 2}
+    assert json.dumps(failed["client"]) == "2"
+    assert f"{failed['round']}" == "2"
+    shown = with_names({"clients": [{"client": 0, "n": 1}, {"client": 1}, 2]}, names)["clients"]
+    assert [str(one["client"]) for one in shown[:2]] + [str(shown[2])] == ["cleveland", "1", "va"]
+    assert with_names({"clients": {"0": 1}}, names) == {"clients": {"0": 1}}
+    assert names_by_client({"event": "partition", "clients": [0]}) == {}

@@ -125,7 +125,7 @@ def test_traffic_is_told_as_a_share_of_what_whole_states_would_take(tmp_path: Pa
 
 
 def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no events.jsonl"):
+    with pytest.raises(ConfigError, match="holds no events.jsonl"):
         read_run(tmp_path)
 
 

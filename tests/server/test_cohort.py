@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import asdict
 
 import pytest
 from flwr.app import RecordDict
 
+from fednas_flwr.data.records import Column
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.server.cohort import QuorumError
@@ -342,6 +344,19 @@ def test_a_client_of_another_federation_is_left_out(index, federation):
     assert foreign.cohort.clients == [0, 2]
     (event,) = foreign.events
     assert event["reason"] == f"node 3 says that it is client {index} of clients=3"
+
+
+def test_a_site_with_other_columns_is_named_with_the_lines_that_join_it(federation):
+    age, chol, other = (asdict(Column(name)) for name in ("age", "chol", "cholesterol"))
+    columns = {"schema": [age, chol], "tag": "va"}
+    strange = {"schema": [age, other], "tag": "hungarian"}
+    mixed = federation(3, properties={0: columns, 1: columns, 2: strange})
+    mixed.cohort.connect(mixed.grid, needed=("client", "schema"), alike=("schema",))
+    assert mixed.events[0]["reason"] == (
+        "client 2 (hungarian): its columns are not those of the others: it lacks chol; it has "
+        "cholesterol besides; lines of its dataset.yaml that would join it, to be checked: rename: "
+        '{"cholesterol": "chol"}'
+    )
 
 
 SHAPE = {"input_shape": [3, 8, 8], "class_names": ["0", "1", "2"]}

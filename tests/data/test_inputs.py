@@ -1,0 +1,189 @@
+"""Inputs as public bug reports have them: what is said of each, or how it is read.
+
+Ids beginning with F are those of the list that was collected; the others are of the same kinds.
+Where a kind has a test of its own (forms of tables, notation, sites, images, arrays), it is not
+repeated here.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.oddities import oddities
+from fednas_flwr.data.summary import reading_notes
+
+from ..data_sets import prepared
+
+N = 80
+RNG = np.random.default_rng(5)
+AGE = RNG.normal(50, 10, N).round(1)
+Y = (AGE + RNG.normal(0, 8, N) > 50).astype(int)
+DAYS = pd.date_range("2021-01-01", periods=N, freq="9D")
+
+
+def said(path: Path, name: str, **given: object) -> str:
+    """What a run says of data before it begins, or the sentence that refuses it."""
+    try:
+        data = prepared(name, root=path, cache=path.parent / "cache", server_test=False, **given)
+        return " | ".join([*reading_notes(data), *oddities(data.train)])
+    except ConfigError as error:
+        return f"refused: {error}"
+
+
+def column(cells: object, name: str = "x") -> Callable[[Path], Path]:
+    """A table with one more column."""
+
+    def write(folder: Path) -> Path:
+        table = pd.DataFrame({name: cells, "age": AGE, "y": Y})
+        table.to_csv(folder / "t.csv", index=False)
+        return folder / "t.csv"
+
+    return write
+
+
+def labels(cells: object) -> Callable[[Path], Path]:
+    """A table with other labels."""
+
+    def write(folder: Path) -> Path:
+        pd.DataFrame({"age": AGE, "y": cells}).to_csv(folder / "t.csv", index=False)
+        return folder / "t.csv"
+
+    return write
+
+
+def lines(change: Callable[[list[str]], list[str]]) -> Callable[[Path], Path]:
+    """A table whose lines are changed."""
+
+    def write(folder: Path) -> Path:
+        text = pd.DataFrame({"age": AGE, "lab": AGE * 2, "y": Y}).to_csv(index=False)
+        (folder / "t.csv").write_text("\n".join(change(text.splitlines())) + "\n")
+        return folder / "t.csv"
+
+    return write
+
+
+def mostly(usual: object, other: object, every: int) -> list[object]:
+    return [other if i % every == 0 else cell for i, cell in enumerate(np.broadcast_to(usual, N))]
+
+
+NUMBERS_IN_WORDS = "categories such as .*: write numbers, dates and times plainly"
+CLASSES = r"label y: bad \d+, benign \d+$"
+MAYBE_MISSING = "records, which may mean missing"
+TABLES = {
+    "F2": (column(range(N), "case_id"), "case_id has another whole number in every row"),
+    "F11, F37": (labels(Y + 1), "label y: 1 "),
+    "F13": (labels((AGE * 37).astype(int)), "refused: .*looks like a number to predict"),
+    "F14": (
+        labels([["benign", "benign "][i % 2] if v else "bad" for i, v in enumerate(Y)]),
+        CLASSES,
+    ),
+    "F20": (column(mostly("a", "b", 3), "age=b"), "categories: age=b"),
+    "F22, US dates": (column([d.strftime("%m/%d/%Y") for d in DAYS]), "dates with the month first"),
+    "F31, a class": (labels(mostly("ill", "None", 3)), r"refused: .*missing_in=\{y: \[\]\}"),
+    "F31, a country": (
+        column(mostly("ZA", "NA", 3)),
+        r"NA or None in x means that a cell is missing; dataset.missing_in=\{x: \[\]\} takes it",
+    ),
+    "percent": (column([f"{80 + i % 20}%" for i in range(N)]), NUMBERS_IN_WORDS),
+    "dollars": (column([f"${900 + 37 * i:,}" for i in range(N)]), NUMBERS_IN_WORDS),
+    "units": (column([f"{i % 30} days" for i in range(N)]), NUMBERS_IN_WORDS),
+    "below a limit": (column(mostly(AGE.astype(str), "<0.5", 4)), NUMBERS_IN_WORDS),
+    "times": (column([f"{i % 24:02}:{i % 60:02}" for i in range(N)]), NUMBERS_IN_WORDS),
+    "short years": (column([d.strftime("%d/%m/%y") for d in DAYS]), NUMBERS_IN_WORDS),
+    "compact dates": (column([d.strftime("%Y%m%d") for d in DAYS]), "dates written as 20241231"),
+    "named months": (column([d.strftime("%d-%b-%Y") for d in DAYS]), NUMBERS_IN_WORDS),
+    "late dates": (column(mostly(DAYS.strftime("%Y-%m-%d"), "9999-12-31", 5)), "after 2200"),
+    "-999": (column(mostly(AGE, -999, 9)), f"-999 in 9 {MAYBE_MISSING}.*: x"),
+    "9999": (column(mostly(AGE, 9999, 9)), f"9999 in 9 {MAYBE_MISSING}"),
+    "errors of Excel": (column(mostly(AGE.astype(str), "#DIV/0!", 7)), NUMBERS_IN_WORDS),
+    "an empty column": (column([""] * N), "one value, or none, in all records.*: x"),
+    "yes and Y": (column([["yes", "Y", "no", "0"][i % 4] for i in range(N)]), "join them by"),
+    "a total": (labels([*map(str, Y[:-1]), "Total"]), "one record only has the label Total"),
+    "one class": (labels([1] * N), "every record has the label 1"),
+    "a row of units": (lines(lambda rows: [rows[0], "years,mg/dl,0/1", *rows[1:]]), "refused: .*1"),
+    "a footer": (lines(lambda rows: [*rows, "made by LIMS"]), "refused: .*row 81 has 1 cells"),
+    "a mark within": (lines(lambda rows: [*rows[:9], f"\ufeff{rows[9]}", *rows[10:]]), "refused"),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_what_is_said_of_a_table(tmp_path: Path, case: str) -> None:
+    write, expected = TABLES[case]
+    found = said(write(tmp_path), "csv")
+    assert pd.Series([found]).str.contains(expected, regex=True).all(), found
+
+
+PLAIN = pd.DataFrame({"age": AGE, "lab": AGE * 2, "y": Y})
+
+
+def test_the_index_of_a_parquet_file_is_a_column(tmp_path: Path) -> None:
+    PLAIN.set_index("age").to_parquet(tmp_path / "t.parquet")
+    assert said(tmp_path / "t.parquet", "csv").startswith("numbers: age, lab")
+    PLAIN.sample(frac=1, random_state=0).to_parquet(tmp_path / "t.parquet")  # one without a name
+    assert said(tmp_path / "t.parquet", "csv").startswith("numbers: age, lab | ")
+
+
+def test_a_sheet_may_begin_anywhere(tmp_path: Path) -> None:
+    PLAIN.to_excel(tmp_path / "t.xlsx", index=False, startrow=3, startcol=2)
+    assert said(tmp_path / "t.xlsx", "csv").startswith("numbers: age, lab | ")
+
+
+def folder_of(suffix: str, **kept: str) -> Callable[[Path], Path]:
+    """Gray images in two folders, some saved in another way."""
+
+    def write(folder: Path) -> Path:
+        for i in range(8):
+            path = folder / "images" / "ab"[i % 2] / f"{i}{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = np.random.default_rng(i).integers(0, 255, (8, 8)).astype(np.uint8)
+            Image.fromarray(pixels).convert(kept.get("mode", "L")).save(path)
+        for name, content in kept.items():
+            if name != "mode":
+                (folder / "images" / "a" / content).write_bytes(b"no image")
+        return folder / "images"
+
+    return write
+
+
+IMAGES = {
+    "files that are hidden": (folder_of(".png", mac="._1.png", windows="Thumbs.db"), ""),
+    "upper case": (folder_of(".PNG"), ""),
+    "WebP": (folder_of(".webp", mode="RGB"), "8 colour images: all become gray"),
+    "one that is broken": (folder_of(".png", broken="x.png"), "refused: 1 of 9 files cannot be"),
+    "inks of a printer": (folder_of(".jpg", mode="CMYK"), "8 colour images: all become gray"),
+}
+
+
+@pytest.mark.parametrize("case", IMAGES)
+def test_what_is_said_of_images(tmp_path: Path, case: str) -> None:
+    write, expected = IMAGES[case]
+    found = said(write(tmp_path), "image_folder", image_size=8, channels=1)
+    assert found.startswith(expected), found
+    assert found or not expected
+
+
+PIXELS = RNG.integers(0, 255, (N, 6, 6)).astype(np.uint8)
+ARRAYS = {
+    "names of Keras": ({"train_images": PIXELS, "train_labels": Y}, "are taken as x_train and"),
+    "names of scikit-learn": ({"data": PIXELS, "target": Y}, "are taken as x_train and y_train"),
+    "truth values": ({"x_train": PIXELS > 99, "y_train": Y == 1}, "bool .* is read as uint8"),
+    "axes of one value": ({"x_train": PIXELS[:, None, ..., None], "y_train": Y}, "is read as"),
+    "labels in a column": ({"x_train": PIXELS, "y_train": Y[:, None]}, "is read as int64"),
+    "labels as bytes": ({"x_train": PIXELS, "y_train": np.array([b"a", b"b"])[Y]}, "is read as"),
+    "F11": ({"x_train": PIXELS, "y_train": np.eye(2)[Y]}, "exactly one of 2 labels"),
+    "-1 to 1": ({"x_train": PIXELS / 127.5 - 1, "y_train": Y}, "refused: .*shares from 0 to 1"),
+    "two of a kind": ({"x": PIXELS, "X": PIXELS, "y": Y}, "refused: .*a part needs x_train and"),
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_what_is_said_of_arrays(tmp_path: Path, case: str) -> None:
+    arrays, expected = ARRAYS[case]
+    np.savez(tmp_path / "a.npz", **arrays)
+    found = said(tmp_path / "a.npz", "npz")
+    assert pd.Series([found]).str.contains(expected, regex=True).all(), found

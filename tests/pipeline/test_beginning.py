@@ -1,0 +1,110 @@
+"""Sites of a run have names, and decide how many clients there are."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fednas_flwr.api import compose
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.model_card import write_model_card
+
+SITES = ("cleveland", "hungarian", "va")
+SHORT = ("algorithm=fedavg", "retrain.rounds=1", "evaluation.baselines=0", "trackers=[]")
+
+
+def table(site: str, rows: int = 60) -> str:
+    rng = np.random.default_rng(len(site))
+    lines = [f"{rng.normal():.3f},{rng.normal():.3f},{i % 2}" for i in range(rows)]
+    return "\n".join(["age,chol,sick", *lines, ""])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Tables of three hospitals."""
+    root = tmp_path / "hospitals"
+    root.mkdir()
+    for site in SITES:
+        (root / f"{site}.csv").write_text(table(site))
+    return root
+
+
+@pytest.fixture
+def one_table(folder: Path) -> Path:
+    """The same in one table, by the column ward."""
+    lines = ["ward,age,chol,sick"]
+    for site in SITES:
+        lines += [f"{site},{row}" for row in table(site).splitlines()[1:]]
+    path = folder.parent / "one.csv"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def overrides(root: Path, *more: str) -> list[str]:
+    cache = root.parent / "cache"
+    return ["dataset=csv", f"dataset.root={root}", f"dataset.cache={cache}", *more]
+
+
+def test_clients_follow_from_what_divides_the_data(folder: Path, one_table: Path) -> None:
+    space = "search_space=mlp_small"
+    assert compose(*overrides(folder, "partition=sites", space)).clients == 3
+    by_ward = ("partition=column", "partition.column=ward", space)
+    config = compose(*overrides(one_table, *by_ward))
+    assert config.clients == len(make_data(config)[1]) == 3
+    assert compose(*overrides(one_table, "partition=iid", space, "clients=4")).clients == 4
+    named = compose(*overrides(one_table, *by_ward, "clients=4"))
+    with pytest.raises(ConfigError, match="makes 3 clients, one per value of ward, but clients=4"):
+        make_data(named)
+
+
+def test_clients_that_cannot_be_counted_stay(tmp_path: Path) -> None:
+    nowhere = compose(*overrides(tmp_path / "none", "partition=sites", "search_space=mlp_small"))
+    assert nowhere.clients == 3
+    with pytest.raises(ConfigError, match="is not a folder: give an existing one"):
+        make_data(nowhere)
+
+
+@pytest.mark.run
+def test_a_run_names_its_sites_everywhere(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    settings = ("partition=sites", "search_space=mlp_small", "rounds=1", *SHORT[1:])
+    assert main(["run", *overrides(folder, *settings, f"run_dir={run}")]) == 0
+    printed = capsys.readouterr().out
+    assert "3 clients: cleveland, hungarian, va\n" in printed
+    assert "client parts" not in printed
+    assert "On the clients' own test parts: from" in printed
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    (partition,) = (event for event in lines if event["event"] == "partition")
+    assert partition["names"] == list(SITES)
+    (evaluated,) = (event for event in lines if event["event"] == "evaluated")
+    assert [of["client"] for of in evaluated["clients"]] == [0, 1, 2]  # the names stand once
+    page, card = write_report(run).read_text(), write_model_card(run).read_text()
+    assert '"x":["cleveland","hungarian","va"]' in page
+    assert "<td>hungarian</td>" in page
+    assert "3 clients (cleveland, hungarian, va), split by sites," in card
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(("declared", "names"), [(False, None), (True, list(SITES))])
+def test_values_of_a_private_column_are_told_only_where_declared(
+    one_table: Path, run_inline: Callable[..., Any], declared: bool, names: list[str] | None
+) -> None:
+    wards = f"dataset.categories={{ward: [{', '.join(SITES)}]}}"
+    ran = run_inline(
+        *overrides(one_table, "partition=column", "partition.column=ward"),
+        *("privacy=dp", "algorithm=fedavg", "algorithm.network=linear", "privacy.epsilon=50"),
+        "dataset.ranges={age: [-4, 4], chol: [-4, 4]}",
+        *([wards] if declared else []),
+        *("clients=3", "retrain.channels=null", "retrain.rounds=1"),
+    )
+    assert ran.error is None
+    (partition,) = (event for event in ran.events if event["event"] == "partition")
+    assert partition.get("names") == names
