@@ -27,6 +27,7 @@ from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.spaces import dp_cells
 
 from .finished_runs import FinishedRuns, whole_run
 from .fork_server import ForkServer, serving
@@ -108,6 +109,14 @@ def tiny_overrides(made_data: Path) -> list[str]:
         "runtime.device=cpu",
         "trackers=[]",
     ]
+
+
+@pytest.fixture(scope="module")
+def one_cell() -> Iterator[None]:
+    """The space ``dp_cells`` has one cell in place of three, as in ``search_space.widths=[4]``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dp_cells, "BLOCKS", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

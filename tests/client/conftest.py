@@ -164,14 +164,14 @@ def cells_config(compose_config):
     """Of the site when it is asked about candidates."""
     return compose_config(
         *("algorithm=dpnas", "privacy=dp", "clients=1", "search_space=dp_cells"),
-        *("retrain=dp_cells", "search_space.widths=[2,2,4]", "search_space.head=4"),
+        *("retrain=dp_cells", "search_space.widths=[2]", "search_space.head=4"),
     )
 
 
-@pytest.fixture(scope="session")
-def cells_supernet(cells_config, prepared):
+@pytest.fixture(scope="module")
+def cells_supernet(cells_config, prepared, one_cell):
     """The candidates' supernet; its last bias lies in the widest gap between middle records."""
-    with seeded(35, "cells"):  # whose gap is wide
+    with seeded(1, "cells"):  # whose gap is wide
         supernet = supernet_space(cells_config, prepared).supernet().eval()
     bias = supernet.body.head[-1].bias
     with torch.no_grad():
@@ -185,13 +185,13 @@ def cells_supernet(cells_config, prepared):
     return supernet
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cells(cells_supernet):
     """The shared weights of candidates."""
     return {"weights": pack(network_states(cells_supernet)["weights"])}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def divided_labels(cells_supernet, prepared):
     """What DIVIDED says of each record: the labels of the validation records of candidates."""
     with torch.no_grad():
