@@ -221,7 +221,7 @@ def make_site(
 
     Every request goes through its message; a change replaces a key of its settings, see
     :func:`put`, by any value. With ``moments`` those of the optimisers travel beside the model.
-    ``policy`` changes the site's policy, ``records`` are the rows it holds (all) and ``hold`` edits
+    ``policy`` changes the site's policy, ``records`` are the rows it holds (40) and ``hold`` edits
     its splits, ``folder`` is an older site's, ``test_seed`` makes its draws repeatable, and
     ``committed`` is the schedule.
     """
@@ -253,7 +253,7 @@ def make_site(
             "cache": str(site_config.dataset.cache),
             "split-key": site_config.dataset.split_key,
         }
-        rows = np.arange(len(prepared.train)) if records is None else records
+        rows = np.arange(40) if records is None else records
         data, guard = (prepared, [rows]), make_site_guard(node)
         client, of_cells = (
             make_client(config, 0, data=data, networks={}, site=node, guard=guard)
