@@ -206,7 +206,7 @@ def images(prepared):
     return split.batch(rows, "cpu")[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_site(
     site_config,
     prepared,
@@ -215,7 +215,7 @@ def make_site(
     cells_supernet,
     cells,
     divided_labels,
-    tmp_path,
+    tmp_path_factory,
 ) -> Callable[..., SimpleNamespace]:
     """``make_site(...)``: a site that has kept a schedule; ``site.ask(action, **changes)`` asks it.
 
@@ -225,8 +225,6 @@ def make_site(
     its splits, ``folder`` is an older site's, ``test_seed`` makes its draws repeatable, and
     ``committed`` is the schedule.
     """
-    numbers = iter(range(1000))
-
     def make(
         *,
         policy: dict[str, Any] | None = None,
@@ -236,8 +234,7 @@ def make_site(
         folder: Path | None = None,
         test_seed: bytes | None = None,
     ) -> SimpleNamespace:
-        folder = folder or tmp_path / f"site-{next(numbers)}"
-        folder.mkdir(exist_ok=True)
+        folder = folder or tmp_path_factory.mktemp("site")
         allowed = POLICY | (policy or {})
         if test_seed is not None:
             allowed |= {"secure_noise": False, "test_seed": True}

@@ -227,6 +227,16 @@ def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(form, ask,
     assert 1e-4 * NORM < (weights - fewer).norm() <= NORM * (1 + 1e-3)
 
 
+@pytest.fixture(scope="module")
+def differing(make_site):
+    """A site with records and one without."""
+
+    def none(data):
+        return replace(data, **{n: replace(s, rows=s.rows[:0]) for n, s in vars(data).items()})
+
+    return make_site(committed=EVERYTHING), make_site(committed=EVERYTHING, hold=none)
+
+
 COSTLY = {"form": "additive", "target": 1.0, "unit": "ms", "scale": 1.0, "exponent": 1.0}
 COSTLY |= {"fixed": 0.5}
 
@@ -259,14 +269,10 @@ COSTLY |= {"fixed": 0.5}
         {"micro_batch_size": 4},
     ],
 )
-def test_whether_a_request_fails_does_not_depend_on_the_records(change, make_site):
+def test_whether_a_request_fails_does_not_depend_on_the_records(change, differing):
     """And nothing is booked before."""
-
-    def none(data):
-        return replace(data, **{n: replace(s, rows=s.rows[:0]) for n, s in vars(data).items()})
-
     sentences = []
-    for site in (make_site(committed=EVERYTHING), make_site(committed=EVERYTHING, hold=none)):
+    for site in differing:
         with pytest.raises(ConfigError) as error:
             site.ask("train.search", **(LOCAL | change))
         assert site.rows() == []

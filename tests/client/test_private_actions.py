@@ -732,6 +732,12 @@ def test_a_search_with_moments_goes_on_where_the_last_request_ended(
 # --- hostile requests
 
 
+@pytest.fixture(scope="module")
+def refusing(make_site):
+    """A site that several tests ask in vain."""
+    return make_site(committed=EVERYTHING)
+
+
 @pytest.mark.parametrize(
     ("action", "change", "words"),
     [
@@ -818,9 +824,9 @@ def test_a_search_with_moments_goes_on_where_the_last_request_ended(
     ],
 )
 def test_requests_outside_the_rules_are_refused_before_data_is_read(
-    action, change, words, make_site, no_record
+    action, change, words, refusing, no_record
 ):
-    site = make_site()
+    site = refusing
     with pytest.raises(ConfigError, match=words) as refusal:
         site.ask(action, **change)
     assert len(str(refusal.value)) < 250
@@ -830,9 +836,9 @@ def test_requests_outside_the_rules_are_refused_before_data_is_read(
 TERM_KEYS = ["releases", "schedule", *(f"{key}_of" for key in TERMS), "sample_rate", "sigma"]
 
 
-def test_a_request_can_name_no_terms_of_its_own(make_site, no_record):
+def test_a_request_can_name_no_terms_of_its_own(refusing, no_record):
     """Wherever in it they stand; what is noised are the terms that were committed to."""
-    site = make_site(committed=EVERYTHING)
+    site = refusing
     terms = {kind: TERMS | {"noise_multiplier": 0.1} for kind in TERMS_OF}
     for action in ASKED:
         places = groups(asdict(site.request(action).settings))
@@ -948,14 +954,19 @@ HELD = {
 }
 
 
+@pytest.fixture(scope="module")
+def differing(make_site):
+    """Sites that differ in their records alone."""
+    return {name: make_site(hold=hold, committed=EVERYTHING) for name, hold in HELD.items()}
+
+
 @pytest.mark.parametrize(("action", "change"), TRAPS)
 def test_whether_a_request_fails_does_not_depend_on_the_records(
-    action, change, make_site, networks
+    action, change, differing, networks
 ):
     """An error would be a release: that there is a record of a class, or any record at all."""
     outcomes = {}
-    for name, hold in HELD.items():
-        site = make_site(hold=hold, committed=EVERYTHING)
+    for name, site in differing.items():
         asked, states = copy.deepcopy(change), None
         if "network" in asked:
             asked["network"] = networks.description | asked["network"]
@@ -1014,8 +1025,8 @@ MISFITS = misfits("weights") | {
         *((action, edit) for action in MOVING for edit in misfits(MOMENTS)),
     ],
 )
-def test_states_that_do_not_fit_are_refused_before_data_is_read(action, edit, make_site, no_record):
-    site = make_site(committed=EVERYTHING)
+def test_states_that_do_not_fit_are_refused_before_data_is_read(action, edit, refusing, no_record):
+    site = refusing
     request = site.request(action, moments="moments" in edit)
     states = (MISFITS | misfits(MOMENTS))[edit](request.states)
     with pytest.raises(ConfigError, match=f"do not fit {action}: ValueError"):
@@ -1025,9 +1036,9 @@ def test_states_that_do_not_fit_are_refused_before_data_is_read(action, edit, ma
 
 @pytest.mark.parametrize("steps", [-1.0, -7.0, -math.inf, math.nan])
 def test_moments_of_a_number_of_steps_that_adam_cannot_go_on_from_are_refused(
-    steps, make_site, networks, no_record
+    steps, refusing, networks, no_record
 ):
-    site = make_site(committed=EVERYTHING)
+    site = refusing
     request = site.request("train.search", moments=True)
     edit = edited(MOMENTS, lambda packed: with_steps(steps)(packed, networks.supernet))
     request = replace(request, states=edit(request.states))
@@ -1057,8 +1068,8 @@ def test_wild_moments_are_stepped_from_and_booked_as_ever(action, bad, make_site
     assert len(site.rows()) == 2 * len(ASKED[action][1])
 
 
-def test_a_sparse_reply_needs_the_states_that_it_is_told_against(make_site, no_record):
-    site = make_site(committed=EVERYTHING)
+def test_a_sparse_reply_needs_the_states_that_it_is_told_against(refusing, no_record):
+    site = refusing
     for missing in ("weights", "alphas"):
         request = site.request("train.search", sparse=True)
         states = {name: state for name, state in request.states.items() if name != missing}
