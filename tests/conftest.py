@@ -24,11 +24,12 @@ from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import Config, dump_config, hydra_config
 from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 from fednas_flwr.spaces import dp_cells
 
+from .composing import remembering
 from .finished_runs import FinishedRuns, whole_run
 from .fork_server import ForkServer, serving
 
@@ -39,6 +40,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # When logging is configured anew, as by Hydra's sweeps, absl (which dp-accounting imports) closes
 # what was sys.stderr when it was imported: here that would be the file of pytest's capture.
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+compose_by_hydra = hydra_config.compose
+hydra_config.compose = remembering(compose_by_hydra)
 LONGEST_FILES = (  # of a minute or more
     *("test_generated_settings.py", "test_runtimes.py", "test_audit_run.py", "test_dpnas.py"),
     *("test_noised_candidates.py", "test_private_actions.py", "test_stopped.py", "test_api.py"),
