@@ -129,9 +129,10 @@ def test_the_same_value_in_a_configuration_is_named_by_its_whole_key(tree):
         for part in filter(None, key.replace("[", ".[").split(".")):
             group = group[int(part[1:-1]) if part.startswith("[") else part]
         for name, of_field in constraints(type(settings)).items():
-            for constraint in [part for part in of_field if isinstance(part, Between)][:1]:
+            value = getattr(settings, name)
+            for wrong in [wrong for part in of_field for wrong in wrong_values(value, part)][:1]:
                 good = group[name]
-                group[name] = wrong_values(getattr(settings, name), constraint)[0]
+                group[name] = wrong
                 whole = f"{key}.{name}".lstrip(".")
                 with pytest.raises(ConfigError) as told:
                     parse_config(tree)
