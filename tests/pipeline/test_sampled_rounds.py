@@ -90,6 +90,7 @@ def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline,
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 
+@pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize("algorithm", sorted({*SETTINGS} - {"vanilla_nas"}))
 def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, federate):
     config = compose_config(
