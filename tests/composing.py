@@ -33,7 +33,9 @@ def remembering(compose: Callable[[str, list[str]], Any]) -> Callable[[str, list
             try:
                 texts = [text for text in overrides if text.startswith("++")]
                 values = OverridesParser.create().parse_overrides(texts)
-                if not any(v.is_sweep_override() or (conf / v.key_or_group).is_dir() for v in values):
+                if not any(
+                    v.is_sweep_override() or (conf / v.key_or_group).is_dir() for v in values
+                ):
                     tree = deepcopy(merged(conf, name, tuple(choices)))
                     ConfigLoaderImpl._apply_overrides_to_config(values, tree)
                     return tree

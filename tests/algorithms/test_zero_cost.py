@@ -258,19 +258,10 @@ def test_limits_hold_for_the_network_that_is_retrained(
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("algorithm.scores=[synflo]", r"algorithm.scores=synflo is unknown.*\(nearest: synflow\)"),
-        ("algorithm.scores=[]", "algorithm.scores=.* expected 1 or more entries"),
-        ("algorithm.draws=0", "algorithm.draws=0 is out of range"),
         (
             "algorithm.shortlist={keep: 5, scores: [zen]}",
             r"shortlist.keep=5 .* 2 to draws=4",
         ),
-        (
-            "algorithm.shortlist={keep: 2, scores: [zenn]}",
-            r"algorithm.shortlist.scores=zenn is unknown.*nearest: zen",
-        ),
-        ("algorithm.shortlist={keep: 2, scores: [zen, zen]}", "shortlist.scores"),
-        ("algorithm.limits.parameters=0", "limits.parameters=0 is out of range"),
         ("algorithm.limits.latency_ms=3", "a limit of latency needs a table"),
     ],
 )

@@ -225,6 +225,7 @@ def make_site(
     its splits, ``folder`` is an older site's, ``test_seed`` makes its draws repeatable, and
     ``committed`` is the schedule.
     """
+
     def make(
         *,
         policy: dict[str, Any] | None = None,
