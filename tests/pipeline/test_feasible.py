@@ -354,9 +354,9 @@ ROOM = ("retrain.rounds=4", "stages=[retrain,evaluate,export]", "algorithm=fedav
 
 @pytest.mark.parametrize("overrides", [SEARCHED, ROOM])
 def test_a_run_writes_at_least_what_is_estimated_and_not_far_more(
-    overrides: tuple[str, ...], compose_config: Compose, run_inline: Callable[..., Any]
+    overrides: tuple[str, ...], compose_config: Compose, finished_run: Callable[..., Any]
 ) -> None:
-    ran = run_inline(*overrides)
+    ran = finished_run(*overrides)
     assert ran.error is None
     least = written_bytes(ran.config, check_buildable(ran.config).networks)
     files = [*ran.folder.glob("checkpoints/*"), *ran.folder.glob("model.*")]

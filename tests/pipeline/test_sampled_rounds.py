@@ -107,8 +107,8 @@ def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, fed
     assert told["exchanges"] >= 1
 
 
-def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(run_inline):
-    run = run_inline(
+def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(finished_run):
+    run = finished_run(
         *("algorithm=fedex", "algorithm.network=linear", "algorithm.num_configurations=3"),
         *("clients=4", "sampling.per_round=2", "retrain.rounds=2", "stages=[retrain]"),
     )
