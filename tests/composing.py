@@ -19,17 +19,18 @@ from hydra.errors import HydraException
 from fednas_flwr.settings import conf_folder, hydra_config
 
 
-def remembering(compose: Callable[[str, list[str]], Any]) -> Callable[[str, list[str]], Any]:
+def remembering(compose: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function of a primary file and overrides, ``++key=value`` if of a value."""
 
     @cache
     def merged(conf: Path, name: str, choices: tuple[str, ...]) -> Any:
         return compose(name, list(choices))
 
-    def composed(name: str, overrides: list[str]) -> Any:
+    def composed(name: str, overrides: list[str], **options: Any) -> Any:
         choices = [text for text in overrides if not text.startswith("++")]
         conf, files = conf_folder(), [text.replace("=", "/", 1) + ".yaml" for text in choices]
-        if hydra_config._FirstFolder.folder is None and all((conf / f).is_file() for f in files):
+        own = options or hydra_config._FirstFolder.folder is not None
+        if not own and all((conf / file).is_file() for file in files):
             try:
                 texts = [text for text in overrides if text.startswith("++")]
                 values = OverridesParser.create().parse_overrides(texts)
@@ -41,6 +42,6 @@ def remembering(compose: Callable[[str, list[str]], Any]) -> Callable[[str, list
                     return tree
             except HydraException:
                 pass  # by Hydra, with its own sentence
-        return compose(name, overrides)
+        return compose(name, overrides, **options)
 
     return composed
