@@ -44,8 +44,8 @@ absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 compose_by_hydra = hydra_config.compose
 hydra_config.compose = remembering(compose_by_hydra)
 LONGEST_FILES = (  # of a minute or more
-    *("test_generated_settings.py", "test_runtimes.py", "test_audit_run.py", "test_dpnas.py"),
-    *("test_noised_candidates.py", "test_private_actions.py", "test_stopped.py", "test_api.py"),
+    *("test_generated_settings.py", "test_runtimes.py", "test_audit_run.py", "test_stopped.py"),
+    *("test_private_actions.py", "test_private_run.py", "test_api.py", "test_config.py"),
 )
 
 

@@ -17,6 +17,7 @@ import yaml
 from flwr.app import ConfigRecord, RecordDict
 
 from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client, make_site_guard
 from fednas_flwr.data.loaders import ClientData, Split
@@ -123,6 +124,16 @@ def received(
     text = json.dumps({"header": asdict(header), "settings": values}, default=asdict)
     content = {messages.HEADER: ConfigRecord({messages.JSON: text})}
     return decode_request(action, RecordDict({**content, **encode_states(states or {})}))
+
+
+def without_last(name):
+    """Return an edit of a client's data that takes one record out of a split."""
+
+    def edit(data):
+        split = getattr(data, name)
+        return replace(data, **{name: replace(split, rows=split.rows[:-1])})
+
+    return edit
 
 
 @pytest.fixture(scope="session")
@@ -319,3 +330,16 @@ def no_record(monkeypatch):
         raise AssertionError("a record was read")
 
     monkeypatch.setattr(Split, "batch", batch)
+
+
+@pytest.fixture
+def totals(monkeypatch):
+    """What was to be noised, in order, with its terms; noise is left out."""
+    seen = []
+
+    def identity(total, generator, **terms):
+        seen.append((total, terms))
+        return total
+
+    monkeypatch.setattr(release_guard, "add_noise", identity)
+    return seen

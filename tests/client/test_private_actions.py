@@ -51,6 +51,7 @@ from .conftest import (
     put,
     received,
     schedule,
+    without_last,
 )
 
 RELEASING = sorted(ASKED)
@@ -86,16 +87,6 @@ def unreleased(reply):
     """Return all of a reply but the released numbers, and how many of these there are."""
     sizes = {n: {d: v.numel() for d, v in s.items()} for n, s in reply.states.items()}
     return asdict(replace(reply, states={}, metrics={})), sizes, sorted(reply.metrics)
-
-
-def without_last(name):
-    """Return an edit of a client's data that takes one record out of a split."""
-
-    def edit(data):
-        split = getattr(data, name)
-        return replace(data, **{name: replace(split, rows=split.rows[:-1])})
-
-    return edit
 
 
 # --- nothing but releases and public properties
