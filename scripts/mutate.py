@@ -6,7 +6,8 @@
 The faults are cosmic-ray's, drawn at random, and one of our own: a keyword argument that is not
 handed on. Each is written into a copy of the checkout, where the tests that ran its line (by
 coverage of the whole suite, measured first on all cores) run until one fails, the quickest first;
-with ``--quick`` (and a ``--file`` of its own) those of the quick tier alone. A line of JSON is
+with ``--quick`` (and a ``--file`` of its own) those of the quick tier alone, of which alone the
+coverage is then measured, unless the ``--place`` has that of all. A line of JSON is
 written per fault, and what is in the file is not run again. Faults that nobody notices are
 printed in the end, but for those of ``equivalent_faults.json``, which says why nobody can.
 """
@@ -110,19 +111,20 @@ def differs(source: str, changed: str) -> bool:
         return False
 
 
-def measure(root: Path, place: Path, tests: list[str]) -> None:
-    """Run the tests once, and keep which test ran which line, and how long each took."""
-    if (place / "durations.xml").is_file():
-        return
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", *ALL]
-    command += [
-        "--cov=fednas_flwr",
-        "--cov-context=test",
-        "--cov-report=",
-        f"--junitxml={place / 'durations.xml'}",
-    ]
-    command += [f"--ignore={path}" for path in BEYOND] + tests
-    subprocess.run(command, cwd=root, env=os.environ | {"COVERAGE_FILE": f"{place}/coverage"})
+def measure(root: Path, place: Path, tests: list[str], *, quick: bool) -> Path:
+    """Run the tests once; return the folder with what each ran, and for how long."""
+    if not (place / "durations.xml").is_file() and quick:
+        place, tier = place / "quick", []
+    else:
+        tier = ALL
+    place.mkdir(parents=True, exist_ok=True)
+    if not (place / "durations.xml").is_file():
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", *tier]
+        command += ["--cov=fednas_flwr", "--cov-context=test", "--cov-report="]
+        command += [f"--junitxml={place / 'durations.xml'}"]
+        command += [f"--ignore={path}" for path in BEYOND] + tests
+        subprocess.run(command, cwd=root, env=os.environ | {"COVERAGE_FILE": f"{place}/coverage"})
+    return place
 
 
 def quick_tier(root: Path) -> set[str]:
@@ -240,8 +242,8 @@ def main() -> None:
     compile_dir(root, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     os.environ["FEDNAS_CACHE"] = str(place / "cache")
-    measure(root, place, options.tests)
-    lines, seconds = tests_by_line(root, place), durations(place)
+    measured = measure(root, place, options.tests, quick=options.quick)
+    lines, seconds = tests_by_line(root, measured), durations(measured)
     if options.quick:
         tier = {name_in_report(test) for test in quick_tier(root)}
         seconds = {name: cost for name, cost in seconds.items() if name in tier}
@@ -252,7 +254,7 @@ def main() -> None:
         import_module(name)
     rows = []
     for package in options.packages:
-        files = sorted(p.relative_to(root) for p in (root / "fednas_flwr" / package).glob("*.py"))
+        files = sorted(p.relative_to(root) for p in (root / "fednas_flwr" / package).rglob("*.py"))
         faults = [fault for file in files for fault in faults_in(root, str(file))]
         drawn = random.Random(f"{options.seed} {package}").sample(faults, len(faults))
         count = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,10 +25,12 @@ from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import Config, dump_config, hydra_config
 from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.spaces import dp_cells
 
+from .composing import remembering
 from .finished_runs import FinishedRuns, whole_run
 from .fork_server import ForkServer, serving
 
@@ -38,9 +41,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # When logging is configured anew, as by Hydra's sweeps, absl (which dp-accounting imports) closes
 # what was sys.stderr when it was imported: here that would be the file of pytest's capture.
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+compose_by_hydra = hydra_config.compose
+hydra_config.compose = remembering(compose_by_hydra)
 LONGEST_FILES = (  # of a minute or more
-    *("test_generated_settings.py", "test_runtimes.py", "test_audit_run.py", "test_dpnas.py"),
-    *("test_noised_candidates.py", "test_private_actions.py", "test_stopped.py", "test_api.py"),
+    *("test_generated_settings.py", "test_runtimes.py", "test_audit_run.py", "test_stopped.py"),
+    *("test_private_actions.py", "test_private_run.py", "test_api.py", "test_config.py"),
 )
 
 
@@ -64,6 +69,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup() -> None:
+    """Let what a test draws depend on nothing that ran before it."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -108,6 +121,14 @@ def tiny_overrides(made_data: Path) -> list[str]:
         "runtime.device=cpu",
         "trackers=[]",
     ]
+
+
+@pytest.fixture(scope="module")
+def one_cell() -> Iterator[None]:
+    """The space ``dp_cells`` has one cell in place of three, as in ``search_space.widths=[4]``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dp_cells, "BLOCKS", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -126,6 +126,14 @@ def test_privacy_brings_its_norms_and_a_typed_one_is_a_contradiction() -> None:
         compose("privacy=dp", "search_space.norm=batch", "retrain.norm=batch")
 
 
+def test_the_page_of_settings_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change: python scripts/settings_page.py."""
+    monkeypatch.delenv("FEDNAS_CACHE", raising=False)
+    import settings_page
+
+    assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page()
+
+
 def test_every_group_is_tested() -> None:
     groups = {choice.partition("=")[0] for choice in all_choices()}
     folders = {path.name for path in conf_folder().iterdir() if path.is_dir()}
@@ -147,59 +155,18 @@ def test_whole_numbers_become_floats_and_nothing_else_is_converted(tree: dict[st
             parse_config(changed(tree, key, value))
 
 
-BAD_VALUES = [
-    ("clients", 0),
-    ("runtime.threads", 0),
-    ("seed", -1),
-    ("algorithm.rule", "third_order"),
-    ("algorithm.local_epochs", 0),
-    ("algorithm.batch_size", 0),
-    ("algorithm.weights.momentum", 1.0),
+BAD_VALUES = [  # numbers out of their ranges are those of test_ranges
     ("algorithm.weights.min_lr", 9.0),
-    ("algorithm.weights.clip_norm", 0.0),
-    ("algorithm.alphas.weight_decay", -1.0),
-    ("algorithm.weights.lr", float("nan")),
-    ("algorithm.weights.lr", float("inf")),
-    ("dataset.limit_train", 0),
-    ("dataset.cutout", -1),
-    ("dataset.split_key", ""),
     ("dataset.mean", ["a"]),
     ("dataset.fractions", {"train": "all"}),
-    ("search_space.num_cells", 0),
     ("privacy.name", "dp"),
     ("runtime.name", "slurm"),
-    ("runtime.quorum", 0.0),
-    ("runtime.deadline_s", 0),
-    ("runtime.client_cpus", 0),
-    ("runtime.client_cpus", 1e-6),
-    ("runtime.client_gpus", -1),
-    ("runtime.client_gpus", 1e-6),
-    ("retrain.rounds", 0),
-    ("retrain.drop_path_prob", 1.0),
-    ("retrain.auxiliary_weight", -0.1),
-    ("stages", []),
-    ("stages", ["search", "search"]),
-    ("runtime.threads", 100_000),
-    ("run_dir", ""),
-    ("genotype", ""),
-    ("dataset.cache", ""),
-    ("algorithm.weights.lr", 1e15),
-    ("algorithm.weights.clip_norm", 1e30),
-    ("algorithm.alphas.lr", 1e15),
-    ("retrain.weights.lr", 1e15),
-    ("retrain.weights.weight_decay", 1e15),
     ("retrain.weights.weight_decay", 41.0),  # learning rate .025
-    ("retrain.channels", 10**9),
-    ("retrain.num_cells", 10**9),
-    ("search_space.channels", 10**9),
-    ("search_space.num_cells", 10**9),
 ]
 
 
 @pytest.mark.parametrize(("key", "value"), BAD_VALUES)
 def test_bad_value_is_named_by_its_whole_key(tree: dict[str, Any], key: str, value: Any) -> None:
-    if key.startswith("runtime.client"):
-        tree = compose_tree(["runtime=ray"])
     with pytest.raises(ConfigError) as caught:
         parse_config(changed(tree, key, value))
     message = str(caught.value)
@@ -208,22 +175,11 @@ def test_bad_value_is_named_by_its_whole_key(tree: dict[str, Any], key: str, val
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    ("name", "setting", "value"),
-    [
-        ("npz", "root", ""),
-        ("npz", "class_names", ["a", "b", "a"]),
-        ("csv", "class_names", ["a", "b", "a"]),
-        ("csv", "numeric", ["age", "age"]),
-        ("image_folder", "image_size", 100_000),
-        ("image_folder", "channels", 4),
-        ("image_folder", "channels", 2),
-    ],
-)
-def test_a_bad_value_of_one_data_set_is_named(name: str, setting: str, value: Any) -> None:
+@pytest.mark.parametrize(("name", "channels"), [("image_folder", 4), ("image_folder", 2)])
+def test_channels_are_one_or_three(name: str, channels: int) -> None:
     tree = compose_tree([f"dataset={name}", "search_space=mlp_small"])
-    with pytest.raises(ConfigError, match=rf"^dataset\.{setting}=.*\.$"):
-        parse_config(changed(tree, f"dataset.{setting}", value))
+    with pytest.raises(ConfigError, match=r"^dataset\.channels=.*\.$"):
+        parse_config(changed(tree, "dataset.channels", channels))
 
 
 COST = (
@@ -325,16 +281,8 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     ("key", "value", "words"),
     [
         ("privacy.weights.noise_multiplier", 0, "expected 0.001 to 1000000, or null"),
-        ("privacy.alphas.max_grad_norm", 0, "expected above 0"),
-        ("privacy.retrain.local_steps", 0, "expected 1 to 1000000"),
-        ("privacy.epsilon", 1e9, "expected 0.001 to 1000000"),
-        ("privacy.micro_batch_size", 2000, "expected 1 to 1024"),
-        ("privacy.local_steps", 0, "expected 1 to 1000000"),
-        ("privacy.rewards_share", 1.0, "above 0, below 1"),
         ("privacy.rewards.max_grad_norm", 2.0, "bounded by algorithm.loss_bound"),
         ("privacy.weights.max_grad_norm", 1e30, "at most 10000 (the noise grows with it"),
-        ("privacy.delta", 1.0, "above 0, below 1"),
-        ("privacy.data_set", "", "expected 1 to 4096 bytes"),
         ("rounds", 10**9, "expected at most 10000 in all"),
         ("retrain.rounds", 10**5, "fewer rounds of more local steps"),
         ("training.oversample", True, "with privacy=dp: a record that is drawn several times"),

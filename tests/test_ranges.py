@@ -47,7 +47,10 @@ RUNS = [  # together they have every class of settings
     ],
     ["algorithm=fedprox_darts", "partition=quantity", "partition.fractions=[0.5,0.5]"],
     ["algorithm=dp_fnas", "privacy=dp", "privacy.metrics_noise_multiplier=1", *GROUP],
-    ["algorithm=random_search", "retrain.weights.clip_norm=1", "retrain.channels=8"],
+    [
+        *("algorithm=random_search", "retrain.weights.clip_norm=1", "retrain.channels=8"),
+        *("sampling.per_round=8", "aggregate=trimmed_mean", "clients=9"),
+    ],
     ["algorithm=fedex", "partition=label_groups", "partition.clients_per_group=[1,2]"],
     ["algorithm=fdnas", f"algorithm.hardware={COST}", *MBCONV],
     [
@@ -58,11 +61,15 @@ RUNS = [  # together they have every class of settings
         *MBCONV,
     ],
     ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
-    ["algorithm=fedavg", "dataset=csv"],
-    ["algorithm=zero_cost"],
-    ["algorithm=successive_halving"],
+    ["algorithm=fedavg", "dataset=csv", "server_optimizer=adam"],
+    [
+        *("algorithm=zero_cost", "algorithm.shortlist={keep: 2, scores: [zen]}", "secure_sum=null"),
+        *("algorithm.limits.parameters=1000000", "runtime=ray", "dataset=image_folder"),
+    ],
+    ["algorithm=successive_halving", "algorithm.pool.limits.parameters=1000000"],
 ]
 FREE = {  # numbers of any size
+    ("ImageFolder", "mean"),
     ("Images", "mean"),
     ("DifferentialPrivacy", "test_seed"),
     ("LabelGroups", "groups"),
@@ -95,7 +102,9 @@ def wrong_values(value: Any, constraint: Constraint) -> list[Any]:
     if isinstance(constraint, Length):
         if isinstance(value, dict):
             return [{**value, "last": ""}]
-        return ["" if isinstance(value, str) else []]
+        sizes = (0, constraint.size.high + 1) if value else (0,)
+        one = "x" if isinstance(value, str) else (value or [])[:1]
+        return [one * int(n) for n in sizes if n not in constraint.size and n < 10**6]
     if isinstance(constraint, OneOf):
         wrong: list[Any] = ["nothing", "", constraint.names[0].upper()]
     else:
@@ -129,9 +138,10 @@ def test_the_same_value_in_a_configuration_is_named_by_its_whole_key(tree):
         for part in filter(None, key.replace("[", ".[").split(".")):
             group = group[int(part[1:-1]) if part.startswith("[") else part]
         for name, of_field in constraints(type(settings)).items():
-            for constraint in [part for part in of_field if isinstance(part, Between)][:1]:
-                good = group[name]
-                group[name] = wrong_values(getattr(settings, name), constraint)[0]
+            value = getattr(settings, name)
+            for wrong in [wrong for part in of_field for wrong in wrong_values(value, part)][:1]:
+                good = group.setdefault(name, value)
+                group[name] = wrong
                 whole = f"{key}.{name}".lstrip(".")
                 with pytest.raises(ConfigError) as told:
                     parse_config(tree)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -94,10 +92,3 @@ def test_every_command_that_is_named_exists(capsys: pytest.CaptureFixture[str]) 
     named |= set(re.findall(r"`fednas (\w+)", TEXT))
     assert len(named) > 5
     assert named <= listed
-
-
-def test_the_page_of_settings_is_that_of_the_code():
-    """After a change: python scripts/settings_page.py."""
-    command = [sys.executable, str(ROOT / "scripts" / "settings_page.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr

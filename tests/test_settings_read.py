@@ -101,7 +101,7 @@ def overruled(name: str, idle: Mapping[str, Any]) -> bool:
 
 IMAGES = ["search_space=nasbench201_small", "search_space.channels=2", "retrain.channels=2"]
 MBCONV = ["search_space=mbconv_small", "search_space.width=0.1", "retrain=mbconv"]
-CELLS = ["search_space=dp_cells_small", "search_space.widths=[2,2,4]", "retrain=dp_cells"]
+CELLS = ["search_space=dp_cells_small", "search_space.widths=[2]", "retrain=dp_cells"]
 TABLE = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
 DP = ["privacy=dp", "privacy.epsilon=30", "search_space.norm=group", "retrain.norm=group"]
 SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu", "trackers=[]"]
@@ -183,6 +183,7 @@ def genotype(made_data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"genotype={path}"
 
 
+@pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize(
     "run", [pytest.param(run, marks=pytest.mark.run if " " in run else ()) for run in RUNS]
 )

@@ -15,9 +15,10 @@ from fednas_flwr.protocol.states import unpack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import path_states
 
+pytestmark = pytest.mark.usefixtures("one_cell")
 DPNAS = [
     *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),
-    *("search_space.widths=[4,4,8]", "search_space.head=8", "algorithm.batch_size=16"),
+    *("search_space.widths=[4]", "search_space.head=8", "algorithm.batch_size=16"),
     *("partition=quantity", "partition.fractions=[0.75,0.25]", "algorithm.warm_up_rounds=1"),
     *("algorithm.trained_candidates=3", "algorithm.local_steps=2", "algorithm.weights.lr=0.5"),
     *("algorithm.rewarded_candidates=4", "algorithm.final_candidates=5", "dataset.flip=false"),

@@ -112,9 +112,7 @@ def test_alphas_move_after_the_warm_up_only(dense):
     ("overrides", "sentence"),
     [
         (["search_space=nasbench201_small"], "samples paths of blocks; set search_space=mbconv"),
-        (["algorithm.gates=three"], "algorithm.gates=three is unknown: choose one of full, two"),
         (["algorithm.alphas.weight_decay=1e-3"], "ops that are not sampled must keep"),
-        (["algorithm.warm_up_rounds=-1"], "algorithm.warm_up_rounds=-1"),
         (["privacy=dp", "search_space.norm=batch"], "set search_space.norm=group"),
     ],
 )

@@ -174,10 +174,6 @@ def test_a_run_tunes_a_given_genotype(compose_config, federate, tiny_overrides, 
     ("overrides", "sentence"),
     [
         (["privacy=dp"], "privacy=dp with algorithm=fedex is not possible"),
-        (["algorithm.theta.schedule=aggresive"], "theta.schedule=aggresive .*nearest: aggressive"),
-        (["algorithm.theta.baseline_discount=2"], "baseline_discount=2.* 0 to 1"),
-        (["algorithm.num_configurations=0"], "num_configurations=0"),
-        (["algorithm.loss_bound=0"], "loss_bound=0"),
         (
             ["dataset.fractions={train: 0.8, validation: 0.0, test: 0.2}"],
             "dataset.fractions.validation=0.0",

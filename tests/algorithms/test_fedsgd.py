@@ -177,12 +177,12 @@ def test_steps_of_a_round_drop_other_paths(compose_config, federate):
     assert not torch.allclose(gradient(0), gradient(1), rtol=0.1)
 
 
-def test_one_private_client_is_dp_sgd_with_momentum(run_inline):
+def test_one_private_client_is_dp_sgd_with_momentum(finished_run):
     """FedAvg's local loop, whose momentum travels with the model, is DP-SGD of one client."""
     found = {}
     for exchange, momentum in (("models", "averaged"), ("gradients", "reset")):
         own = (f"retrain.exchange={exchange}", f"training.momentum={momentum}")
-        ran = run_inline(*DP, *own)
+        ran = finished_run(*DP, *own)
         assert ran.error is None
         found[exchange] = load_file(ran.folder / "model.safetensors")
         site = ran.folder / "sites" / "client-0"

@@ -175,9 +175,7 @@ ONLY = "it is for the training of a given network; set algorithm=fedavg or fedpr
             ["algorithm=fedavg", "server_optimizer=yogi", "training.momentum=server"],
             "both are optimisers",
         ),
-        (["algorithm=fedavg", "server_optimizer=sgd"], "server_optimizer=sgd is unknown"),
         (["algorithm=fedavg", "server_optimizer.lr=1"], "server_optimizer.lr"),
-        (["algorithm=fedavg", "server_optimizer=adam", "server_optimizer.beta_2=1"], "beta_2=1.0"),
         (["algorithm=fedavg", "server_optimizer=adagrad", "server_optimizer.beta_1=0"], "beta_1"),
         (
             ["algorithm=fedavg", "aggregate=median", "clients=20", "secure_sum=true"],
@@ -200,17 +198,17 @@ def test_what_has_no_meaning_is_refused(overrides, sentence):
         ["algorithm=fedprox", "aggregate=trimmed_mean", "runtime.quorum=1"],
     ],
 )
-def test_private_runs_have_them_too(chosen, run_inline):
+def test_private_runs_have_them_too(chosen, finished_run):
     """What the server makes of releases, and a term without records, cost nothing."""
     private = ["privacy=dp", "privacy.epsilon=30", "retrain.rounds=2", "clients=5"]
-    run = run_inline(*chosen, "algorithm.network=linear", *private)
+    run = finished_run(*chosen, "algorithm.network=linear", *private)
     assert run.error is None
     assert not [event for event in run.events if event["event"] == "client_failed"]
     assert isinstance(run.config, Config)
 
 
-def test_secure_sums_have_an_optimizer_of_the_server(run_inline):
-    run = run_inline(
+def test_secure_sums_have_an_optimizer_of_the_server(finished_run):
+    run = finished_run(
         *("algorithm=fedavg", "algorithm.network=linear", "secure_sum=true", "clients=4"),
         *("server_optimizer=adam", "retrain.rounds=2"),
     )

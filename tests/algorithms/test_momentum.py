@@ -166,10 +166,11 @@ def test_the_servers_momentum_is_fedavgm(compose_config, federate):
 
 ARM = "{lr: 0.05, weight_decay: 0, momentum: 0.9, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
 BLOCKS = ["search_space=mbconv_small", "search_space.norm=group", "retrain=mbconv"]
-CELLS = ["search_space=dp_cells", "retrain=dp_cells"]
+CELLS = ["search_space=dp_cells", "search_space.widths=[8]", "retrain=dp_cells"]
 MOMENTUM = ["algorithm.weights.momentum=0.9"]
 
 
+@pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize(
     ("action", "given"),
     [

@@ -27,11 +27,13 @@ def booked(run) -> list[tuple[str, Release]]:
 
 
 @pytest.mark.parametrize("algorithm", ["fed_darts", "dp_fnas"])
-def test_the_regulariser_is_added_after_clipping_and_noise_and_costs_nothing(algorithm, run_inline):
+def test_the_regulariser_is_added_after_clipping_and_noise_and_costs_nothing(
+    algorithm, finished_run
+):
     """Adam's steps follow signs: all alphas go down alike, as far as the steps reach."""
     settings = [f"algorithm={algorithm}", *PRIVATE, *SHORT]
-    plain = run_inline(*settings, "algorithm.beta_decay=0")
-    decayed = run_inline(*settings, f"algorithm.beta_decay={HUGE}")
+    plain = finished_run(*settings, "algorithm.beta_decay=0")
+    decayed = finished_run(*settings, f"algorithm.beta_decay={HUGE}")
     down = moved(decayed)
     assert down.max() < 0
     assert down.std() < 0.05 * down.mean().abs()

@@ -17,6 +17,7 @@ import yaml
 from flwr.app import ConfigRecord, RecordDict
 
 from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client, make_site_guard
 from fednas_flwr.data.loaders import ClientData, Split
@@ -125,6 +126,16 @@ def received(
     return decode_request(action, RecordDict({**content, **encode_states(states or {})}))
 
 
+def without_last(name):
+    """Return an edit of a client's data that takes one record out of a split."""
+
+    def edit(data):
+        split = getattr(data, name)
+        return replace(data, **{name: replace(split, rows=split.rows[:-1])})
+
+    return edit
+
+
 @pytest.fixture(scope="session")
 def site_config(compose_config):
     sizes = [f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES]
@@ -164,14 +175,14 @@ def cells_config(compose_config):
     """Of the site when it is asked about candidates."""
     return compose_config(
         *("algorithm=dpnas", "privacy=dp", "clients=1", "search_space=dp_cells"),
-        *("retrain=dp_cells", "search_space.widths=[2,2,4]", "search_space.head=4"),
+        *("retrain=dp_cells", "search_space.widths=[2]", "search_space.head=4"),
     )
 
 
-@pytest.fixture(scope="session")
-def cells_supernet(cells_config, prepared):
+@pytest.fixture(scope="module")
+def cells_supernet(cells_config, prepared, one_cell):
     """The candidates' supernet; its last bias lies in the widest gap between middle records."""
-    with seeded(35, "cells"):  # whose gap is wide
+    with seeded(1, "cells"):  # whose gap is wide
         supernet = supernet_space(cells_config, prepared).supernet().eval()
     bias = supernet.body.head[-1].bias
     with torch.no_grad():
@@ -185,13 +196,13 @@ def cells_supernet(cells_config, prepared):
     return supernet
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cells(cells_supernet):
     """The shared weights of candidates."""
     return {"weights": pack(network_states(cells_supernet)["weights"])}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def divided_labels(cells_supernet, prepared):
     """What DIVIDED says of each record: the labels of the validation records of candidates."""
     with torch.no_grad():
@@ -206,7 +217,7 @@ def images(prepared):
     return split.batch(rows, "cpu")[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_site(
     site_config,
     prepared,
@@ -215,17 +226,16 @@ def make_site(
     cells_supernet,
     cells,
     divided_labels,
-    tmp_path,
+    tmp_path_factory,
 ) -> Callable[..., SimpleNamespace]:
     """``make_site(...)``: a site that has kept a schedule; ``site.ask(action, **changes)`` asks it.
 
     Every request goes through its message; a change replaces a key of its settings, see
     :func:`put`, by any value. With ``moments`` those of the optimisers travel beside the model.
-    ``policy`` changes the site's policy, ``records`` are the rows it holds (all) and ``hold`` edits
+    ``policy`` changes the site's policy, ``records`` are the rows it holds (40) and ``hold`` edits
     its splits, ``folder`` is an older site's, ``test_seed`` makes its draws repeatable, and
     ``committed`` is the schedule.
     """
-    numbers = iter(range(1000))
 
     def make(
         *,
@@ -236,8 +246,7 @@ def make_site(
         folder: Path | None = None,
         test_seed: bytes | None = None,
     ) -> SimpleNamespace:
-        folder = folder or tmp_path / f"site-{next(numbers)}"
-        folder.mkdir(exist_ok=True)
+        folder = folder or tmp_path_factory.mktemp("site")
         allowed = POLICY | (policy or {})
         if test_seed is not None:
             allowed |= {"secure_noise": False, "test_seed": True}
@@ -253,7 +262,7 @@ def make_site(
             "cache": str(site_config.dataset.cache),
             "split-key": site_config.dataset.split_key,
         }
-        rows = np.arange(len(prepared.train)) if records is None else records
+        rows = np.arange(40) if records is None else records
         data, guard = (prepared, [rows]), make_site_guard(node)
         client, of_cells = (
             make_client(config, 0, data=data, networks={}, site=node, guard=guard)
@@ -321,3 +330,16 @@ def no_record(monkeypatch):
         raise AssertionError("a record was read")
 
     monkeypatch.setattr(Split, "batch", batch)
+
+
+@pytest.fixture
+def totals(monkeypatch):
+    """What was to be noised, in order, with its terms; noise is left out."""
+    seen = []
+
+    def identity(total, generator, **terms):
+        seen.append((total, terms))
+        return total
+
+    monkeypatch.setattr(release_guard, "add_noise", identity)
+    return seen

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fednas_flwr.client import release_guard
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import (
     MOMENTS,
@@ -46,19 +45,6 @@ def supernet(cells_config, prepared, cells):
     supernet = supernet_space(cells_config, prepared).supernet()
     load_states(supernet, cells)
     return supernet
-
-
-@pytest.fixture
-def totals(monkeypatch):
-    """What was to be noised, in order, with its terms; noise is left out."""
-    seen = []
-
-    def identity(total, generator, **terms):
-        seen.append((total, terms))
-        return total
-
-    monkeypatch.setattr(release_guard, "add_noise", identity)
-    return seen
 
 
 def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, totals):

@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client import release_guard
 from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search.proxyless import (
     PathNetwork,
@@ -28,10 +27,12 @@ from fednas_flwr.settings.optimizers import Adam
 from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 from fednas_flwr.spaces.latency_tables import from_json
 
-from .conftest import RECORDS, STEP, TERMS, make_networks, schedule
+from .conftest import RECORDS, STEP, TERMS, make_networks, schedule, without_last
 
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 ALPHA_NORM = 0.002  # so small that it clips
+WEIGHT_TERMS = {"noise_multiplier": SIGMA, "max_grad_norm": NORM}
+ALPHA_TERMS = WEIGHT_TERMS | {"max_grad_norm": ALPHA_NORM}
 LOCAL = {
     "alternating": None,
     "paths": asdict(SampledPaths(gates="two", warm_up=False, hardware=None)),
@@ -65,25 +66,10 @@ def ask(make_site, networks):
     """``ask(hold=, **settings)``: a new site and its answer to one ``train.search``."""
 
     def asked(hold=None, **settings):
-        site = make_site(committed=EVERYTHING, hold=hold, records=np.arange(40), test_seed=b"7")
+        site = make_site(committed=EVERYTHING, hold=hold, records=np.arange(20), test_seed=b"7")
         return site, site.ask("train.search", **(LOCAL | settings))
 
     return asked
-
-
-@pytest.fixture
-def totals(monkeypatch):
-    """What was to be noised, in order; noise is left out."""
-    seen = []
-
-    def identity(total, generator, *, noise_multiplier, max_grad_norm):
-        assert noise_multiplier == SIGMA
-        assert max_grad_norm == (ALPHA_NORM if total.numel() == 6 * 7 else NORM)  # blocks, ops
-        seen.append(total)
-        return total
-
-    monkeypatch.setattr(release_guard, "add_noise", identity)
-    return seen
 
 
 def hardware(networks, form):
@@ -178,6 +164,8 @@ def test_private_path_search_is_clipped_steps_of_one_network(
         )
     if warm_up:
         assert torch.equal(reply.states["alphas"]["float32"], state["float32"])
+    expected = [WEIGHT_TERMS] if warm_up else [ALPHA_TERMS, WEIGHT_TERMS]
+    assert [terms for _, terms in totals] == expected * 2
     both = [("validation",), ("train",)]
     assert [row.splits for row in site.rows()] == ([("train",)] if warm_up else both) * 2
 
@@ -204,14 +192,6 @@ def test_noise_is_on_the_paths_own_weights_and_on_computed_alphas_alone(ask, net
         assert counts == ([2] * 6 if mode == "two" else offered.sum(1).tolist())
 
 
-def without_last(name):
-    def edit(data):
-        split = getattr(data, name)
-        return replace(data, **{name: replace(split, rows=split.rows[:-1])})
-
-    return edit
-
-
 @pytest.mark.parametrize("form", [None, "additive", "multiplicative"])
 def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(form, ask, networks, totals):
     given = None if form is None else hardware(networks, form)
@@ -220,11 +200,22 @@ def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(form, ask,
     for hold in (None, "train", "validation"):
         totals.clear()
         ask(hold=without_last(hold) if hold else None, **asked)
-        released[hold] = list(totals)
+        released[hold] = [total for total, _ in totals]
+        assert [terms for _, terms in totals] == [ALPHA_TERMS, WEIGHT_TERMS]
     (alphas, weights), (same, fewer), (moved, _) = released.values()
     assert torch.equal(alphas, same)
     assert 1e-4 * ALPHA_NORM < (alphas - moved).norm() <= ALPHA_NORM * (1 + 1e-5)
     assert 1e-4 * NORM < (weights - fewer).norm() <= NORM * (1 + 1e-3)
+
+
+@pytest.fixture(scope="module")
+def differing(make_site):
+    """A site with records and one without."""
+
+    def none(data):
+        return replace(data, **{n: replace(s, rows=s.rows[:0]) for n, s in vars(data).items()})
+
+    return make_site(committed=EVERYTHING), make_site(committed=EVERYTHING, hold=none)
 
 
 COSTLY = {"form": "additive", "target": 1.0, "unit": "ms", "scale": 1.0, "exponent": 1.0}
@@ -259,14 +250,10 @@ COSTLY |= {"fixed": 0.5}
         {"micro_batch_size": 4},
     ],
 )
-def test_whether_a_request_fails_does_not_depend_on_the_records(change, make_site):
+def test_whether_a_request_fails_does_not_depend_on_the_records(change, differing):
     """And nothing is booked before."""
-
-    def none(data):
-        return replace(data, **{n: replace(s, rows=s.rows[:0]) for n, s in vars(data).items()})
-
     sentences = []
-    for site in (make_site(committed=EVERYTHING), make_site(committed=EVERYTHING, hold=none)):
+    for site in differing:
         with pytest.raises(ConfigError) as error:
             site.ask("train.search", **(LOCAL | change))
         assert site.rows() == []
@@ -286,14 +273,14 @@ def test_everything_that_the_server_says_of_costs_is_rehearsed(make_site, networ
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e30, 1e30])
 def test_wild_alphas_draw_paths_and_book_as_ever(value, make_site, networks):
-    for columns in (slice(None), slice(0, 3), slice(3, 7)):
-        site = make_site(committed=EVERYTHING)
+    site = make_site(committed=EVERYTHING, records=np.arange(12))
+    for number, columns in enumerate((slice(None), slice(0, 3), slice(3, 7)), 1):
         request = site.request("train.search", **LOCAL)
         alphas = request.states["alphas"]["float32"].clone().view(6, 7)
         alphas[:, columns] = value
         states = {**request.states, "alphas": {"float32": alphas.flatten()}}
         reply = site.answer(replace(request, states=states))
-        assert len(site.rows()) == 4
+        assert len(site.rows()) == 4 * number
         assert set(reply.states) == {"weights", "alphas"}
 
 

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer
 from fednas_flwr.models.networks import describe_pool, make_network
 from fednas_flwr.protocol.messages import Header
@@ -27,19 +26,6 @@ NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 MEMBERS = 3
 JOINT_NORM = NORM * math.sqrt(MEMBERS)
 DATA_SET = "ward"
-
-
-@pytest.fixture
-def totals(monkeypatch):
-    """What was to be noised, in order, with its terms; noise is left out."""
-    seen = []
-
-    def identity(total, generator, **terms):
-        seen.append((total, terms))
-        return total
-
-    monkeypatch.setattr(release_guard, "add_noise", identity)
-    return seen
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def test_a_reply_is_what_was_sent_plus_the_clipped_update_and_noise(make_client_
         expected = clipped({"u": update(exact, request, state)}, max_norm=NORM)["u"]
         assert expected.norm() > NORM / 5
         noise = update(reply, request, state) - expected
-        assert noise.abs().max() < 6 * LEAST * NORM
+        assert noise.abs().max() < 8 * LEAST * NORM  # of some thousands
         assert noise.any()
     assert {(row.action, row.splits, row.release.steps) for row in site.rows()} == {
         (f"{action}:{state}", SPLITS, 1) for state in STATES[action]
@@ -148,7 +148,7 @@ def test_rewards_are_noised_one_by_one(make_client_site):
     request = site.request("train.probe", **{"amount": EPOCHS.__dict__})
     exact = answer(replace(site.client, guard=None), request).states["rewards"]["float32"]
     noise = site.answer(request).states["rewards"]["float32"] - exact
-    assert 0 < noise.abs().max() < 6 * LEAST * LOSS_BOUND
+    assert 0 < noise.abs().max() < 8 * LEAST * LOSS_BOUND
     (row,) = site.rows()
     assert (row.action, row.splits) == ("train.probe:rewards", SPLITS)
 

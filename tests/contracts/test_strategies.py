@@ -14,6 +14,7 @@ from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
 from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.spaces.genotype import to_json
 
+pytestmark = pytest.mark.usefixtures("one_cell")
 SETTINGS = {
     "fed_darts": [],
     "fedprox_darts": ["algorithm.proximal=0.1"],
@@ -29,7 +30,7 @@ SETTINGS = {
         *("algorithm.local_epochs=1", "algorithm.batch_size=16", "algorithm.warm_up_rounds=0"),
     ],
     "dpnas": [
-        *("search_space=dp_cells", "search_space.widths=[4,4,4]", "search_space.head=8"),
+        *("search_space=dp_cells", "search_space.widths=[4]", "search_space.head=8"),
         *("retrain=dp_cells", "algorithm.warm_up_rounds=0", "algorithm.batch_size=16"),
         *("algorithm.trained_candidates=2", "algorithm.rewarded_candidates=2"),
         *("algorithm.final_candidates=3", "algorithm.controller.scaled=true"),

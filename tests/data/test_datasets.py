@@ -137,12 +137,7 @@ def test_sites_become_a_partition(cache: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"limit_train": 0}, "dataset.limit_train=0 is out of range: expected 1 or more"),
-        ({"channels": 2}, "dataset.channels=2 is out of range: expected 1 or 3, or null"),
-        ({"image_size": 0}, "dataset.image_size=0 is out of range: expected 1 to"),
-        ({"image_size": -4}, "dataset.image_size=-4 is out of range"),
         ({"label": "ill"}, "setting=dataset.label is unknown"),
-        ({"download": True}, "setting=dataset.download is unknown"),
         ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
         ({"std": (0.5, 0.5)}, "do not fit images of 3 channels"),
         ({"statistics": {"a": (0, 1)}}, "are for tables: these are images"),

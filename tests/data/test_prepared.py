@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ from fednas_flwr.data.records import Records, record_ids
 from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.hydra_config import compose_tree
 
-FILES = {name: compose_tree([f"partition={name}"])["partition"] for name in PARTITIONS}
 EVERY = [
     {"name": "iid", "clients": 7},
     {"name": "dirichlet", "clients": 5, "alpha": 0.5},
@@ -28,10 +28,16 @@ EVERY = [
 ]
 
 
+@cache
+def in_file(name):
+    """The settings of a file of ``conf/partition``."""
+    return compose_tree([f"partition={name}"])["partition"]
+
+
 def partition(records, *, name, clients, **changed):
     """The parts by the settings of ``conf/partition``, of which some are changed."""
-    known = {key: value for key, value in changed.items() if key in FILES[name]}
-    settings = PARTITIONS[name](**FILES[name] | known)
+    known = {key: value for key, value in changed.items() if key in in_file(name)}
+    settings = PARTITIONS[name](**in_file(name) | known)
     return prepared.partition(records, settings, clients=clients)
 
 

@@ -419,7 +419,10 @@ def test_node_overrules_the_servers_settings(compose_config: Callable[..., Confi
 FEATURES = ("dataset.scattering={scales: 1, angles: 2}",)
 
 
-@pytest.mark.parametrize("features", [(), FEATURES], ids=["images", "features"])
+@pytest.mark.parametrize(
+    "features",
+    [pytest.param((), id="images"), pytest.param(FEATURES, id="features", marks=pytest.mark.run)],
+)
 def test_real_sites_give_the_same_bits_as_simulated_ones(
     tmp_path: Path, sites: Path, compose_config: Callable[..., Config], features: tuple[str, ...]
 ) -> None:

@@ -256,7 +256,9 @@ def test_a_table_of_accuracies_that_is_none_is_refused(
     assert said in sentence
 
 
-@pytest.mark.parametrize("algorithm", ["zero_cost", "successive_halving"])
+@pytest.mark.parametrize(
+    "algorithm", ["zero_cost", pytest.param("successive_halving", marks=pytest.mark.run)]
+)
 def test_limits_that_no_network_keeps_are_refused(compose_config: Compose, algorithm: str) -> None:
     group = "algorithm.limits" if algorithm == "zero_cost" else "algorithm.pool.limits"
     sentence = refused(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1"))
@@ -299,7 +301,9 @@ def test_an_auxiliary_head_that_there_is_not_is_refused(
     assert sentence.endswith(" networks have no auxiliary head: set retrain.auxiliary_weight=0.")
 
 
-@pytest.mark.parametrize("algorithm", ["dpnas", "random_search"])
+@pytest.mark.parametrize(
+    "algorithm", ["random_search", pytest.param("dpnas", marks=pytest.mark.run)]
+)
 def test_a_group_norm_of_a_single_value_is_refused(compose_config: Compose, algorithm: str) -> None:
     own = [f"algorithm={algorithm}", "search_space=dp_cells", "retrain=dp_cells"]
     own += ["search_space.widths=[2,2,4]"]
@@ -354,9 +358,9 @@ ROOM = ("retrain.rounds=4", "stages=[retrain,evaluate,export]", "algorithm=fedav
 
 @pytest.mark.parametrize("overrides", [SEARCHED, ROOM])
 def test_a_run_writes_at_least_what_is_estimated_and_not_far_more(
-    overrides: tuple[str, ...], compose_config: Compose, run_inline: Callable[..., Any]
+    overrides: tuple[str, ...], compose_config: Compose, finished_run: Callable[..., Any]
 ) -> None:
-    ran = run_inline(*overrides)
+    ran = finished_run(*overrides)
     assert ran.error is None
     least = written_bytes(ran.config, check_buildable(ran.config).networks)
     files = [*ran.folder.glob("checkpoints/*"), *ran.folder.glob("model.*")]

@@ -254,10 +254,8 @@ def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sen
     ("override", "sentence"),
     [
         ("algorithm.client_tags=[a]", "algorithm.client_tags=.* give one for each client, or none"),
-        ("algorithm.group_by=colour", "algorithm.group_by=colour is unknown"),
         ("algorithm.group_by=alphas", "num_groups=null: a number is needed"),
         ("algorithm.num_groups=2", "group_by=tag with num_groups=2"),
-        ("algorithm.group_rounds=0", "algorithm.group_rounds=0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(compose_config, override, sentence):

@@ -62,6 +62,7 @@ def test_persons_are_drawn_declared_and_promised(overrides, tmp_path):
     assert "A person contributes the mean of their records" in card
 
 
+@pytest.mark.run
 def test_the_policy_and_the_data_must_name_the_same_unit(overrides, tmp_path):
     sites = tmp_path / "sites"
     once = [*overrides, f"privacy.sites={sites}"]

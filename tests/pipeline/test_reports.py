@@ -58,11 +58,11 @@ def test_private_training_is_told_in_the_steps_that_the_ledgers_hold(run_inline,
     assert "Not all of it was released" not in text
 
 
-def test_a_given_genotype_was_not_searched_for(finished_run, run_inline):
+def test_a_given_genotype_was_not_searched_for(finished_run):
     searched = finished_run("stages=[search]", "clients=2", "rounds=1")
     assert "; its weights were not trained." in card(searched)
     assert "Nothing was searched" not in card(searched)
-    run = run_inline(
+    run = finished_run(
         *("stages=[retrain,evaluate]", f"genotype={searched.folder / 'genotype.json'}"),
         *("clients=2", "retrain.rounds=1", "algorithm.local_epochs=7"),
     )
@@ -79,8 +79,8 @@ def test_a_given_genotype_was_not_searched_for(finished_run, run_inline):
     assert "Cells that were found" not in report
 
 
-def test_a_given_network_has_no_search_to_tell_of(run_inline):
-    run = run_inline(
+def test_a_given_network_has_no_search_to_tell_of(finished_run):
+    run = finished_run(
         *("algorithm=fedavg", "algorithm.network=plain_cnn", "clients=2"),
         *("retrain.rounds=1", "stages=[retrain,evaluate]"),
     )
@@ -92,8 +92,8 @@ def test_a_given_network_has_no_search_to_tell_of(run_inline):
     assert "search_space" not in card(run)
 
 
-def test_hyper_parameters_that_were_chosen_are_not_those_of_the_settings(run_inline):
-    run = run_inline(
+def test_hyper_parameters_that_were_chosen_are_not_those_of_the_settings(finished_run):
+    run = finished_run(
         *("algorithm=feathers", "algorithm.num_configurations=3", "algorithm.nas_rounds=2"),
         *("clients=2", "stages=[search,retrain]"),
     )
@@ -101,7 +101,7 @@ def test_hyper_parameters_that_were_chosen_are_not_those_of_the_settings(run_inl
     text = card(run)
     assert "retrain.weights.lr" not in text
     assert "| retrain.hyperparameters | chosen by feathers in every round |" in text
-    found = run_inline(
+    found = finished_run(
         *("algorithm=random_search", "rounds=1", "clients=2", "retrain.rounds=1"),
         "algorithm.ranges={lr:{low:.001,high:.002,log:true},"
         "weight_decay:{low:1e-5,high:1e-4,log:true},momentum:{low:.1,high:.2,log:false},"

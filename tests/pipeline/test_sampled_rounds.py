@@ -90,6 +90,7 @@ def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline,
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 
+@pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize("algorithm", sorted({*SETTINGS} - {"vanilla_nas"}))
 def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, federate):
     config = compose_config(
@@ -106,8 +107,8 @@ def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, fed
     assert told["exchanges"] >= 1
 
 
-def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(run_inline):
-    run = run_inline(
+def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(finished_run):
+    run = finished_run(
         *("algorithm=fedex", "algorithm.network=linear", "algorithm.num_configurations=3"),
         *("clients=4", "sampling.per_round=2", "retrain.rounds=2", "stages=[retrain]"),
     )
@@ -347,8 +348,6 @@ def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
     [
         (["sampling.per_round=2.5"], "sampling.per_round=2.5 with clients=6: expected a whole"),
         (["sampling.per_round=7"], "sampling.per_round=7 with clients=6: expected a whole"),
-        (["sampling.per_round=0"], "sampling.per_round=0.0 is out of range"),
-        (["sampling.per_round=2", "sampling.by=often"], "sampling.by=often is unknown"),
         (["sampling.per_round=2", "secure_sum=true"], "with secure_sum=true: every sum is over"),
         (
             ["sampling.per_round=2", "algorithm=fnas", "algorithm.reduce=sum"],

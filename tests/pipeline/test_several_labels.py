@@ -189,10 +189,10 @@ def test_report_card_and_counts_are_of_labels(finished: SimpleNamespace) -> None
 
 
 def test_private_clients_search_and_train_on_several_labels(
-    run_inline: Callable[..., Any], tmp_path: Path
+    finished_run: Callable[..., Any], tmp_path: Path
 ) -> None:
     images(tmp_path)
-    run = run_inline(
+    run = finished_run(
         *("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=8", "clients=2", "rounds=2"),
         *("dataset=npz", f"dataset.root={tmp_path / 'raw.npz'}", "retrain.rounds=1"),
         "dataset.class_names=[even,large,prime]",

@@ -46,7 +46,7 @@ def test_a_training_loss_that_is_not_finite_ends_the_run(run_inline, tmp_path: P
 
 
 def test_clients_without_test_records_are_not_asked_to_test(
-    run_inline, compose_config, tmp_path: Path
+    finished_run, compose_config, tmp_path: Path
 ) -> None:
     config = compose_config()
     prepared, _ = stages.make_data(config)
@@ -61,7 +61,7 @@ def test_clients_without_test_records_are_not_asked_to_test(
         "rounds=1",
         "retrain.rounds=1",
     )
-    done = run_inline(*own, "evaluation.personalised=true", "runtime.quorum=1")
+    done = finished_run(*own, "evaluation.personalised=true", "runtime.quorum=1")
     assert done.error is None
     assert [
         tuple(r["client"] for r in last(done.events, "evaluated")[kind])
@@ -71,20 +71,22 @@ def test_clients_without_test_records_are_not_asked_to_test(
 
 
 @pytest.mark.parametrize("fraction", ["0", ".0001"])
-def test_a_run_without_test_records_completes(run_inline, fraction: str) -> None:
+def test_a_run_without_test_records_completes(finished_run, fraction: str) -> None:
     train = 0.6 if fraction == "0" else 0.5999
     fractions = json.dumps({"train": train, "validation": 0.4, "test": float(fraction)})
-    done = run_inline(f"dataset.fractions={fractions}".replace('"', ""), "rounds=1")
+    done = finished_run(f"dataset.fractions={fractions}".replace('"', ""), "rounds=1")
     assert done.error is None
     assert last(done.events, "evaluated")["clients"] == []
     assert not [e for e in done.events if e["event"] in ("client_failed", "warning")]
 
 
-def test_clients_find_the_statistics_of_a_table_together(run_inline, tmp_path: Path) -> None:
+def test_clients_find_the_statistics_of_a_table_together(
+    finished_run, run_inline, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(0)
     rows = [f"{rng.normal(40 + 20 * (i % 2), 10):.2f},{'ns'[i % 2]},{i % 3}" for i in range(200)]
     (tmp_path / "table.csv").write_text("\n".join(["age,ward,ill", *rows]))
-    done = run_inline(
+    done = finished_run(
         *("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}", "dataset.ignore=[ward]"),
         *("partition=column", "partition.column=ward", "clients=2", "search_space=mlp_small"),
         *("search_space.channels=8", "retrain.channels=8", "rounds=1", "retrain.rounds=1"),

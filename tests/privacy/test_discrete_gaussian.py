@@ -135,11 +135,11 @@ def lopsided(chance: float) -> Words:
     return words
 
 
-@pytest.mark.parametrize("sigma", [2, 2**24 + 1, LARGEST_SIGMA])
+@pytest.mark.parametrize("sigma", [2, LARGEST_SIGMA])
 def test_also_far_in_the_tails(sigma: int) -> None:
     """Box and Muller's noise ended at 9.4 standard deviations."""
-    got = sample_discrete_gaussian(lopsided(0.98), 1000, sigma=sigma)
-    assert got.tolist() == Reference(lopsided(0.98)).samples(1000, sigma)
+    got = sample_discrete_gaussian(lopsided(0.98), 400, sigma=sigma)
+    assert got.tolist() == Reference(lopsided(0.98)).samples(400, sigma)
     assert np.abs(got).max() > 12 * sigma
 
 

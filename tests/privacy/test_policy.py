@@ -24,7 +24,10 @@ from fednas_flwr.privacy.policy import (
     template,
 )
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, SPLITS, UNITS
+from fednas_flwr.settings.parser import constraints
 from fednas_flwr.settings.parser import parse as parse_typed
+
+from ..test_ranges import wrong_values
 
 WARD = {
     "epsilon": 3.0,
@@ -395,37 +398,16 @@ def test_numbers_may_be_written_without_a_point():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"epsilon": 0},
-            "data_sets.ward.epsilon=0.0 is out of range: expected 0.001 to 1000000",
-        ),
-        ({"epsilon": math.inf}, "ward.epsilon=inf"),
-        ({"epsilon": math.nan}, "ward.epsilon=nan"),
         ({"epsilon": "3"}, "ward.epsilon=3 has the wrong type: expected a number, not text.$"),
-        ({"epsilon": True}, "ward.epsilon=true"),
         ({"epsilon": 1e7}, "ward.epsilon=10000000.0 is out of range"),
-        ({"delta": 1}, "ward.delta=1.0 .* below 1"),
-        ({"delta": 0}, "ward.delta=0"),
-        ({"least_noise_multiplier": 0}, "ward.least_noise_multiplier=0"),
-        ({"largest_noise_multiplier": 0}, "ward.largest_noise_multiplier=0"),
         ({"largest_noise_multiplier": 0.7}, "largest_noise_multiplier=0.7 .*the least, 0.8, or mo"),
-        ({"largest_noise_multiplier": math.inf}, "ward.largest_noise_multiplier=inf"),
         ({"least_noise_multiplier": 1e-5}, "ward.least_noise_multiplier=1e-05 is out of range"),
-        ({"largest_grad_norm": math.inf}, "ward.largest_grad_norm=inf"),
-        ({"threads": 0}, "ward.threads=0 .* 1 or more"),
-        ({"micro_batch_size": 0}, "ward.micro_batch_size=0 .* 1 to 1024"),
-        ({"micro_batch_size": 1025}, "ward.micro_batch_size=1025 .* 1 to 1024"),
         ({"largest_steps": 1.5}, "ward.largest_steps=1.5 .* a whole number"),
-        ({"actions": []}, "ward.actions=\\[\\] .* expected 1 to"),
-        ({"actions": "train.search"}, "ward.actions=train.search"),
-        ({"actions": [["train.search"]]}, "ward.actions.0.=.*expected text"),
         (
             {"actions": ["train.serach"]},
             "ward.actions=train.serach is unknown.*nearest: train.search",
         ),
         ({"actions": ["evaluate.personalised"]}, "ward.actions=evaluate.personalised is unknown"),
-        ({"unit": "patient"}, "ward.unit=patient is unknown.*person, record"),
-        ({"records": 0}, "ward.records=0"),
         ({"records": {"train": 1}}, "ward.records={train: 1} .* a whole number"),
         (
             {"fractions": {"train": 1}},
@@ -447,21 +429,14 @@ def test_numbers_may_be_written_without_a_point():
             {"records": 1, "fractions": {"train": 0, "validation": 1, "test": 0}},
             "records=1 .*train",
         ),
-        ({"secure_noise": "true"}, "ward.secure_noise=true .* true or false"),
-        ({"test_seed": 1}, "ward.test_seed=1 .* true or false"),
         ({"approve": "manuel"}, "ward.approve=manuel is unknown: .* .nearest: manual"),
-        ({"approve": True}, "ward.approve=true has the wrong type: expected text"),
         ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
         ({"account": ""}, "ward.account= .* a name"),
-        ({"account": 5}, "ward.account=5"),
-        ({"account": None}, "ward.account=null has the wrong type: expected text"),
-        ({"largest_noise_multiplier": None}, "ward.largest_noise_multiplier=null has the wrong"),
         (
             {"ledger": "ward"},
             "setting=data_sets.ward.ledger is unknown: choose one of data_sets.ward.account",
         ),
         ({"epsilom": 3}, "setting=data_sets.ward.epsilom is unknown.*nearest: .*epsilon"),
-        ({"5": 3}, "setting=data_sets.ward.5 is unknown"),
     ],
 )
 def test_each_mistake_is_one_sentence(change, words):
@@ -469,6 +444,14 @@ def test_each_mistake_is_one_sentence(change, words):
         parse(**change)
     assert str(mistake.value).endswith(".")
     assert "\n" not in str(mistake.value)
+
+
+def test_a_value_out_of_range_is_named_with_its_file_and_section():
+    for name, of_field in constraints(DataSetPolicy).items():
+        value = WARD.get(name, getattr(WARD_SET, name))
+        for wrong in [wrong for part in of_field for wrong in wrong_values(value, part)]:
+            with pytest.raises(ConfigError, match=f"^site.yaml: data_sets.ward.{name}="):
+                parse(**{name: wrong})
 
 
 @pytest.mark.parametrize("key", sorted(WARD))

@@ -53,9 +53,11 @@ from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
+from fednas_flwr.settings.parser import constraints
 from fednas_flwr.spaces.costs import HardwareLoss
 
 from ..asked import smallest
+from ..test_ranges import wrong_values
 
 # --- all requests that there are, as strategies
 
@@ -380,59 +382,6 @@ def test_the_cases_above_reach_every_dataclass_and_none_is_left_out():
 # --- ranges
 
 
-BAD = {
-    "query.latency": {
-        "batch_size": [0, -1, 1025],
-        "passes": [1, 0, -2, 1001],
-    },
-    "query.keep_model": {
-        "card": ["", "x" * (2**17 + 1), "\x1b]0;clear\x07", "a\rb", "\u202e"],
-        "signature": ["", "ab", "ab" * 65],
-    },
-    "train.gradients": {
-        "step": [-1],
-        "local_steps": [0, -1, 10**6 + 1],
-        "local_lrs.weights": [-0.1, 1e31],
-        "batch_size": [0, -8],
-        "order": [0, 3, -1],
-        "inner_lr": [0.0, -0.1, 1e31],
-    },
-    "train.network_gradient": {
-        "step": [-1],
-        "batch_size": [0, -8],
-        "auxiliary_weight": [-0.1, 1e31],
-        "drop_path_prob": [-0.1, 1.0],
-    },
-    "train.search": {
-        "local.amount.steps": [0, -1, 10**6 + 1],
-        "local.amount.batch_size": [0, -8],
-        "local.weights.lr": [0.0, -0.1, 1e31],
-        "local.weights.min_lr": [-0.1, 0.2],
-        "local.weights.momentum": [-0.1, 1.0],
-        "local.weights.weight_decay": [-0.1, 1e31],
-        "local.weights.clip_norm": [0.0, -1.0, 1e31],
-        "local.alphas.lr": [-0.1, 1e31],
-        "local.alphas.weight_decay": [-0.1, 1e31],
-        "local.alternating.rule": ["third_order", ""],
-        "local.alternating.validation_weight": [-0.1],
-    },
-    "train.candidate": {
-        "step": [-1],
-        "local_steps": [0, 10**6 + 1],
-        "batch_size": [0],
-        "dp_aware.max_grad_norm": [0.0, -1.0],
-        "dp_aware.noise_multiplier": [-0.1],
-        "candidates": [[], [[0]] * 1001],
-    },
-    "train.probe": {
-        "trials": [[], 1001],
-        "loss_bound": [0.0, 9.9e-4, -1.0, 1e31],
-        "training.auxiliary_weight": [-0.1, 1e31],
-        "training.drop_path_prob": [-0.1, 1.0],
-        "training.amount.epochs": [0, -1, 10**6 + 1],
-    },
-    "evaluate.candidates": {"candidates": [[], [[0]] * 1001]},
-}
 AT_LEAST = smallest("a")
 AT_LEAST["train.candidate"] = replace(AT_LEAST["train.candidate"], dp_aware=DPAware(0.1, 0.0))
 AT_LEAST["train.probe"] = replace(
@@ -443,23 +392,41 @@ AT_LEAST["train.probe"] = replace(
 )
 
 
+def values_of(action: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(json.dumps(asdict(AT_LEAST[action])))
+    return values
+
+
+def check_refused(action: str, values: dict[str, Any], place: str) -> None:
+    with pytest.raises(ConfigError, match=" is (out of range|unknown)| has the wrong type") as told:
+        decode(action, values)
+    assert str(told.value).startswith((place, f"number of {place}="))
+    assert len(str(told.value)) < 200
+
+
+@pytest.mark.parametrize("action", AT_LEAST)
+def test_a_value_out_of_range_is_refused_by_name(action):
+    values = values_of(action)
+    for path, kind, group in groups(REQUESTS[action], values):
+        for name, place, _ in keys_of(path, kind):
+            value = group[name]
+            for wrong in [w for part in constraints(kind)[name] for w in wrong_values(value, part)]:
+                group[name] = wrong
+                check_refused(action, values, place)
+            group[name] = value
+    assert decode(action, values) == AT_LEAST[action]
+
+
 @pytest.mark.parametrize(
-    ("action", "path"), [(action, path) for action, ranges in BAD.items() for path in ranges]
+    ("action", "name", "wrong"),
+    [
+        *(("query.keep_model", "card", text) for text in ("\x1b]0;clear\x07", "a\rb", "\u202e")),
+        *(("query.keep_model", "signature", text) for text in ("ab", "ab" * 65)),
+        ("train.gradients", "local_lrs", {"weights": -0.1}),
+    ],
 )
-def test_a_value_out_of_range_is_refused_by_name(action, path):
-    for bad in BAD[action][path]:
-        values = json.loads(json.dumps(asdict(AT_LEAST[action])))
-        assert decode(action, values) == AT_LEAST[action]
-        *outer, name = path.split(".")
-        group = values
-        for key in outer:
-            group = group[key]
-        group[name] = group[name] * bad if name == "trials" and bad == 1001 else bad
-        with pytest.raises(ConfigError, match=" is (out of range|unknown)") as refusal:
-            decode(action, values)
-        sentence = str(refusal.value)
-        assert path in sentence or sentence.startswith(f"number of {name}=")
-        assert len(sentence) < 200
+def test_what_is_too_long_or_of_other_signs_is_refused_by_name(action, name, wrong):
+    check_refused(action, values_of(action) | {name: wrong}, name)
 
 
 def test_a_trial_is_in_the_ranges_of_what_it_changes():

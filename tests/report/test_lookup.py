@@ -289,10 +289,10 @@ SMALL = {
 
 
 @pytest.mark.parametrize("algorithm", sorted(SMALL))
-def test_the_report_draws_the_percentile_over_rounds(algorithm, run_inline, tmp_path):
+def test_the_report_draws_the_percentile_over_rounds(algorithm, finished_run, tmp_path):
     table = write(tmp_path / "all.csv", made_rows(CELLS))
     given = f"dataset.table={{file: '{table}', columns: [{', '.join(COLUMNS)}]}}"
-    run = run_inline(
+    run = finished_run(
         *(f"algorithm={algorithm}", given, "stages=[search]", "clients=2"),
         *(f"algorithm.{setting}" for setting in SMALL[algorithm]),
     )

@@ -44,7 +44,7 @@ def test_over_all_uniform_draws_the_average_by_size_is_that_over_all_clients(siz
 
 def test_the_draws_of_a_run_are_those_whose_expectation_is_exact():
     """Over the seeds: the frequencies of clients are those of the design, within 6 sigma."""
-    sizes, per_round, rounds = [1, 2, 3, 10, 4], 2, 20_000
+    sizes, per_round, rounds = [1, 2, 3, 10, 4], 2, 5_000
     own = sampling(clients=5, per_round=per_round, sizes=sizes)
     total, asked, estimate = sum(sizes), Counter(), 0.0
     for number in range(1, rounds + 1):
