@@ -141,7 +141,7 @@ class Cells:
 
         if self.are_plain:
             words = [word for word in words if not math.isnan(number_of(word))]
-        found = compute.is_in(self.texts, pa.array(words, pa.string()))
-        if not compute.any(found).as_py():
+        found = compute.is_in(self.texts, pa.array(words, pa.string())) if words else None
+        if found is None or not compute.any(found).as_py():
             return self
         return Cells(compute.if_else(found, None, self.texts), self.stored)

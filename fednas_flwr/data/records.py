@@ -220,8 +220,18 @@ RecordsPair = tuple[Records, Records | None]  # train part, and the official tes
 
 def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
-    digests = b"".join([hashlib.blake2b(part, digest_size=16).digest() for part in contents])
+    digests = _digests(contents, hashlib.blake2b(digest_size=16))
     return np.frombuffer(bytearray(digests.hex(), "ascii"), dtype=ID)
+
+
+def _digests(contents: Iterable[bytes], begun: hashlib.blake2b) -> bytes:
+    """The hashes of some contents, one after the other, each as it is begun."""
+    digests = []
+    for content in contents:
+        hasher = begun.copy()
+        hasher.update(content)
+        digests.append(hasher.digest())
+    return b"".join(digests)
 
 
 def text_id(text: str) -> bytes:
@@ -394,13 +404,9 @@ def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
     if not 1 <= len(key) <= 64:
         raise ValueError(f"a split key needs 1 to 64 bytes, got {len(key)}.")
     keyed = hashlib.blake2b(key=key, digest_size=8, person=b"fednas split")
-    digests = bytearray()
-    for record_id in ids.tolist():
-        hasher = keyed.copy()
-        hasher.update(record_id)
-        digests += hasher.digest()
+    digests = _digests(ids.tolist(), keyed)
     # 53 bits are what a float64 in [0, 1) holds exactly; with 64 the largest would round to 1.
-    return (np.frombuffer(bytes(digests), dtype=">u8") >> np.uint64(11)).astype(float) * 2.0**-53
+    return (np.frombuffer(digests, dtype=">u8") >> np.uint64(11)).astype(float) * 2.0**-53
 
 
 def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]) -> np.ndarray:
