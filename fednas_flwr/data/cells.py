@@ -7,7 +7,7 @@ plain numbers are read all at once, so that a table of millions of rows takes se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -38,13 +38,6 @@ class Cells:
         if not isinstance(texts, pa.ChunkedArray):
             texts = pa.chunked_array([pa.array([t or None for t in texts], pa.string())])
         self.texts, self.stored = texts, stored
-
-    @staticmethod
-    def joined(parts: Iterable[Cells]) -> Cells:
-        """The cells of several columns, one after the other."""
-        import pyarrow as pa
-
-        return Cells(pa.chunked_array([chunk for part in parts for chunk in part.texts.chunks]))
 
     def __len__(self) -> int:
         """Return the number of cells, N."""
@@ -94,13 +87,12 @@ class Cells:
         found: np.ndarray = np.array([function(text) for text in texts], dtype)[places]
         return found
 
-    def changed(self, function: Callable[[str], str]) -> Cells:
-        """The cells in other words."""
-        import pyarrow as pa
-
-        texts, places = self._encoded
-        others = pa.array([function(text) or None for text in texts], pa.string())
-        return Cells(pa.chunked_array([others.take(pa.array(places))]), self.stored)
+    def changed(self, function: Callable[[str], str], *, but_stored: bool = False) -> Cells:
+        """The cells in other words, but for those that were stored as numbers, if that is said."""
+        changed = self.each(function, object)
+        if but_stored and self.stored is not None:
+            changed[self.stored] = self.each(str, object)[self.stored]
+        return Cells(changed.tolist(), self.stored)
 
     @cached_property
     def _cast(self) -> np.ndarray | None:
@@ -131,8 +123,7 @@ class Cells:
 
         if self.are_plain:
             return self
-        texts = compute.utf8_trim_whitespace(self.texts)
-        return Cells(compute.if_else(compute.equal(texts, ""), None, texts), self.stored)
+        return Cells(compute.utf8_trim_whitespace(self.texts), self.stored).without([""])
 
     def without(self, words: Collection[str]) -> Cells:
         """The cells without those that are among some words, which are missing then."""

@@ -239,13 +239,6 @@ def text_id(text: str) -> bytes:
     return bytes(record_ids([text.encode("utf-8", "surrogatepass")])[0])
 
 
-def row_bytes(rows: np.ndarray) -> list[bytes]:
-    """The bytes of each row of ``[N, F]``."""
-    size = rows.shape[1] * rows.itemsize
-    contents: list[bytes] = np.ascontiguousarray(rows).view(f"V{size}")[:, 0].tolist()
-    return contents
-
-
 def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return int64 ``[n]``, the records that can be read, and a note on the others, if any.
 

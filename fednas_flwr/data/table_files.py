@@ -39,11 +39,9 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads and writes it
 _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so many characters
 _LONGEST = 200  # characters of a name by which records are divided
-
 _HEAD = 1_000_000  # bytes in which a header begins
 
 Texts = dict[str, Cells]  # by column
-Columns = list[tuple[str, Cells]]  # in a file's order
 
 
 def suffix_of(path: Path) -> str:
@@ -61,18 +59,23 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     """
     kind = {".xlsx": "an Excel", ".parquet": "a Parquet"}.get(suffix_of(path), "a CSV")
     separator = ""
+    notes: list[str] = []
     try:
         if kind == "a CSV":
-            columns, separator, notes = _read_csv(path, form)
+            texts, separator, notes = _read_csv(path, form)
+        elif kind == "an Excel":
+            texts, notes = _read_excel(path, form)
         else:
-            columns, notes = (_read_excel if kind == "an Excel" else _read_parquet)(path, form)
+            texts = texts_of(_read_parquet(path), where=str(path))
+    except ConfigError:
+        raise
     except (OSError, EOFError, ValueError, ImportError, LookupError, csv.Error) as error:
         raise ConfigError(
             f"dataset.root={path} cannot be read as {kind} table: {' '.join(str(error).split())}."
         ) from error
-    if not form.strict and not any(len(cells) for _, cells in columns):
+    if not form.strict and not any(map(len, texts.values())):
         raise ConfigError(f"dataset.root={path} has no rows: give a table with a header.")
-    return _by_name(columns, where=str(path)), separator, notes
+    return texts, separator, notes
 
 
 def without_missing(texts: Texts, form: TableForm) -> Texts:
@@ -108,7 +111,7 @@ def in_common_form(texts: Texts, form: TableForm, numbers: Collection[str], *, w
     notation = notation_of(form)
     changed = dict(texts)
     for name in numbers if notation != PLAIN else ():
-        changed[name] = _plain(texts[name], notation)
+        changed[name] = texts[name].changed(notation.plain, but_stored=True)
     for name in form.map.keys() & texts.keys():
         changed[name] = changed[name].changed(_respelled(form.map[name]))
     for name in form.scale.keys() & texts.keys():
@@ -121,15 +124,6 @@ def in_common_form(texts: Texts, form: TableForm, numbers: Collection[str], *, w
             )
         changed[name] = cells.changed(partial(_scaled, factor=form.scale[name]))
     return changed
-
-
-def _plain(cells: Cells, notation: Notation) -> Cells:
-    """Cells of numbers with a decimal point and without groups; others as they are."""
-    changed = cells.changed(notation.plain)
-    if cells.stored is None:
-        return changed
-    texts = np.where(cells.stored, cells.tolist(), changed.tolist())
-    return Cells(texts.tolist(), cells.stored)
 
 
 def _scaled(text: str, factor: float) -> str:
@@ -154,20 +148,11 @@ def texts_of(table: Any, *, where: str = "the DataFrame") -> Texts:
     Raises:
         ConfigError: Two columns have the same name.
     """
-    return _by_name(_columns(table), where=where)
-
-
-def _by_name(columns: Columns, *, where: str) -> Texts:
-    names = [" ".join(str(name).split()) for name, _ in columns]
+    names = [" ".join(str(name).split()) for name in table.columns]
     for name, number in Counter(names).items():
         if number > 1:
             raise ConfigError(f"{where} has {number} columns {name}: give each a name of its own.")
-    return {name: cells for name, (_, cells) in zip(names, columns, strict=True)}
-
-
-def _columns(table: Any) -> Columns:
-    """A DataFrame's columns in their order."""
-    return [(name, _cells_of(table.iloc[:, i])) for i, name in enumerate(table.columns)]
+    return {name: _cells_of(table.iloc[:, i]) for i, name in enumerate(names)}
 
 
 def _cells_of(values: Any) -> Cells:
@@ -198,7 +183,7 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _read_parquet(path: Path, form: TableForm) -> tuple[Columns, list[str]]:
+def _read_parquet(path: Path) -> Any:
     """Return cells as they are stored: no type of a column is inferred from its cells."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -207,10 +192,10 @@ def _read_parquet(path: Path, form: TableForm) -> tuple[Columns, list[str]]:
     for i, field in enumerate(table.schema):
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
-    return _columns(table.to_pandas(integer_object_nulls=True)), []  # no float beyond 2^53
+    return table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
 
 
-def _read_excel(path: Path, form: TableForm) -> tuple[Columns, list[str]]:
+def _read_excel(path: Path, form: TableForm) -> tuple[Texts, list[str]]:
     """Return the cells of the first sheet as they are stored, and what is left out."""
     import pandas as pd
 
@@ -219,13 +204,14 @@ def _read_excel(path: Path, form: TableForm) -> tuple[Columns, list[str]]:
         table = pd.read_excel(book, sheet, dtype=object, header=None)
     table = table.dropna(how="all")
     first = [str(cell).strip() if cell == cell else "" for cell in table.iloc[0].tolist()]
-    named, notes = _named([cells for _, cells in _columns(table)], first, form)
+    columns = [_cells_of(table.iloc[:, i]) for i in range(table.shape[1])]
+    texts, notes = _named(columns, first, form)
     if others:
         notes.append(f"only the sheet {sheet} is read, not {', '.join(map(str, others))}")
-    return named, notes
+    return texts, notes
 
 
-def _read_csv(path: Path, form: TableForm) -> tuple[Columns, str, list[str]]:
+def _read_csv(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         content = file.read()
     encoding = form.encoding or _encoding(content)
@@ -250,8 +236,8 @@ def _read_csv(path: Path, form: TableForm) -> tuple[Columns, str, list[str]]:
         f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
         f"encoding {encoding}": encoding not in ("utf-8", "utf-8-sig"),
     }
-    named, of_names = _named(columns, [cells.text(0).strip() for cells in columns], form)
-    return named, separator, [n for n, holds in found.items() if holds] + notes + of_names
+    texts, of_names = _named(columns, [cells.text(0).strip() for cells in columns], form)
+    return texts, separator, [n for n, holds in found.items() if holds] + notes + of_names
 
 
 def _even_columns(
@@ -382,8 +368,8 @@ def _without_last_separator(text: str, separator: str) -> Any:
 
 def _named(
     columns: Sequence[Cells], first: Sequence[str], form: TableForm
-) -> tuple[Columns, list[str]]:
-    """Columns with their names, without the row of names, and notes on names.
+) -> tuple[Texts, list[str]]:
+    """Columns by their names, without the row of names, and notes on names.
 
     Args:
         columns: The cells of all rows.
@@ -393,7 +379,7 @@ def _named(
     notes = []
     named = not form.column_names or (not form.strict and set(first) <= {*form.column_names})
     columns = [cells[int(named) :].stripped() for cells in columns]
-    names = list(form.column_names) or [" ".join(name.split()) for name in first]
+    names = [" ".join(name.split()) for name in form.column_names or first]
     if len(names) != len(columns):
         raise ValueError(f"dataset.column_names has {len(names)} names for {len(columns)} columns")
     asks = form.header is None and not form.column_names and not form.strict
@@ -412,7 +398,7 @@ def _named(
         names[i] = other if number else name
         if number:
             notes.append(f"a further column {name} is called {other}")
-    return list(zip(names, columns, strict=True)), notes
+    return dict(zip(names, columns, strict=True)), notes
 
 
 def _like_a_record(first: Sequence[str], columns: Sequence[Cells]) -> bool:

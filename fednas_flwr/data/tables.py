@@ -7,12 +7,12 @@ read by :mod:`fednas_flwr.data.table_files`; :func:`encode_rows` is for training
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -496,10 +496,11 @@ def _feature_ids(
     """Return hashes of parsed rows: of numbers as they are encoded, of other columns the texts."""
     names = feature_names(schema)
     numbers = [names.index(name) for name in sorted(c.name for c in schema if c.kind == NUMBER)]
-    others = [texts[name].tolist() for name in sorted(c.name for c in schema if c.kind != NUMBER)]
-    values = records.canonical(features[:, numbers])
-    rows: Iterable[bytes] = records.row_bytes(values) if numbers else repeat(b"")
-    if others:
-        joined = map("\x1f".join, zip(*others, strict=True))
-        rows = (row + other.encode() for row, other in zip(rows, joined, strict=False))
+    others = sorted(column.name for column in schema if column.kind != NUMBER)
+    parts = [texts[name].each(str.encode, object).tolist() for name in others]
+    rows: Iterable[bytes] = map(b"\x1f".join, zip(*parts, strict=True))
+    if numbers:
+        values = np.ascontiguousarray(records.canonical(features[:, numbers]))
+        values = values.view(f"V{4 * len(numbers)}")[:, 0].tolist()
+        rows = map(operator.add, values, rows) if others else values
     return records.record_ids(rows)
