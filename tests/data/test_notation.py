@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.cells import Cells, number_of
+from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.notation import (
     PLAIN,
     Notation,
@@ -81,20 +81,6 @@ def test_columns_in_two_notations_are_refused() -> None:
         found(cells("1.25", "2.5"), cells("1,5", "2,25"))
     assert found(cells("a,b", "c"), cells("1.5")) == PLAIN
     assert found(Cells(["1.234", "975"], np.array([True, True])), points_are_decimal=False) == PLAIN
-
-
-@given(st.lists(st.text("0123456789.eE+-_ n\n\u0661", max_size=6) | st.floats().map(repr)))
-def test_numbers_are_read_each_by_itself(texts: list[str]) -> None:
-    alone = [number_of(text) for text in texts]
-    np.testing.assert_array_equal(cells(*texts).numbers, np.array(alone, dtype=float))
-
-
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), st.integers(0, 25))
-def test_numbers_of_a_whole_column_are_those_of_python(numbers: list[float], digits: int) -> None:
-    texts = [f(x) for x in numbers for f in (repr, f"{{:.{digits}f}}".format, "{:+.20e}".format)]
-    column = cells(*texts, "")
-    assert column.are_plain
-    assert column.numbers[:-1].tolist() == list(map(float, texts))
 
 
 def test_dates() -> None:
