@@ -229,10 +229,11 @@ def fingerprint(name: str, source: Path) -> list[tuple[str, int, int]]:
     entry = DATA_SETS[name]
     if not entry.roots:
         return []
-    source = source / entry.folder
-    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
-    stats = [(path, path.stat()) for path in files]
-    return [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    place = os.path.realpath(source / entry.folder)
+    below = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
+    files = sorted(filter(os.path.isfile, below or [place]))
+    stats = [(path, os.stat(path)) for path in files]
+    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def digest_records(parts: RecordsPair) -> str:

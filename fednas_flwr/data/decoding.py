@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,15 +85,10 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
                 else:
                     yield i, result
 
-    headers = [header for _, header in whole(_header)]
+    size, is_known = settings.image_size, None not in (settings.image_size, settings.channels)
+    headers = [] if is_known else [header for _, header in whole(_header)]
     sizes = Counter(header.size for header in headers)
-    modes = Counter(header.mode for header in headers)
-    turned, paged, clear = (
-        sum(getattr(header, name) for header in headers)
-        for name in ("is_turned", "has_pages", "is_clear")
-    )
-    size = settings.image_size
-    channels = settings.channels or (3 if modes["colour"] else 1)
+    channels = settings.channels or (3 if any(h.mode == "colour" for h in headers) else 1)
     if size is None and len(sizes) > 1:
         raise ConfigError(
             f"the images have {len(sizes)} different sizes ({_listed_sizes(sizes)}): set "
@@ -109,7 +105,8 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         images = np.empty((count, channels, height, width), dtype=np.uint8)
     ids: list[bytes] = []
     rows: list[int] = []
-    for i, (image, pixels) in whole(partial(_open, intensity=settings.intensity)):
+    more: list[_Header] = []
+    for i, (image, pixels) in whole(partial(_open, intensity=settings.intensity, said=more)):
         images[len(rows)] = _fitted(image, channels, images.shape[2:])
         ids.append(pixels)
         rows.append(i)
@@ -120,6 +117,13 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             f"{len(broken)} of {count} files cannot be read as an image: "
             f"{named}: repair or remove them, or set dataset.corrupt=skip."
         )
+    headers = more if is_known else headers
+    sizes = Counter(header.size for header in headers)
+    modes = Counter(header.mode for header in headers)
+    turned, paged, clear = (
+        sum(getattr(header, name) for header in headers)
+        for name in ("is_turned", "has_pages", "is_clear")
+    )
     notes = []
     if broken:
         share = f"{len(broken) / count:.1%} of {count:,}"
@@ -154,7 +158,7 @@ def decode_like(
         ConfigError: It cannot be read.
     """
     try:
-        image, _ = _open(content, name, intensity)
+        image, _ = _open(content, name, intensity, [])
     except _BrokenError as error:
         raise ConfigError(f"{name} cannot be read as an image: {error}.") from error
     return _fitted(image, shape[0], tuple(shape[1:]))
@@ -183,23 +187,29 @@ class _Header(NamedTuple):
 
 
 def _header(content: bytes, name: str) -> _Header:
-    if name.lower().endswith(".dcm"):
-        pixels = _dicom(content)
-        return _Header((pixels.shape[1], pixels.shape[0]), "gray")
     from PIL import Image
 
+    if name.lower().endswith(".dcm"):
+        return _said(Image.fromarray(_dicom(content)))
     try:
         with Image.open(io.BytesIO(content)) as opened:
-            width, height = opened.size
-            kinds = {"I": "16 bit", "F": "float"}
-            mode = kinds.get(opened.mode[0], "gray" if _is_gray(opened) else "colour")
-            orientation = opened.getexif().get(_ORIENTATION, 1)
-            has_pages, is_clear = getattr(opened, "n_frames", 1) > 1, _is_clear(opened)
+            return _said(opened)
     except Exception as error:  # whatever a broken file makes of a parser of many formats
         raise _BrokenError(_reason(error)) from error
-    is_turned = orientation in range(2, 9)
-    size = (height, width) if orientation in range(5, 9) else (width, height)
-    return _Header(size, mode, is_turned, has_pages, is_clear)
+
+
+def _said(opened: Image) -> _Header:
+    """What an image's file says of it."""
+    width, height = opened.size
+    kinds = {"I": "16 bit", "F": "float"}
+    orientation = opened.getexif().get(_ORIENTATION, 1)
+    return _Header(
+        (height, width) if orientation in range(5, 9) else (width, height),
+        kinds.get(opened.mode[0], "gray" if _is_gray(opened) else "colour"),
+        orientation in range(2, 9),
+        getattr(opened, "n_frames", 1) > 1,
+        _is_clear(opened),
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -219,16 +229,20 @@ def _is_gray(image: Image) -> bool:
     return image.mode in ("1", "L", "LA")
 
 
-def _open(content: bytes, name: str, intensity: Sequence[float] | None) -> tuple[Image, bytes]:
-    """Return an upright image of mode L or RGB, and the bytes of its own pixels."""
+def _open(
+    content: bytes, name: str, intensity: Sequence[float] | None, said: list[_Header]
+) -> tuple[Image, bytes]:
+    """Return an upright image of mode L or RGB, and the bytes of its own pixels; add its header."""
     from PIL import Image as Pillow
     from PIL import ImageOps
 
     if name.lower().endswith(".dcm"):
         pixels = _dicom(content)
+        said.append(_said(Pillow.fromarray(pixels)))
         return Pillow.fromarray(pixels), pixels.tobytes()
     try:
         with Pillow.open(io.BytesIO(content)) as opened:
+            said.append(_said(opened))
             if opened.mode.startswith(("I", "F")):
                 deep = np.asarray(opened).astype(np.float64)
                 low, high = intensity or ((0, 1) if opened.mode[0] == "F" else FULL_RANGE)
@@ -246,7 +260,7 @@ def _open(content: bytes, name: str, intensity: Sequence[float] | None) -> tuple
                     upper = Pillow.alpha_composite(Pillow.new("RGBA", upper.size, "white"), upper)
                 image = upper.convert("L" if _is_gray(opened) else "RGB")
                 pixels = np.asarray(image)
-            if opened.getexif().get(_ORIENTATION, 1) != 1:
+            if said[-1].is_turned:
                 image.getexif()[_ORIENTATION] = opened.getexif()[_ORIENTATION]
                 image = ImageOps.exif_transpose(image)
     except _BrokenError:
@@ -326,9 +340,8 @@ def image_files(root: Path, *, hidden: bool = False) -> list[Path]:
         hidden: True if folders and files that begin with an underscore count.
     """
     left_out = "." if hidden else "._"
-    return sorted(
-        path
-        for path in root.rglob("*")
-        if path.suffix.lower() in SUFFIXES
-        and not any(part[0] in left_out for part in path.relative_to(root).parts)
-    )
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name[0] not in left_out]
+        found += [Path(folder, name) for name in names if name[0] not in left_out]
+    return sorted((p for p in found if p.suffix.lower() in SUFFIXES), key=lambda path: path.parts)

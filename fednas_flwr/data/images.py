@@ -18,6 +18,7 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import tables
+from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.decoding import (
     decode_images,
     image_files,
@@ -26,6 +27,7 @@ from fednas_flwr.data.decoding import (
     source_of,
 )
 from fednas_flwr.data.records import (
+    ID,
     Column,
     Records,
     RecordsPair,
@@ -33,7 +35,7 @@ from fednas_flwr.data.records import (
     encode_labels,
     readable,
     record_ids,
-    text_ids,
+    text_id,
 )
 from fednas_flwr.data.table_files import (
     Texts,
@@ -150,12 +152,12 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
         stray = np.array([p[0] not in names or len(p) != depth for p in places], dtype=bool)
         rows, notes = readable({"a folder of no class or no person": stray})
         files = [files[i] for i in rows]
-    class_folders = np.array([path.relative_to(folder).parts[0] for path in files], np.str_)
-    encode_labels(class_folders, names, where=str(folder))
+    class_folders = Cells(path.relative_to(folder).parts[0] for path in files)
+    labels = encode_labels(class_folders, names, where=str(folder))
     decoded = decode_images(settings, len(files), source_of(files))
     records = Records(
         features=torch.from_numpy(decoded.images),
-        labels=encode_labels(class_folders[decoded.rows], names, where=str(folder)),
+        labels=labels[torch.from_numpy(decoded.rows)],
         ids=decoded.ids,
         class_names=names,
         notes=(*notes, *decoded.notes),
@@ -163,8 +165,8 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
     if id_column is None:
         return records
     persons = np.array([files[i].parent.name for i in decoded.rows], dtype=np.str_)
-    columns = {id_column: persons}
-    return replace(records, ids=text_ids(persons), columns=columns, id_column=id_column)
+    ids = np.array([text_id(person) for person in persons.tolist()], dtype=ID)
+    return replace(records, ids=ids, columns={id_column: persons}, id_column=id_column)
 
 
 def _images(root: Path, *, has_persons: bool, skip: bool) -> list[Path]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Annotated
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.cells import Cells, number_of
 from fednas_flwr.settings.names import DATE_ORDERS, DECIMALS, THOUSANDS
 from fednas_flwr.settings.parser import Checked, OneOf
 
@@ -29,17 +29,13 @@ _SIGNS = {
     "blank": "[ \u00a0\u2009\u202f]",
     "apostrophe": "['\u2019]",
 }
+_FIRST = 1000  # cells that mostly tell how numbers are written
 _THOUSAND_POINTS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+", re.ASCII)
-_OF_NUMBERS = re.compile(r"[0-9.eE+\-\n]*", re.ASCII)
 _TIME = r"(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)?"
 _ISO_DATE = re.compile(rf"(\d{{4}}-\d{{2}}-\d{{2}}{_TIME})(?:Z|[+-]\d{{2}}:?\d{{2}})?", re.ASCII)
 _DOTTED_DATE = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})", re.ASCII)
 _SLASHED_DATE = re.compile(r"(\d{1,2})/(\d{1,2})/(\d{4})", re.ASCII)
 _EPOCH = datetime(1970, 1, 1)
-
-
-class Stored(str):
-    """Text of a number that was stored as one, and so is in no notation of its file."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,11 @@ class Notation(Checked):
 
     def reads(self, text: str) -> bool:
         """Return whether a text is a number in this notation."""
-        return isinstance(text, Stored) or self._number.fullmatch(text) is not None
+        return self._number.fullmatch(text) is not None
 
     def plain(self, text: str) -> str:
         """The number with a decimal point and without groups; any other text as it is."""
-        parts = None if isinstance(text, Stored) else self._number.fullmatch(text)
+        parts = self._number.fullmatch(text)
         if parts is None:
             return text
         sign, whole, fraction, exponent = parts.groups()
@@ -86,7 +82,7 @@ _NOTATIONS = [Notation(d, t) for t in THOUSANDS for d in DECIMALS if t != d]
 
 
 def find_notation(
-    columns: Mapping[str, np.ndarray],
+    columns: Mapping[str, Cells],
     *,
     decimal: str | None,
     thousands: str | None,
@@ -111,7 +107,7 @@ def find_notation(
     left, dubious = allowed, False
     signed: dict[str, list[str]] = {}
     for name, cells in columns.items():
-        texts = {text for text in cells.tolist() if text and not isinstance(text, Stored)}
+        texts = _telling(cells.written, allowed)
         found = [text for text in texts if not text.isdecimal()]
         complete = _reading_all(found)
         fitting = [n for n in allowed if n in complete] or [
@@ -121,8 +117,9 @@ def find_notation(
             continue
         both = [n for n in left if n in fitting]
         if not both:
+            first = min(text for text in cells.written.different if not text.isdecimal())
             raise ConfigError(
-                f"{where} writes the numbers of column {name} ({min(found)}) in another way than "
+                f"{where} writes the numbers of column {name} ({first}) in another way than "
                 f"those of {', '.join(signed)}: bring them to one form, or list the column in "
                 "dataset.categorical or dataset.ignore."
             )
@@ -141,6 +138,17 @@ def find_notation(
                 f"{other.plain(text)}; set {_setting(one)} or {_setting(other)}."
             )
     return left[0]
+
+
+def _telling(cells: Cells, allowed: Sequence[Notation]) -> Sequence[str]:
+    """The different texts that decide how a column's numbers are written, maybe the first alone."""
+    if cells.are_plain:
+        first = cells[:_FIRST].different
+        signed = [text for text in first if not text.isdecimal()]
+        fitting = [n for n in _reading_all(signed) if n in allowed] if signed else []
+        if fitting and all(notation.decimal == "point" for notation in fitting):
+            return first
+    return cells.different
 
 
 def _reading_all(texts: Sequence[str]) -> list[Notation]:
@@ -163,42 +171,27 @@ def _setting(notation: Notation) -> str:
     return f"dataset.thousands={notation.thousands}"
 
 
-def are_numbers(texts: Sequence[str]) -> np.ndarray:
+def are_numbers(texts: Iterable[str]) -> np.ndarray:
     """Return which texts are numbers in plain notation, bool ``[N]``."""
-    return np.array([not math.isnan(_number(text)) for text in texts], dtype=bool)
+    return np.array([not math.isnan(number_of(text)) for text in texts], dtype=bool)
 
 
-def numbers_of(texts: np.ndarray) -> np.ndarray:
-    """Return float64 ``[N]``, each of its own text: NaN where it is missing or no number."""
-    cells = texts.tolist()
-    if _OF_NUMBERS.fullmatch("\n".join(cells)):  # what is hardly ever no number is read at once
-        with suppress(ValueError):
-            return np.fromiter((float(cell) if cell else math.nan for cell in cells), float)
-    return np.array([_number(cell) for cell in cells], dtype=float)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text) if text.isascii() and "_" not in text else math.nan
-    except ValueError:
-        return math.nan
-
-
-def find_order(columns: Mapping[str, np.ndarray], *, where: str) -> str | None:
+def find_order(columns: Mapping[str, Cells], *, where: str) -> str | None:
     """The order of day and month in dates such as 05/31/2024; None where there are no such columns.
 
     Raises:
         ConfigError: Every number is at most 12, or columns differ.
     """
-    days = [0, 0]  # how often the first number, and the second, can only be a day
+    days = np.zeros(2, dtype=int)  # how often the first number, and the second, can only be a day
     example = ""
     for cells in columns.values():
-        texts = [text for text in cells.tolist() if text]
-        slashed = [text for text in texts if "/" in text]
-        dates = [date for text in slashed if (date := _SLASHED_DATE.fullmatch(text))]
-        if dates and len(dates) >= NEARLY * len(texts):
-            example = dates[0][0]
-            days = [n + sum(int(date[i]) > 12 for date in dates) for i, n in enumerate(days, 1)]
+        if cells.are_plain:
+            continue
+        numbers = cells.each(_slashed, int)
+        dates = numbers[:, 0] >= 0
+        if dates.any() and dates.sum() >= NEARLY * (~cells.missing).sum():
+            example = cells.text(int(dates.argmax()))
+            days += (numbers > 12).sum(axis=0)
     if not example:
         return None
     if min(days) > 0 or max(days) == 0:
@@ -206,16 +199,22 @@ def find_order(columns: Mapping[str, np.ndarray], *, where: str) -> str | None:
             f"{where} holds dates such as {example} with two readings: set "
             f"dataset.date_order={' or '.join(DATE_ORDERS)}."
         )
-    return DATE_ORDERS[days.index(max(days))]
+    return DATE_ORDERS[int(days.argmax())]
 
 
-def days_of(texts: np.ndarray, order: str | None) -> np.ndarray:
+def _slashed(text: str) -> tuple[int, int]:
+    """The first two numbers of a date such as 05/31/2024; -1 where it is none."""
+    date = _SLASHED_DATE.fullmatch(text)
+    return (int(date[1]), int(date[2])) if date else (-1, -1)
+
+
+def days_of(cells: Cells, order: str | None) -> np.ndarray:
     """Return days since 1970, float64 ``[N]``, NaN where a text is missing or no date.
 
     Dates are ``2024-05-31``, with or without a time and a zone, whose clock counts; ``31.5.2024``;
     or, where an order is given, ``31/5/2024`` or ``5/31/2024``; of the years 1 to 9999.
     """
-    return np.array([_days(text, order) for text in texts.tolist()], dtype=float)
+    return cells.each(lambda text: _days(text, order), float)
 
 
 def _days(text: str, order: str | None) -> float:
@@ -244,7 +243,7 @@ def distinct(texts: Iterable[str]) -> tuple[str, ...]:
     codes: dict[object, str] = {}
     for text in found:
         first = codes.setdefault(key(text), text)
-        if key is _number and re.sub(r"\.0*$", "", first) != re.sub(r"\.0*$", "", text):
+        if key is number_of and re.sub(r"\.0*$", "", first) != re.sub(r"\.0*$", "", text):
             return tuple(sorted(found))
     return tuple(sorted(codes.values()))
 
@@ -255,14 +254,14 @@ def code_key(codes: Sequence[str]) -> Callable[[str], object]:
     return key if len({key(code) for code in codes}) == len(codes) else str
 
 
-def places_among(cells: np.ndarray, codes: Sequence[str]) -> np.ndarray:
+def places_among(cells: Cells, codes: Sequence[str]) -> np.ndarray:
     """Which of some codes each cell is, int64 ``[N]``, -1 where it is none of them."""
     key = code_key(codes)
     places = {key(code): i for i, code in enumerate(codes)}
-    return np.array([places.get(key(text), -1) for text in cells.tolist()], dtype=np.int64)
+    return cells.each(lambda text: places.get(key(text), -1), np.int64)
 
 
 def _code(codes: Sequence[str]) -> Callable[[str], object]:
     if codes and are_numbers(codes).all():
-        return _number
+        return number_of
     return str.lower if {code.lower() for code in codes} <= {"true", "false"} else str

@@ -6,7 +6,7 @@ What training does to records is done here by the same functions, with what the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,19 @@ from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
-from fednas_flwr.data.notation import NEARLY, code_key, distinct, places_among
+from fednas_flwr.data.notation import NEARLY, distinct, places_among
 from fednas_flwr.data.npz import channels_first, cut, named, read_arrays
-from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, feature_names, label_sets
+from fednas_flwr.data.records import (
+    CATEGORY,
+    DATE,
+    NUMBER,
+    Inputs,
+    encode_label_sets,
+    encode_labels,
+    feature_names,
+)
 from fednas_flwr.data.table_files import (
+    Texts,
     check_columns,
     in_common_form,
     read_texts,
@@ -163,9 +172,7 @@ def _decoded(
     return batch
 
 
-def _rows(
-    texts: dict[str, np.ndarray], inputs: Inputs, separator: str = "", *, where: str
-) -> RawData:
+def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> RawData:
     texts = without_missing(texts, inputs.form)
     check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
@@ -176,8 +183,8 @@ def _rows(
     texts = in_common_form(texts, form, numbers, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), [*_unknown_categories(texts, inputs)]
-    present = texts.get(inputs.label, np.empty(0, object))
-    if labels is None and len(present := present[present != ""]):
+    present = texts[inputs.label].different if inputs.label in texts else ()
+    if labels is None and present:
         notes.append(
             f"column {inputs.label} of {where} holds labels such as "
             f"{listed(distinct(present), 3)}, and not only {listed(inputs.class_names, 5)}: "
@@ -187,15 +194,15 @@ def _rows(
     return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes), ids)
 
 
-def _unknown_categories(texts: Mapping[str, np.ndarray], inputs: Inputs) -> Iterator[str]:
+def _unknown_categories(texts: Texts, inputs: Inputs) -> Iterator[str]:
     """Yield a sentence on every column whose cells are hardly ever categories that are known."""
     for column in inputs.schema:
-        present = texts[column.name][texts[column.name] != ""]
+        present = texts[column.name][~texts[column.name].missing]
         unknown = present[places_among(present, column.categories) < 0]
         if column.kind == CATEGORY and len(unknown) > NEARLY * len(present):
             yield (
                 f"column {column.name}: {len(unknown)} of {len(present)} cells, such as "
-                f"{unknown[0]}, are none of the categories that the model knows "
+                f"{unknown.text(0)}, are none of the categories that the model knows "
                 f"({listed(column.categories, 5)})"
             )
 
@@ -205,9 +212,7 @@ def _numbers(records: Sized) -> list[str]:
     return [str(i) for i in range(len(records))]
 
 
-def _row_labels(
-    texts: dict[str, np.ndarray], inputs: Inputs, *, where: str
-) -> Sequence[Label] | None:
+def _row_labels(texts: Texts, inputs: Inputs, *, where: str) -> Sequence[Label] | None:
     """Labels in the label columns; None where one lacks, or names none of the classes."""
     names = inputs.class_names
     if inputs.multi_label and not inputs.label:
@@ -217,15 +222,14 @@ def _row_labels(
         return names_of(np.stack(marks, axis=1), names)
     if not inputs.label or inputs.label not in texts:
         return None
-    key = code_key(names)
-    order = {key(name): place for place, name in enumerate(names)}
-    sets = label_sets(texts[inputs.label], inputs.label_separator or None)
-    places = [sorted({order.get(key(name), -1) for name in labels}) for labels in sets]
-    if any(-1 in of_record for of_record in places):
+    cells = texts[inputs.label]
+    try:
+        if inputs.multi_label:
+            sets = encode_label_sets(cells, inputs.label_separator, names, where=where)
+            return names_of(sets.numpy() == 1, names)
+        return [names[place] for place in encode_labels(cells, names, where=where).tolist()]
+    except ConfigError:
         return None
-    if not inputs.multi_label:
-        return [names[place] for (place,) in places]
-    return [tuple(names[place] for place in of_record) for of_record in places]
 
 
 def names_of(marks: np.ndarray, names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.notation import places_among
 from fednas_flwr.settings.data_settings import ANY_FORM, TableForm
 from fednas_flwr.settings.names import SPLITS
@@ -30,6 +31,7 @@ from fednas_flwr.settings.parser import Checked, OneOf, parse
 
 NUMBER, DATE, CATEGORY = "number", "date", "category"
 KINDS = (NUMBER, DATE, CATEGORY)
+ID = np.dtype("S32")  # of a record's id
 
 
 @dataclass(frozen=True)
@@ -218,13 +220,23 @@ RecordsPair = tuple[Records, Records | None]  # train part, and the official tes
 
 def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
-    digests = [hashlib.blake2b(part, digest_size=16).hexdigest().encode() for part in contents]
-    return np.array(digests, dtype="S32")
+    digests = _digests(contents, hashlib.blake2b(digest_size=16))
+    return np.frombuffer(bytearray(digests.hex(), "ascii"), dtype=ID)
 
 
-def text_ids(texts: np.ndarray) -> np.ndarray:
-    """Hash ids that are texts, such as persons' names, by :func:`record_ids`."""
-    return record_ids(text.encode("utf-8", "surrogatepass") for text in texts.tolist())
+def _digests(contents: Iterable[bytes], begun: hashlib.blake2b) -> bytes:
+    """The hashes of some contents, one after the other, each as it is begun."""
+    digests = []
+    for content in contents:
+        hasher = begun.copy()
+        hasher.update(content)
+        digests.append(hasher.digest())
+    return b"".join(digests)
+
+
+def text_id(text: str) -> bytes:
+    """Hash an id that is a text, such as a person's name, as :func:`record_ids` does."""
+    return bytes(record_ids([text.encode("utf-8", "surrogatepass")])[0])
 
 
 def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -309,7 +321,7 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
         raise ConfigError(f"{first} and {second} do not have the same {difference}.")
 
 
-def encode_labels(names: np.ndarray, class_names: Sequence[str], *, where: str) -> Tensor:
+def encode_labels(names: Cells, class_names: Sequence[str], *, where: str) -> Tensor:
     """Return int64 ``[N]``: the position of each name among the class names.
 
     Raises:
@@ -341,32 +353,35 @@ def count_labels(labels: Tensor, num_classes: int) -> list[int]:
     return list(map(int, counts))
 
 
-def label_sets(texts: np.ndarray, separator: str | None) -> list[tuple[str, ...]]:
-    """List the labels in each cell, by their names; an empty cell has none.
+def label_names(text: str, separator: str | None) -> tuple[str, ...]:
+    """List the labels in a cell, by their names; an empty cell has none.
 
     Args:
-        texts: Cells such as ``a;b``; spaces around a name do not count.
+        text: Such as ``a;b``; spaces around a name do not count.
         separator: Between names; None if a cell is a class.
     """
     if separator is None:
-        return [(text,) for text in texts.tolist()]
-    cells = [map(str.strip, text.split(separator)) for text in texts.tolist()]
-    return [tuple(name for name in names if name) for names in cells]
+        return (text,)
+    return tuple(name for part in text.split(separator) if (name := part.strip()))
 
 
 def encode_label_sets(
-    sets: Sequence[Sequence[str]], class_names: Sequence[str], *, where: str
+    cells: Cells, separator: str, class_names: Sequence[str], *, where: str
 ) -> Tensor:
     """Return int64 ``[N, L]``: 1 where a record has a label.
 
     Raises:
         ConfigError: A name is not among them.
     """
-    rows = np.repeat(np.arange(len(sets)), [len(names) for names in sets])
-    names = np.array([name for labels in sets for name in labels], dtype=object)
-    labels = torch.zeros(len(sets), len(class_names), dtype=torch.int64)
-    labels[torch.from_numpy(rows), encode_labels(names, class_names, where=where)] = 1
-    return labels
+    names = sorted({name for text in cells.different for name in label_names(text, separator)})
+    places = encode_labels(Cells(names), class_names, where=where).tolist()
+    place_of = dict(zip(names, places, strict=True))
+
+    def marks(text: str) -> list[bool]:
+        chosen = {place_of[name] for name in label_names(text, separator)}
+        return [place in chosen for place in range(len(class_names))]
+
+    return torch.from_numpy(cells.each(marks, np.int64))
 
 
 def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
@@ -382,13 +397,9 @@ def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
     if not 1 <= len(key) <= 64:
         raise ValueError(f"a split key needs 1 to 64 bytes, got {len(key)}.")
     keyed = hashlib.blake2b(key=key, digest_size=8, person=b"fednas split")
-    digests = bytearray()
-    for record_id in ids.tolist():
-        hasher = keyed.copy()
-        hasher.update(record_id)
-        digests += hasher.digest()
+    digests = _digests(ids.tolist(), keyed)
     # 53 bits are what a float64 in [0, 1) holds exactly; with 64 the largest would round to 1.
-    return (np.frombuffer(bytes(digests), dtype=">u8") >> np.uint64(11)).astype(float) * 2.0**-53
+    return (np.frombuffer(digests, dtype=">u8") >> np.uint64(11)).astype(float) * 2.0**-53
 
 
 def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]) -> np.ndarray:

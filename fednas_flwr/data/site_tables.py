@@ -22,7 +22,8 @@ import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed, unknown_choice
 from fednas_flwr.base.foreign import read_yaml
-from fednas_flwr.data.notation import distinct, numbers_of
+from fednas_flwr.data.cells import Cells
+from fednas_flwr.data.notation import distinct
 from fednas_flwr.data.records import CATEGORY, NUMBER, Column, Records
 from fednas_flwr.data.table_files import Texts, suffix_of
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
@@ -54,7 +55,7 @@ class SiteTable:
     def kind(self, column: str) -> str | None:
         """Kind of a column; None where it lacks or has no cell."""
         cells = self.texts.get(column)
-        if cells is None or not (cells != "").any():
+        if cells is None or cells.missing.all():
             return None
         return column_kind(cells, self.settings)[0]
 
@@ -117,11 +118,9 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
             raise ConfigError(f"site {lacking[0]} has no column {name}, which is the label.")
         if lacking:
             notes.append(f"{', '.join(lacking)}: no column {name}, which counts as missing there")
-        columns: list[np.ndarray] = [
-            table.texts.get(name, np.full(sizes[site], "", dtype=object))
-            for site, table in tables.items()
-        ]
-        texts[name] = np.concatenate(columns)
+        missing = {site: Cells([""] * size) for site, size in sizes.items()}
+        columns = [table.texts.get(name, missing[site]) for site, table in tables.items()]
+        texts[name] = Cells([text for cells in columns for text in cells.tolist()])
     first_form, *other_forms = (form_of(table.settings) for table in tables.values())
     agreed = {
         name: value
@@ -157,14 +156,14 @@ def _contents(table: SiteTable, column: str) -> str:
     cells = table.texts.get(column)
     if cells is None:
         return "-"
-    missing = float((cells == "").mean()) if len(cells) else 0.0
+    missing = float(cells.missing.mean()) if len(cells) else 0.0
     end = f", {missing:.0%} missing" if missing else ""
     if (kind := table.kind(column)) is None:
         return "all missing"
     if kind == NUMBER and column not in label_columns(table.settings):
-        low, middle, high = np.nanquantile(numbers_of(cells), [0, 0.5, 1])
+        low, middle, high = np.nanquantile(cells.numbers, [0, 0.5, 1])
         return f"{low:g} to {high:g}, median {middle:g}{end}"
-    codes = distinct(cells.tolist())
+    codes = distinct(cells.different)
     if kind == CATEGORY or column in label_columns(table.settings):
         more = ", ..." if len(codes) > _MOST_SHOWN else ""
         return f"{', '.join(codes[:_MOST_SHOWN])}{more}{end}"
@@ -238,7 +237,7 @@ def difference(own: Sequence[Column], usual: Sequence[Column]) -> str:
 
 def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> None:
     """Propose what zeros mean, and factors where a median is far from those of most sites."""
-    numbers = {site: numbers_of(table.texts[name]) for site, table in tables.items()}
+    numbers = {site: table.texts[name].numbers for site, table in tables.items()}
     zeros = {site: bool((x == 0).any()) for site, x in numbers.items()}
     without = [x for site, x in numbers.items() if not zeros[site]]
     above = [np.nanmin(x) > np.nanmedian(x) / 10 for x in without]
@@ -261,7 +260,7 @@ def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
 def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> None:
     """Propose spellings where a site's few codes are other than those of most sites."""
     codes = {
-        site: distinct(table.texts[name].tolist())
+        site: distinct(table.texts[name].different)
         for site, table in tables.items()
         if table.kind(name) == CATEGORY or name in label_columns(table.settings)
     }
@@ -269,7 +268,7 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
     if not codes or max(map(len, codes.values())) > 2 * _MOST_SHOWN:
         return
     for site in others:
-        codes[site] = distinct(tables[site].texts[name].tolist())
+        codes[site] = distinct(tables[site].texts[name].different)
     times = Counter(code for found in codes.values() for code in found)
     usual = distinct(code for code, number in times.items() if number > len(codes) / 2)
     usual = usual or max(codes.values(), key=len)

@@ -106,15 +106,17 @@ def summary(
 
 def missing_counts(records: Records) -> dict[str, int]:
     """Return the number of missing cells by column; unknown categories count as missing."""
-    names = {name: i for i, name in enumerate(records.feature_names)}
-    counts = {}
-    for column in records.schema:
-        if column.kind == CATEGORY:
-            places = [names[f"{column.name}={value}"] for value in column.categories]
-            counts[column.name] = int((records.features[:, places].sum(1) == 0).sum())
-        else:
-            counts[column.name] = int(records.features[:, names[column.name]].isnan().sum())
-    return counts
+    if not records.schema:
+        return {}
+    features, names = records.features, records.feature_names
+    missing = dict(zip(names, features.isnan().sum(0).tolist(), strict=True))
+    ones = dict(zip(names, features.count_nonzero(0).tolist(), strict=True))
+    return {
+        column.name: len(records) - sum(ones[f"{column.name}={v}"] for v in column.categories)
+        if column.kind == CATEGORY
+        else missing[column.name]
+        for column in records.schema
+    }
 
 
 def missing_rule(schema: Sequence[Column]) -> str:
@@ -128,8 +130,8 @@ def _contents(records: Records, column: Column) -> str:
     """Values of a column, without the number of missing cells."""
     if column.kind == CATEGORY:
         return f"one of {listed(column.categories, _MOST)}"
-    values = records.features[:, records.feature_names.index(column.name)].double()
-    values = values[~values.isnan()]
+    values = records.features[:, records.feature_names.index(column.name)].numpy().astype(float)
+    values = values[~np.isnan(values)]
     if not len(values):
         return column.kind
     low, high = float(values.min()), float(values.max())

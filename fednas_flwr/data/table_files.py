@@ -11,17 +11,20 @@ import codecs
 import csv
 import gzip
 import io
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.notation import PLAIN, Notation, Stored, are_numbers, code_key, numbers_of
+from fednas_flwr.data.cells import Cells, number_of
+from fednas_flwr.data.notation import PLAIN, Notation, are_numbers, code_key
 from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import MISSING_WORDS, TABLE_SUFFIXES
 
@@ -36,8 +39,9 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads and writes it
 _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so many characters
 _LONGEST = 200  # characters of a name by which records are divided
+_HEAD = 1_000_000  # bytes in which a header begins
 
-Texts = dict[str, np.ndarray]  # by column, one str per row; empty where missing
+Texts = dict[str, Cells]  # by column
 
 
 def suffix_of(path: Path) -> str:
@@ -54,19 +58,23 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
         ConfigError: The file cannot be read as a table, has no rows, or has two readings.
     """
     kind = {".xlsx": "an Excel", ".parquet": "a Parquet"}.get(suffix_of(path), "a CSV")
+    separator = ""
+    notes: list[str] = []
     try:
         if kind == "a CSV":
-            table, separator, notes = _read_csv(path, form)
+            texts, separator, notes = _read_csv(path, form)
+        elif kind == "an Excel":
+            texts, notes = _read_excel(path, form)
         else:
-            separator = ""
-            table, notes = (_read_excel if kind == "an Excel" else _read_parquet)(path, form)
+            texts = texts_of(_read_parquet(path), where=str(path))
+    except ConfigError:
+        raise
     except (OSError, EOFError, ValueError, ImportError, LookupError, csv.Error) as error:
         raise ConfigError(
             f"dataset.root={path} cannot be read as {kind} table: {' '.join(str(error).split())}."
         ) from error
-    if len(table) == 0 and not form.strict:
+    if not form.strict and not any(map(len, texts.values())):
         raise ConfigError(f"dataset.root={path} has no rows: give a table with a header.")
-    texts = texts_of(table, where=str(path))
     return texts, separator, notes
 
 
@@ -85,9 +93,7 @@ def without_missing(texts: Texts, form: TableForm) -> Texts:
                 f"dataset.rename gives two columns the name {new}: choose another for {name}."
             )
         renamed[new] = cells
-    for name, cells in renamed.items():
-        cells[among(cells, form.missing_in.get(name, usual))] = ""
-    return renamed
+    return {n: cells.without(form.missing_in.get(n, usual)) for n, cells in renamed.items()}
 
 
 def in_common_form(texts: Texts, form: TableForm, numbers: Collection[str], *, where: str) -> Texts:
@@ -105,30 +111,30 @@ def in_common_form(texts: Texts, form: TableForm, numbers: Collection[str], *, w
     notation = notation_of(form)
     changed = dict(texts)
     for name in numbers if notation != PLAIN else ():
-        changed[name] = _each(texts[name], notation.plain)
+        changed[name] = texts[name].changed(notation.plain, but_stored=True)
     for name in form.map.keys() & texts.keys():
-        changed[name] = _each(changed[name], _respelled(form.map[name]))
+        changed[name] = changed[name].changed(_respelled(form.map[name]))
     for name in form.scale.keys() & texts.keys():
-        values = numbers_of(changed[name]) * form.scale[name]
-        wrong = np.flatnonzero(np.isnan(values) & (changed[name] != ""))
+        cells = changed[name]
+        wrong = np.flatnonzero(np.isnan(cells.numbers) & ~cells.missing)
         if len(wrong) and not form.strict:
             raise ConfigError(
                 f"dataset.scale.{name} does not fit {where}, which holds "
                 f"{rows_text(texts[name], wrong)}: expected numbers."
             )
-        scaled = [repr(v) for v in values.tolist()]
-        changed[name] = np.where(np.isnan(values), changed[name], np.array(scaled, dtype=object))
+        changed[name] = cells.changed(partial(_scaled, factor=form.scale[name]))
     return changed
+
+
+def _scaled(text: str, factor: float) -> str:
+    number = number_of(text) * factor
+    return text if math.isnan(number) else repr(number)
 
 
 def _respelled(spellings: Mapping[str, str]) -> Callable[[str], str]:
     key = code_key(list(spellings))
     others = {key(text): other for text, other in spellings.items()}
     return lambda text: others.get(key(text), text)
-
-
-def _each(cells: np.ndarray, change: Callable[[str], str]) -> np.ndarray:
-    return np.array([change(text) for text in cells.tolist()], dtype=object)
 
 
 def notation_of(form: TableForm) -> Notation:
@@ -146,19 +152,23 @@ def texts_of(table: Any, *, where: str = "the DataFrame") -> Texts:
     for name, number in Counter(names).items():
         if number > 1:
             raise ConfigError(f"{where} has {number} columns {name}: give each a name of its own.")
-    return {name: _texts(table.iloc[:, i]) for i, name in enumerate(names)}
+    return {name: _cells_of(table.iloc[:, i]) for i, name in enumerate(names)}
 
 
-def _texts(values: Any) -> np.ndarray:
+def _cells_of(values: Any) -> Cells:
     import pandas as pd
 
+    missing = values.isna().to_numpy()
     if pd.api.types.is_datetime64_any_dtype(values):  # in numpy's form, which has all years
         moments = values.dt.tz_localize(None).to_numpy().astype("datetime64[s]")
-        texts: np.ndarray = np.datetime_as_string(moments).astype(object)
-    else:
-        texts = np.array([_text(value) for value in values.tolist()], dtype=object)
-    texts[values.isna().to_numpy()] = ""
-    return texts
+        return Cells(np.where(missing, "", np.datetime_as_string(moments)).tolist())
+    cells = values.tolist()
+    texts = ["" if gone else _text(value) for value, gone in zip(cells, missing, strict=True)]
+    return Cells(texts, np.array([_is_number(value) for value in cells], dtype=bool))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:
@@ -169,12 +179,11 @@ def _text(value: Any) -> str:
         return value.replace(tzinfo=None).isoformat(timespec="seconds")
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < 1e15
-        return Stored(int(value) if whole else repr(float(value)))
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return Stored(value) if is_number else str(value)
+        return str(int(value)) if whole else repr(float(value))
+    return str(value)
 
 
-def _read_parquet(path: Path, form: TableForm) -> tuple[Any, list[str]]:
+def _read_parquet(path: Path) -> Any:
     """Return cells as they are stored: no type of a column is inferred from its cells."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -185,36 +194,90 @@ def _read_parquet(path: Path, form: TableForm) -> tuple[Any, list[str]]:
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
     frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
     named = [name for name in frame.index.names if name is not None]
-    return (frame.reset_index(named) if named else frame), []
+    return frame.reset_index(named) if named else frame
 
 
-def _read_excel(path: Path, form: TableForm) -> tuple[Any, list[str]]:
+def _read_excel(path: Path, form: TableForm) -> tuple[Texts, list[str]]:
     """Return the cells of the first sheet as they are stored, and what is left out."""
     import pandas as pd
 
     with pd.ExcelFile(path) as book:
-        first, *others = book.sheet_names
-        table = pd.read_excel(book, first, dtype=object, header=None)
-    named, notes = _named(table.dropna(how="all").dropna(how="all", axis=1), form)
+        sheet, *others = book.sheet_names
+        table = pd.read_excel(book, sheet, dtype=object, header=None)
+    table = table.dropna(how="all").dropna(how="all", axis=1)
+    first = [str(cell).strip() if cell == cell else "" for cell in table.iloc[0].tolist()]
+    columns = [_cells_of(table.iloc[:, i]) for i in range(table.shape[1])]
+    texts, notes = _named(columns, first, form)
     if others:
-        notes.append(f"only the sheet {first} is read, not {', '.join(map(str, others))}")
-    return named, notes
+        notes.append(f"only the sheet {sheet} is read, not {', '.join(map(str, others))}")
+    return texts, notes
 
 
-def _read_csv(path: Path, form: TableForm) -> tuple[Any, str, list[str]]:
-    import pandas as pd
-
+def _read_csv(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         content = file.read()
     encoding = form.encoding or _encoding(content)
-    text = content.decode(encoding).removeprefix("\ufeff")
-    if "\0" in text and not form.strict:
+    if encoding != "utf-8" or (form.encoding and not content.isascii()):
+        content = content.decode(encoding).encode()
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if b"\0" in content and not form.strict:
         raise ValueError("it holds NUL characters, as no text does")
-    if "\r" in text:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text, separator, notes = _without_preamble(text, form)
+    if b"\r" in content:
+        content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    head = content[:_HEAD].decode(errors="ignore")
+    rest, separator, notes = _without_preamble(head, form)
     if form.header and form.column_names:  # which may be more, as of rows that have names
-        text = text.partition("\n")[2]
+        rest = rest.partition("\n")[2]
+    content = content[len(head.encode()) - len(rest.encode()) :]
+    width = rest.partition("\n")[0].count(separator) + 1  # or less, with quotes
+    columns = _even_columns(content, separator, width, form)
+    if columns is None:
+        columns, more = _uneven_columns(content.decode(), separator, form)
+        notes += more
+    found = {
+        f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
+        f"encoding {encoding}": encoding not in ("utf-8", "utf-8-sig"),
+    }
+    texts, of_names = _named(columns, [cells.text(0).strip() for cells in columns], form)
+    return texts, separator, [n for n, holds in found.items() if holds] + notes + of_names
+
+
+def _even_columns(
+    content: bytes, separator: str, width: int, form: TableForm
+) -> list[Cells] | None:
+    """The cells of a file whose rows are all as wide; None where that needs a closer look."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow
+
+    quotes = b'"' in content
+    odd = b"\0" in content or (quotes and (form.strict or b' "' in content))
+    if odd or width == 1 or separator == " " or not separator.isascii():
+        return None
+    try:
+        table = arrow.read_csv(
+            pa.BufferReader(content),
+            read_options=arrow.ReadOptions(autogenerate_column_names=True),
+            parse_options=arrow.ParseOptions(
+                delimiter=separator, quote_char='"' if quotes else False, newlines_in_values=quotes
+            ),
+            convert_options=arrow.ConvertOptions(
+                column_types={f"f{i}": pa.string() for i in range(width)},
+                null_values=[""],
+                strings_can_be_null=True,
+            ),
+        )
+    except pa.ArrowInvalid:
+        return None
+    are_texts = all(pa.types.is_string(kind) for kind in table.schema.types)
+    odd = quotes and table.columns[-1].null_count > 0
+    return [Cells(column) for column in table.columns] if are_texts and not odd else None
+
+
+def _uneven_columns(text: str, separator: str, form: TableForm) -> tuple[list[Cells], list[str]]:
+    """The cells of any file, and notes."""
+    import pandas as pd
+
+    notes: list[str] = []
     if form.strict:
         _check_widths(text, separator)
     try:
@@ -224,12 +287,7 @@ def _read_csv(path: Path, form: TableForm) -> tuple[Any, str, list[str]]:
         notes.append("the separator at the end of every row is left out")
     if not form.strict and (table.iloc[:, -1] == "").any():
         _check_widths(text, separator)  # pandas fills a short row with empty cells
-    found = {
-        f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
-        f"encoding {encoding}": encoding not in ("utf-8", "utf-8-sig"),
-    }
-    named, more = _named(table, form)
-    return named, separator, [note for note, holds in found.items() if holds] + notes + more
+    return [Cells(table.iloc[:, i].tolist()) for i in range(table.shape[1])], notes
 
 
 def _cells(text: str, separator: str, width: int | None = None) -> Any:
@@ -310,26 +368,31 @@ def _without_last_separator(text: str, separator: str) -> Any:
     return _cells(text, separator, len(header) + 1).iloc[:, :-1]
 
 
-def _named(table: Any, form: TableForm) -> tuple[Any, list[str]]:
-    """A table whose columns have names, without the row of names, and notes on names."""
+def _named(
+    columns: Sequence[Cells], first: Sequence[str], form: TableForm
+) -> tuple[Texts, list[str]]:
+    """Columns by their names, without the row of names, and notes on names.
+
+    Args:
+        columns: The cells of all rows.
+        first: Those of the first row, as names.
+        form: Of the file.
+    """
     notes = []
-    first = [str(cell).strip() if cell == cell else "" for cell in table.iloc[0].tolist()]
     named = not form.column_names or (not form.strict and set(first) <= {*form.column_names})
-    rows = table.iloc[1:] if named else table
-    names = list(form.column_names) or [" ".join(name.split()) for name in first]
-    if len(names) != table.shape[1]:
-        raise ValueError(
-            f"dataset.column_names has {len(names)} names for {table.shape[1]} columns"
-        )
+    columns = [cells[int(named) :].stripped() for cells in columns]
+    names = [" ".join(name.split()) for name in form.column_names or first]
+    if len(names) != len(columns):
+        raise ValueError(f"dataset.column_names has {len(names)} names for {len(columns)} columns")
     asks = form.header is None and not form.column_names and not form.strict
-    if asks and _like_a_record(first, rows):
+    if asks and _like_a_record(first, columns):
         raise ValueError(
             f"its first line ({', '.join(first[:5])}) looks like a record: if it is one, name the "
             "columns by dataset.column_names=[...]; if it is the header, set dataset.header=true"
         )
     taken: dict[str, int] = {}
-    for i, name in enumerate(names):
-        name = name or f"column {i + 1}"
+    for i in range(len(names)):
+        name = names[i] or f"column {i + 1}"
         number = taken.setdefault(name, 0)
         taken[name] += 1
         while number and (other := f"{name}.{number}") in names:
@@ -337,22 +400,18 @@ def _named(table: Any, form: TableForm) -> tuple[Any, list[str]]:
         names[i] = other if number else name
         if number:
             notes.append(f"a further column {name} is called {other}")
-    rows.columns = names
-    return rows, notes
+    return dict(zip(names, columns, strict=True)), notes
 
 
-def _like_a_record(first: Sequence[str], rows: Any) -> bool:
+def _like_a_record(first: Sequence[str], columns: Sequence[Cells]) -> bool:
     """Return whether each cell of a first row fits its own column, as names do not."""
-    sample = rows.head(1000)
-    for i, cell in enumerate(first):
-        column = np.array([_text(value) for value in sample.iloc[:, i].tolist()], dtype=object)
-        column = column[~among(column, ("", *MISSING_WORDS))]
-        if not len(column):
-            continue
-        numbers = are_numbers([cell, *column.tolist()])
-        if not (numbers.all() or (cell in column and not numbers[1:].all())):
+    for cell, cells in zip(first, columns, strict=True):
+        texts = cells[:1000].without(MISSING_WORDS).different
+        numbers = are_numbers([cell, *texts])
+        fits = numbers.all() or (cell in texts and not numbers[1:].all())
+        if texts and not fits:
             return False
-    return bool(len(sample))
+    return any(map(len, columns))
 
 
 def _encoding(content: bytes) -> str:
@@ -361,7 +420,7 @@ def _encoding(content: bytes) -> str:
         if content.startswith(mark):
             return encoding
     try:
-        content.decode("utf-8")
+        _ = content.isascii() or content.decode("utf-8")
     except UnicodeDecodeError:
         return "cp1252"
     return "utf-8"
@@ -388,25 +447,19 @@ def _separator(text: str, form: TableForm) -> str:
     return best if cells(best)[0] or not cells(" ")[0] else " "
 
 
-def among(texts: np.ndarray, values: Collection[str]) -> np.ndarray:
-    """Return which texts are among some values, bool ``[N]``."""
-    chosen = set(values)
-    return np.array([text in chosen for text in texts.tolist()], dtype=bool)
-
-
 def names_in(texts: Texts, columns: Sequence[str]) -> dict[str, np.ndarray]:
     """Return the columns by which records can be divided: strings, none of them long."""
-    short = [n for n in columns if max(map(len, texts[n]), default=0) <= _LONGEST]
-    return {name: texts[name].astype(np.str_) for name in short}
+    short = [n for n in columns if max(map(len, texts[n].different), default=0) <= _LONGEST]
+    return {name: texts[name].each(str, np.str_) for name in short}
 
 
-def rows_text(texts: np.ndarray, rows: np.ndarray, *, most: int = 10) -> str:
+def rows_text(cells: Cells, rows: np.ndarray, *, most: int = 10) -> str:
     """Return cells with their rows, from 1, for a message: ``yes in row 1, no in row 3``."""
-    cells = [f"{texts[row]} in row {int(row) + 1}" for row in rows[:most]]
-    return ", ".join(cells) + (f" and {len(rows) - most} more" if len(rows) > most else "")
+    named = [f"{cells.text(row)} in row {row + 1}" for row in rows[:most].tolist()]
+    return ", ".join(named) + (f" and {len(rows) - most} more" if len(rows) > most else "")
 
 
-def check_columns(texts: Mapping[str, np.ndarray], names: Sequence[str], *, where: str) -> None:
+def check_columns(texts: Collection[str], names: Sequence[str], *, where: str) -> None:
     """Raise ConfigError for a column that a table lacks."""
     for name in names:
         if name not in texts:

@@ -7,11 +7,12 @@ read by :mod:`fednas_flwr.data.table_files`; :func:`encode_rows` is for training
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import repeat
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import records, table_files
+from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.notation import (
     NEARLY,
     are_numbers,
@@ -29,7 +31,6 @@ from fednas_flwr.data.notation import (
     distinct,
     find_notation,
     find_order,
-    numbers_of,
     places_among,
 )
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
@@ -94,7 +95,7 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     texts, separator, notes = table_files.read_texts(path, settings)
     table_files.check_columns(texts, [*settings.rename], where=str(path))
     words = [word for word in _WORDS if word not in settings.missing_values]
-    doubtful = [n for n, cells in texts.items() if table_files.among(cells, words).any()]
+    doubtful = [n for n, cells in texts.items() if {*words} & {*cells.different}]
     texts = table_files.without_missing(texts, settings)
     settings = replace(settings, label=label_column(settings, texts))
     if not settings.strict:
@@ -121,14 +122,14 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     return texts, settings, told(path, notes)
 
 
-def _is_text(cells: np.ndarray, form: TableForm) -> bool:
+def _is_text(cells: Cells, form: TableForm) -> bool:
     """Return whether a column holds words, by its first cells."""
     return column_kind(cells[:1000], form)[0] == CATEGORY
 
 
 def with_signs(
     form: Form,
-    texts: Mapping[str, np.ndarray],
+    texts: Mapping[str, Cells],
     numbers: Sequence[str],
     dates: Iterable[str],
     separator: str,
@@ -170,8 +171,10 @@ def _without_row_numbers(
     """The columns but for a nameless first one that counts the rows, as pandas and R write it."""
     (name, cells), *others = texts.items()
     used = name in (*named_columns(settings), *settings.numeric)
-    steps = np.diff(numbers_of(cells))
-    if used or not _NAMELESS.fullmatch(name) or len(steps) == 0 or not (steps == 1).all():
+    if used or not _NAMELESS.fullmatch(name):
+        return texts, []
+    steps = np.diff(cells.numbers)
+    if len(steps) == 0 or not (steps == 1).all():
         return texts, []
     return dict(others), ["the first column, which has no name and counts rows, is left out"]
 
@@ -187,7 +190,7 @@ def label_columns(settings: LabelTable) -> list[str]:
 
 
 def encode_rows(
-    texts: Mapping[str, np.ndarray], schema: Sequence[Column], form: TableForm, *, where: str
+    texts: Mapping[str, Cells], schema: Sequence[Column], form: TableForm, *, where: str
 ) -> np.ndarray:
     """Encode rows as float32 ``[N, F]``, by :func:`~fednas_flwr.data.records.feature_names`.
 
@@ -207,9 +210,10 @@ def encode_rows(
         if column.kind != CATEGORY:
             numbers.append(_checked_numbers(cells, form, column=column, where=where))
         if column.indicator:
-            indicators.append(cells == "")
-        places = places_among(cells, column.categories)
-        categories += [places == i for i in range(len(column.categories))]
+            indicators.append(cells.missing)
+        if column.kind == CATEGORY:
+            places = places_among(cells, column.categories)
+            categories += [places == i for i in range(len(column.categories))]
     return np.stack([*numbers, *indicators, *categories], axis=1).astype(np.float32)
 
 
@@ -247,7 +251,7 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
     notes: tuple[str, ...] = ()
     if settings.corrupt == "skip":
         rows, notes = records.readable(unreadable_cells(settings, texts, declared))
-        texts = {name: cells[rows] for name, cells in texts.items()}
+        texts = {name: cells[rows] for name, cells in texts.items()} if notes else texts
     kind_of = {n: kinds.get(n) or _found_kind(texts[n], settings, n, path) for n in names}
     indicator = settings.missing == "indicator"
     schema = []
@@ -283,9 +287,8 @@ def _records(
             )
     features = torch.from_numpy(encode_rows(texts, schema, settings, where=str(path)))
     labels, classes = read_labels(settings, texts, path)
-    numbers = {c.name: numbers_of(texts[c.name]) for c in schema if c.kind == NUMBER}
-    others = {c.name: texts[c.name] for c in schema if c.kind != NUMBER}
-    fractional = {n for n, x in numbers.items() if (x % 1 > 0).any()}
+    numbers = {c.name: texts[c.name].numbers for c in schema if c.kind == NUMBER}
+    fractional = {name for name, x in numbers.items() if (x > np.floor(x)).any()}
     named = [n for n in texts if n not in labelled and n not in fractional]
     return labelled_records(
         settings,
@@ -293,7 +296,7 @@ def _records(
         labels=labels,
         ids=person_ids(settings, texts, path)
         if settings.id_column is not None
-        else _feature_ids(others, numbers),
+        else _feature_ids(texts, schema, features.numpy()),
         class_names=classes,
         columns=table_files.names_in(texts, named),
         schema=schema,
@@ -328,21 +331,26 @@ def unreadable_cells(
     for column in schema:
         cells, values = texts[column.name], column.categories
         if column.kind == CATEGORY:
-            wrong[column.name] = (cells != "") & (places_among(cells, values) < 0) & bool(values)
+            wrong[column.name] = ~cells.missing & (places_among(cells, values) < 0) & bool(values)
         else:
-            wrong[column.name] = (cells != "") & ~np.isfinite(_values(cells, form, column))
+            wrong[column.name] = ~cells.missing & ~np.isfinite(_values(cells, form, column))
     for name in label_columns(settings):
         cells, classes = texts[name], set(settings.class_names)
         if settings.labels:
-            cells, classes = _lowered(cells), {*_YES, *_NO}
-        sets = records.label_sets(cells, settings.label_separator)
-        classes = classes or {name for names in sets for name in names} - {""}
-        key = code_key([*classes])
-        known = {*map(key, classes)}
-        wrong[name] = np.array([not known.issuperset(map(key, names)) for names in sets], bool)
+            cells, classes = cells.changed(str.lower), {*_YES, *_NO}
+        wrong[name] = _unknown_labels(cells, classes, settings.label_separator)
     if settings.id_column is not None:
-        wrong[settings.id_column] = texts[settings.id_column] == ""
+        wrong[settings.id_column] = texts[settings.id_column].missing
     return wrong
+
+
+def _unknown_labels(cells: Cells, classes: set[str], separator: str | None) -> np.ndarray:
+    """Return the rows with a label that is none of some classes, if there are any; or with none."""
+    names = partial(records.label_names, separator=separator)
+    classes = classes or {name for text in cells.different for name in names(text)}
+    key = code_key([*classes])
+    known = {*map(key, classes)}
+    return ~cells.each(lambda text: known.issuperset(map(key, names(text))), bool)
 
 
 def read_labels(
@@ -355,14 +363,14 @@ def read_labels(
     column, separator = settings.label, settings.label_separator
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
-        sets = records.label_sets(cells, separator)
-        classes = tuple(settings.class_names) or distinct(n for names in sets for n in names)
+        names = {n for text in cells.different for n in records.label_names(text, separator)}
+        classes = tuple(settings.class_names) or distinct(names)
         if len(classes) < 2:
             raise ConfigError(
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
                 "at least 2; correct dataset.label_separator, or name them in dataset.class_names."
             )
-        return records.encode_label_sets(sets, classes, where=where), classes
+        return records.encode_label_sets(cells, separator, classes, where=where), classes
     literal = f"; if a word such as None or NA is one, set dataset.missing_in={{{column}: []}}"
     _check_filled(cells, f"label ({column})", path, literal)
     classes = tuple(settings.class_names) or _sorted_classes(cells)
@@ -382,43 +390,38 @@ def _are_quantities(classes: Sequence[str], num_rows: int) -> bool:
     return len(classes) > num_rows / 10 or any(float(name) % 1 for name in classes)
 
 
-def label_marks(texts: np.ndarray, *, name: str, where: str) -> np.ndarray:
+def label_marks(cells: Cells, *, name: str, where: str) -> np.ndarray:
     """Return which rows have a label, bool ``[N]``, given its column of 0 and 1 or the like.
 
     Raises:
         ConfigError: A cell says neither yes nor no.
     """
-    lowered = _lowered(texts)
-    marks = table_files.among(lowered, _YES)
-    wrong = np.flatnonzero(~marks & ~table_files.among(lowered, _NO))
+    marks = cells.each(lambda text: text.lower() in _YES, bool)
+    wrong = np.flatnonzero(~marks & ~cells.each(lambda text: text.lower() in _NO, bool))
     if len(wrong):
         raise ConfigError(
             f"column {name} of {where} is one of dataset.labels but holds "
-            f"{table_files.rows_text(texts, wrong)}: expected 0 or 1 (or no and yes, false and "
+            f"{table_files.rows_text(cells, wrong)}: expected 0 or 1 (or no and yes, false and "
             "true)."
         )
     return marks
 
 
-def _lowered(texts: np.ndarray) -> np.ndarray:
-    return np.array([text.lower() for text in texts.tolist()], dtype=object)
-
-
-def column_kind(cells: np.ndarray, form: TableForm) -> tuple[str, np.ndarray]:
+def column_kind(cells: Cells, form: TableForm) -> tuple[str, np.ndarray]:
     """The kind of a column by its cells, and the rows, int64 ``[n]``, that are no such thing.
 
     These are few: a column of which more are none is one of categories.
     """
-    present = cells != ""
+    present = ~cells.missing
     for kind in (NUMBER, DATE):
-        values = numbers_of(cells) if kind == NUMBER else days_of(cells, form.date_order)
+        values = cells.numbers if kind == NUMBER else days_of(cells, form.date_order)
         others = np.flatnonzero(present & np.isnan(values))
         if len(others) <= (1 - NEARLY) * present.sum():
             return kind, others
     return CATEGORY, np.array([], dtype=np.int64)
 
 
-def _found_kind(cells: np.ndarray, form: TableForm, name: str, path: Path) -> str:
+def _found_kind(cells: Cells, form: TableForm, name: str, path: Path) -> str:
     """The kind of a column.
 
     Raises:
@@ -427,7 +430,7 @@ def _found_kind(cells: np.ndarray, form: TableForm, name: str, path: Path) -> st
     """
     kind, others = column_kind(cells, form)
     if len(others):
-        words = ", ".join(sorted(set(cells[others].tolist()))[:5])
+        words = ", ".join(sorted(cells[others].different)[:5])
         raise ConfigError(
             f"column {name} of {path} holds {kind}s but for {table_files.rows_text(cells, others)}:"
             f" correct them, set dataset.missing_values=[{words}] if they mean that the {kind} is "
@@ -436,25 +439,23 @@ def _found_kind(cells: np.ndarray, form: TableForm, name: str, path: Path) -> st
     return kind
 
 
-def _values(cells: np.ndarray, form: TableForm, column: Column) -> np.ndarray:
+def _values(cells: Cells, form: TableForm, column: Column) -> np.ndarray:
     """Return the numbers or days in cells, float32 ``[N]``, not finite where they are none."""
     is_date = column.kind == DATE
     with np.errstate(over="ignore"):
-        values = days_of(cells, form.date_order) if is_date else numbers_of(cells)
+        values = days_of(cells, form.date_order) if is_date else cells.numbers
         return values.astype(np.float32)
 
 
-def _checked_numbers(
-    texts: np.ndarray, form: TableForm, *, column: Column, where: str
-) -> np.ndarray:
+def _checked_numbers(cells: Cells, form: TableForm, *, column: Column, where: str) -> np.ndarray:
     """Return float32 ``[N]``, NaN where missing."""
-    checked = _values(texts, form, column)
-    unreadable = np.flatnonzero((texts != "") & ~np.isfinite(checked))
+    checked = _values(cells, form, column)
+    unreadable = np.flatnonzero(~cells.missing & ~np.isfinite(checked))
     if len(unreadable):
         kind = "numeric" if column.kind == NUMBER else "of dates"
         raise ConfigError(
             f"column {column.name} of {where} is {kind} but holds "
-            f"{table_files.rows_text(texts, unreadable)}: correct it, name it in "
+            f"{table_files.rows_text(cells, unreadable)}: correct it, name it in "
             "dataset.missing_values if it means that the value is missing, or list the column in "
             "dataset.categorical or dataset.ignore."
         )
@@ -462,12 +463,12 @@ def _checked_numbers(
 
 
 def _categories(
-    texts: np.ndarray, given: Sequence[str] | None, *, name: str, path: Path
+    cells: Cells, given: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Values of a categorical column; a missing value belongs to none of them."""
-    values = distinct(texts.tolist())
+    values = distinct(cells.different)
     if given is not None:
-        unknown = texts[(places_among(texts, given) < 0) & (texts != "")].tolist()
+        unknown = cells[places_among(cells, given) < 0].different
         records.check_known(
             unknown, given, f"column {name} of {path} holds", f"dataset.categories.{name}"
         )
@@ -481,9 +482,9 @@ def _categories(
     return values
 
 
-def _sorted_classes(texts: np.ndarray) -> tuple[str, ...]:
+def _sorted_classes(cells: Cells) -> tuple[str, ...]:
     """Return the label's values, by number where all are whole numbers."""
-    codes = distinct(texts.tolist())
+    codes = distinct(cells.different)
     try:
         return tuple(sorted(codes, key=int))
     except ValueError:
@@ -494,21 +495,26 @@ def person_ids(settings: LabelTable, texts: table_files.Texts, path: Path) -> np
     """Ids that the column of persons gives."""
     cells = texts[settings.person_column]
     _check_filled(cells, f"id ({settings.id_column})", path)
-    return records.text_ids(cells)
+    return cells.each(records.text_id, records.ID)
 
 
-def _check_filled(cells: np.ndarray, what: str, path: Path, more: str = "") -> None:
-    if (cells == "").any():
-        row = int(np.argmax(cells == ""))
+def _check_filled(cells: Cells, what: str, path: Path, more: str = "") -> None:
+    if cells.missing.any():
+        row = int(np.argmax(cells.missing))
         raise ConfigError(f"{path} has no {what} in row {row + 1}: fill or remove it{more}.")
 
 
-def _feature_ids(texts: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return hashes of parsed rows, given the categorical and the numeric columns by name."""
-    values = [records.canonical(numbers[name]) for name in sorted(numbers)]
-    cells = [texts[name].tolist() for name in sorted(texts)]
-    rows = (row.tobytes() for row in np.stack(values, axis=1)) if values else repeat(b"")
-    others = map("\x1f".join, zip(*cells, strict=True)) if cells else repeat("")
-    return records.record_ids(
-        row + other.encode() for row, other in zip(rows, others, strict=False)
-    )
+def _feature_ids(
+    texts: Mapping[str, Cells], schema: Sequence[Column], features: np.ndarray
+) -> np.ndarray:
+    """Return hashes of parsed rows: of numbers as they are encoded, of other columns the texts."""
+    names = feature_names(schema)
+    numbers = [names.index(name) for name in sorted(c.name for c in schema if c.kind == NUMBER)]
+    others = sorted(column.name for column in schema if column.kind != NUMBER)
+    parts = [texts[name].each(str.encode, object).tolist() for name in others]
+    rows: Iterable[bytes] = map(b"\x1f".join, zip(*parts, strict=True))
+    if numbers:
+        values = np.ascontiguousarray(records.canonical(features[:, numbers]))
+        values = values.view(f"V{4 * len(numbers)}")[:, 0].tolist()
+        rows = map(operator.add, values, rows) if others else values
+    return records.record_ids(rows)

@@ -8,16 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.notation import (
     PLAIN,
     Notation,
-    Stored,
     code_key,
     days_of,
     distinct,
     find_notation,
     find_order,
-    numbers_of,
 )
 from fednas_flwr.settings.names import DECIMALS, THOUSANDS
 
@@ -25,11 +24,11 @@ SIGNS = {"none": "", "point": ".", "comma": ",", "blank": " ", "apostrophe": "'"
 NOTATIONS = [Notation(d, t) for d in DECIMALS for t in THOUSANDS if d != t]
 
 
-def cells(*texts: str) -> np.ndarray:
-    return np.array(texts, dtype=object)
+def cells(*texts: str) -> Cells:
+    return Cells(texts)
 
 
-def found(*columns: np.ndarray, points_are_decimal: bool = True, **given: str) -> Notation:
+def found(*columns: Cells, points_are_decimal: bool = True, **given: str) -> Notation:
     return find_notation(
         {f"c{i}": column for i, column in enumerate(columns)},
         decimal=given.get("decimal"),
@@ -81,15 +80,7 @@ def test_columns_in_two_notations_are_refused() -> None:
     with pytest.raises(ConfigError, match="column c1 .1,5. in another way than those of c0"):
         found(cells("1.25", "2.5"), cells("1,5", "2,25"))
     assert found(cells("a,b", "c"), cells("1.5")) == PLAIN
-    stored = cells(Stored(1.234), Stored(975))
-    assert found(stored, points_are_decimal=False) == PLAIN
-    assert Notation("comma", "point").plain(Stored("1.234")) == "1.234"
-
-
-@given(st.lists(st.text("0123456789.eE+-_ n\n\u0661", max_size=6) | st.floats().map(repr)))
-def test_numbers_are_read_each_by_itself(texts: list[str]) -> None:
-    alone = [numbers_of(cells(text, "x"))[0] for text in texts]
-    np.testing.assert_array_equal(numbers_of(cells(*texts)), np.array(alone, dtype=float))
+    assert found(Cells(["1.234", "975"], np.array([True, True])), points_are_decimal=False) == PLAIN
 
 
 def test_dates() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import records
+from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import (
     Column,
@@ -91,9 +92,9 @@ def test_join_sites_refuses_what_does_not_fit(other, message):
 
 
 def test_encode_labels_names_the_unknown():
-    assert encode_labels(np.array(["b", "a"]), ("a", "b"), where="it").tolist() == [1, 0]
+    assert encode_labels(Cells(["b", "a"]), ("a", "b"), where="it").tolist() == [1, 0]
     with pytest.raises(ConfigError, match="x.csv has the label c, which is not in"):
-        encode_labels(np.array(["b", "c"]), ("a", "b"), where="x.csv")
+        encode_labels(Cells(["b", "c"]), ("a", "b"), where="x.csv")
 
 
 @pytest.mark.parametrize("named_first", [True, False])

@@ -1,0 +1,138 @@
+"""Cells of one column of a table, as text.
+
+What is to be known of a text is found out once for all cells that have it (:meth:`Cells.each`), and
+plain numbers are read all at once, so that a table of millions of rows takes seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+
+def number_of(text: str) -> float:
+    """The number that a text is in plain notation, NaN where it is none."""
+    try:
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
+
+
+class Cells:
+    """Cells of a column, as text; empty where they are missing.
+
+    Attributes:
+        texts: The same as pyarrow's chunked array of strings, null where missing.
+        stored: bool ``[N]``, the cells that were stored as numbers, and so are in no notation of
+            their file; None where there are none.
+    """
+
+    def __init__(self, texts: Any, stored: np.ndarray | None = None) -> None:
+        """Keep the cells: texts in their order, or an array as ``texts``."""
+        import pyarrow as pa
+
+        if not isinstance(texts, pa.ChunkedArray):
+            texts = pa.chunked_array([pa.array([t or None for t in texts], pa.string())])
+        self.texts, self.stored = texts, stored
+
+    def __len__(self) -> int:
+        """Return the number of cells, N."""
+        return len(self.texts)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> Cells:
+        """Return the cells of some rows: a slice, their numbers, or bool ``[N]``."""
+        is_slice = isinstance(rows, slice)
+        texts = self.texts[rows] if is_slice else self.texts.take(np.arange(len(self))[rows])
+        return Cells(texts, None if self.stored is None else self.stored[rows])
+
+    @property
+    def written(self) -> Cells:
+        """The cells but for those that were stored as numbers."""
+        return self if self.stored is None else self[~self.stored]
+
+    def text(self, row: int) -> str:
+        """The cell of a row."""
+        return self.texts[row].as_py() or ""
+
+    def tolist(self) -> list[str]:
+        """The cells."""
+        texts: list[str] = self.each(str, object).tolist()
+        return texts
+
+    @cached_property
+    def missing(self) -> np.ndarray:
+        """The cells that are missing, bool ``[N]``."""
+        missing: np.ndarray = self.texts.is_null().to_numpy()
+        return missing
+
+    @cached_property
+    def _encoded(self) -> tuple[list[str], np.ndarray]:
+        """The different texts and an empty one, and the place of each cell's among them."""
+        encoded = self.texts.dictionary_encode().combine_chunks()
+        different = encoded.dictionary.to_pylist()
+        return [*different, ""], encoded.indices.fill_null(len(different)).to_numpy()
+
+    @property
+    def different(self) -> Sequence[str]:
+        """The different texts, none of them empty."""
+        return self._encoded[0][:-1]
+
+    def each(self, function: Callable[[str], Any], dtype: Any) -> np.ndarray:
+        """What a function says of each cell, ``[N]`` or ``[N, ...]``."""
+        texts, places = self._encoded
+        found: np.ndarray = np.array([function(text) for text in texts], dtype)[places]
+        return found
+
+    def changed(self, function: Callable[[str], str], *, but_stored: bool = False) -> Cells:
+        """The cells in other words, but for those that were stored as numbers, if that is said."""
+        changed = self.each(function, object)
+        if but_stored and self.stored is not None:
+            changed[self.stored] = self.each(str, object)[self.stored]
+        return Cells(changed.tolist(), self.stored)
+
+    @cached_property
+    def _cast(self) -> np.ndarray | None:
+        """The numbers where all cells are some, as Python reads them, or missing; else None."""
+        import pyarrow as pa
+
+        try:
+            cast: np.ndarray = self.texts.cast(pa.float64()).to_numpy()
+        except pa.ArrowInvalid:
+            return None
+        return cast
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """float64 ``[N]``, each of its own text: NaN where it is missing or no number."""
+        return self.each(number_of, float) if self._cast is None else self._cast
+
+    @cached_property
+    def are_plain(self) -> bool:
+        """True if all cells are finite numbers in plain notation, or missing."""
+        numbers = self._cast
+        num_present = len(self) - self.texts.null_count
+        return numbers is not None and bool(np.isfinite(numbers).sum() == num_present)
+
+    def stripped(self) -> Cells:
+        """The cells without the blanks around them."""
+        from pyarrow import compute
+
+        if self.are_plain:
+            return self
+        return Cells(compute.utf8_trim_whitespace(self.texts), self.stored).without([""])
+
+    def without(self, words: Collection[str]) -> Cells:
+        """The cells without those that are among some words, which are missing then."""
+        import pyarrow as pa
+        from pyarrow import compute
+
+        if self.are_plain:
+            words = [word for word in words if not math.isnan(number_of(word))]
+        found = compute.is_in(self.texts, pa.array(words, pa.string())) if words else None
+        if found is None or not compute.any(found).as_py():
+            return self
+        return Cells(compute.if_else(found, None, self.texts), self.stored)
