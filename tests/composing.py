@@ -16,7 +16,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from fednas_flwr.settings import conf_folder, hydra_config
+from fednas_flwr.settings import conf_folder
 
 
 def remembering(compose: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,8 +29,8 @@ def remembering(compose: Callable[..., Any]) -> Callable[..., Any]:
     def composed(name: str, overrides: list[str], **options: Any) -> Any:
         choices = [text for text in overrides if not text.startswith("++")]
         conf, files = conf_folder(), [text.replace("=", "/", 1) + ".yaml" for text in choices]
-        own = options or hydra_config._FirstFolder.folder is not None
-        if not own and all((conf / file).is_file() for file in files):
+        paths = any(text.startswith("hydra.") for text in choices)
+        if not options and not paths and all((conf / file).is_file() for file in files):
             try:
                 texts = [text for text in overrides if text.startswith("++")]
                 values = OverridesParser.create().parse_overrides(texts)

@@ -35,7 +35,7 @@ from .finished_runs import FinishedRuns, whole_run
 from .fork_server import ForkServer, serving
 
 torch.set_num_threads(1)  # results must not depend on the number of cores
-settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # When logging is configured anew, as by Hydra's sweeps, absl (which dp-accounting imports) closes

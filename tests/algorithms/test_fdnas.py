@@ -129,9 +129,13 @@ HARDWARE = (
 )
 
 
-def test_cost_pulls_the_alphas_and_a_target_that_no_network_has_is_refused(
-    compose_config, federate
-):
+def test_a_target_that_no_network_has_is_refused(compose_config, federate):
+    with pytest.raises(ConfigError, match=r"target=1e\+12 multiply_adds cannot be reached: .* to"):
+        federate(compose_config(*SMALL, f"algorithm.hardware={HARDWARE % '1e12'}"))
+
+
+@pytest.mark.run
+def test_cost_pulls_the_alphas(compose_config, federate):
     few = ["algorithm.local_epochs=1", "algorithm.warm_up_rounds=0", "algorithm.alphas.lr=0.3"]
     costs = []
     for scale in ("1e-6", "100.0"):

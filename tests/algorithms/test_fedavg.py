@@ -36,6 +36,7 @@ def trained(compose_config, federate):
     )
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     federation.strategy.load_into(federation.network)
+    federation.events = list(federation.events)  # a test goes on with the same cohort
     return federation
 
 

@@ -477,7 +477,7 @@ def test_private_retraining_does_what_else_it_is_asked(
 FACTORS = torch.tensor([0.2, 1.0, 0.6])
 
 
-@pytest.mark.parametrize("factors", [None, FACTORS])
+@pytest.mark.parametrize("factors", [pytest.param(None, marks=pytest.mark.run), FACTORS])
 def test_private_search_alternates_clipped_steps_of_alphas_and_weights(
     factors, make_site, networks, without_noise
 ):
@@ -512,7 +512,7 @@ def searched(site, networks, factors, *, steps):
     return supernet
 
 
-@pytest.mark.parametrize("factors", [None, FACTORS])
+@pytest.mark.parametrize("factors", [pytest.param(None, marks=pytest.mark.run), FACTORS])
 def test_a_probe_releases_the_clipped_decrease_of_each_trial(
     factors, make_site, networks, without_noise
 ):

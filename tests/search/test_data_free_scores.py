@@ -298,6 +298,7 @@ def test_learning_is_the_loss_of_sgd_on_inputs_that_are_a_pattern_plus_noise():
     assert found == pytest.approx(-sum(losses[-2:]) / 2, rel=1e-4)
 
 
+@pytest.mark.run
 def test_deep_networks_with_a_way_around_every_cell_learn_more():
     """As they do after 12 epochs of a published table: percentiles 99 and 51."""
     deep = NASBench201Space(input_shape=(3, 8, 8), num_classes=10, channels=4, num_cells=3)
