@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -52,10 +53,10 @@ class _Output(io.TextIOWrapper):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     if arguments is None:
-        sys.stdout, sys.stderr = (
-            _Output(stream.buffer, stream.encoding, stream.errors)
-            for stream in (sys.stdout, sys.stderr)
-        )
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            with suppress(OSError):  # of a file that cannot be sought, which has no reader either
+                setattr(sys, name, _Output(stream.buffer, stream.encoding, stream.errors))
     try:
         return _main(arguments)
     except KeyboardInterrupt:

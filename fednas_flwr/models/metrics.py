@@ -277,14 +277,12 @@ def sums(
     return torch.stack(of_classes, 1)
 
 
-def summed(values: Sequence[float], metric: str, classes: int) -> Tensor:
-    """What a client has told of :func:`sums`, in its form.
-
-    Raises:
-        ValueError: It has another number of values.
-    """
+def summed(values: Sequence[float], metric: str, classes: int) -> Tensor | None:
+    """What a client has told of :func:`sums`, in its form; None of another number of values."""
     sizes = {ACCURACY: [2], LOG_LOSS: [2], "f1": [classes, 3]}
     shape = [1 + RESAMPLED, *sizes.get(metric, [classes, 2 * RANKS])]
+    if len(values) != math.prod(shape):
+        return None
     return torch.tensor(values, dtype=torch.float64).reshape(shape)
 
 

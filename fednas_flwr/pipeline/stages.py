@@ -246,9 +246,11 @@ def _evaluate(
                 )
             if holds_out and replies:
                 classes = len(objective.scored_classes(prepared.num_classes))
-                told = [reply.properties["sums"] for reply in replies]
-                total = torch.stack([metrics.summed(values, metric, classes) for values in told])
-                validation = metrics.score_of_sums(total.sum(0), metric).tolist()
+                told = [reply.properties.get("sums", ()) for reply in replies]
+                totals = [metrics.summed(values, metric, classes) for values in told]
+                if fitting := [total for total in totals if total is not None]:
+                    total = torch.stack(fitting).sum(0)
+                    validation = metrics.score_of_sums(total, metric).tolist()
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             logits, labels = metrics.predicted(network.to(device), test, device)
