@@ -336,7 +336,10 @@ def parse_changes(settings: Any, values: Any, kind: type, *, key: str) -> Any:
 
 @cache
 def _hints(kind: type, extras: bool = False) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=extras)
+    try:
+        return get_type_hints(kind, include_extras=extras)
+    except NameError:  # of a script's class, in a worker that has no such module
+        return _hints(kind.__mro__[1], extras)
 
 
 def known_names(hint: Any, prefix: str = "") -> Iterator[str]:
