@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
@@ -89,9 +88,11 @@ def _train_one(asked: tuple[str, str | None]) -> tuple[str, str]:
     return folder, train(Path(folder), limit)
 
 
-def _end_with_parent() -> None:
-    with suppress(OSError, ValueError):
-        sys.stdin.read()
+def _end_with_parent(standard_input: int) -> None:
+    while os.read(
+        standard_input, 1
+    ):  # by no buffer, whose lock a process forked by then would keep
+        pass
     os.killpg(0, signal.SIGKILL)
 
 
@@ -101,7 +102,7 @@ def main() -> None:
     pool = multiprocessing.get_context("fork").Pool(
         min(len(asked), len(os.sched_getaffinity(0))), maxtasksperchild=1
     )
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(0,), daemon=True).start()
     for done in pool.imap_unordered(_train_one, asked.items()):
         print(json.dumps(done), flush=True)
 
