@@ -277,10 +277,9 @@ def test_found_hyper_parameters_are_taken_over(
         f"run_dir={folder}",
     )
     run(config)
-    found = read_run(folder).last("derived")["configuration"]
+    derived = read_run(folder).last("derived")
+    found = derived["configuration"]
     assert low <= found["lr"] <= high
-    again = open_run_folder(str(folder))
-    again = replace(again, evaluation=replace(again.evaluation, baselines=1))
-    (own, *_) = [config for _, config in baselines._baselines(again)]
+    own = baselines._trained_alike(open_run_folder(str(folder)), derived)
     assert own.retrain.weights.lr == found["lr"]
     assert own.retrain.weights.min_lr == min(config.retrain.weights.min_lr, found["lr"])
