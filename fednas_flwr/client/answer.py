@@ -18,6 +18,7 @@ from fednas_flwr.client.client import Client
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.noised_updates import noised_update
 from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
+from fednas_flwr.models.noised_scores import BINS
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SUPERNET
 from fednas_flwr.privacy.plan import STATISTICS
 from fednas_flwr.privacy.policy import refused
@@ -106,7 +107,7 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
             *(request.header, action, kind),
             splits=splits,
             steps=steps,
-            num_values={"metrics": 2, "rewards": settings.count}.get(kind, 1),
+            num_values={"metrics": 2, "scores": 2 * BINS, "rewards": settings.count}.get(kind, 1),
         )
         for kind, (splits, steps) in kinds.items()
     }

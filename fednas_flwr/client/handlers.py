@@ -479,6 +479,20 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
     return Reply(metrics.num_examples, metrics.as_dict(), properties=properties)
 
 
+@answers("evaluate.scores")
+def count_scores(client: Client, request: Request, asked: rq.CountScores) -> Reply:
+    """``evaluate.scores``: noised counts of train and validation records' scores, by class."""
+    with before_reading(request.action):
+        if client.guard is None or len(client.inputs.class_names) != 2:
+            raise ConfigError(
+                "refused: counts of scores are of private clients and of two classes; ask for "
+                "evaluate.model."
+            )
+        network = client.sent_network(request)
+        release = noised_measures.prepare_counts(client, request, network)
+    return release()
+
+
 @answers("evaluate.personalised")
 def personalise(client: Client, request: Request, asked: rq.Personalise) -> Reply:
     """``evaluate.personalised``: test metrics of a network after local training; it is discarded.

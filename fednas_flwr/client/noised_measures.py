@@ -23,11 +23,13 @@ from fednas_flwr.client.client import Client
 from fednas_flwr.client.rehearsal import rehearse
 from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
+from fednas_flwr.models.noised_scores import BINS, one_hot
 from fednas_flwr.privacy.mechanism import micro_batches
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, filled
 from fednas_flwr.privacy.self_test import Watch, unwatched
-from fednas_flwr.protocol.messages import Request
-from fednas_flwr.search.objective import heads
+from fednas_flwr.protocol.messages import Reply, Request
+from fednas_flwr.protocol.states import Layout
+from fednas_flwr.search.objective import heads, log_odds
 
 # Of features [B, ...] and labels, watched: values of every record, float64 [B, V].
 Measure = Callable[[Tensor, Tensor, Watch], Tensor]
@@ -55,6 +57,14 @@ def noised_mean(
         norm: Bound to which a unit's vector is clipped; it also scales the noise.
     """
     guard, planned = client.private_guard, request.releases[kind]
+    units = _contributions(kind, split, values, norm=norm)
+    return guard.release(planned, request.header, units)[kind] / guard.expected_batch(planned)
+
+
+def _contributions(
+    kind: str, split: Split, values: Callable[[Tensor], Tensor], *, norm: float
+) -> Contributions:
+    """Clipped vectors of records; a person counts as the mean of all their records."""
 
     def total(units: Tensor) -> ClippedSum:
         vectors = values(units) if split.persons is None else means(units)
@@ -64,8 +74,7 @@ def noised_mean(
         rows, persons = micro_batches.joined(split.records_of(units))
         return micro_batches.person_means(values(rows), persons)
 
-    sums = guard.release(planned, request.header, Contributions(split.num_units, total))
-    return sums[kind] / guard.expected_batch(planned)
+    return Contributions(split.num_units, total)
 
 
 def prepare_values(
@@ -131,6 +140,38 @@ def prepare_metrics(
         means = noised_mean(client, request, "metrics", split, values, norm=METRICS_NORM)
         loss, accuracy = means.tolist()
         return {"loss": loss * bound, "accuracy": accuracy}
+
+    return release
+
+
+def prepare_counts(client: Client, request: Request, network: nn.Module) -> Callable[[], Reply]:
+    """A function that releases the counts of scores by class; reads no record itself.
+
+    See :mod:`fednas_flwr.models.noised_scores`. In a secure sum clients share the noise.
+    """
+    objective, planned = client.objective, request.releases["scores"]
+    positive = objective.positive_class(2)
+    assert positive is not None  # of two classes there is always one
+
+    def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
+        logits, _ = heads(network(x))
+        odds_B2 = log_odds(logits.double())
+        counts = one_hot(odds_B2[:, positive], objective.members(y, positive)).cpu()
+        watch(logits)
+        watch(counts)
+        return counts
+
+    split = client.split("+".join(planned.splits))
+    values = prepare_values(client, split, network, measure, "scores", request.network)
+    units, guard = _contributions("scores", split, values, norm=1.0), client.private_guard
+
+    def release() -> Reply:
+        batch, header = guard.expected_batch(planned), request.header
+        if not planned.shared:
+            return Reply.of(batch, {"scores": guard.release(planned, header, units)})
+        cells = guard.share(planned, header, units, grid=request.grids.get("scores"))
+        digest = Layout.of({"scores": torch.zeros(2 * BINS)}).digest
+        return Reply(batch, digests={"scores": digest}, shares={"scores": cells})
 
     return release
 

@@ -462,6 +462,8 @@ class _Exchange:
             loss = reply.metrics["loss"] / (2 * guessing)
             return torch.tensor([min(loss, 1.0) if exact else loss, accuracy]), METRICS_NORM
         value, settings = reply.states[kind]["float32"], self._request.settings
+        if kind == "scores":  # sums
+            return value / reply.num_examples, 1.0
         if kind == STATISTICS:
             return value, largest_norm(len(value) // 3)
         return value, settings.loss_bound if isinstance(settings, rq.Probe) else math.sqrt(

@@ -92,6 +92,7 @@ def begin(
     records = [sum(sizes[name] for name in trained) for sizes in splits]
     rounds = planned_rounds(config.retrain, median(records))
     config = replace(config, retrain=replace(config.retrain, rounds=rounds))
+    config = schedule.for_classes(config, prepared.train)
     if config.samples:
         splits = _declared_at_first(cohort, earlier)
         cohort.sampling = make_sampling(config, splits)

@@ -120,7 +120,11 @@ def check_sites(
     sampling = make_sampling(config, declared)
     least = [p.data_sets[privacy.data_set].least_noise_multiplier for p in policies]
     schedules = schedule.make_schedules(
-        config, declared, done={}, sampling=sampling, least_noise=least
+        schedule.for_classes(config, made.records),
+        declared,
+        done={},
+        sampling=sampling,
+        least_noise=least,
     )
     turns = schedule.turns_of(config, sampling)
     sizes = {

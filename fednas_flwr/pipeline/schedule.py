@@ -19,6 +19,8 @@ from typing import Any
 
 from fednas_flwr.algorithms.stage_strategies import releases_by_round
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data import records
+from fednas_flwr.models.noised_scores import planned_noise
 from fednas_flwr.privacy import plan
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise
@@ -30,7 +32,9 @@ from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import LEAST_CALIBRATED
 
 CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
-GIVEN = ("metrics", STATISTICS)  # whose noise is never calibrated
+GIVEN = ("metrics", "scores", STATISTICS)  # whose noise is never calibrated
+RARER = 0.1  # share of records of the rarer class, for which the error of scores is planned
+SCORES_SHARE = 0.25  # of epsilon, that scores cost at most if they are released alone
 
 Records = Sequence[Mapping[str, int]]  # each client's declared number of records, by split
 Schedule = list[PlannedRelease]
@@ -68,7 +72,8 @@ def make_schedules(
     assert isinstance(privacy, DifferentialPrivacy)
     sigmas: dict[str, float | None] = {
         **{name: getattr(privacy, name).noise_multiplier for name in CALIBRATED},
-        **{name: getattr(privacy, f"{name}_noise_multiplier") for name in GIVEN},
+        **{name: getattr(privacy, f"{name}_noise_multiplier") for name in ("metrics", STATISTICS)},
+        "scores": _scores_noise(config, records),
     }
     least = median_low(least_noise or [LEAST_CALIBRATED])
     rounds, turns = _rounds(config), turns_of(config, sampling)
@@ -113,6 +118,7 @@ def paying(config: Config, epsilon: float) -> DifferentialPrivacy:
         rewards=replace(privacy.rewards, noise_multiplier=None, epsilon=None),
         retrain=replace(privacy.retrain, noise_multiplier=None, epsilon=None),
         statistics_noise_multiplier=None,
+        scores_error=None,
     )
     whole = _of_turns(_rounds(config), turns_of(config, None)[0], done={}, spare=True)
     return replace(own, metrics_noise_multiplier=_metrics_noise(own, whole))
@@ -186,6 +192,8 @@ def given_noise(privacy: DifferentialPrivacy, name: str) -> str | None:
 
     To an epsilon of its own it is calibrated, too, but that is given.
     """
+    if name == "scores":
+        return f"privacy.scores_error={privacy.scores_error:g}"
     if name in GIVEN:
         setting = f"{name}_noise_multiplier"
         return f"privacy.{setting}={getattr(privacy, setting):g}"
@@ -372,6 +380,31 @@ def _metrics_noise(privacy: DifferentialPrivacy, planned: Schedule) -> float | N
     return None
 
 
+def _scores_noise(config: Config, records: Records) -> float | None:
+    """The noise multiplier of scores' counts: by the error that AUROC may have, or what they cost.
+
+    Where noise is not shared each client adds all of its own.
+    """
+    privacy = config.privacy
+    assert isinstance(privacy, DifferentialPrivacy)
+    if privacy.scores_error is None:
+        return None
+    known = [sum(declared.values()) for declared in records if declared]
+    noises = 1 if config.secure_sum else len(known)
+    wanted = planned_noise(privacy.scores_error, records=sum(known), rarer=RARER)
+    cheap = _least_noise(privacy, SCORES_SHARE * privacy.own_epsilon, 1.0, 1)
+    return max(wanted / math.sqrt(noises), cheap)
+
+
+def for_classes(config: Config, train: records.Records) -> Config:
+    """The configuration without a release of scores, but of data with two classes."""
+    if not isinstance(config.privacy, DifferentialPrivacy):
+        return config
+    if len(train.class_names) == 2 and not train.multi_label:
+        return config
+    return replace(config, privacy=replace(config.privacy, scores_error=None))
+
+
 def _unlike(records: Records) -> Records:
     """The declared numbers of records, without repetitions."""
     return list({tuple(sorted(declared.items())): declared for declared in records}.values())
@@ -395,6 +428,9 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     measures = privacy.metrics_noise_multiplier is not None
     if measures and "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
         rounds["evaluate"] = [[plan.metrics_release("evaluate", "test")]]
+    if privacy.scores_error is not None and "evaluate" in config.stages:
+        released = plan.scores_release(shared=config.secure_sum is not None)
+        rounds.setdefault("evaluate", [[]])[0].append(released)
     return rounds
 
 

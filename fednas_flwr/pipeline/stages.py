@@ -7,6 +7,7 @@ through the same stages again and finds its rounds done.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -37,15 +38,17 @@ from fednas_flwr.models.metrics import (
     detailed,
     shares_at,
 )
+from fednas_flwr.models.noised_scores import BINS, NoisedScores, scores_of_counts
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.groups import run_groups
 from fednas_flwr.pipeline.later_settings import cost_of, with_latency, with_learning_rate
+from fednas_flwr.privacy.plan import metrics_release
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.states import Packed
+from fednas_flwr.protocol.states import Layout, Packed, unpack
 from fednas_flwr.report.lookup import CellTable, percentiles_by_round
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.events import EventLog, read_events
@@ -230,6 +233,8 @@ def _evaluate(
     with run.stage("evaluate"):
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
         threshold, central, validation = None, None, None
+        if released := _released_scores(run, description, states):
+            threshold = released.threshold
         objective = make_objective(config, prepared.train, torch.device("cpu"))
         metric = _metric(run)
         holds_out = config.retrain.evaluate_every > 0
@@ -265,7 +270,8 @@ def _evaluate(
         data_set = data_set_of(config)
         results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
-            noises = [p.noise_multiplier for p in run.schedule if p.stage == "evaluate"]
+            tested = metrics_release("evaluate", "test").key
+            noises = [p.noise_multiplier for p in run.schedule if p.key == tested]
             if data_set is None or noises not in ([], [None]):
                 request = rq.Evaluate(
                     network=description,
@@ -273,16 +279,18 @@ def _evaluate(
                     data_set=data_set,
                     with_scores=shows_clients,
                 )
-                tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
+                told = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
                 if config.secure_sum:
-                    results["total"] = tested[0] if tested else None
+                    results["total"] = told[0] if told else None
                 else:
-                    results["clients"] = tested
+                    results["clients"] = told
             if config.evaluation.personalised:
                 last = rq.Personalise(local=_last_round(config, description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         simpler = {name: baselines.get(name) for name in ("linear", "trees")}
-        scored = {"metric": metric, "validation": validation}
+        scored: dict[str, Any] = {"metric": metric, "validation": validation}
+        if released:
+            scored["released"] = asdict(released)
         run.log.emit("evaluated", central=central, **scored, **simpler, **results)
 
 
@@ -311,6 +319,35 @@ def _validated(
     with suppress(QuorumError):
         return [reply for _, reply in cohort.ask(exchange)]
     return []
+
+
+def _released_scores(
+    run: Run, description: dict[str, Any], states: dict[str, Packed]
+) -> NoisedScores | None:
+    """What private clients' noised counts tell of scores; None if nothing was planned, or too few.
+
+    Counts are summed over the clients that answer.
+    """
+    planned = next((release for release in run.schedule if release.kind == "scores"), None)
+    if planned is None:
+        return None
+    layout = Layout.of({"scores": torch.zeros(2 * BINS)})
+    exchange = Exchange(
+        planned.action,
+        stage=planned.stage,
+        settings=rq.CountScores(network=description, data_set=data_set_of(run.config)),
+        states=states,
+        layouts={"scores": layout},
+        releases=run.schedule,
+        among=_testers(run),
+    )
+    with suppress(QuorumError):
+        replies = [reply for _, reply in run.cohort.ask(exchange)]
+        counts = [unpack(reply.states["scores"], layout)["scores"] for reply in replies]
+        noises = 1 if planned.shared else len(counts)
+        noise = (planned.noise_multiplier or 0.0) * math.sqrt(noises)
+        return scores_of_counts(torch.stack(counts).sum(0), noise=noise)
+    return None
 
 
 def _testers(run: Run) -> list[int]:

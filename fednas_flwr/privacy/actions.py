@@ -21,7 +21,7 @@ class Action:
         releases: States and metrics that depend on records: with privacy noised and booked, or
             computed from what was.
         metrics: The only metrics that a reply may carry.
-        gradients_of: States whose gradients are returned.
+        gradients_of: States that are returned as sums over records, mostly of gradients.
         of_supernet: True if it is about the supernet, whatever its request says.
         trains: True if it returns the model that it was sent, trained.
         never_private: True if no noise is defined for what it returns.
@@ -96,6 +96,9 @@ ACTIONS = {
         frozenset({"rewards"}), _VALIDATION, note="DPNAS: their noised accuracies", usual=False
     ),
     "evaluate.model": Action(_MEASURED, _MEASURED, note="noised loss and accuracy"),
+    "evaluate.scores": Action(
+        frozenset({"scores"}), gradients_of=("scores",), note="noised counts of scores by class"
+    ),
     "evaluate.personalised": Action(_MEASURED, _MEASURED, never_private=True),
 }
 PRIVATE_ACTIONS = tuple(name for name, action in ACTIONS.items() if not action.never_private)

@@ -18,7 +18,7 @@ from fednas_flwr.settings.parser import Between, Checked, Length, OneOf
 
 STATISTICS = "statistics"  # a stage, of one exchange before the search, and its kind of release
 STAGES = (STATISTICS, "search", "retrain", "evaluate")
-KINDS = ("weights", "alphas", "rewards", "metrics", STATISTICS)
+KINDS = ("weights", "alphas", "rewards", "metrics", "scores", STATISTICS)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PlannedRelease(Checked):
     Attributes:
         stage: ``statistics``, ``search``, ``retrain`` or ``evaluate``.
         action: What the client is asked.
-        kind: ``weights``, ``alphas``, ``rewards``, ``metrics`` or ``statistics``.
+        kind: ``weights``, ``alphas``, ``rewards``, ``metrics``, ``scores`` or ``statistics``.
         splits: What is read, and nothing else.
         batch_size: Expected size of a step's batch; below 1, above 0, the rate at which each record
             is drawn, but no less than one record is expected; None takes all records.
@@ -135,6 +135,14 @@ def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
 def metrics_release(stage: str, split: str) -> PlannedRelease:
     """Return the release of loss and accuracy over all records of a split."""
     return PlannedRelease(stage, "evaluate.model", "metrics", (split,), None, 1, 1.0)
+
+
+def scores_release(*, shared: bool) -> PlannedRelease:
+    """The release of counts of scores by class, over all records that a network has trained on."""
+    splits = ("train", "validation")
+    return PlannedRelease(
+        "evaluate", "evaluate.scores", "scores", splits, None, 1, 1.0, shared=shared
+    )
 
 
 def statistics_release() -> PlannedRelease:

@@ -693,6 +693,22 @@ class Evaluate(AtSite):
         return {"metrics": (splits_of(self.split), 1)}
 
 
+@asks("evaluate.scores")
+@dataclass(frozen=True, kw_only=True)
+class CountScores(AtSite):
+    """``evaluate.scores``: noised counts of a network's scores of train and validation records.
+
+    Attributes:
+        network: Description of the network, of two classes.
+    """
+
+    network: Description
+
+    def released(self, action: str) -> Kinds:
+        """One release of all counts."""
+        return {"scores": (("train", "validation"), 1)}
+
+
 @asks("evaluate.personalised")
 @dataclass(frozen=True, kw_only=True)
 class Personalise(AtSite):

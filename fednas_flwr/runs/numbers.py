@@ -487,6 +487,12 @@ METRICS = [
         tile=False,
         compared=False,
     ),
+    Metric(
+        "released_auroc",
+        "AUROC on training records, noised",
+        "score",
+        _evaluated("released", "auroc"),
+    ),
     Metric("client_accuracy", "mean accuracy over clients", "share", Run.client_accuracy),
     Metric(
         "personalised_accuracy",

@@ -304,6 +304,10 @@ class DifferentialPrivacy(Checked):
             expected batches of ``algorithm.batch_size``.
         metrics_noise_multiplier: Noise on losses and accuracies of clients' records, over a norm of
             1 per record and measurement; null measures none.
+        scores_error: Standard error that noise may give the network's AUROC, if one of two classes
+            has 10 % of the records; larger where it would cost more than a quarter of ``epsilon``.
+            It is one release of counts of scores by class, of train and validation records, from
+            which a threshold follows, too. Null releases none.
         statistics_noise_multiplier: Noise on the means and deviations by which clients standardise
             a table: one release of each, within ``dataset.ranges``, over a norm of 1 per record;
             null standardises by the ranges alone.
@@ -333,6 +337,7 @@ class DifferentialPrivacy(Checked):
     local_steps: opt.Steps
     rate: Rate | None
     metrics_noise_multiplier: NoiseMultiplier | None
+    scores_error: Annotated[float, Between(0.001, 0.1)] | None
     statistics_noise_multiplier: NoiseMultiplier | None
     fewest_records: Annotated[float, Between(0, 1)]
     micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]

@@ -1,0 +1,98 @@
+"""AUROC and a threshold from one noised release: counts of scores by class.
+
+A private client counts its records by class and by bin of the log odds that the network gives the
+positive class. Each record is in one bin, so that the counts have a norm of 1 per record. Bins are
+fixed beforehand; those at both ends in which nothing but noise can be seen are left out, which
+reads no record.
+
+Tensor suffixes: N records, B bins.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BINS, LARGEST = 64, 8.0  # of log odds from -8 to 8; what lies beyond counts in the last ones
+SEEN = 4.0  # deviations of noise above which a count is more than noise
+LARGEST_ERROR = 0.03  # above which an AUROC is not told
+USUAL_BINS = 16  # that hold nearly all records
+
+
+@dataclass(frozen=True)
+class NoisedScores:
+    """Scores that counts tell.
+
+    Attributes:
+        auroc: From 0 to 1; None if its error is above ``LARGEST_ERROR``.
+        error: The standard deviation that noise gives the AUROC.
+        prevalence: Share of positive records.
+        threshold: Probability from which a record counts as positive, in (0, 1): the edge of a bin
+            with the largest sensitivity + specificity (Youden 1950).
+    """
+
+    auroc: float | None
+    error: float
+    prevalence: float
+    threshold: float
+
+
+def one_hot(log_odds_N: Tensor, positive_N: Tensor) -> Tensor:
+    """Each record's place among the counts, float64 [N, 2 B]: negative records' bins come first.
+
+    Args:
+        log_odds_N: Of being positive; one that is not finite counts as 0.
+        positive_N: True of positive records.
+    """
+    scaled_N = (log_odds_N.double().nan_to_num(0.0, 0.0, 0.0) / LARGEST + 1) / 2 * BINS
+    bins_N = scaled_N.floor().clamp(0, BINS - 1).long()
+    return functional.one_hot(bins_N + BINS * positive_N.long(), 2 * BINS).double()
+
+
+def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
+    """Scores of noised counts; None where they are hardly more than noise.
+
+    Args:
+        counts: The sum over all clients [2 B], as :func:`one_hot` orders it.
+        noise: The standard deviation of the noise in each count, 0 or more.
+    """
+    negative_B, positive_B = counts.double().view(2, BINS)
+    seen = torch.nonzero(negative_B + positive_B > SEEN * noise * math.sqrt(2)).flatten()
+    if len(seen) < 2:
+        return None
+    first, last = int(seen[0]), int(seen[-1]) + 1
+    negative_B, positive_B = negative_B[first:last], positive_B[first:last]
+    negatives, positives = negative_B.sum(), positive_B.sum()
+    if min(negatives, positives) <= SEEN * noise * math.sqrt(last - first):
+        return None
+    below_B = (negative_B.cumsum(0) - negative_B / 2) / negatives  # of records, ties by half
+    above_B = 1 - (positive_B.cumsum(0) - positive_B / 2) / positives
+    auroc = float((positive_B * below_B).sum() / positives)
+    moves = torch.cat([(below_B - auroc) / positives, (above_B - auroc) / negatives])
+    error = noise * float(torch.linalg.vector_norm(moves))
+    youden_B = negative_B.cumsum(0) / negatives - positive_B.cumsum(0) / positives
+    edge = first + 1 + int(youden_B[:-1].argmax())
+    return NoisedScores(
+        auroc=min(max(auroc, 0.0), 1.0) if error <= LARGEST_ERROR else None,
+        error=error,
+        prevalence=float(positives / (positives + negatives)),
+        threshold=1 / (1 + math.exp(-LARGEST * (2 * edge / BINS - 1))),
+    )
+
+
+def planned_noise(error: float, *, records: float, rarer: float) -> float:
+    """The noise of a sum of counts with which an AUROC near 1/2 has a standard error.
+
+    ``error r N sqrt(12 / 16)``: of 16 bins, and r N records of the rarer class, each
+    moves it by a number spread evenly over a range of ``1 / (r N)``.
+
+    Args:
+        error: The standard error, above 0.
+        records: N, of all clients.
+        rarer: r, the share of the rarer class, above 0.
+    """
+    return error * rarer * records * math.sqrt(12 / USUAL_BINS)
