@@ -58,6 +58,7 @@ RELEASING = sorted(ASKED)
 OF_NETWORKS = ("train.weights", "train.network_gradient")
 MOVING = ["train.candidate", "train.search", "train.weights"]  # with their optimisers' moments
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
+IN_FILES_OF_THEIR_OWN = {"query.statistics", "evaluate.scores"}  # test_noised_*.py
 BOTH = RECORDS["train"] + RECORDS["validation"]
 EVERYTHING = schedule(batch_size=None)  # over all records at p = 1, so that only noise is drawn
 
@@ -101,7 +102,7 @@ def test_every_action_has_its_fields_listed_and_all_others_are_refused(make_site
     assert set(ACTIONS) == set(ANSWERS) == set(REQUESTS)
     assert set(PRIVATE_ACTIONS) == set(ACTIONS) - {"evaluate.personalised"}
     releasing = {action for action in PRIVATE_ACTIONS if not ACTIONS[action].is_public}
-    assert set(ASKED) == releasing - {"query.statistics"}  # in test_noised_statistics
+    assert set(ASKED) == releasing - IN_FILES_OF_THEIR_OWN
     assert all(action.startswith("query.") for action in {*PRIVATE_ACTIONS} - releasing)
     assert not any(private_properties(action) for action in ASKED)
     site = make_site()
@@ -114,7 +115,8 @@ def test_every_action_has_its_fields_listed_and_all_others_are_refused(make_site
 
 
 def test_no_private_action_may_return_what_is_neither_noised_nor_follows_from_what_is():
-    released = {"weights", "alphas", "moments", "rewards", "loss", "accuracy", "statistics"}
+    released = {"weights", "alphas", "moments", "rewards", "loss", "accuracy", "scores"}
+    released.add("statistics")
     assert set().union(*(ACTIONS[action].releases for action in PRIVATE_ACTIONS)) == released
     told = {name for action in PRIVATE_ACTIONS for name in private_properties(action)}
     assert not told & {"class_counts", "moments", "num_examples", "records", "labels", "scores"}
@@ -141,7 +143,7 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
     sites = [make_site(records=rows, committed=plan) for rows in held]
     assert len({tuple(map(len, vars(site.client.data).values())) for site in sites}) >= 3
     left_out = {"query.latency", *SUM_ACTIONS}  # these sites take no part in secure sums
-    left_out |= {"query.keep_model", "query.statistics"}  # in files of their own
+    left_out |= {"query.keep_model", *IN_FILES_OF_THEIR_OWN}
     asked = [
         (action, {}) for action in (*PRIVATE_ACTIONS, "query.describe") if action not in left_out
     ]
