@@ -103,7 +103,7 @@ COMMANDS = {  # row, fragments of code in it, further settings, data, sizes
         plain,
         (*DATA_FREE, "evaluation.baselines=0"),
     ),
-    "private images": (PRIVATE, [0, "private images"], IMAGE, image_folder, THIN),
+    "private images": (PRIVATE, [0], IMAGE, image_folder, THIN),
 }
 
 
