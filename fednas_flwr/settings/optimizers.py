@@ -202,14 +202,6 @@ class Range(Checked):
             return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
         return self.low + share * (self.high - self.low)
 
-    def share_of(self, value: float) -> float:
-        """Return the share at which ``value`` lies, from 0 to 1; the inverse of :meth:`at`."""
-        if value <= self.low or self.low == self.high:
-            return 0.0
-        if self.log:
-            return min(1.0, math.log(value / self.low) / math.log(self.high / self.low))
-        return min(1.0, (value - self.low) / (self.high - self.low))
-
 
 def check_ranges(ranges: Mapping[str, Range]) -> None:
     """Raise ConfigError unless there is one range for each value of a :class:`Configuration`.
@@ -270,9 +262,6 @@ class BanditSettings(Checked):
         temperature: Temperature of the softmax, in units of the rewards' scale.
         scaled: If true, rewards are divided by their running scale.
         scale_retention: Share of the scale that a phase keeps, in [0, 1).
-        resampled_share: Share of the arms that are replaced after every phase by draws near good
-            ones, in [0, 1); 0 keeps the list (see ``search.bandit``).
-        sees_state: If true, estimates are predictions from configuration and training state.
     """
 
     beta: Positive
@@ -281,8 +270,6 @@ class BanditSettings(Checked):
     temperature: Temperature
     scaled: bool
     scale_retention: ShareBelow1
-    resampled_share: ShareBelow1
-    sees_state: bool
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, fed
         described = describe_network(config, federation.data[0], genotype)
         strategy, _ = make_retraining(config, described, federation.cohort, None)
     assert strategy.stage == stage
-    chosen = strategy.tuner.configurations[:3]
+    chosen = strategy.configurations[:3]
     local = strategy._local(chosen[0])
     trials = [Trial(c.sgd(strategy.clip_norm), c.adam(), c.dropout) for c in chosen]
     trials[1] = replace(trials[1], drop_path_prob=0.5)
@@ -176,9 +176,7 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
         {int(arm): reward for arm, reward in event["rewards"].items()}
     )
     assert event["estimates"] == pytest.approx(learnt.estimates_N.tolist())
-    assert (
-        strategy.tuner.configurations[event["best"]] == strategy.tuner.configurations[learnt.best()]
-    )
+    assert strategy.configurations[event["best"]] == strategy.configurations[learnt.best()]
 
 
 def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(compose_config, federate):
@@ -226,9 +224,7 @@ def test_averaged_rewards_are_of_the_model_that_the_next_round_would_begin_with(
     assert not of_action(averaged, "train.probe")
     for index, arm in enumerate(arms):
         arguments, _ = searches[index]
-        assert arguments["settings"].local.weights.lr == (
-            averaged.strategy.tuner.configurations[arm].lr
-        )
+        assert arguments["settings"].local.weights.lr == (averaged.strategy.configurations[arm].lr)
         states = []
         for client in averaged.clients:
             header = Header("test", "search", 1, 1, client.index, "nonce")
@@ -255,7 +251,7 @@ def test_averaged_rewards_are_of_the_model_that_the_next_round_would_begin_with(
         expected = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)
         assert event["rewards"][str(arm)] == pytest.approx(expected, abs=2e-5)
     assert max(map(abs, event["rewards"].values())) > 2e-3
-    best = averaged.strategy.tuner.configurations[event["best"]].lr
+    best = averaged.strategy.configurations[event["best"]].lr
     assert searches[len(arms)][0]["settings"].local.weights.lr == best
 
 
@@ -339,7 +335,7 @@ def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkey
 @pytest.mark.parametrize(("scale", "expected"), [(0.0, 5.0), (0.1, 0.4), (1e-9, 1e-3), (9.0, 5.0)])
 def test_the_bound_of_noised_rewards_follows_their_size(scale, expected, compose_config, federate):
     strategy = federate(compose_config(*SETTINGS, "algorithm.loss_bound=5")).strategy
-    strategy.tuner = replace(strategy.tuner, scale=scale)
+    strategy.bandit = replace(strategy.bandit, scale=scale)
     assert strategy._bound() == 5.0
     strategy.is_private = True
     assert strategy._bound() == pytest.approx(expected)
@@ -348,7 +344,7 @@ def test_the_bound_of_noised_rewards_follows_their_size(scale, expected, compose
 def test_a_given_list_takes_the_place_of_the_drawn_one(compose_config, federate):
     one = "{lr: 0.05, weight_decay: 0.0, momentum: 0.9, alpha_lr: 0.01, alpha_weight_decay: 0.0, "
     config = compose_config(*SETTINGS, f"algorithm.configurations=[{one} dropout: 0.0}}]")
-    (configuration,) = federate(config).strategy.tuner.configurations
+    (configuration,) = federate(config).strategy.configurations
     assert configuration.lr == 0.05
 
 

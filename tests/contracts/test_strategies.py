@@ -21,10 +21,7 @@ SETTINGS = {
     "fednas": [],
     "fnas": ["algorithm.batch_size=16"],
     "vanilla_nas": ["clients=1", "algorithm.batch_size=16"],
-    "feathers": [
-        *("algorithm.nas_rounds=1", "algorithm.bandit.beta=1.0"),
-        *("algorithm.bandit.resampled_share=0.3", "algorithm.bandit.sees_state=true"),
-    ],
+    "feathers": ["algorithm.nas_rounds=1", "algorithm.bandit.beta=1.0"],
     "fdnas": [
         *("search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"),
         *("algorithm.local_epochs=1", "algorithm.batch_size=16", "algorithm.warm_up_rounds=0"),

@@ -42,12 +42,6 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
     loss_bound: opt.LossBound
     bandit: opt.BanditSettings
 
-    @property
-    def needs_ranges(self) -> bool:
-        """True if configurations are drawn, or seen as shares of their ranges."""
-        uses = self.bandit.resampled_share > 0 or self.bandit.sees_state
-        return uses or super().needs_ranges
-
     def check(self, config: Config) -> None:
         """Refuse what federated DARTS does, and private rewards of averaged models."""
         check_rule(config, self.rule)

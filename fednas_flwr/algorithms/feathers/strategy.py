@@ -15,7 +15,7 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
-from fednas_flwr.search.bandit import Bandit, Tuner, make_configurations
+from fednas_flwr.search.bandit import Bandit, make_configurations
 from fednas_flwr.search.batch_gradients import rising
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
@@ -51,9 +51,9 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     def set_up(self) -> None:
         """Make the bandit."""
         settings, retrain = self.settings, self.config.retrain
-        configurations = make_configurations(settings, self.config.seed)
-        self.tuner = Tuner.over(configurations, settings.ranges, settings.bandit)
-        self.values = {"tuner": self.tuner.to_json(), "loss": None}
+        self.configurations = make_configurations(settings, self.config.seed)
+        self.bandit = Bandit.of(len(self.configurations), settings.bandit)
+        self.values = {"bandit": self.bandit.to_json()}
         self._beta_weight = 0.0
         self.clip_norm, self.batch_size = settings.clip_norm, settings.batch_size
         if self.stage == "retrain":
@@ -61,28 +61,27 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore if it is time, then train with the best configuration."""
-        self.tuner = self.tuner.with_json(self.values["tuner"])
+        self.bandit = self.bandit.with_json(self.values["bandit"])
         self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
-            self._explore(server_round, progress=(server_round - 1) / num_rounds)
-        best = self.tuner.configuration()
+            self._explore(server_round)
+        best = self.configurations[self.bandit.best()]
         metrics = self.train(*self._training(best), best.momentum)
-        loss = metrics.get("validation_loss", metrics.get("train_loss"))
-        self.values = {"tuner": self.tuner.to_json(), "loss": loss}
+        self.values = {"bandit": self.bandit.to_json()}
         return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
 
-    def _explore(self, server_round: int, *, progress: float) -> None:
+    def _explore(self, server_round: int) -> None:
         """Try the configurations that the bandit draws, and let it learn."""
         started = time.monotonic()
         sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
         generator = make_generator(self.config.seed, "bandit", self.stage, server_round)
-        before = self.tuner.seeing(progress=progress, loss=self.values["loss"])
-        arms, bound = before.draw(before.num_trials(), generator), self._bound()
-        tried = [before.configurations[arm] for arm in arms]
+        before, bound = self.bandit, self._bound()
+        arms = before.draw(before.num_trials(), generator)
+        tried = [self.configurations[arm] for arm in arms]
         measure = self._rewards if self.settings.rewarded == "local" else self._averaged_rewards
         rewards, noise = measure(tried, bound)
         rewarded = dict(zip(arms, rewards, strict=True))
-        self.tuner = before.learnt(rewarded, generator, noise=noise)
+        self.bandit = before.updated(rewarded, noise=noise)
         self.cohort.emit(
             "explored",
             stage=self.stage,
@@ -92,9 +91,9 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             loss_bound=bound,
             rewards={str(arm): reward for arm, reward in rewarded.items()},
             noise=noise,
-            estimates=self.tuner.estimates_N.tolist(),
-            best=self.tuner.best(),
-            configuration=asdict(self.tuner.configuration()),
+            estimates=self.bandit.estimates_N.tolist(),
+            best=self.bandit.best(),
+            configuration=asdict(self.configurations[self.bandit.best()]),
             seconds=time.monotonic() - started,
             bytes_sent=self.cohort.bytes_sent - sent,
             bytes_received=self.cohort.bytes_received - received,
@@ -102,7 +101,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     def _bound(self) -> float:
         """M of the next phase."""
-        scale = self.tuner.scale
+        scale = self.bandit.scale
         if not self.is_private or scale == 0:
             return self.settings.loss_bound
         return min(self.settings.loss_bound, max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale))
