@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -166,28 +165,6 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
 def _at_most(records: NDArray[np.int64], batch: float | None) -> NDArray[np.int64]:
     """The sizes of the clients' batches; a batch below 1 is a share of the records."""
     return records if batch is None or batch < 1 else np.minimum(records, int(batch))
-
-
-def found_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
-    """The last alphas of the run that a pool's draws follow.
-
-    Raises:
-        ConfigError: It has none, or those of another space; or this run is private and it is not.
-    """
-    folder = config.algorithm.pool.alphas  # type: ignore[attr-defined]
-    key = f"algorithm.pool.alphas={folder}"
-    run = _earlier_run(config, key, folder)
-    events = [] if run is None else run.alphas()
-    if not events:
-        raise ConfigError(f"{key} holds no alphas: give the folder of a one-shot search.")
-    alphas = {kind: torch.tensor(values) for kind, values in events[-1]["alphas"].items()}
-    try:
-        if tuple(events[-1]["ops"]) != space.ops:
-            raise ValueError("they are of other ops")
-        space.derive(alphas)
-    except ValueError as error:
-        raise ConfigError(f"{key} does not fit search_space={space.name}: {error}.") from error
-    return alphas
 
 
 def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:

@@ -243,7 +243,7 @@ def _baselines(
 def _scored_first(config: Config) -> dict[str, Any] | None:
     """Return the network that scores put first in the pool of the run's search, if they made it."""
     pool = getattr(config.algorithm, "pool", None)
-    if pool is None or pool.alphas is not None or not pool.chosen_scores(config.search_space.name):
+    if pool is None or not pool.chosen_scores(config.search_space.name):
         return None
     rewarded = read_run(Path(str(config.run_dir))).of_kind("rewarded")
     first: dict[str, Any] | None = rewarded[0]["genotypes"][0] if rewarded else None

@@ -79,7 +79,6 @@ def search(
     limits: Mapping[str, float] = {},
     latency_ms: Callable[[Genotype], float] | None = None,
     limited: SearchSpace | None = None,
-    draw: Callable[[torch.Generator], Genotype] | None = None,
     known: Sequence[Scored] = (),
 ) -> list[Scored]:
     """Different architectures, the best first, by ``combine`` over all of them.
@@ -100,7 +99,6 @@ def search(
         limits: Limits on the cost of a network, see :func:`exceeded`.
         latency_ms: See :func:`exceeded`.
         limited: The space at the sizes of the networks that the limits are for; None: ``space``.
-        draw: Function that draws an architecture; None draws uniformly.
         known: Result of an earlier search, which this one goes on with: its architectures come
             back, too, are not scored again, and the youngest of them are the population.
 
@@ -117,7 +115,7 @@ def search(
         if evolution is not None and len(scored) >= evolution.population:
             genotype = _child(space, list(scored.values()), evolution, generator)
         else:
-            genotype = (draw or space.random_genotype)(generator)
+            genotype = space.random_genotype(generator)
         key = to_json(genotype)
         if key in seen:
             continue
@@ -135,27 +133,6 @@ def search(
             "retrain.num_cells, or those of search_space)."
         )
     return ranked(list(scored.values()))
-
-
-def draw_by_alphas(
-    space: SearchSpace, alphas: Mapping[str, torch.Tensor], generator: torch.Generator
-) -> Genotype:
-    """A genotype drawn by the softmax of alphas.
-
-    ``derive(alphas + G)`` with G from Gumbel's distribution: the argmax of an edge is then op o
-    with probability ``softmax(alphas)_o`` (Gumbel 1954); where a space derives more than an argmax
-    per edge, the genotype follows from the drawn alphas as it does from a supernet's.
-
-    Args:
-        space: Space of the alphas.
-        alphas: [edges, ops] by kind of cell.
-        generator: On the CPU.
-    """
-    drawn = {}
-    for kind, alpha_EO in alphas.items():
-        uniform_EO = torch.rand(alpha_EO.shape, generator=generator, dtype=torch.float64)
-        drawn[kind] = alpha_EO.double() - (-uniform_EO.clamp(min=1e-300).log()).log()
-    return space.derive(drawn)
 
 
 def ranked(scored: list[Scored]) -> list[Scored]:

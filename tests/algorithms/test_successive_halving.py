@@ -33,7 +33,6 @@ from fednas_flwr.protocol.states import (
     unpack,
 )
 from fednas_flwr.search.data_free_scores import AZ_NAS, combine, measure
-from fednas_flwr.search.data_free_search import draw_by_alphas
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.spaces.costs import count_parameters
 from fednas_flwr.spaces.genotype import from_json, to_json
@@ -421,60 +420,6 @@ def test_limits_hold(searched, compose_config, federate):
 def first_pool(federation):
     event = next(e for e in federation.events if e["event"] == "rewarded")
     return [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
-
-
-@pytest.fixture(scope="module")
-def one_shot(finished_run):
-    return finished_run("stages=[search]", "clients=2", "rounds=1").folder
-
-
-def test_a_pool_is_drawn_by_the_alphas_of_another_run(one_shot, compose_config, federate):
-    """One op is certain on every edge but the last, on which two are equally probable."""
-    lines = (one_shot / "events.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    (alphas,) = [event for event in events if event["event"] == "alphas"]
-    certain = torch.full((6, 5), -1e3)
-    certain[:5, 3], certain[5, 1], certain[5, 2] = 1e3, 1e3, 1e3
-    alphas["alphas"] = {"cell": certain.tolist()}
-    text = "".join(json.dumps(event) + "\n" for event in events)
-    (one_shot / "events.jsonl").write_text(text)
-    pool = ["algorithm.pool.by=[]", f"algorithm.pool.alphas={one_shot}", "rounds=1"]
-    federation = federate(compose_config(*SEARCH, *pool))
-    federation.strategy.start(federation.grid, num_rounds=1)
-    ops = {tuple(edge.op for edge in g.cells["cell"]) for g in first_pool(federation)}
-    first = ("nor_conv_3x3",) * 5
-    assert ops == {(*first, "skip_connect"), (*first, "nor_conv_1x1")}
-
-
-def test_draws_by_alphas_have_the_probabilities_of_their_softmax(searched):
-    """3,000 draws of one edge, within 5 standard errors; the other edges are certain."""
-    alphas = torch.full((6, 5), -1e3)
-    alphas[1:, 3] = 1e3
-    alphas[0] = torch.tensor([0.5, -0.3, 1.0, 0.0, -1.0])
-    space, generator = searched.strategy.space, make_generator(1, "gumbel")
-    counts = dict.fromkeys(space.ops, 0)
-    for _ in range(3000):
-        counts[draw_by_alphas(space, {"cell": alphas}, generator).cells["cell"][0].op] += 1
-    for op, share in zip(space.ops, alphas[0].softmax(0).tolist(), strict=True):
-        error = math.sqrt(share * (1 - share) / 3000)
-        assert counts[op] / 3000 == pytest.approx(share, abs=5 * error)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["search_space=darts_small"], "does not fit search_space=darts: they are of other ops"),
-        (["privacy=dp", "search_space.norm=group", "retrain.norm=group"], "exact function"),
-        (["algorithm.pool.alphas=/nowhere"], "/nowhere holds no alphas"),
-    ],
-)
-def test_alphas_that_cannot_be_drawn_by_are_refused(
-    overrides, sentence, one_shot, compose_config, federate
-):
-    config = compose_config(*SEARCH, f"algorithm.pool.alphas={one_shot}", *overrides)
-    config = replace(config, run_dir=str(one_shot))
-    with pytest.raises(ConfigError, match=sentence):
-        federate(config)
 
 
 @pytest.fixture(scope="module")

@@ -270,12 +270,6 @@ def test_limits_that_no_network_keeps_are_refused(compose_config: Compose, algor
     assert "exceed parameters=20000: raise them, or lower" in refused(compose_config(*small))
 
 
-def test_alphas_that_are_none_are_refused(compose_config: Compose, tmp_path: Path) -> None:
-    own = f"algorithm.pool.alphas={tmp_path}"
-    sentence = refused(compose_config("algorithm=successive_halving", own))
-    assert sentence == f"{own} holds no alphas: give the folder of a one-shot search."
-
-
 def test_more_threads_than_cores_can_run_are_refused(
     compose_config: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:

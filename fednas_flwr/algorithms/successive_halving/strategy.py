@@ -6,11 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
-from fednas_flwr.algorithms.stage_strategies import found_alphas
 from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
 from fednas_flwr.algorithms.zero_cost.strategy import ScoredDraws
 from fednas_flwr.base.randomness import make_generator
@@ -20,7 +18,6 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalTraining, RewardCandidates, Train
 from fednas_flwr.protocol.states import Packed, pack, unpack
 from fednas_flwr.search.candidate import name_before
-from fednas_flwr.search.data_free_search import draw_by_alphas
 from fednas_flwr.settings import Config
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
@@ -53,15 +50,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def set_up(self) -> None:
         """Make the search for the pool."""
-        self._drawn = self._draws(self.config, self.prepared, self.space)
-
-    @staticmethod
-    def _draws(config: Config, prepared: Prepared, space: SearchSpace) -> ScoredDraws:
-        settings, options = config.algorithm, {}
-        assert isinstance(settings, SuccessiveHalvingSettings)
-        if settings.pool.alphas is not None:
-            options["draw"] = partial(draw_by_alphas, space, found_alphas(config, space))
-        return ScoredDraws(config, prepared, space, settings.pool, options)
+        self._drawn = ScoredDraws(self.config, self.prepared, self.space, self.settings.pool)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train the networks that are left; at the end of a rung keep the best."""
@@ -157,9 +146,10 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     @classmethod
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
-        """Refuse limits within which no pool is drawn, and alphas that do not fit."""
+        """Refuse limits within which no pool is drawn."""
         generator = make_generator(config.seed, "successive_halving")
-        cls._draws(config, prepared, space).check(generator)
+        assert isinstance(config.algorithm, SuccessiveHalvingSettings)
+        ScoredDraws(config, prepared, space, config.algorithm.pool).check(generator)
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:

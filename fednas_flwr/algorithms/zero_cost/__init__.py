@@ -83,7 +83,6 @@ class PoolSettings(Checked):
 
     Attributes:
         draws: Architectures that are drawn.
-        alphas: Folder of a run whose last alphas say how probable an op is; null: all alike.
         keep: Number of the best drawn networks that are trained; null takes 8, or 16 of those that
             no score ranks.
         by: Names out of ``data_free_scores.SCORES`` that say which are best; none: the first drawn;
@@ -94,7 +93,6 @@ class PoolSettings(Checked):
     """
 
     draws: opt.Count
-    alphas: str | None
     keep: Annotated[int, Between(2, opt.MOST_CANDIDATES)] | None
     by: Names | None
     shortlist: opt.ShortlistSettings | None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,14 +36,12 @@ class ScoredDraws:
         prepared: Data of the run.
         space: The space, at the supernet's sizes.
         choice: Scores, limits and shortlist.
-        options: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
     """
 
     config: Config
     prepared: Prepared
     space: SearchSpace
     choice: ZeroCostSettings | PoolSettings
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def ranked(self, **drawn: Any) -> list[Scored]:
         """All drawn networks, best first.
@@ -79,7 +77,6 @@ class ScoredDraws:
             limits=limits.by_name,
             latency_ms=None if limits.table is None else latency_of(self.space, limits.table),
             limited=limited,
-            **self.options,
             **drawn,
         )
 
