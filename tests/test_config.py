@@ -788,24 +788,20 @@ def test_every_setting_of_a_mapping_that_is_null_can_be_set(choice: str) -> None
 
 
 def test_a_mapping_that_was_null_is_checked_as_a_whole(tmp_path: Path) -> None:
-    zero_cost = ["algorithm=zero_cost", "algorithm.evolution.population=20"]
-    whole = compose(*zero_cost, "algorithm.evolution.tournament=5")
-    assert (
-        whole.algorithm
-        == compose(
-            "algorithm=zero_cost", "algorithm.evolution={population: 20, tournament: 5}"
-        ).algorithm
-    )
-    with pytest.raises(ConfigError, match=r"^algorithm.evolution.tournament is missing: give it"):
+    zero_cost = ["algorithm=zero_cost", "algorithm.shortlist.keep=20"]
+    whole = compose(*zero_cost, "algorithm.shortlist.scores=[zen]")
+    given = compose("algorithm=zero_cost", "algorithm.shortlist={keep: 20, scores: [zen]}")
+    assert whole.algorithm == given.algorithm
+    with pytest.raises(ConfigError, match=r"^algorithm.shortlist.scores is missing: give it"):
         compose(*zero_cost)
-    with pytest.raises(ConfigError, match=r"populatoin is no setting.*nearest: .*\.population\)"):
-        compose("algorithm=zero_cost", "algorithm.evolution.populatoin=20")
-    with pytest.raises(ConfigError, match=r"algorithm=dpnas, algorithm=zero_cost, and"):
-        compose("algorithm.evolution.population=20")
+    with pytest.raises(ConfigError, match=r"kepe is no setting.*nearest: .*\.keep\)"):
+        compose("algorithm=zero_cost", "algorithm.shortlist.kepe=20")
+    with pytest.raises(ConfigError, match=r"is a setting of algorithm=zero_cost, and"):
+        compose("algorithm.shortlist.keep=20")
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(compose_tree(["algorithm=zero_cost"])))
-    again = [f"config={path}", *zero_cost[1:], "algorithm.evolution.tournament=5"]
-    assert compose_tree(again)["algorithm"]["evolution"] == {"population": 20, "tournament": 5}
+    again = [f"config={path}", *zero_cost[1:], "algorithm.shortlist.scores=[zen]"]
+    assert compose_tree(again)["algorithm"]["shortlist"] == {"keep": 20, "scores": ["zen"]}
 
 
 # --- the last learning rate

@@ -164,10 +164,10 @@ def test_hydras_grammar() -> None:
 
 @pytest.mark.run
 def test_hydra_informs(capsys: pytest.CaptureFixture[str]) -> None:
-    evolution = [f"algorithm.evolution.{of}=5" for of in ("population", "tournament")]  # was null
-    assert cli.main(["run", "algorithm=zero_cost", *evolution, "--cfg", "job"]) == 0
+    shortlist = ["algorithm.shortlist.keep=5", "algorithm.shortlist.scores=[zen]"]  # was null
+    assert cli.main(["run", "algorithm=zero_cost", *shortlist, "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
-    assert tree["algorithm"]["evolution"] == {"population": 5, "tournament": 5}
+    assert tree["algorithm"]["shortlist"] == {"keep": 5, "scores": ["zen"]}
     done = subprocess.run([*FEDNAS, "run", "--info", "searchpath"], capture_output=True, text=True)
     assert "file://" in done.stdout, done.stderr
     environment = os.environ | {"COMP_LINE": "fednas run algorithm=fed_"}

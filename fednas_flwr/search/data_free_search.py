@@ -1,22 +1,19 @@
 """A search by scores alone: no record is read, no client is asked, nothing of a budget is spent.
 
-:func:`search` ranks architectures by data-free scores, drawn at random or bred by regularised
-evolution, within limits of cost. Its result is a ranking: the first is the choice,
-the first few are a pool that records can decide in.
+:func:`search` ranks architectures by data-free scores, drawn at random within limits of cost. Its
+result is a ranking: the first is the choice, the first few are a pool that records can decide in.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.data_free_scores import combine
-from fednas_flwr.settings.optimizers import EvolutionSettings
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, to_json
 from fednas_flwr.spaces.space import SearchSpace
@@ -75,7 +72,6 @@ def search(
     *,
     draws: int,
     generator: torch.Generator,
-    evolution: EvolutionSettings | None = None,
     limits: Mapping[str, float] = {},
     latency_ms: Callable[[Genotype], float] | None = None,
     limited: SearchSpace | None = None,
@@ -83,24 +79,17 @@ def search(
 ) -> list[Scored]:
     """Different architectures, the best first, by ``combine`` over all of them.
 
-    Without ``evolution`` all are drawn at random. With it the first are, as many as a population
-    holds; then each is a mutated copy of the best of a tournament, and the oldest leave the
-    population (Real et al. 2019, arXiv 1802.01548, Alg. 1). Deviations: an architecture is scored
-    once, so that a mutation that leads to a known one is made anew; members of a tournament are
-    drawn with replacement and compared by their place in the ranking so far.
-
     Args:
         space: Space of the architectures; none is degenerate.
         score: Function that returns the scores of a genotype, such as ``data_free_scores.measure``
             with all other arguments given. Every genotype must get the same names.
         draws: Number of architectures to score; fewer where the space has no more.
         generator: All that is random comes from it, so that its state fixes the result.
-        evolution: Sizes of population and tournament.
         limits: Limits on the cost of a network, see :func:`exceeded`.
         latency_ms: See :func:`exceeded`.
         limited: The space at the sizes of the networks that the limits are for; None: ``space``.
         known: Result of an earlier search, which this one goes on with: its architectures come
-            back, too, are not scored again, and the youngest of them are the population.
+            back, too, and are not scored again.
 
     Raises:
         ConfigError: No architecture within the limits was found.
@@ -112,10 +101,7 @@ def search(
     tried, seen = 0, set(scored)
     while len(scored) < len(known) + draws and tried < TRIES:
         tried += 1
-        if evolution is not None and len(scored) >= evolution.population:
-            genotype = _child(space, list(scored.values()), evolution, generator)
-        else:
-            genotype = space.random_genotype(generator)
+        genotype = space.random_genotype(generator)
         key = to_json(genotype)
         if key in seen:
             continue
@@ -159,42 +145,3 @@ def shortlisted(ranking: list[Scored], score: Score, *, keep: int) -> list[Score
         for one in ranking[:keep]
     ]
     return _ordered(best, [one.further or {} for one in best]) + ranking[keep:]
-
-
-def mutate(space: SearchSpace, genotype: Genotype, generator: torch.Generator) -> Genotype:
-    """A genotype that differs in one edge: its op, or the node that it reads.
-
-    The edge is drawn anew until the result belongs to the space and is not degenerate; a drawn
-    genotype of the space gives the op or the source.
-    """
-    cells = genotype.cells.items()
-    places = [(kind, index) for kind, edges in cells for index in range(len(edges))]
-    while True:
-        kind, index = places[int(torch.randint(len(places), (), generator=generator))]
-        moves = bool(torch.randint(2, (), generator=generator))
-        other = space.random_genotype(generator).cells[kind][index]
-        edges = list(genotype.cells[kind])
-        edge = edges[index]
-        edges[index] = replace(edge, source=other.source) if moves else replace(edge, op=other.op)
-        edges.sort(key=lambda edge: (edge.target, edge.source))
-        child = replace(genotype, cells={**genotype.cells, kind: tuple(edges)})
-        try:
-            space.check(child)
-        except ConfigError:  # two edges from one node
-            continue
-        if child != genotype and not space.is_degenerate(child):
-            return child
-
-
-def _child(
-    space: SearchSpace,
-    scored: list[Scored],
-    evolution: EvolutionSettings,
-    generator: torch.Generator,
-) -> Genotype:
-    """A mutated copy of the best of a tournament among the youngest."""
-    combined = combine([one.scores for one in scored])
-    first = len(scored) - evolution.population
-    size = (evolution.tournament,)
-    drawn = torch.randint(first, len(scored), size, generator=generator).tolist()
-    return mutate(space, scored[max(drawn, key=combined.__getitem__)].genotype, generator)

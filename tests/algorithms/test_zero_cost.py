@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from functools import partial
 
 import pytest
-import torch
 
-from fednas_flwr.api import compose
-from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network, make_network, supernet_space
 from fednas_flwr.search.data_free_scores import AZ_NAS, SYNFLOW, combine, measure
-from fednas_flwr.search.data_free_search import mutate
-from fednas_flwr.settings import conf_folder
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import load_genotype, to_json
 
@@ -105,79 +100,6 @@ def test_resume_gives_the_same_ranking(searched, federate, tmp_path):
     assert resumed.strategy.values == searched.strategy.values
 
 
-EVOLUTION = "algorithm.evolution={population: 5, tournament: 3}"
-
-
-def test_an_evolution_goes_on_over_the_rounds(compose_config, federate, tmp_path):
-    """As by hand: the population of a round is the youngest of all that were found before.
-
-    A run that goes on after any of its rounds finds the same.
-    """
-    config = compose_config(*SEARCH, EVOLUTION)
-    federation = federate(config, checkpoints=tmp_path / "whole")
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
-    pool, space = federation.strategy.pool(), federation.strategy.space
-    found = sorted(pool, key=lambda one: one.number)
-    assert [one.number for one in found] == list(range(4 * ROUNDS))
-    expected = []
-    for number in range(1, ROUNDS + 1):
-        generator = make_generator(config.seed, "zero_cost", number)
-        while len(expected) < 4 * number:
-            if len(expected) < 5:
-                genotype = space.random_genotype(generator)
-            else:
-                combined = combine([one.scores for one in found[: len(expected)]])
-                youngest = (len(expected) - 5, len(expected), (3,))
-                drawn = torch.randint(*youngest, generator=generator).tolist()
-                parent = expected[max(drawn, key=combined.__getitem__)]
-                genotype = mutate(space, parent, generator)
-            if genotype not in expected:
-                expected.append(genotype)
-    assert [one.genotype for one in found] == expected
-    for last in range(1, ROUNDS):
-        part = tmp_path / f"part{last}"
-        shutil.copytree(tmp_path / "whole", part)
-        for left in range(last + 1, ROUNDS + 1):
-            for path in part.glob(f"search-{left:06d}.*"):
-                path.unlink()
-        resumed = federate(config, checkpoints=part)
-        resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
-        rounds = [event["round"] for event in resumed.events if event["event"] == "round"]
-        assert rounds == list(range(last + 1, ROUNDS + 1))
-        assert resumed.strategy.values == federation.strategy.values
-
-
-def test_the_example_of_the_settings_page_breeds(finished_run):
-    """With the default draws, from the second round on."""
-    text = (conf_folder() / "algorithm" / "zero_cost.yaml").read_text(encoding="utf-8")
-    (example,) = re.findall(r"or (\{population: .*?\})", text)
-    own = ["algorithm=zero_cost", "algorithm.scores=[parameters]", "stages=[search]"]
-    rounds = "rounds=2"
-    bred = finished_run(*own, rounds, f"algorithm.evolution={example}")
-    drawn = finished_run(*own, rounds)
-    assert bred.error is None
-    most = [[e["metrics"] for e in run.events if e["event"] == "round"] for run in (bred, drawn)]
-    assert most[0][0] == most[1][0]
-    assert [one[-1]["scored"] for one in most] == [100, 100]
-    assert most[0][1] != most[1][1]
-
-
-@pytest.mark.parametrize(("rounds", "draws"), [(1, 50), (2, 25), (3, 9)])
-def test_an_evolution_that_would_breed_nothing_is_refused(rounds, draws):
-    sizes = [f"rounds={rounds}", f"algorithm.draws={draws}"]
-    evolution = "algorithm.evolution={population: 50, tournament: 10}"
-    sentence = (
-        rf"algorithm.evolution.population=50 has no effect with rounds={rounds} of "
-        rf"algorithm.draws={draws}, "
-        r"which draw no more networks than algorithm.evolution.population=50, so that none is "
-        r"bred: lower the population, or raise rounds or algorithm.draws\."
-    )
-    with pytest.raises(NoEffectError, match=sentence):
-        compose("algorithm=zero_cost", *sizes, evolution)
-    fewer = f"algorithm.evolution={{population: {rounds * draws - 1}, tournament: 10}}"
-    assert compose("algorithm=zero_cost", *sizes, fewer).algorithm.evolution is not None
-
-
 def test_a_private_run_books_retraining_only(run_inline, tmp_path):
     """The search's epsilon is 0, the event says so, and no ledger has a row of it.
 
@@ -215,7 +137,6 @@ DIGITS = [
     "search_space.num_cells=1",
     "retrain.channels=8",
 ]
-BRED = "algorithm.evolution={population: 5, tournament: 3}"
 POOL = ["algorithm.pool.draws=6", "algorithm.pool.keep=2", "algorithm.pool.by=[parameters]"]
 
 
@@ -223,10 +144,10 @@ POOL = ["algorithm.pool.draws=6", "algorithm.pool.keep=2", "algorithm.pool.by=[p
     ("own", "limits", "cost"),
     [
         ([*SEARCH, "rounds=2"], "algorithm.limits", "multiply_adds"),
-        ([*SEARCH, "rounds=2", BRED], "algorithm.limits", "parameters"),
+        ([*SEARCH, "rounds=2"], "algorithm.limits", "parameters"),
         (["algorithm=successive_halving", *POOL], "algorithm.pool.limits", "parameters"),
     ],
-    ids=["drawn", "bred", "pool"],
+    ids=["multiply-adds", "parameters", "pool"],
 )
 def test_limits_hold_for_the_network_that_is_retrained(
     own, limits, cost, compose_config, finished_run

@@ -7,20 +7,16 @@ import itertools
 import math
 
 import pytest
-import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.data_free_scores import AZ_NAS, measure
 from fednas_flwr.search.data_free_search import (
-    Scored,
     exceeded,
-    mutate,
     ranked,
     search,
     shortlisted,
 )
-from fednas_flwr.settings.optimizers import EvolutionSettings
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton
@@ -31,7 +27,6 @@ from ..small_spaces import SPACES as SMALL
 SPACES = SMALL | {"mbconv": WITH_ZERO}
 NB201 = SPACES["nasbench201"]
 WORTH = {"none": 0, "avg_pool_3x3": 1, "skip_connect": 2, "nor_conv_1x1": 3, "nor_conv_3x3": 5}
-BREEDING = EvolutionSettings(population=12, tournament=4)
 
 
 @pytest.fixture(params=sorted(SPACES))
@@ -66,11 +61,8 @@ def test_random_draws_are_those_of_the_space_each_once_and_ranked(space):
     assert [one.scores for one in found] == [numbered(genotype) for genotype in expected]
 
 
-@pytest.mark.parametrize("evolution", [None, BREEDING])
-def test_the_generator_alone_decides(space, evolution):
-    first, second, other = (
-        run(space, numbered, seed=seed, draws=30, evolution=evolution) for seed in (0, 0, 1)
-    )
+def test_the_generator_alone_decides(space):
+    first, second, other = (run(space, numbered, seed=seed, draws=30) for seed in (0, 0, 1))
     assert first == second
     assert first != other
     genotypes = [one.genotype for one in first]
@@ -80,82 +72,20 @@ def test_the_generator_alone_decides(space, evolution):
         assert not space.is_degenerate(genotype)
 
 
-def test_mutants_differ_in_one_edge_and_reach_ops_and_sources(space):
-    generator = make_generator(0, "mutants")
-    parent = space.random_genotype(generator)
-    changes = set()
-    for _ in range(60):
-        child = mutate(space, parent, generator)
-        space.check(child)
-        old = {(kind, e) for kind, edges in parent.cells.items() for e in edges}
-        new = {(kind, e) for kind, edges in child.cells.items() for e in edges}
-        ((kind, before),), ((same_kind, after),) = old - new, new - old
-        assert kind == same_kind
-        assert before.target == after.target
-        assert (before.op != after.op) != (before.source != after.source)
-        changes.add("op" if before.op != after.op else "source")
-    assert changes == ({"op", "source"} if space.name in ("darts", "mlp") else {"op"})
-
-
-def test_children_come_from_the_best_of_a_tournament_among_the_youngest():
-    """Replayed with the same random numbers, by hand."""
-    scored = []
-
-    def remember(genotype):
-        scored.append(Scored(genotype, worth(genotype)))
-        return worth(genotype)
-
-    run(NB201, remember, draws=40, evolution=BREEDING)
-    generator = make_generator(0, "search")
-    expected = []
-
-    def add(genotype):
-        if genotype not in expected:
-            expected.append(genotype)
-
-    while len(expected) < BREEDING.population:
-        add(NB201.random_genotype(generator))
-    while len(expected) < 40:
-        youngest = expected[-BREEDING.population :]
-        drawn = torch.randint(
-            len(expected) - len(youngest), len(expected), (4,), generator=generator
-        ).tolist()
-        best = max(drawn, key=lambda index: worth(expected[index])["worth"])
-        add(mutate(NB201, expected[best], generator))
-    assert [one.genotype for one in scored] == expected
-
-
-def test_evolution_finds_better_than_as_many_random_draws():
-    def best(evolution):
-        runs = [run(NB201, worth, seed=seed, draws=150, evolution=evolution) for seed in range(8)]
-        return sum(found[0].scores["worth"] for found in runs) / len(runs)
-
-    bred, drawn = best(EvolutionSettings(population=30, tournament=10)), best(None)
-    assert bred > drawn
-    assert bred <= 5 * sum(range(1, 7))
-
-
-@pytest.mark.parametrize("evolution", [None, BREEDING])
-def test_a_search_goes_on_with_what_is_known(space, evolution):
-    """What is known comes back, is not scored again, and lets the first new one be bred."""
+def test_a_search_goes_on_with_what_is_known(space):
+    """What is known comes back and is not scored again."""
     known, scored = run(space, numbered, draws=12), []
 
     def remember(genotype):
         scored.append(genotype)
         return numbered(genotype)
 
-    found = run(space, remember, draws=8, seed=1, known=known, evolution=evolution)
+    found = run(space, remember, draws=8, seed=1, known=known)
     in_order = [one.genotype for one in sorted(found, key=lambda one: one.number)]
     before = [one.genotype for one in sorted(known, key=lambda one: one.number)]
     assert in_order == before + scored
     assert len(scored) == 8
     assert ranked(found) == found
-    edges = {(kind, edge) for kind, cell in scored[0].cells.items() for edge in cell}
-    distances = [
-        len(edges - {(kind, edge) for kind, cell in one.cells.items() for edge in cell})
-        for one in before
-    ]
-    assert evolution is None or min(distances) == 1
 
 
 def test_several_scores_rank_together_over_all_that_was_found():
@@ -192,16 +122,15 @@ def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
     assert numbers == sorted(numbers, reverse=True)
 
 
-@pytest.mark.parametrize("evolution", [None, EvolutionSettings(population=4, tournament=2)])
 @pytest.mark.parametrize("name", ["nasbench201", "mlp"])
-def test_no_found_network_exceeds_a_limit(name, evolution):
+def test_no_found_network_exceeds_a_limit(name):
     space = SPACES[name]
     free = run(space, numbered, draws=10)
     networks = [space.network(one.genotype) for one in free]
     parameters = sorted(map(count_parameters, networks))[6]
     multiply_adds = sorted(count_multiply_adds(n, space.input_shape) for n in networks)[6]
     limits = {"parameters": parameters, "multiply_adds": multiply_adds}
-    for one in run(space, numbered, draws=8, limits=limits, evolution=evolution):
+    for one in run(space, numbered, draws=8, limits=limits):
         network = space.network(one.genotype)
         assert count_parameters(network) <= parameters
         assert count_multiply_adds(network, space.input_shape) <= multiply_adds
@@ -241,9 +170,8 @@ def test_a_small_space_is_searched_whole():
         skeleton=Skeleton(8, 1, 8, ((8, 2),), (1,), 8),
         candidates=("mbconv2_3x3", "mbconv3_3x3", "zero"),
     )
-    for evolution in (None, EvolutionSettings(population=2, tournament=2)):
-        found = run(space, numbered, draws=50, evolution=evolution)
-        assert len(found) == 2 * 3  # the block of stride 2 offers no zero
+    found = run(space, numbered, draws=50)
+    assert len(found) == 2 * 3  # the block of stride 2 offers no zero
 
 
 def test_at_least_one_draw_is_needed():

@@ -11,7 +11,7 @@ from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import UNITS
 from fednas_flwr.settings.parser import Between, Checked, Length, Names, check_range
-from fednas_flwr.settings.registry import Algorithm, Rule, register
+from fednas_flwr.settings.registry import Algorithm, register
 
 REHEARSED_DRAWS = 4
 SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
@@ -33,8 +33,6 @@ class ZeroCostSettings(AlgorithmSettings):
             search space (``data_free_scores.trusted_scores``), or synflow where none does.
         draws: Architectures per round.
         shortlist: Null ranks all by the same scores.
-        evolution: Regularised evolution, whose population is carried over the rounds; null draws
-            all at random.
         limits: Limits on the cost of the network that is retrained; in a run that does not, of one
             of the supernet's size.
     """
@@ -42,7 +40,6 @@ class ZeroCostSettings(AlgorithmSettings):
     scores: Annotated[Names, Length(Between(1))] | None
     draws: opt.ListLength
     shortlist: opt.ShortlistSettings | None
-    evolution: opt.EvolutionSettings | None
     limits: NetworkLimits
 
     def __post_init__(self) -> None:
@@ -68,7 +65,7 @@ class ZeroCostSettings(AlgorithmSettings):
         """A search that scores a few networks."""
         if self.draws <= REHEARSED_DRAWS:
             return self, 1.0
-        few = replace(self, draws=REHEARSED_DRAWS, evolution=None, shortlist=None)
+        few = replace(self, draws=REHEARSED_DRAWS, shortlist=None)
         return few, self.draws / REHEARSED_DRAWS
 
     def check(self, config: Config) -> None:
@@ -138,23 +135,5 @@ def check_scores(
 register(
     "algorithm",
     "zero_cost",
-    Algorithm(
-        ZeroCostSettings,
-        f"{__name__}.strategy:ZeroCost",
-        units=UNITS,
-        trains=None,
-        unused=(
-            Rule(
-                "algorithm.evolution",
-                lambda c: (
-                    c.algorithm.evolution is not None
-                    and c.algorithm.evolution.population >= c.rounds * c.algorithm.draws
-                ),
-                "rounds={c.rounds} of algorithm.draws={c.algorithm.draws}, which draw no more "
-                "networks than algorithm.evolution.population={c.algorithm.evolution.population}, "
-                "so that none is bred",
-                "lower the population, or raise rounds or algorithm.draws",
-            ),
-        ),
-    ),
+    Algorithm(ZeroCostSettings, f"{__name__}.strategy:ZeroCost", units=UNITS, trains=None),
 )

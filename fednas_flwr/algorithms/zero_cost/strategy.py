@@ -85,8 +85,7 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
     """Search by data-free scores (Abdelfattah et al. 2021, arXiv 2101.08134), on the server alone.
 
     Every round scores some more architectures; the best of all by the combined ranking is what is
-    found. An evolution goes on where the round before has ended: its population is the youngest of
-    all. No message is sent for it, no record is read, and no privacy budget pays.
+    found. No message is sent for it, no record is read, and no privacy budget pays.
 
     The draws of a round come from (seed, round).
     """
@@ -101,7 +100,6 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
         pool = ScoredDraws(self.config, self.prepared, self.space, settings).ranked(
             draws=settings.draws,
             generator=make_generator(self.config.seed, "zero_cost", server_round),
-            evolution=settings.evolution,
             known=self.pool(),
         )
         self.values = {
