@@ -13,7 +13,7 @@ import pytest
 
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.protocol.requests import REQUESTS
+from fednas_flwr.protocol.sum_requests import REQUESTS
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.configuration import parse_config

@@ -27,22 +27,8 @@ from fednas_flwr.models.networks import Description
 from fednas_flwr.privacy.actions import SPLIT_OF, SUPERNET
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
+from fednas_flwr.protocol import states as st
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.states import (
-    MOMENTS,
-    Average,
-    Layout,
-    Packed,
-    Part,
-    Tensors,
-    TrimmedMean,
-    WeightedAverage,
-    load_states,
-    median_rewards,
-    network_states,
-    pack,
-    unpack,
-)
 from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
 from fednas_flwr.search.batch_gradients import alpha_entropy
 from fednas_flwr.search.optimizer_step import after_prefix, no_moments
@@ -236,7 +222,7 @@ class RoundStrategy(Strategy, Generic[S]):
         self.is_private = isinstance(config.privacy, DifferentialPrivacy)
         self.schedule, self.momentum = schedule, self._momentum()
         self.layouts, self.states = self._initial(network)
-        self._velocity: Packed = {}
+        self._velocity: st.Packed = {}
         self.values: dict[str, Any] = {}
         self.cohort, self.checkpoints = cohort, checkpoints
         self.ends_at: float | None = None
@@ -279,16 +265,16 @@ class RoundStrategy(Strategy, Generic[S]):
         """Refuse a search that is impossible with the run's data and search space."""
 
     @property
-    def model(self) -> dict[str, Packed]:
+    def model(self) -> dict[str, st.Packed]:
         """The states of the global model that are a network's."""
-        return {name: state for name, state in self.states.items() if name != MOMENTS}
+        return {name: state for name, state in self.states.items() if name != st.MOMENTS}
 
-    def new_average(self) -> Average:
+    def new_average(self) -> st.Average:
         """An empty average of the clients' states: weighted, or robust as ``aggregate`` says."""
         aggregate = self.config.aggregate
         if isinstance(aggregate, TrimmedMeanSettings):
-            return TrimmedMean(aggregate.trim)
-        return TrimmedMean(None) if aggregate.name == "median" else WeightedAverage()
+            return st.TrimmedMean(aggregate.trim)
+        return st.TrimmedMean(None) if aggregate.name == "median" else st.WeightedAverage()
 
     def _momentum(self) -> str:
         """The place of local training's momentum between requests, as ``training.momentum``."""
@@ -329,11 +315,11 @@ class RoundStrategy(Strategy, Generic[S]):
         plans = [p for p in self.schedule if (p.stage, p.kind) == (self.stage, kind)]
         return plans[0].noise_multiplier if plans else None
 
-    def server_tensors(self) -> Tensors:
+    def server_tensors(self) -> st.Tensors:
         """Further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
         return {}
 
-    def load_server_tensors(self, tensors: Tensors) -> None:
+    def load_server_tensors(self, tensors: st.Tensors) -> None:
         """Take back what :meth:`server_tensors` returned."""
 
     def fit_states(self) -> None:
@@ -345,8 +331,8 @@ class RoundStrategy(Strategy, Generic[S]):
         settings: rq.Settings,
         *,
         settings_of: Mapping[int, rq.Settings] = {},
-        states: Mapping[str, Packed] = {},
-        layouts: Mapping[str, Layout] = {},
+        states: Mapping[str, st.Packed] = {},
+        layouts: Mapping[str, st.Layout] = {},
     ) -> Iterator[tuple[int, Reply]]:
         """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`.
 
@@ -405,7 +391,7 @@ class RoundStrategy(Strategy, Generic[S]):
         Returns:
             The clients' metrics, averaged.
         """
-        part = Part(self.layouts, only)
+        part = st.Part(self.layouts, only)
         replies = self.ask(action, settings, states=part.of(self.states), layouts=part.layouts)
         average, metrics = self.average(replies)
         self.move(part.filled(average, self.states), momentum)
@@ -435,21 +421,21 @@ class RoundStrategy(Strategy, Generic[S]):
         Returns:
             The accuracies, and the clients' metrics, averaged.
         """
-        layout = Layout.of({"rewards": torch.zeros(request.count)})
+        layout = st.Layout.of({"rewards": torch.zeros(request.count)})
         bounds = NOISY_REWARDS if self.is_private else EXACT_REWARDS
         average, replies, votes = self.new_average(), list[Reply](), list[Tensor]()
-        states = Part({n: self.layouts[n] for n in self.model}, only).of(self.model)
+        states = st.Part({n: self.layouts[n] for n in self.model}, only).of(self.model)
         layouts = {"rewards": layout}
         for _, reply in self.ask("evaluate.candidates", request, states=states, layouts=layouts):
             vote = {d: vector.clamp(*bounds) for d, vector in reply.states["rewards"].items()}
             average.add({"rewards": vote}, weight=reply.num_examples)
-            votes.append(unpack(vote, layout)["rewards"])
+            votes.append(st.unpack(vote, layout)["rewards"])
             replies.append(replace(reply, states={}))
-        rewards = unpack(average.result()["rewards"], layout)["rewards"].tolist()
+        rewards = st.unpack(average.result()["rewards"], layout)["rewards"].tolist()
         if by_median and not self.is_private and len(votes) >= FEWEST_VOTES:
-            rewards = median_rewards(torch.stack(votes).double()).tolist()
+            rewards = st.median_rewards(torch.stack(votes).double()).tolist()
         noise: float | None = None
-        if not self.is_private or isinstance(average, WeightedAverage):
+        if not self.is_private or isinstance(average, st.WeightedAverage):
             sigma = self.noise_multiplier("rewards") or 0.0
             sites = sum(reply.sites for reply in replies)
             weight = sum(reply.num_examples for reply in replies)
@@ -480,7 +466,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def average(
         self, replies: Iterable[tuple[int, Reply]]
-    ) -> tuple[dict[str, Packed], dict[str, float]]:
+    ) -> tuple[dict[str, st.Packed], dict[str, float]]:
         """The average of the replies' states, and of their metrics weighted by examples.
 
         A reply's states are dropped once they are added.
@@ -495,7 +481,7 @@ class RoundStrategy(Strategy, Generic[S]):
         """The constants that clients step by: without momentum where the server has it."""
         return replace(weights, momentum=0.0) if self.momentum == "server" else weights
 
-    def move(self, average: dict[str, Packed], momentum: float) -> None:
+    def move(self, average: dict[str, st.Packed], momentum: float) -> None:
         """Make the clients' average the global model, with the server's momentum if it has any."""
         before, weights = self.states["weights"], average["weights"]
         for dtype, vector in weights.items() if self.momentum == "server" else ():
@@ -610,7 +596,7 @@ class RoundStrategy(Strategy, Generic[S]):
         left = math.floor((self.ends_at - time.monotonic()) / round_s)
         return min(num_rounds, max(server_round, server_round - 1 + left))
 
-    def inherit(self, states: Mapping[str, Packed]) -> None:
+    def inherit(self, states: Mapping[str, st.Packed]) -> None:
         """Begin from the global model of another search in the same space."""
         for state, packed in states.items():
             for dtype, vector in packed.items():
@@ -635,13 +621,13 @@ class RoundStrategy(Strategy, Generic[S]):
         """The hyper-parameters that the search has found for retraining, None if none."""
         return None
 
-    def alphas(self) -> Tensors:
+    def alphas(self) -> st.Tensors:
         """The architecture parameters by cell kind, views of the global state."""
-        return unpack(self.states["alphas"], self.layouts["alphas"])
+        return st.unpack(self.states["alphas"], self.layouts["alphas"])
 
     def load_into(self, network: nn.Module) -> None:
         """Copy the global model into ``network``, which must have the same tensors."""
-        load_states(network, self.model)
+        st.load_states(network, self.model)
 
     def named_arrays(self) -> ArrayRecord:
         """The global model as named tensors, ``<state>.<tensor>``."""
@@ -649,7 +635,7 @@ class RoundStrategy(Strategy, Generic[S]):
             {
                 f"{state}.{name}": tensor
                 for state, packed in self.states.items()
-                for name, tensor in unpack(packed, self.layouts[state]).items()
+                for name, tensor in st.unpack(packed, self.layouts[state]).items()
             }
         )
 
@@ -662,13 +648,13 @@ class RoundStrategy(Strategy, Generic[S]):
 
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _unused
 
-    def _initial(self, network: nn.Module) -> tuple[dict[str, Layout], dict[str, Packed]]:
+    def _initial(self, network: nn.Module) -> tuple[dict[str, st.Layout], dict[str, st.Packed]]:
         """Layouts and packed states of a network, and of its moments if they travel."""
-        tensors = {name: state for name, state in network_states(network).items() if state}
+        tensors = {name: state for name, state in st.network_states(network).items() if state}
         if self.momentum == "averaged":
-            tensors[MOMENTS] = no_moments(network)
-        layouts = {name: Layout.of(state) for name, state in tensors.items()}
-        return layouts, {name: pack(state) for name, state in tensors.items()}
+            tensors[st.MOMENTS] = no_moments(network)
+        layouts = {name: st.Layout.of(state) for name, state in tensors.items()}
+        return layouts, {name: st.pack(state) for name, state in tensors.items()}
 
     def _alpha_metrics(self) -> dict[str, float]:
         if "alphas" not in self.states:
@@ -714,10 +700,10 @@ class RoundStrategy(Strategy, Generic[S]):
         """Copy named tensors into the global model in place: optimisers hold its vectors."""
         for state, layout in self.layouts.items():
             named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
-            self.inherit({state: pack(named)})
+            self.inherit({state: st.pack(named)})
 
 
-def server_state(checkpoint: Checkpoint) -> Tensors:
+def server_state(checkpoint: Checkpoint) -> st.Tensors:
     """The :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
     return after_prefix(checkpoint.tensors, SERVER)
 

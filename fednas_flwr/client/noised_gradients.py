@@ -24,11 +24,7 @@ from fednas_flwr.client.client import Client
 from fednas_flwr.client.rehearsal import rehearse
 from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.privacy.mechanism.clipping import (
-    Relaxation,
-    clipped_alpha_gradient_sum,
-    clipped_gradient_sum,
-)
+from fednas_flwr.privacy.mechanism import clipping
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, by_person, sum_of_parts
 from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.protocol.messages import Request
@@ -206,7 +202,7 @@ class NoisedGradients:
             named = {f"{PREFIX}.{index}": total for index, total in enumerate(sums)}
             return ClippedSum.side_by_side(named)
         objective, weight = self._client.objective, self._auxiliary_weight
-        return clipped_gradient_sum(
+        return clipping.clipped_gradient_sum(
             network,
             x,
             y,
@@ -222,7 +218,7 @@ class NoisedGradients:
 
         ``how`` may replace the network that computes with them, and the loss of its outputs.
         """
-        return clipped_alpha_gradient_sum(
+        return clipping.clipped_alpha_gradient_sum(
             how.pop("network", supernet),
             x,
             y,
@@ -258,7 +254,7 @@ class NoisedGradients:
             return px.alpha_gradient(gradient, alphas[kind].double(), paths_EK)
 
         network = px.PathNetwork(supernet, paths_EK, None if factor is None else factor.costs)
-        how |= {"network": network, "relaxation": Relaxation({CELL: gates_EK}, by_alphas)}
+        how |= {"network": network, "relaxation": clipping.Relaxation({CELL: gates_EK}, by_alphas)}
         return self._alpha_sum(supernet, x, y, loss=losses, **how)
 
     def _cost_gradient(

@@ -32,14 +32,7 @@ from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.deploy.bundle import CONFIG_KEY
 from fednas_flwr.deploy.flower_patches import CLIENT_RAISED, take_along
 from fednas_flwr.privacy.actions import ACTIONS
-from fednas_flwr.protocol.messages import (
-    BUDGET_SPENT,
-    Reply,
-    Request,
-    decode_request,
-    encode_reply,
-    payload_bytes,
-)
+from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS, SumSite
 from fednas_flwr.protocol.sum_requests import SUM_ACTIONS, answer_sum
 from fednas_flwr.settings import Config, dump_config, with_runtime
@@ -88,9 +81,9 @@ def _handler(
         along = take_along(message)
         request = None
         try:
-            request = decode_request(action, message.content)
+            request = messages.decode_request(action, message.content)
             safe = (DayFullError,) if private else safe
-            kept = payload_bytes(message.content) if action == "query.keep_model" else 0
+            kept = messages.payload_bytes(message.content) if action == "query.keep_model" else 0
             kept += len(str(request.summed))
             trail.asked(request, flower_run=message.metadata.run_id, kept_bytes=kept)
             safe = () if private else safe  # what follows may tell of the site's own files
@@ -116,10 +109,10 @@ def _handler(
             if "awaits" in reply.properties:
                 awaited = f"fednas approve {reply.properties['awaits']}"
                 print(f"{awaited}: run {request.header.run!r} waits for it", file=sys.stderr)
-            return Message(encode_reply(request.header, reply), reply_to=message)
+            return Message(messages.encode_reply(request.header, reply), reply_to=message)
         except BudgetExceededError as error:
             reason = trail.refused(action, request, error, told=True, private=True)
-            return Message(Error(BUDGET_SPENT, reason), reply_to=message)
+            return Message(Error(messages.BUDGET_SPENT, reason), reply_to=message)
         except Exception as error:  # the server must learn why; it drops this client
             told = isinstance(error, safe)  # any other text may quote a record
             reason = trail.refused(action, request, error, told=told, private=private)
@@ -128,12 +121,14 @@ def _handler(
     return handle
 
 
-def _helped(guard: ReleaseGuard, index: int, site: Site, request: Request) -> Reply:
+def _helped(
+    guard: ReleaseGuard, index: int, site: Site, request: messages.Request
+) -> messages.Reply:
     """Return a site's part in the end of a secure sum, for which its records are not loaded."""
     if guard.allowed.secure_sum is None:
         raise ConfigError("refused: this site takes no part in secure sums.")
     sums = SumSite.of_node(index, dict(site), guard.allowed.secure_sum)
-    return Reply(1.0, properties=answer_sum(sums, request.settings))
+    return messages.Reply(1.0, properties=answer_sum(sums, request.settings))
 
 
 def site_config(config: Config, site: Mapping[str, str]) -> Config:

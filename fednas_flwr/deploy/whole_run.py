@@ -14,12 +14,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.beside import train_all
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.models.prediction import MODEL_FILE
-from fednas_flwr.pipeline.baselines import (
-    delivered,
-    num_random,
-    prepare_baselines,
-    prepare_candidates,
-)
+from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.events import Listener
@@ -85,13 +80,13 @@ def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell
         if not read_run(folder).last("derived"):  # out of time
             return
     for step in ("candidates", "finalists"):
-        folders = prepare_candidates(config, last=step == "finalists")
+        folders = baselines.prepare_candidates(config, last=step == "finalists")
         _train_beside(config, folders, budget.share(step, len(folders)), tell)
     best = chosen(folder)
     if best is None:
         raise ConfigError(f"no candidate of {folder} could be trained: see the reports below it.")
     tell(f"delivered: {best.name}")
-    final = with_runtime(delivered(config, best), time_limit=budget.share("delivered"))
+    final = with_runtime(baselines.delivered(config, best), time_limit=budget.share("delivered"))
     launch(final, listeners=listeners, resumed=True)
 
 
@@ -107,7 +102,7 @@ def _train_baselines(config: Config, tell: Tell) -> None:
     if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
         return
     whole = Path(str(config.run_dir))
-    if not is_complete(whole) or not (number := num_random(config)):  # or out of time
+    if not is_complete(whole) or not (number := baselines.num_random(config)):  # or out of time
         return
     if config.runtime.name == "deployment" and not (whole / MODEL_FILE).exists():
         tell(
@@ -116,7 +111,7 @@ def _train_baselines(config: Config, tell: Tell) -> None:
             f"SuperLink's machine; type `fednas run resume={whole}` there."
         )
         return
-    folders = prepare_baselines(config)
+    folders = baselines.prepare_baselines(config)
     _train_beside(config, folders, None, tell)
     if folders:
         write_report(whole)

@@ -33,11 +33,6 @@ from fednas_flwr.data.loaders import concat_splits, make_client_data, server_spl
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models import metrics, networks
 from fednas_flwr.models.export import export_onnx, export_safetensors
-from fednas_flwr.models.metrics import (
-    best_threshold,
-    detailed,
-    shares_at,
-)
 from fednas_flwr.models.noised_scores import BINS, NoisedScores, scores_of_counts
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
@@ -245,7 +240,7 @@ def _evaluate(
             if choice := chosen(run.folder):  # on records that it had not been trained on
                 threshold = choice.run.scores("central").get("threshold")
             elif counted:
-                threshold = best_threshold(
+                threshold = metrics.best_threshold(
                     [reply.properties["histogram"] for reply in counted],
                     [reply.num_examples for reply in counted],  # and not what it has counted
                 )
@@ -260,7 +255,7 @@ def _evaluate(
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             logits, labels = metrics.predicted(network.to(device), test, device)
             scores = metrics.measured(logits, labels, objective=objective, with_scores=True)
-            central = asdict(scores) | detailed(
+            central = asdict(scores) | metrics.detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
             if isinstance(network, SkipNetwork) and network.skip is not None:
@@ -384,7 +379,7 @@ def _ask_tests(
                 fields = {"sites": reply.sites, "num_examples": reply.num_examples}
             fields |= reply.properties.get("scores", {})
             if threshold is not None and "histogram" in reply.properties:
-                fields |= shares_at(reply.properties["histogram"], threshold)
+                fields |= metrics.shares_at(reply.properties["histogram"], threshold)
             results.append(dict(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")

@@ -20,33 +20,16 @@ from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
+from fednas_flwr.protocol import sum_requests as sr
 from fednas_flwr.protocol.keys import is_hex
-from fednas_flwr.protocol.sum_requests import (
-    PROPERTIES,
-    REQUESTS,
-    Kinds,
-    Masked,
-    NoProperties,
-    Training,
-    asks,
-)
 from fednas_flwr.protocol.sum_requests import Settings as Settings
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings import parser as ps
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.settings.parser import (
-    Between,
-    Checked,
-    Length,
-    OneOf,
-    Where,
-    one_of,
-    parse,
-    within,
-)
 from fednas_flwr.spaces.latency_tables import from_json
 
 MOST_TRIALS = 1000
@@ -66,24 +49,24 @@ def is_line(text: str) -> bool:
     return len(text) <= LONGEST_TEXT and text.isprintable()
 
 
-Line = Annotated[str, Where(is_line, "a line of text")]
-Number = Annotated[int, Between(0, MAX_EXAMPLES)]
+Line = Annotated[str, ps.Where(is_line, "a line of text")]
+Number = Annotated[int, ps.Between(0, MAX_EXAMPLES)]
 Shape = Annotated[
     list[Number],
-    Where(
+    ps.Where(
         lambda shape: len(shape) <= 3 and math.prod(shape) <= LARGEST_RECORD,
         "the shape of a record that a computer holds",
     ),
 ]
 Declared = Annotated[
-    dict[str, Number], Where(lambda splits: set(splits) == set(SPLITS), "a number of each split")
+    dict[str, Number], ps.Where(lambda splits: set(splits) == set(SPLITS), "a number of each split")
 ]
 Rates = Annotated[
     dict[str, opt.NonNegative],
-    Where(lambda rates: rates.keys() <= SPLIT_OF.keys(), "rates of weights and alphas"),
+    ps.Where(lambda rates: rates.keys() <= SPLIT_OF.keys(), "rates of weights and alphas"),
 ]
-Epsilon = Annotated[float, Between(0)]
-Candidates = Annotated[list[list[int]], Length(Between(1, opt.MOST_CANDIDATES))]
+Epsilon = Annotated[float, ps.Between(0)]
+Candidates = Annotated[list[list[int]], ps.Length(ps.Between(1, opt.MOST_CANDIDATES))]
 Description = dict[str, Any]  # what a network is built from, see ``models.networks.make_network``
 
 
@@ -101,7 +84,7 @@ def splits_of(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Amount(Checked):
+class Amount(ps.Checked):
     """Amount of a client's training.
 
     Attributes:
@@ -117,7 +100,7 @@ class Amount(Checked):
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude all but one of the two."""
-        yield one_of(epochs=self.epochs, steps=self.steps)
+        yield ps.one_of(epochs=self.epochs, steps=self.steps)
 
     def most_steps(self, rows: float) -> int:
         """Steps over so many rows, at most."""
@@ -142,7 +125,7 @@ class Amount(Checked):
 
 
 @dataclass(frozen=True)
-class LocalSearch(Checked):
+class LocalSearch(ps.Checked):
     """A local search of a supernet: by ``alternating`` steps, or on sampled ``paths``."""
 
     amount: Amount
@@ -153,7 +136,7 @@ class LocalSearch(Checked):
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude all but one of the two."""
-        yield one_of(alternating=self.alternating, paths=self.paths)
+        yield ps.one_of(alternating=self.alternating, paths=self.paths)
 
     network = None
     split = "train"
@@ -166,7 +149,7 @@ class LocalSearch(Checked):
         return ("weights",) if warms_up else tuple(SPLIT_OF)
 
     @property
-    def releases(self) -> Kinds:
+    def releases(self) -> sr.Kinds:
         """Releases of a private client, by kind.
 
         Raises:
@@ -180,7 +163,7 @@ class LocalSearch(Checked):
 
 
 @dataclass(frozen=True)
-class LocalTraining(Checked):
+class LocalTraining(ps.Checked):
     """Training of a network.
 
     Attributes:
@@ -207,7 +190,7 @@ class LocalTraining(Checked):
     states = ("weights",)
 
     @property
-    def releases(self) -> Kinds:
+    def releases(self) -> sr.Kinds:
         """Releases of a private client, by kind."""
         return {"weights": (splits_of(self.split), self.amount.private_steps)}
 
@@ -216,7 +199,7 @@ Local = LocalSearch | LocalTraining
 
 
 @dataclass(frozen=True)
-class Trial(Checked):
+class Trial(ps.Checked):
     """Hyper-parameters of one trial of a probe, in place of what the probe says."""
 
     weights: SGD
@@ -267,7 +250,7 @@ class Budget(TypedDict):
     """Budget that a policy gives."""
 
     epsilon: opt.Positive
-    delta: Annotated[float, Between(0, 1, above=True, below=True)]
+    delta: Annotated[float, ps.Between(0, 1, above=True, below=True)]
 
 
 class Identity(TypedDict):
@@ -281,26 +264,28 @@ class ClientProperties(Identity, total=False):
 
     tag: Line
     hardware: Line
-    versions: Annotated[dict[str, Line], Where(lambda of: all(map(is_line, of)), "lines by name")]
-    keeps_model: Annotated[bool, Where(bool, "true")]
+    versions: Annotated[
+        dict[str, Line], ps.Where(lambda of: all(map(is_line, of)), "lines by name")
+    ]
+    keeps_model: Annotated[bool, ps.Where(bool, "true")]
     input_shape: Shape
     image_shape: Shape
     scattering: Shape
     schema: list[Column]
-    mean: list[Annotated[float, Between(-LARGEST_NUMBER, LARGEST_NUMBER, above=True)]]
-    std: list[Annotated[float, Between(0, LARGEST_NUMBER, above=True)]]
+    mean: list[Annotated[float, ps.Between(-LARGEST_NUMBER, LARGEST_NUMBER, above=True)]]
+    std: list[Annotated[float, ps.Between(0, LARGEST_NUMBER, above=True)]]
     class_names: list[Line]
     multi_label: bool
     splits: Declared
     data_set: Line
     budget: Budget
     secure_noise: bool
-    unit: Annotated[str, OneOf(names.UNITS)]
+    unit: Annotated[str, ps.OneOf(names.UNITS)]
     least_noise_multiplier: Annotated[
-        float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+        float, ps.Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
     ]
     spent: Epsilon | None  # None is infinite
-    honest_sites: Annotated[int, Between(2, names.MOST_SITES)]
+    honest_sites: Annotated[int, ps.Between(2, names.MOST_SITES)]
 
 
 class ExactClientProperties(ClientProperties, total=False):
@@ -310,7 +295,7 @@ class ExactClientProperties(ClientProperties, total=False):
     moments: list[Moments]
 
 
-@asks("query.describe", reply=ExactClientProperties, private=ClientProperties)
+@sr.asks("query.describe", reply=ExactClientProperties, private=ClientProperties)
 @dataclass(frozen=True, kw_only=True)
 class Describe(Settings):
     """``query.describe``."""
@@ -331,23 +316,23 @@ def _are_units(units: Sequence[str]) -> bool:
 class Committed(TypedDict, total=False):
     """Properties of the reply to ``query.commit``: a hash to approve, or what the run costs."""
 
-    awaits: Annotated[str, Where(partial(is_hex, 32), "32 hex digits")]
+    awaits: Annotated[str, ps.Where(partial(is_hex, 32), "32 hex digits")]
     # by accountant and split; None is infinite
     epsilon: Annotated[
         dict[str, dict[str, Epsilon | None]],
-        Where(_are_complete, "an epsilon of the same splits by each accountant"),
+        ps.Where(_are_complete, "an epsilon of the same splits by each accountant"),
     ]
     covered_steps: dict[str, Number]
-    uncounted: Annotated[list[str], Where(_are_units, "different units of privacy")]
+    uncounted: Annotated[list[str], ps.Where(_are_units, "different units of privacy")]
 
 
-@asks("query.commit", reply=Committed)
+@sr.asks("query.commit", reply=Committed)
 @dataclass(frozen=True, kw_only=True)
 class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
 
     data_set: str
-    releases: Annotated[tuple[PlannedRelease, ...], Length(Between(0, MOST_RELEASES))]
+    releases: Annotated[tuple[PlannedRelease, ...], ps.Length(ps.Between(0, MOST_RELEASES))]
 
 
 def is_latency_table(text: str) -> bool:
@@ -361,24 +346,24 @@ def is_latency_table(text: str) -> bool:
 class Latency(TypedDict):
     """Properties of the reply to ``query.latency``."""
 
-    latency: Annotated[str, Where(is_latency_table, "a latency table")]
+    latency: Annotated[str, ps.Where(is_latency_table, "a latency table")]
 
 
-@asks("query.latency", reply=Latency)
+@sr.asks("query.latency", reply=Latency)
 @dataclass(frozen=True, kw_only=True)
 class MeasureLatency(AtSite):
     """``query.latency``: passes of each layer on batches of made-up inputs."""
 
-    batch_size: Annotated[int, Between(1, 1024)]
-    passes: Annotated[int, Between(2, 1000)]
+    batch_size: Annotated[int, ps.Between(1, 1024)]
+    passes: Annotated[int, ps.Between(2, 1000)]
 
 
-@asks("query.statistics")
+@sr.asks("query.statistics")
 @dataclass(frozen=True, kw_only=True)
 class TellStatistics(AtSite):
     """``query.statistics``: statistics of a table, within the ranges that the site declares."""
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """One release for all columns."""
         return {STATISTICS: (("train",), 1)}
 
@@ -386,10 +371,10 @@ class TellStatistics(AtSite):
 class Kept(TypedDict):
     """Properties of the reply to ``query.keep_model``."""
 
-    kept: Annotated[bool, Where(bool, "true")]
+    kept: Annotated[bool, ps.Where(bool, "true")]
 
 
-@asks("query.keep_model", reply=Kept)
+@sr.asks("query.keep_model", reply=Kept)
 @dataclass(frozen=True, kw_only=True)
 class KeepModel(AtSite):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
@@ -401,13 +386,13 @@ class KeepModel(AtSite):
 
     card: Annotated[
         str,
-        Length(Between(1, LONGEST_CARD)),
-        Where(lambda card: all(c.isprintable() or c == "\n" for c in card), "printable text"),
+        ps.Length(ps.Between(1, LONGEST_CARD)),
+        ps.Where(lambda card: all(c.isprintable() or c == "\n" for c in card), "printable text"),
     ]
-    signature: Annotated[str, Length(Between(128, 128))]
+    signature: Annotated[str, ps.Length(ps.Between(128, 128))]
 
 
-@asks("train.weight_gradient", "train.alpha_gradient", "train.gradients")
+@sr.asks("train.weight_gradient", "train.alpha_gradient", "train.gradients")
 @dataclass(frozen=True, kw_only=True)
 class TakeGradients(AtSite):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
@@ -425,10 +410,10 @@ class TakeGradients(AtSite):
     local_steps: opt.Steps
     local_lrs: Rates
     batch_size: opt.Count | None
-    order: Annotated[int, Between(1, 2)]
+    order: Annotated[int, ps.Between(1, 2)]
     inner_lr: opt.Positive
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """A sum of each gradient in every step."""
         if self.order != 1:
             limit = "1: second order mixes splits"
@@ -438,7 +423,7 @@ class TakeGradients(AtSite):
         return {state: ((SPLIT_OF[state],), self.local_steps) for state in states}
 
 
-@asks("train.network_gradient")
+@sr.asks("train.network_gradient")
 @dataclass(frozen=True, kw_only=True)
 class TakeNetworkGradient(AtSite):
     """``train.network_gradient``: one step's gradient of the weights of a network.
@@ -459,13 +444,13 @@ class TakeNetworkGradient(AtSite):
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """One sum of gradients."""
         check_private_batch(self.batch_size)
         return {"weights": (splits_of(self.split), 1)}
 
 
-@asks("train.search")
+@sr.asks("train.search")
 @dataclass(frozen=True, kw_only=True)
 class Search(AtSite):
     """``train.search``.
@@ -476,18 +461,18 @@ class Search(AtSite):
 
     local: LocalSearch
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """A release of each state in every step."""
         return self.local.releases
 
-    def client_releases(self, action: str) -> Kinds:
+    def client_releases(self, action: str) -> sr.Kinds:
         """One update of each state."""
         return dict.fromkeys(self.local.states, (SPLITS, 1))
 
-    def trained_by(self, rows: float) -> Training:
+    def trained_by(self, rows: float) -> sr.Training:
         """The search."""
         local = self.local
-        return Training(
+        return sr.Training(
             local.weights,
             local.amount.most_steps(rows),
             proximal=0.0 if local.alternating is None else local.alternating.proximal,
@@ -495,7 +480,7 @@ class Search(AtSite):
         )
 
 
-@asks("train.candidate")
+@sr.asks("train.candidate")
 @dataclass(frozen=True, kw_only=True)
 class TrainCandidates(AtSite):
     """``train.candidate``.
@@ -518,7 +503,7 @@ class TrainCandidates(AtSite):
     dp_aware: opt.DPAware | None
     sparse: bool = False
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """A release in every step of each candidate."""
         if self.dp_aware is not None or self.batch_size is not None:
             raise ConfigError(
@@ -527,12 +512,12 @@ class TrainCandidates(AtSite):
             )
         return {"weights": (("train",), len(self.candidates) * self.local_steps)}
 
-    def trained_by(self, rows: float) -> Training:
+    def trained_by(self, rows: float) -> sr.Training:
         """The steps on all candidates."""
-        return Training(self.weights, len(self.candidates) * self.local_steps)
+        return sr.Training(self.weights, len(self.candidates) * self.local_steps)
 
 
-@asks("evaluate.candidates")
+@sr.asks("evaluate.candidates")
 @dataclass(frozen=True, kw_only=True)
 class RewardCandidates(AtSite):
     """``evaluate.candidates``: accuracies of paths through the supernet, or of a pool's members.
@@ -551,25 +536,25 @@ class RewardCandidates(AtSite):
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude all but one of the three, and pools that travel in part or have no members."""
-        yield one_of(candidates=self.candidates, network=self.network, training=self.training)
+        yield ps.one_of(candidates=self.candidates, network=self.network, training=self.training)
         if self.candidates is None:
             yield self.sparse, "sparse=True is of candidates by their paths: a pool travels whole"
             members = (self.described or {}).get("genotypes")
             count = len(members) if isinstance(members, list) else 0
             wanted = f"a list of 1 to {opt.MOST_CANDIDATES}"
-            yield within(1 <= count <= opt.MOST_CANDIDATES, "genotypes", members, wanted)
+            yield ps.within(1 <= count <= opt.MOST_CANDIDATES, "genotypes", members, wanted)
 
     @property
     def count(self) -> int:
         """Number of candidates that are measured."""
         return len(self.candidates or (self.described or {})["genotypes"])
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """One release of all rewards."""
         return {"rewards": (("validation",), 1)}
 
 
-@asks("train.probe")
+@sr.asks("train.probe")
 @dataclass(frozen=True, kw_only=True)
 class Probe(AtSite):
     """``train.probe``: trials of a local search, or of the training of a network.
@@ -583,20 +568,20 @@ class Probe(AtSite):
 
     search: LocalSearch | None
     training: LocalTraining | None
-    trials: Annotated[list[Trial], Length(Between(1, MOST_TRIALS))]
+    trials: Annotated[list[Trial], ps.Length(ps.Between(1, MOST_TRIALS))]
     loss_bound: opt.LossBound
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude all but one of the two."""
-        yield one_of(search=self.search, training=self.training)
+        yield ps.one_of(search=self.search, training=self.training)
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """Every step of each trial, and its reward."""
         trials, kinds = len(self.trials), self.trainings()[0].releases
         trained = {kind: (splits, trials * steps) for kind, (splits, steps) in kinds.items()}
         return trained | {"rewards": (("validation",), trials)}
 
-    def client_releases(self, action: str) -> Kinds:
+    def client_releases(self, action: str) -> sr.Kinds:
         """The rewards."""
         return {"rewards": (SPLITS, len(self.trials))}
 
@@ -611,7 +596,7 @@ class Probe(AtSite):
         ]
 
 
-@asks("train.weights")
+@sr.asks("train.weights")
 @dataclass(frozen=True, kw_only=True)
 class Train(AtSite):
     """``train.weights``.
@@ -624,12 +609,12 @@ class Train(AtSite):
     local: LocalTraining
     validates: bool = False
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """A release in every step."""
         self._check_unvalidated()
         return self.local.releases
 
-    def client_releases(self, action: str) -> Kinds:
+    def client_releases(self, action: str) -> sr.Kinds:
         """One update."""
         self._check_unvalidated()
         return {"weights": (SPLITS, 1)}
@@ -638,7 +623,7 @@ class Train(AtSite):
         if self.validates:
             raise ConfigError("refused: validates=True would tell a loss without noise.")
 
-    def trained_by(self, rows: float) -> Training:
+    def trained_by(self, rows: float) -> sr.Training:
         """The training."""
         local = self.local
         # a server may send anything, and a site that refuses it still answers
@@ -646,11 +631,11 @@ class Train(AtSite):
         genotypes = described.get("genotypes")
         members = len(genotypes) if isinstance(genotypes, list) else 1
         steps = local.amount.most_steps(rows)
-        return Training(local.weights, steps, local.proximal, members=max(1, members))
+        return sr.Training(local.weights, steps, local.proximal, members=max(1, members))
 
 
 Bins = Annotated[
-    list[Number], Where(lambda row: len(row) == BINS and sum(row) <= MAX_EXAMPLES, "a histogram")
+    list[Number], ps.Where(lambda row: len(row) == BINS and sum(row) <= MAX_EXAMPLES, "a histogram")
 ]
 
 
@@ -658,15 +643,15 @@ class Scored(TypedDict, total=False):
     """Properties of the reply to ``evaluate.model``, of clients without privacy."""
 
     scores: Annotated[
-        dict[str, Annotated[float, Between(0, 1)]],
-        Where(lambda scores: set(scores) <= set(SCORES), f"some of {', '.join(SCORES)}"),
+        dict[str, Annotated[float, ps.Between(0, 1)]],
+        ps.Where(lambda scores: set(scores) <= set(SCORES), f"some of {', '.join(SCORES)}"),
     ]
     # of the probability of being positive, for positive and other records
-    histogram: Annotated[list[Bins], Length(Between(2, 2))]
-    sums: Annotated[list[opt.NonNegative], Length(Between(1, MOST_SUMS))]  # row by row
+    histogram: Annotated[list[Bins], ps.Length(ps.Between(2, 2))]
+    sums: Annotated[list[opt.NonNegative], ps.Length(ps.Between(1, MOST_SUMS))]  # row by row
 
 
-@asks("evaluate.model", reply=Scored, private=NoProperties)
+@sr.asks("evaluate.model", reply=Scored, private=sr.NoProperties)
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(AtSite):
     """``evaluate.model``: metrics of a network on one of the splits.
@@ -686,14 +671,14 @@ class Evaluate(AtSite):
     split: str
     statistics_batch_size: opt.Count | None = None
     with_scores: bool = False
-    summed: Annotated[str, OneOf(names.METRICS)] | None = None
+    summed: Annotated[str, ps.OneOf(names.METRICS)] | None = None
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """One release of loss and accuracy."""
         return {"metrics": (splits_of(self.split), 1)}
 
 
-@asks("evaluate.scores")
+@sr.asks("evaluate.scores")
 @dataclass(frozen=True, kw_only=True)
 class CountScores(AtSite):
     """``evaluate.scores``: noised counts of a network's scores of train and validation records.
@@ -704,12 +689,12 @@ class CountScores(AtSite):
 
     network: Description
 
-    def released(self, action: str) -> Kinds:
+    def released(self, action: str) -> sr.Kinds:
         """One release of all counts."""
         return {"scores": (("train", "validation"), 1)}
 
 
-@asks("evaluate.personalised")
+@sr.asks("evaluate.personalised")
 @dataclass(frozen=True, kw_only=True)
 class Personalise(AtSite):
     """``evaluate.personalised``: metrics after local training."""
@@ -723,8 +708,8 @@ def decode(action: str, values: object) -> Settings:
     Raises:
         ConfigError: There is no such action, or the values are not such a request.
     """
-    check_choice("action", action, REQUESTS)
-    request: Settings = parse(REQUESTS[action], values, key="")
+    check_choice("action", action, sr.REQUESTS)
+    request: Settings = ps.parse(sr.REQUESTS[action], values, key="")
     return request
 
 
@@ -740,7 +725,7 @@ def decode_properties(action: str, values: object, *, masked: bool = False) -> A
         ReplyError: One is missing or unknown, or malformed.
     """
     try:
-        return parse(Masked if masked else PROPERTIES[action][0], values, key="")
+        return ps.parse(sr.Masked if masked else sr.PROPERTIES[action][0], values, key="")
     except MissingSettingError as error:
         raise ReplyError(f"does not say its {error.key}") from error
     except ConfigError as error:

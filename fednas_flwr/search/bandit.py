@@ -36,14 +36,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.settings.optimizers import (
-    BanditSettings,
-    Configuration,
-    ConfigurationChoice,
-    Range,
-    ThetaSettings,
-    check_ranges,
-)
+from fednas_flwr.settings import optimizers as opt
 
 LEAST = 1e-30  # a probability below this is never drawn; keeps the gradient finite
 EQUAL = 1e-9  # nats: a smaller excess is rounding, which aggressive steps would magnify
@@ -61,14 +54,14 @@ class Bandit:
         tried: The arms that have had a reward.
     """
 
-    settings: BanditSettings
+    settings: opt.BanditSettings
     estimates_N: Tensor
     scale: float = 0.0
     noise: float = 0.0
     tried: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, num_arms: int, settings: BanditSettings) -> Self:
+    def of(cls, num_arms: int, settings: opt.BanditSettings) -> Self:
         """A bandit that has tried none of its one or more arms."""
         return cls(settings, torch.zeros(num_arms, dtype=torch.float64))
 
@@ -167,7 +160,7 @@ class Bandit:
         return replace(self, estimates_N=estimates_N, tried=frozenset(values["tried"]), **known)
 
 
-def make_configurations(choice: ConfigurationChoice, seed: int) -> list[Configuration]:
+def make_configurations(choice: opt.ConfigurationChoice, seed: int) -> list[opt.Configuration]:
     """The configurations to choose among: those listed, else drawn from the run's seed."""
     if choice.configurations:
         return choice.configurations
@@ -176,18 +169,18 @@ def make_configurations(choice: ConfigurationChoice, seed: int) -> list[Configur
 
 
 def draw_configurations(
-    count: int, ranges: Mapping[str, Range], generator: torch.Generator
-) -> list[Configuration]:
+    count: int, ranges: Mapping[str, opt.Range], generator: torch.Generator
+) -> list[opt.Configuration]:
     """Draw ``count`` independent configurations, each value from its own range (section 4).
 
     Raises:
         ConfigError: A range is missing or unknown, or gives a value that is out of range.
     """
-    check_ranges(ranges)
-    names = [field.name for field in fields(Configuration)]
+    opt.check_ranges(ranges)
+    names = [field.name for field in fields(opt.Configuration)]
     shares = torch.rand(count, len(names), generator=generator, dtype=torch.float64).tolist()
     return [
-        Configuration(**{n: ranges[n].at(u) for n, u in zip(names, row, strict=True)})
+        opt.Configuration(**{n: ranges[n].at(u) for n, u in zip(names, row, strict=True)})
         for row in shares
     ]
 
@@ -212,14 +205,14 @@ class Theta:
         loss_weight: The same sum of ones; 0 before the first round.
     """
 
-    settings: ThetaSettings
+    settings: opt.ThetaSettings
     log_theta_N: Tensor
     norm: float = 0.0
     loss_sum: float = 0.0
     loss_weight: float = 0.0
 
     @classmethod
-    def of(cls, num_configurations: int, settings: ThetaSettings) -> Theta:
+    def of(cls, num_configurations: int, settings: opt.ThetaSettings) -> Theta:
         """The uniform distribution over one or more configurations."""
         log_share = -math.log(num_configurations)
         return cls(settings, torch.full((num_configurations,), log_share, dtype=torch.float64))

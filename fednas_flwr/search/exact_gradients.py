@@ -14,16 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
-from fednas_flwr.search.batch_gradients import (
-    Batch,
-    Tally,
-    alpha_gradient_sum,
-    mixed_level_gradient,
-    second_order_gradient,
-    virtual_step,
-    weight_gradient,
-    weight_gradient_sum,
-)
+from fednas_flwr.search import batch_gradients as bg
 from fednas_flwr.search.candidate import Pool, Relaxed, by_member
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
@@ -35,7 +26,7 @@ from fednas_flwr.spaces.mbconv import CELL
 from fednas_flwr.spaces.space import Supernet
 
 MICRO_BATCH = 128  # records whose gradients are in memory at a time
-Passes = Callable[[], Iterator[Batch]]  # begins another pass over some records
+Passes = Callable[[], Iterator[bg.Batch]]  # begins another pass over some records
 
 
 @dataclass
@@ -65,11 +56,11 @@ class ExactGradients:
     objective: Objective = CLASSIFICATION
     auxiliary_weight: float = 0.0
     precision: str = FLOAT32
-    train_batch: Batch = field(init=False)
-    validation_batch: Batch = field(init=False)
-    train_tally: Tally = field(default_factory=Tally, init=False)
-    validation_tally: Tally = field(default_factory=Tally, init=False)
-    _validation_batches: Iterator[Batch] = field(default=iter(()), init=False)
+    train_batch: bg.Batch = field(init=False)
+    validation_batch: bg.Batch = field(init=False)
+    train_tally: bg.Tally = field(default_factory=bg.Tally, init=False)
+    validation_tally: bg.Tally = field(default_factory=bg.Tally, init=False)
+    _validation_batches: Iterator[bg.Batch] = field(default=iter(()), init=False)
 
     def steps(self) -> Iterator[None]:
         """Yield once for every train batch."""
@@ -79,10 +70,10 @@ class ExactGradients:
                 self.validation_batch = next(self._validation_batches)
             yield
 
-    def _passes(self) -> Iterator[Iterator[Batch]]:
+    def _passes(self) -> Iterator[Iterator[bg.Batch]]:
         """All passes over the train records."""
         for _ in range(self.epochs or 0) if self.num_steps is None else count():
-            self.train_tally, self.validation_tally = Tally(), Tally()
+            self.train_tally, self.validation_tally = bg.Tally(), bg.Tally()
             if self.validation is not None:
                 self._validation_batches = chain.from_iterable(p() for p in repeat(self.validation))
             yield self.train()
@@ -92,7 +83,7 @@ class ExactGradients:
         if isinstance(network, Pool):
             return by_member(network, self.weights)
         with computed_in(self.precision, self.train_batch):
-            return weight_gradient(
+            return bg.weight_gradient(
                 network,
                 self.train_batch,
                 self.train_tally,
@@ -116,21 +107,21 @@ class ExactGradients:
         """The gradient, and the losses [B] of the validation batch."""
         batches = {"train_batch": self.train_batch, "validation_batch": self.validation_batch}
         if rule == "first_order":
-            sums, losses = alpha_gradient_sum(
+            sums, losses = bg.alpha_gradient_sum(
                 supernet, self.validation_batch, objective=self.objective
             )
             return {kind: g / len(losses) for kind, g in sums.items()}, losses
         if rule == "mixed_level":
-            return mixed_level_gradient(
+            return bg.mixed_level_gradient(
                 supernet,
                 **batches,
                 validation_weight=validation_weight,
                 objective=self.objective,
             )
-        virtual_weights = virtual_step(
+        virtual_weights = bg.virtual_step(
             supernet, self.train_batch, optimizer=weights.torch_optimizer, objective=self.objective
         )
-        return second_order_gradient(
+        return bg.second_order_gradient(
             supernet,
             **batches,
             weights=supernet.weights(),
@@ -227,8 +218,8 @@ class ExactSums:
         precision: Number format, see :func:`computed_in`.
     """
 
-    train: Iterator[Batch]
-    validation: Iterator[Batch] | None = None
+    train: Iterator[bg.Batch]
+    validation: Iterator[bg.Batch] | None = None
     look_ahead: LookAhead | None = None
     objective: Objective = CLASSIFICATION
     auxiliary_weight: float = 0.0
@@ -236,7 +227,7 @@ class ExactSums:
 
     def __post_init__(self) -> None:
         """Begin to count."""
-        self.train_tally, self.validation_tally = Tally(), Tally()
+        self.train_tally, self.validation_tally = bg.Tally(), bg.Tally()
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """The sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
@@ -247,10 +238,10 @@ class ExactSums:
         with computed_in(FLOAT32 if second_order else self.precision, batch):
             return self._sums(state, network, batch), len(batch[1])
 
-    def _sums(self, state: str, network: nn.Module, batch: Batch) -> Tensors:
+    def _sums(self, state: str, network: nn.Module, batch: bg.Batch) -> Tensors:
         """The sum over a batch."""
         if state == "weights":
-            return weight_gradient_sum(
+            return bg.weight_gradient_sum(
                 network,
                 batch,
                 self.train_tally,
@@ -260,9 +251,9 @@ class ExactSums:
         supernet = cast(Supernet, network)  # alphas are of one
         ahead, size = self.look_ahead, len(batch[1])
         if ahead is None:
-            sums, losses = alpha_gradient_sum(supernet, batch, objective=self.objective)
+            sums, losses = bg.alpha_gradient_sum(supernet, batch, objective=self.objective)
         else:
-            means, losses = second_order_gradient(
+            means, losses = bg.second_order_gradient(
                 supernet,
                 weights=ahead.previous_weights,
                 virtual_weights=supernet.weights(),
@@ -280,7 +271,7 @@ class ExactSums:
         return metrics_of(self.train_tally, self.validation_tally)
 
 
-def metrics_of(train: Tally, validation: Tally) -> dict[str, float]:
+def metrics_of(train: bg.Tally, validation: bg.Tally) -> dict[str, float]:
     """Loss and accuracy on train batches, and loss on validation batches, where there are any."""
     metrics: dict[str, float] = {}
     if train.num_examples:
@@ -291,7 +282,7 @@ def metrics_of(train: Tally, validation: Tally) -> dict[str, float]:
 
 
 @contextmanager
-def computed_in(precision: str, batch: Batch) -> Iterator[None]:
+def computed_in(precision: str, batch: bg.Batch) -> Iterator[None]:
     """Compute gradients of a batch in a precision, on its device, while in this context.
 
     With ``bfloat16`` torch's autocast computes convolutions and matrix products in it. Parameters,

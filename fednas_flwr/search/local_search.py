@@ -16,15 +16,9 @@ from itertools import repeat
 import torch
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.batch_gradients import beta_gradient
 from fednas_flwr.search.candidate import Candidate, GumbelPath, Relaxed
-from fednas_flwr.search.optimizer_step import (
-    Gradients,
-    Optimizer,
-    Optimizers,
-    Proximal,
-    add_gradients,
-)
 from fednas_flwr.settings.optimizers import NonNegative, Positive, Rule
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.space import Supernet
@@ -63,8 +57,8 @@ class Alternating(Checked):
 
 def alternate(
     supernet: Supernet,
-    gradients: Gradients,
-    optimizers: Optimizers,
+    gradients: opt.Gradients,
+    optimizers: opt.Optimizers,
     alternating: Alternating,
     *,
     generator: torch.Generator | None = None,
@@ -80,7 +74,7 @@ def alternate(
     """
     assert optimizers.alphas is not None
     supernet.train()
-    proximal = Proximal(alternating.proximal, supernet.weights())
+    proximal = opt.Proximal(alternating.proximal, supernet.weights())
     temperature = alternating.temperature
 
     def network() -> Relaxed:
@@ -99,7 +93,7 @@ def alternate(
         )
         if alternating.beta_decay:
             further = beta_gradient(supernet.alphas(), weight=alternating.beta_decay)
-            gradient = add_gradients(gradient, further)
+            gradient = opt.add_gradients(gradient, further)
         optimizers.alphas.step(gradient)
         optimizers.weights.step(proximal.added_to(gradients.weights(network())))
 
@@ -107,8 +101,8 @@ def alternate(
 def train_candidates(
     supernet: Supernet,
     paths: Sequence[Sequence[int]],
-    gradients: Gradients,
-    weights: Optimizer,
+    gradients: opt.Gradients,
+    weights: opt.Optimizer,
     *,
     steps: int,
 ) -> None:

@@ -10,18 +10,8 @@ from typing import Annotated, Any
 
 from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
+from fednas_flwr.settings import parser as ps
 from fednas_flwr.settings.data_settings import Dataset, Partition
-from fednas_flwr.settings.parser import (
-    Between,
-    Checked,
-    Distinct,
-    Length,
-    OneOf,
-    Text,
-    Time,
-    Where,
-    within,
-)
 
 STAGES = ("search", "retrain", "evaluate", "export")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
@@ -30,28 +20,28 @@ DEVICES = ("auto", "cpu", "cuda")
 CUDA = "cuda, and the number of the GPU in the environment variable CUDA_VISIBLE_DEVICES"
 WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
-LEAST_PART = Between(1e-4, reason="Ray counts no smaller part of a processor")
-PartOrZero = Annotated[float, Where(lambda n: n == 0 or n in LEAST_PART, f"0, or {LEAST_PART}")]
+LEAST_PART = ps.Between(1e-4, reason="Ray counts no smaller part of a processor")
+PartOrZero = Annotated[float, ps.Where(lambda n: n == 0 or n in LEAST_PART, f"0, or {LEAST_PART}")]
 EXCHANGES = ("models", "gradients")
 
-Norm = Annotated[str, OneOf(names.NORMS)]
-Width = Annotated[int, Between(1, 10**6)]
-Cells = Annotated[int, Between(1, 1000, reason="no deeper network has been trained")]
-Epsilon = Annotated[float, Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
+Norm = Annotated[str, ps.OneOf(names.NORMS)]
+Width = Annotated[int, ps.Between(1, 10**6)]
+Cells = Annotated[int, ps.Between(1, 1000, reason="no deeper network has been trained")]
+Epsilon = Annotated[float, ps.Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
 NoiseMultiplier = Annotated[
-    float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+    float, ps.Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
 ]
 GradNorm = Annotated[
     float,
-    Between(0, opt.LARGEST_NORM, above=True, reason="the noise grows with it, and hides less"),
+    ps.Between(0, opt.LARGEST_NORM, above=True, reason="the noise grows with it, and hides less"),
 ]
-Part = Annotated[float, Between(0, 1, above=True, below=True)]
-Walk = Annotated[float, Between(0, 1e3, above=True)]
-Rate = Annotated[float, Between(0, 1, above=True)]
+Part = Annotated[float, ps.Between(0, 1, above=True, below=True)]
+Walk = Annotated[float, ps.Between(0, 1e3, above=True)]
+Rate = Annotated[float, ps.Between(0, 1, above=True)]
 
 
 @dataclass(frozen=True)
-class SearchSpaceSettings(Checked):
+class SearchSpaceSettings(ps.Checked):
     """Base of all; derived networks have the supernet's sizes, except for those of a CellSpace.
 
     Attributes:
@@ -62,7 +52,7 @@ class SearchSpaceSettings(Checked):
 
     name: str
     norm: Norm
-    skip: Annotated[str, OneOf(names.SKIPS)]
+    skip: Annotated[str, ps.OneOf(names.SKIPS)]
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ class BlockSpace(SearchSpaceSettings):
 
     skeleton: str
     candidates: str
-    width: Annotated[float, Between(0, 16, above=True)]
+    width: Annotated[float, ps.Between(0, 16, above=True)]
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ class DPCells(SearchSpaceSettings):
 
 
 @dataclass(frozen=True)
-class Retrain(Checked):
+class Retrain(ps.Checked):
     """Federated training of the derived or given network from scratch.
 
     Attributes:
@@ -136,7 +126,7 @@ class Retrain(Checked):
         weights: The optimiser's constants.
     """
 
-    exchange: Annotated[str, OneOf(EXCHANGES)] | None
+    exchange: Annotated[str, ps.OneOf(EXCHANGES)] | None
     rounds: opt.Count | None
     evaluate_every: opt.CountOrZero
     local_epochs: opt.Steps
@@ -158,7 +148,7 @@ class Retrain(Checked):
 
 
 @dataclass(frozen=True)
-class NetworkLimits(Checked):
+class NetworkLimits(ps.Checked):
     """Limits on the cost of a found network, at the size at which it is trained; null is none.
 
     Attributes:
@@ -171,7 +161,7 @@ class NetworkLimits(Checked):
     parameters: opt.Count | None
     multiply_adds: opt.Count | None
     latency_ms: opt.Positive | None
-    table: Text | None
+    table: ps.Text | None
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude one of limit and table without the other."""
@@ -190,7 +180,7 @@ class NetworkLimits(Checked):
 
 
 @dataclass(frozen=True)
-class Hardware(Checked):
+class Hardware(ps.Checked):
     """Effect of a network's cost on the loss of the alphas; see ``spaces.costs.HardwareLoss``.
 
     Attributes:
@@ -204,12 +194,12 @@ class Hardware(Checked):
         exponent: Exponent of the ratio of cost to target.
     """
 
-    table: Text | None
+    table: ps.Text | None
     unit: str
     target: opt.Positive
     loss: str
-    scale: Annotated[float, Between(0, 1e6, above=True)]
-    exponent: Annotated[float, Between(-10, 10)]
+    scale: Annotated[float, ps.Between(0, 1e6, above=True)]
+    exponent: Annotated[float, ps.Between(-10, 10)]
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude a table of another unit."""
@@ -227,7 +217,7 @@ class NoPrivacy:
 
 
 @dataclass(frozen=True)
-class Noise(Checked):
+class Noise(ps.Checked):
     """Noise on clipped sums of one kind: std ``noise_multiplier * max_grad_norm``, per release.
 
     Attributes:
@@ -268,7 +258,7 @@ class PrivateRetrain(Noise):
 
 
 @dataclass(frozen=True)
-class DifferentialPrivacy(Checked):
+class DifferentialPrivacy(ps.Checked):
     """``dp``: clients return noised sums of clipped contributions, each booked in its ledger.
 
     Noise is calibrated as if each release were charged to the splits that it reads only. Where a
@@ -322,8 +312,8 @@ class DifferentialPrivacy(Checked):
     """
 
     name: str
-    data_set: Text
-    unit: Annotated[str, OneOf((names.RECORD, names.CLIENT))]
+    data_set: ps.Text
+    unit: Annotated[str, ps.OneOf((names.RECORD, names.CLIENT))]
     epsilon: Epsilon
     delta: Part
     large_delta: bool
@@ -337,11 +327,11 @@ class DifferentialPrivacy(Checked):
     local_steps: opt.Steps
     rate: Rate | None
     metrics_noise_multiplier: NoiseMultiplier | None
-    scores_error: Annotated[float, Between(0.001, 0.1)] | None
+    scores_error: Annotated[float, ps.Between(0.001, 0.1)] | None
     statistics_noise_multiplier: NoiseMultiplier | None
-    fewest_records: Annotated[float, Between(0, 1)]
-    micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
-    sites: Text | None
+    fewest_records: Annotated[float, ps.Between(0, 1)]
+    micro_batch_size: Annotated[int, ps.Between(1, names.LARGEST_MICRO_BATCH)]
+    sites: ps.Text | None
     test_seed: int | None
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
@@ -350,7 +340,7 @@ class DifferentialPrivacy(Checked):
             self.rewards.max_grad_norm,
             "1: rewards are bounded by algorithm.loss_bound",
         )
-        yield within(norm == 1, "rewards.max_grad_norm", norm, expected)
+        yield ps.within(norm == 1, "rewards.max_grad_norm", norm, expected)
 
     @property
     def own_epsilon(self) -> float:
@@ -372,7 +362,7 @@ PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
 
 
 @dataclass(frozen=True)
-class TrainingSettings(Checked):
+class TrainingSettings(ps.Checked):
     """Settings of all local training, of supernets and of networks.
 
     Attributes:
@@ -387,14 +377,14 @@ class TrainingSettings(Checked):
         oversample: If true, training repeats the records of rarer classes; not with privacy.
     """
 
-    precision: Annotated[str, OneOf(names.PRECISIONS)]
-    momentum: Annotated[str, OneOf(opt.MOMENTA)] | None
+    precision: Annotated[str, ps.OneOf(names.PRECISIONS)]
+    momentum: Annotated[str, ps.OneOf(opt.MOMENTA)] | None
     class_factors: dict[str, opt.ShareAbove0]
     oversample: bool
 
 
 @dataclass(frozen=True)
-class EvaluationSettings(Checked):
+class EvaluationSettings(ps.Checked):
     """Settings of measures, and of the networks that a found one is compared with.
 
     Attributes:
@@ -414,15 +404,15 @@ class EvaluationSettings(Checked):
             than half of that, else 0.
     """
 
-    positive: Text | None
-    metric: Annotated[str, OneOf(names.METRICS)] | None
-    deliver: Annotated[str, OneOf(names.DELIVERIES)]
+    positive: ps.Text | None
+    metric: Annotated[str, ps.OneOf(names.METRICS)] | None
+    deliver: Annotated[str, ps.OneOf(names.DELIVERIES)]
     personalised: bool
     baselines: opt.CountOrZero | None
 
 
 @dataclass(frozen=True)
-class AlgorithmSettings(Checked):
+class AlgorithmSettings(ps.Checked):
     """Base of all, and the settings of an algorithm that has none."""
 
     name: str
@@ -470,7 +460,7 @@ class GivenNetwork(AlgorithmSettings):
 
 
 @dataclass(frozen=True)
-class SamplingSettings(Checked):
+class SamplingSettings(ps.Checked):
     """Rounds that ask some of the clients only, as the seed decides.
 
     No privacy is claimed for it, since the server knows whom it asks.
@@ -483,9 +473,9 @@ class SamplingSettings(Checked):
             clients that fail.
     """
 
-    per_round: Annotated[float, Between(0, MOST_CLIENTS, above=True)]
-    by: Annotated[str, OneOf(names.SAMPLINGS)] = names.UNIFORM
-    spare: Annotated[float, Between(0, 1)] = 0.0
+    per_round: Annotated[float, ps.Between(0, MOST_CLIENTS, above=True)]
+    by: Annotated[str, ps.OneOf(names.SAMPLINGS)] = names.UNIFORM
+    spare: Annotated[float, ps.Between(0, 1)] = 0.0
 
     def asked(self, clients: int) -> int:
         """Number of clients that a round asks, of so many."""
@@ -494,7 +484,7 @@ class SamplingSettings(Checked):
 
 
 @dataclass(frozen=True)
-class SecureSumSettings(Checked):
+class SecureSumSettings(ps.Checked):
     """Replies of which the server sees totals only (:mod:`fednas_flwr.protocol.secure_sum`).
 
     The terms are those of simulated sites; a real site's own policy has them.
@@ -505,8 +495,8 @@ class SecureSumSettings(Checked):
         colluding: Clients of which each expects that they may help the server.
     """
 
-    least_sites: Annotated[int, Between(2, names.MOST_SITES)] | None = None
-    colluding: Annotated[int, Between(0, names.MOST_SITES)] = 1
+    least_sites: Annotated[int, ps.Between(2, names.MOST_SITES)] | None = None
+    colluding: Annotated[int, ps.Between(0, names.MOST_SITES)] = 1
 
     @property
     def fewest(self) -> int:
@@ -519,7 +509,7 @@ class SecureSumSettings(Checked):
 
 
 @dataclass(frozen=True)
-class AggregateSettings(Checked):
+class AggregateSettings(ps.Checked):
     """``mean``: the average by examples; ``median``, of coordinates (Yin et al., 2018)."""
 
     name: str
@@ -544,7 +534,7 @@ AGGREGATES: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class ServerOptimizer(Checked):
+class ServerOptimizer(ps.Checked):
     """``none``: the average is the new model."""
 
     name: str
@@ -585,7 +575,7 @@ SERVER_OPTIMIZERS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Runtime(Checked):
+class Runtime(ps.Checked):
     """``inline``: all clients in this process, one after the other.
 
     Attributes:
@@ -606,14 +596,16 @@ class Runtime(Checked):
     """
 
     name: str
-    device: Annotated[str, Where(lambda name: not name.startswith("cuda:"), CUDA), OneOf(DEVICES)]
-    threads: Annotated[int, Between(1, MOST_THREADS, reason="no machine has more cores")]
-    wire: Annotated[str, OneOf(WIRES)]
-    time_limit: Time | None
+    device: Annotated[
+        str, ps.Where(lambda name: not name.startswith("cuda:"), CUDA), ps.OneOf(DEVICES)
+    ]
+    threads: Annotated[int, ps.Between(1, MOST_THREADS, reason="no machine has more cores")]
+    wire: Annotated[str, ps.OneOf(WIRES)]
+    time_limit: ps.Time | None
     quorum: opt.ShareAbove0
     deadline_s: opt.Positive
     approval_s: opt.NonNegative
-    most_records: Annotated[float, Between(1)]
+    most_records: Annotated[float, ps.Between(1)]
     largest_share: opt.ShareAbove0
 
 
@@ -627,7 +619,7 @@ class RayRuntime(Runtime):
         client_gpus: GPUs of one Ray actor, may be a fraction.
     """
 
-    ray_address: Text | None
+    ray_address: ps.Text | None
     client_cpus: Annotated[float, LEAST_PART]
     client_gpus: PartOrZero
 
@@ -642,7 +634,7 @@ class Deployment(Runtime):
     """
 
     connect_s: opt.Positive
-    superlink: Text | None
+    superlink: ps.Text | None
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude a deployment without a SuperLink."""
@@ -657,7 +649,7 @@ RUNTIMES: dict[str, type] = {"inline": Runtime, "ray": RayRuntime, "deployment":
 
 
 @dataclass(frozen=True)
-class Config(Checked):
+class Config(ps.Checked):
     """One run.
 
     Attributes:
@@ -689,17 +681,19 @@ class Config(Checked):
     server_optimizer: ServerOptimizer
     runtime: Runtime
     retrain: Retrain
-    run_dir: Text | None
+    run_dir: ps.Text | None
     seed: opt.CountOrZero
     clients: opt.Count
     rounds: opt.Count
-    stages: Annotated[list[Annotated[str, OneOf(STAGES)]], Length(Between(1)), Distinct()]
-    genotype: Text | None
+    stages: Annotated[
+        list[Annotated[str, ps.OneOf(STAGES)]], ps.Length(ps.Between(1)), ps.Distinct()
+    ]
+    genotype: ps.Text | None
     sampling: SamplingSettings | None
     secure_sum: SecureSumSettings | None
     training: TrainingSettings
     evaluation: EvaluationSettings
-    trackers: Annotated[list[Annotated[str, OneOf(TRACKERS)]], Distinct()]
+    trackers: Annotated[list[Annotated[str, ps.OneOf(TRACKERS)]], ps.Distinct()]
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude a round of other than some clients; others are in ``settings.incompatible``."""

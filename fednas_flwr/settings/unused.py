@@ -17,17 +17,8 @@ from typing import Any
 
 from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
 from fednas_flwr.settings import Config, DPCells, GivenNetwork
+from fednas_flwr.settings import incompatible as facts
 from fednas_flwr.settings.data_settings import Numbers
-from fednas_flwr.settings.incompatible import (
-    by_record,
-    chooses,
-    chooses_rates,
-    has_real_sites,
-    is_private,
-    retrains,
-    retrains_by_gradients,
-    searches,
-)
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.registry import Rule, algorithm_of, spelled
@@ -61,18 +52,18 @@ def _sized_by_retrain(c: Config) -> bool:
 
 
 def _averages(c: Config) -> bool:
-    return retrains(c) or algorithm_of(c).trains is not None
+    return facts.retrains(c) or algorithm_of(c).trains is not None
 
 
 def _measures(c: Config) -> bool:
     """Return whether a private run has something to measure on clients' records."""
     tests = "evaluate" in c.stages and c.dataset.fractions.get("test", 0) > 0
-    return tests or (searches(c) and getattr(c.algorithm, "evaluate_every", 0) > 0)
+    return tests or (facts.searches(c) and getattr(c.algorithm, "evaluate_every", 0) > 0)
 
 
 def _rewards(c: Config) -> bool:
     """Return whether clients are asked for rewards of trials or candidates."""
-    return algorithm_of(c).asks_rewards and chooses(c)
+    return algorithm_of(c).asks_rewards and facts.chooses(c)
 
 
 def _noise_given(c: Config, *kinds: str) -> bool:
@@ -85,7 +76,7 @@ def _shares_search(c: Config) -> bool:
     """Return whether ``privacy.search_share`` decides any noise."""
     # who asks for rewards has no alphas, or on no split of retraining
     kinds = ("weights",) if algorithm_of(c).asks_rewards else ("weights", "alphas")
-    return searches(c) and retrains(c) and not _noise_given(c, *kinds)
+    return facts.searches(c) and facts.retrains(c) and not _noise_given(c, *kinds)
 
 
 def _shares_rewards(c: Config) -> bool:
@@ -94,8 +85,8 @@ def _shares_rewards(c: Config) -> bool:
         return False
     if algorithm_of(c).retraining is not None:  # which leaves validation records out
         noise = getattr(c.privacy, "alphas")  # noqa: B009
-        return searches(c) and noise.noise_multiplier is None
-    return retrains(c)
+        return facts.searches(c) and noise.noise_multiplier is None
+    return facts.retrains(c)
 
 
 def _declares_ranges(c: Config) -> bool:
@@ -117,19 +108,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "rounds search_space.norm privacy.weights privacy.alphas privacy.local_steps privacy.rate "
         "privacy.search_share",
-        lambda c: not searches(c),
+        lambda c: not facts.searches(c),
         NO_SEARCH,
     ),
     Rule(
         "search_space",
-        lambda c: not searches(c) and (_fixed(c) or _sized_by_retrain(c)),
+        lambda c: not facts.searches(c) and (_fixed(c) or _sized_by_retrain(c)),
         NO_SEARCH,
         but="search_space.skip",
     ),
     Rule(
         "algorithm.*",
         lambda c: (
-            not searches(c)
+            not facts.searches(c)
             and not isinstance(c.algorithm, GivenNetwork)
             and algorithm_of(c).retraining is None
         ),
@@ -139,7 +130,7 @@ RULES: tuple[Rule, ...] = (
         "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
         "retrain.batch_size retrain.fixed_norm retrain.auxiliary_weight retrain.drop_path_prob "
         "retrain.weights privacy.retrain",
-        lambda c: not retrains(c),
+        lambda c: not facts.retrains(c),
         STAGES + ", which lack retrain",
     ),
     Rule(
@@ -150,25 +141,27 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "evaluation.baselines evaluation.deliver",
-        lambda c: not searches(c) or not {"retrain", "evaluate", "export"}.issubset(c.stages),
+        lambda c: not facts.searches(c) or not {"retrain", "evaluate", "export"}.issubset(c.stages),
         "algorithm={c.algorithm.name} and stages={c.stages}: they are compared with a searched "
         "network that is retrained, evaluated and exported",
     ),
     Rule(
         "evaluation.baselines",
-        lambda c: has_real_sites(c) and is_private(c) and c.privacy.baseline_share is None,
+        lambda c: (
+            facts.has_real_sites(c) and facts.is_private(c) and c.privacy.baseline_share is None
+        ),
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
         "set privacy.baseline_share to what they may cost, or remove it",
     ),
     Rule(
         "evaluation.deliver",
-        lambda c: has_real_sites(c) or is_private(c),
+        lambda c: facts.has_real_sites(c) or facts.is_private(c),
         "runtime={c.runtime.name} and privacy={c.privacy.name}: networks are chosen by exact "
         "scores of simulated clients",
     ),
     Rule(
         "privacy.baseline_share",
-        lambda c: not (has_real_sites(c) and c.evaluation.baselines),
+        lambda c: not (facts.has_real_sites(c) and c.evaluation.baselines),
         "evaluation.baselines={c.evaluation.baselines}, runtime={c.runtime.name} and partition="
         "{c.partition.name}: it is for baselines at real sites, elsewhere each has its own ledger",
     ),
@@ -193,7 +186,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "retrain.fixed_norm",
-        retrains_by_gradients,
+        facts.retrains_by_gradients,
         "retrain.exchange={c.retrain.exchange}: each step normalises its own batches",
     ),
     Rule(
@@ -211,8 +204,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "training.momentum",
         lambda c: (
-            (not retrains(c) or retrains_by_gradients(c))
-            and not (searches(c) and c.algorithm.trains_models)
+            (not facts.retrains(c) or facts.retrains_by_gradients(c))
+            and not (facts.searches(c) and c.algorithm.trains_models)
         ),
         "stages={c.stages} and retrain.exchange={c.retrain.exchange}: clients send no models",
         "remove it; along gradients the server steps with the momentum of algorithm.weights and "
@@ -226,7 +219,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "retrain.weights.lr retrain.weights.momentum retrain.weights.weight_decay "
         "retrain.drop_path_prob privacy.retrain.noise_walk",
-        chooses_rates,
+        facts.chooses_rates,
         "algorithm={c.algorithm.name}, which chooses it from configurations of its own",
     ),
     Rule(
@@ -236,7 +229,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "secure_sum.least_sites secure_sum.colluding privacy.sites privacy.test_seed",
-        has_real_sites,
+        facts.has_real_sites,
         "runtime=deployment partition=sites, whose sites have terms, books and noise of their own",
     ),
     Rule(
@@ -254,13 +247,13 @@ RULES: tuple[Rule, ...] = (
     # Privacy.
     Rule(
         "algorithm.local_epochs algorithm.search.local_epochs retrain.local_epochs",
-        by_record,
+        facts.by_record,
         "privacy=dp, whose clients take noised steps",
         "remove it, and set privacy.local_steps, of retraining privacy.retrain.local_steps",
     ),
     Rule(
         "algorithm.evaluate_every",
-        lambda c: is_private(c) and c.privacy.metrics_noise_multiplier is None,
+        lambda c: facts.is_private(c) and c.privacy.metrics_noise_multiplier is None,
         "privacy=dp, which measures nothing on clients' records without noise",
         "remove it, or set privacy.metrics_noise_multiplier",
     ),
@@ -282,25 +275,25 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.search_share",
-        lambda c: is_private(c) and not _shares_search(c),
+        lambda c: facts.is_private(c) and not _shares_search(c),
         "noise of the search that is given, or takes all of epsilon",
         "remove it, or set privacy.weights.noise_multiplier=null",
     ),
     Rule(
         "privacy.rewards_share",
-        lambda c: is_private(c) and not _shares_rewards(c),
+        lambda c: facts.is_private(c) and not _shares_rewards(c),
         "noise of rewards that is given, or has no other beside it",
         "remove it, or set privacy.alphas.noise_multiplier=null",
     ),
     Rule(
         "privacy.metrics_noise_multiplier",
-        lambda c: is_private(c) and not _measures(c),
+        lambda c: facts.is_private(c) and not _measures(c),
         "algorithm={c.algorithm.name}, stages={c.stages} and dataset.fractions="
         "{c.dataset.fractions}, with which nothing is measured on clients' records",
     ),
     Rule(
         "privacy.statistics_noise_multiplier",
-        lambda c: is_private(c) and not has_real_sites(c) and not _declares_ranges(c),
+        lambda c: facts.is_private(c) and not facts.has_real_sites(c) and not _declares_ranges(c),
         "dataset={c.dataset.name} without dataset.ranges, within which clients would tell "
         "statistics",
         "remove it, or declare dataset.ranges={column: [low, high], ...}",
@@ -308,7 +301,7 @@ RULES: tuple[Rule, ...] = (
     # Data.
     Rule(
         "dataset.linear_baseline",
-        lambda c: is_private(c) or c.runtime.name == "deployment",
+        lambda c: facts.is_private(c) or c.runtime.name == "deployment",
         "privacy={c.privacy.name} runtime={c.runtime.name}, under which no records are pooled",
     ),
     Rule(

@@ -24,15 +24,8 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.settings import Hardware, expanded
+from fednas_flwr.spaces import latency_tables as lt
 from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.latency_tables import (
-    LatencyTable,
-    Timing,
-    from_json,
-    machine_name,
-    measure_latency,
-    time_modules,
-)
 from fednas_flwr.spaces.mbconv import Layer, MBConvSpace, make_layer
 from fednas_flwr.spaces.space import SearchSpace
 
@@ -188,7 +181,7 @@ class Prediction(NamedTuple):
     """A derived network's latency: the sum over a table, and as it was measured."""
 
     predicted_ms: float
-    measured: Timing
+    measured: lt.Timing
 
 
 def timed_space(space: SearchSpace) -> MBConvSpace:
@@ -206,14 +199,14 @@ def measure_space(
     batch_size: int,
     passes: int,
     genotypes: Sequence[Genotype] = (),
-) -> tuple[LatencyTable, list[Prediction]]:
+) -> tuple[lt.LatencyTable, list[Prediction]]:
     """Measure the latency of every different layer of a space; see ``latency_tables``.
 
     Also how well it predicts the derived networks of ``genotypes``, measured in the same passes.
     """
     plan = space.plan
     candidates = (layer for row in plan.blocks for layer in row if layer is not None)
-    table, measured = measure_latency(
+    table, measured = lt.measure_latency(
         [*plan.before, *candidates, *plan.after],
         functools.partial(make_layer, norm=space.norm),
         device=device,
@@ -229,15 +222,15 @@ def measure_space(
 
 
 def measure_network(
-    space: MBConvSpace, table: LatencyTable, genotype: Genotype, *, device: torch.device
+    space: MBConvSpace, table: lt.LatencyTable, genotype: Genotype, *, device: torch.device
 ) -> float | None:
     """Return the median time of a derived network in ms, measured here as the table was.
 
     None if the table is of another kind of machine.
     """
-    if (table.machine, table.device) != (machine_name(device), device.type):
+    if (table.machine, table.device) != (lt.machine_name(device), device.type):
         return None
-    (timing,) = time_modules(
+    (timing,) = lt.time_modules(
         [(space.network(genotype), space.input_shape)],
         batch_size=table.batch_size,
         device=device,
@@ -247,7 +240,7 @@ def measure_network(
     return timing.median_ms
 
 
-def space_costs(space: MBConvSpace, table: LatencyTable | None) -> Costs:
+def space_costs(space: MBConvSpace, table: lt.LatencyTable | None) -> Costs:
     """Return the cost of every op of the space: ms by the table, else multiply-adds.
 
     Raises:
@@ -271,7 +264,7 @@ def space_costs(space: MBConvSpace, table: LatencyTable | None) -> Costs:
     return Costs(unit, fixed, torch.tensor(rows, dtype=torch.float64))
 
 
-def load_table(hardware: Hardware) -> LatencyTable | None:
+def load_table(hardware: Hardware) -> lt.LatencyTable | None:
     """Return the latency table of a cost, None where costs are multiply-adds.
 
     Raises:
@@ -280,7 +273,7 @@ def load_table(hardware: Hardware) -> LatencyTable | None:
     return None if hardware.table is None else read_table(Path(hardware.table))
 
 
-def read_table(path: Path) -> LatencyTable:
+def read_table(path: Path) -> lt.LatencyTable:
     """Return the latency table in a file.
 
     Raises:
@@ -290,7 +283,7 @@ def read_table(path: Path) -> LatencyTable:
         text = expanded("algorithm.hardware.table", str(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the latency table {path} cannot be read: {error}.") from error
-    return from_json(text, origin=str(path))
+    return lt.from_json(text, origin=str(path))
 
 
 def check_hardware(losses: Iterable[Hardware], space: SearchSpace) -> None:

@@ -29,24 +29,9 @@ from fednas_flwr.base.layers import Stack, convolution, depthwise, linear, point
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import check_range
+from fednas_flwr.spaces import operations
 from fednas_flwr.spaces.cell_graph import candidate_edges
 from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.operations import (
-    FactorizedReduce,
-    MixedOp,
-    SkipNetwork,
-    TwoInputCell,
-    average_pool,
-    channels_last,
-    depthwise_separable,
-    every_second,
-    make_norm,
-    max_pool,
-    mix,
-    node_states,
-    normalised,
-    relu_conv_norm,
-)
 from fednas_flwr.spaces.space import CellGraphSpace
 
 OPS = (
@@ -129,10 +114,14 @@ def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: b
         case "skip_connect" if stride == 1:
             return nn.Identity()
         case "skip_connect":
-            return FactorizedReduce(channels, channels, norm=norm, affine=affine)
+            return operations.FactorizedReduce(channels, channels, norm=norm, affine=affine)
         case "sep_conv_3x3" | "sep_conv_5x5" | "dil_conv_3x3" | "dil_conv_5x5":
             convolution = functools.partial(
-                depthwise_separable, channels, kernel_size=int(op[-1]), norm=norm, affine=affine
+                operations.depthwise_separable,
+                channels,
+                kernel_size=int(op[-1]),
+                norm=norm,
+                affine=affine,
             )
             if op.startswith("dil"):
                 return convolution(stride=stride, dilation=2)
@@ -140,10 +129,10 @@ def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: b
             return nn.Sequential(*both)
         case _:
             raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
-    return nn.Sequential(pool, make_norm(channels, norm=norm, affine=False))
+    return nn.Sequential(pool, operations.make_norm(channels, norm=norm, affine=False))
 
 
-class DARTSNetwork(SkipNetwork):
+class DARTSNetwork(operations.SkipNetwork):
     """A discrete DARTS network, to be trained from scratch.
 
     The paper raises ``drop_path_prob`` to .2, linearly over the epochs.
@@ -159,7 +148,7 @@ class DARTSNetwork(SkipNetwork):
             edges = genotype.cells[plan.kind]
             ops = (plan.operation(e.op, e.source, norm=norm, affine=True) for e in edges)
             inputs = _preprocessing(plan, norm=norm, affine=True)
-            self.cells.append(TwoInputCell(inputs, edges, ops, nodes=NODES))
+            self.cells.append(operations.TwoInputCell(inputs, edges, ops, nodes=NODES))
         self.classifier = nn.Linear(plans[-1].out_channels, space.num_classes)
         self.auxiliary_cell = 2 * space.num_cells // 3
         self.auxiliary = None
@@ -170,7 +159,7 @@ class DARTSNetwork(SkipNetwork):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, classes]; in train mode with auxiliary head (logits, auxiliary)."""
         auxiliary_logits = None
-        before = last = channels_last(self.stem(x))
+        before = last = operations.channels_last(self.stem(x))
         for index, cell in enumerate(self.cells):
             before, last = last, cell(before, last, self.dropped)
             if index == self.auxiliary_cell and self.training and self.auxiliary is not None:
@@ -196,10 +185,10 @@ class AuxiliaryHead(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 128, 1, bias=False),
-            make_norm(128, norm=norm, affine=True),
+            operations.make_norm(128, norm=norm, affine=True),
             nn.ReLU(),
             nn.Conv2d(128, 768, 2, bias=False),
-            make_norm(768, norm=norm, affine=True),
+            operations.make_norm(768, norm=norm, affine=True),
             nn.ReLU(),
         )
         self.classifier = nn.Linear(768, num_classes)
@@ -214,7 +203,7 @@ class AuxiliaryHead(nn.Module):
         return logits
 
 
-class DARTSBody(SkipNetwork):
+class DARTSBody(operations.SkipNetwork):
     """Stem, search cells, global pool and classifier."""
 
     takes_stack = True
@@ -233,7 +222,7 @@ class DARTSBody(SkipNetwork):
     ) -> Tensor:
         """Return logits [B, classes]; op weights as in :class:`Supernet`."""
         stem: Any = self.stem
-        before = last = normalised(
+        before = last = operations.normalised(
             convolution(x, stack([stem[0].weight]), padding=(1, 1)), [stem[1]]
         )
         for kind, cell in zip(self.kinds, self.cells, strict=True):
@@ -251,7 +240,7 @@ class SearchCell(nn.Module):
         super().__init__()
         self.preprocess0, self.preprocess1 = _preprocessing(plan, norm=norm, affine=False)
         self.edges = nn.ModuleList(
-            MixedOp(
+            operations.MixedOp(
                 OPS,
                 functools.partial(plan.operation, source=source, norm=norm, affine=False),
             )
@@ -268,14 +257,14 @@ class SearchCell(nn.Module):
         def leave(state: Tensor, indices: list[int]) -> Tensor:
             return _edges([self.edges[i] for i in indices], state, weights_BEO[:, indices], stack)
 
-        return torch.cat(node_states(inputs, EDGES, leave)[len(inputs) :], dim=1)
+        return torch.cat(operations.node_states(inputs, EDGES, leave)[len(inputs) :], dim=1)
 
 
 def _preprocess(module: Any, x: Tensor, stack: Stack) -> Tensor:
-    if isinstance(module, FactorizedReduce):
+    if isinstance(module, operations.FactorizedReduce):
         return _factorized_reduce([module], F.relu(x), stack)[:, 0]
     _, convolution_1x1, norm = module
-    return normalised(pointwise(F.relu(x), stack([convolution_1x1.weight])), [norm])
+    return operations.normalised(pointwise(F.relu(x), stack([convolution_1x1.weight])), [norm])
 
 
 def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
@@ -285,14 +274,16 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor, stack: Stack) -
     stride = 1 if isinstance(skips[0], nn.Identity) else 2
     active = F.relu(x)
     parts: list[tuple[Tensor, Sequence[str]]] = []
-    pools = [max_pool(x, stride=stride), average_pool(x, stride=stride)]
+    pools = [operations.max_pool(x, stride=stride), operations.average_pool(x, stride=stride)]
     norms = [[module[1] for module in modules[op]] for op in POOLS]
     if isinstance(norms[0][0], nn.GroupNorm):  # the same for all edges
-        pooled = normalised(torch.cat(pools, 1), [norms[0][0], norms[1][0]])
+        pooled = operations.normalised(torch.cat(pools, 1), [norms[0][0], norms[1][0]])
         parts.append((_by_op(pooled, 2, 1), POOLS))
     else:  # every edge keeps running statistics of its own
         wide = torch.cat([pool.repeat(1, len(edges), 1, 1) for pool in pools], 1)
-        parts.append((_by_op(normalised(wide, norms[0] + norms[1]), 2, len(edges)), POOLS))
+        parts.append(
+            (_by_op(operations.normalised(wide, norms[0] + norms[1]), 2, len(edges)), POOLS)
+        )
     if stride == 1:
         parts.append((_by_op(x, 1, 1), ["skip_connect"]))
     else:
@@ -303,7 +294,7 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor, stack: Stack) -
     separable = _separable([modules[op] for op in SEPARABLE], 0, active, stride, stack)
     separable = _separable([modules[op] for op in SEPARABLE], 4, F.relu(separable), 1, stack)
     parts.append((_by_op(separable, 2, len(edges)), SEPARABLE))
-    return mix(parts, weights_BEO, ops=OPS)
+    return operations.mix(parts, weights_BEO, ops=OPS)
 
 
 def _separable(
@@ -315,20 +306,20 @@ def _separable(
     dilation = flat[0][start + 1].dilation[0]
     out = depthwise(x, depthwise_weights, stride=stride, dilation=dilation)
     out = pointwise(out, stack([m[start + 2].weight for m in flat]), groups=len(flat))
-    return normalised(out, [m[start + 3] for m in flat])
+    return operations.normalised(out, [m[start + 3] for m in flat])
 
 
 def _factorized_reduce(modules: Sequence[Any], active: Tensor, stack: Stack) -> Tensor:
     """Return [B, modules, C, H / 2, W / 2] from what the ReLU let through."""
     height, width = active.shape[-2:]
-    odd = F.pad(every_second(active[:, :, 1:, 1:]), (0, width % 2, 0, height % 2))
-    even = pointwise(every_second(active), stack([m.conv_even.weight for m in modules]))
+    odd = F.pad(operations.every_second(active[:, :, 1:, 1:]), (0, width % 2, 0, height % 2))
+    even = pointwise(operations.every_second(active), stack([m.conv_even.weight for m in modules]))
     halves = [torch.unflatten(even, 1, (len(modules), -1))]
     if modules[0].conv_odd.weight.numel():
         out = pointwise(odd, stack([m.conv_odd.weight for m in modules]))
         halves.append(torch.unflatten(out, 1, (len(modules), -1)))
     both = torch.cat(halves, dim=2)
-    return normalised(both.flatten(1, 2), [m.norm for m in modules]).view(both.shape)
+    return operations.normalised(both.flatten(1, 2), [m.norm for m in modules]).view(both.shape)
 
 
 def _by_op(x_BCHW: Tensor, ops: int, edges: int) -> Tensor:
@@ -379,14 +370,16 @@ def _stem(space: DARTSSpace, *, affine: bool) -> nn.Sequential:
     out_channels = STEM_MULTIPLIER * space.channels
     return nn.Sequential(
         nn.Conv2d(space.input_shape[0], out_channels, 3, padding=1, bias=False),
-        make_norm(out_channels, norm=space.norm, affine=affine),
+        operations.make_norm(out_channels, norm=space.norm, affine=affine),
     )
 
 
 def _preprocessing(plan: _CellPlan, *, norm: Norm, affine: bool) -> tuple[nn.Module, nn.Module]:
     """Return the modules that bring both inputs to the cell's channels and to one size."""
-    reduce_or_conv = FactorizedReduce if plan.after_reduction else relu_conv_norm
+    reduce_or_conv = (
+        operations.FactorizedReduce if plan.after_reduction else operations.relu_conv_norm
+    )
     return (
         reduce_or_conv(plan.before_channels, plan.channels, norm=norm, affine=affine),
-        relu_conv_norm(plan.last_channels, plan.channels, norm=norm, affine=affine),
+        operations.relu_conv_norm(plan.last_channels, plan.channels, norm=norm, affine=affine),
     )

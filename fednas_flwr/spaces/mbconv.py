@@ -29,14 +29,8 @@ from torch import Tensor, nn
 from fednas_flwr.base.errors import ConfigError, unknown_choice
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.parser import Between
+from fednas_flwr.spaces import operations as ops
 from fednas_flwr.spaces.genotype import Edge, Genotype
-from fednas_flwr.spaces.operations import (
-    Choice,
-    SkipNetwork,
-    channels_last,
-    drop_path,
-    make_norm,
-)
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 # The alpha of an op that a block does not offer. Its softmax and its gradient are exactly zero in
@@ -273,7 +267,9 @@ def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
     if layer.op == "conv":
         inputs, outputs = layer.input_shape[0], layer.output_shape[0]
         convolution = _convolution(inputs, outputs, kernel=layer.kernel, stride=layer.stride)
-        return nn.Sequential(convolution, make_norm(outputs, norm=norm, affine=True), nn.ReLU6())
+        return nn.Sequential(
+            convolution, ops.make_norm(outputs, norm=norm, affine=True), nn.ReLU6()
+        )
     if layer.op == "classifier":
         linear = nn.Linear(layer.input_shape[0], layer.output_shape[0])
         nn.init.normal_(linear.weight, std=0.01)
@@ -282,7 +278,7 @@ def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
     return Block([layer], norm=norm)
 
 
-class MBConvNetwork(SkipNetwork):
+class MBConvNetwork(ops.SkipNetwork):
     """Stem, first block, searchable blocks, head and classifier.
 
     Initialised as MobileNetV2: convolutions He-normal by fan-out, the classifier with std .01.
@@ -318,7 +314,7 @@ class MBConvNetwork(SkipNetwork):
         """
         gates_EK = None if op_weights is None else op_weights[CELL]
         images = x
-        x = channels_last(self.before(x))
+        x = ops.channels_last(self.before(x))
         for index, block in enumerate(self.blocks):
             gates_K = None if gates_EK is None else gates_EK[..., index, :]
             path = None if paths is None else paths[index]
@@ -334,7 +330,7 @@ class MBConvNetwork(SkipNetwork):
         return [*self.before, *self.blocks, self.after[0]]
 
 
-class Block(Choice):
+class Block(ops.Choice):
     """One searchable block: the candidate ops between two feature maps, plus the input if it fits.
 
     ``zero`` adds nothing: the block is the identity.
@@ -364,7 +360,7 @@ class Block(Choice):
         if gates_K is None:
             op = self.op(0 if path is None else path[0])
             if op is not None:
-                out = drop_path(op(x), drop_path_prob if self.is_residual else 0.0)
+                out = ops.drop_path(op(x), drop_path_prob if self.is_residual else 0.0)
         else:
             for position, column in enumerate(range(len(self.names)) if path is None else path):
                 op = self.op(column)
@@ -389,15 +385,15 @@ def _mbconv(layer: Layer, *, norm: Norm) -> nn.Sequential:
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     if layer.expansion > 1:
         parts["expand"] = _convolution(inputs, inner)
-        parts["expand_norm"] = make_norm(inner, norm=norm, affine=True)
+        parts["expand_norm"] = ops.make_norm(inner, norm=norm, affine=True)
         parts["expand_relu"] = nn.ReLU6()
     parts["depthwise"] = _convolution(
         inner, inner, kernel=layer.kernel, stride=layer.stride, groups=inner
     )
-    parts["depthwise_norm"] = make_norm(inner, norm=norm, affine=True)
+    parts["depthwise_norm"] = ops.make_norm(inner, norm=norm, affine=True)
     parts["depthwise_relu"] = nn.ReLU6()
     parts["project"] = _convolution(inner, outputs)
-    parts["project_norm"] = make_norm(outputs, norm=norm, affine=True)
+    parts["project_norm"] = ops.make_norm(outputs, norm=norm, affine=True)
     return nn.Sequential(parts)
 
 

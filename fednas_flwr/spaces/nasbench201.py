@@ -28,21 +28,9 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.layers import Stack, convolution, linear, pointwise
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import Count
+from fednas_flwr.spaces import operations
 from fednas_flwr.spaces.cell_graph import candidate_edges, routes
 from fednas_flwr.spaces.genotype import Edge, Genotype
-from fednas_flwr.spaces.operations import (
-    MixedOp,
-    SkipNetwork,
-    average_pool,
-    channels_last,
-    discrete_states,
-    make_norm,
-    mix,
-    node_states,
-    normalised,
-    path_states,
-    relu_conv_norm,
-)
 from fednas_flwr.spaces.space import CELL, SearchSpace
 
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
@@ -117,7 +105,7 @@ def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Mo
         case "skip_connect":
             return nn.Identity()
         case "nor_conv_1x1" | "nor_conv_3x3":
-            return relu_conv_norm(
+            return operations.relu_conv_norm(
                 channels, channels, kernel_size=int(op[-1]), norm=norm, affine=affine
             )
         case "avg_pool_3x3":
@@ -126,7 +114,7 @@ def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Mo
             raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
 
 
-class NASBench201Network(SkipNetwork):
+class NASBench201Network(operations.SkipNetwork):
     """A discrete NAS-Bench-201 network, to be trained from scratch.
 
     Weights that the output does not depend on (edges out of a node that nothing enters, or into one
@@ -157,7 +145,7 @@ class NASBench201Network(SkipNetwork):
         return blocks
 
 
-class NASBench201Body(SkipNetwork):
+class NASBench201Body(operations.SkipNetwork):
     """The fixed network with all ops on all edges of its cells."""
 
     takes_stack = True
@@ -176,13 +164,15 @@ class NASBench201Body(SkipNetwork):
         net: Any = self.skeleton
         weights_BEO = op_weights[CELL].expand(len(x), -1, -1)
         images = x
-        x = normalised(convolution(x, stack([net.stem[0].weight]), padding=(1, 1)), [net.stem[1]])
+        x = operations.normalised(
+            convolution(x, stack([net.stem[0].weight]), padding=(1, 1)), [net.stem[1]]
+        )
         for reduction, stage in zip(net.reductions, net.stages, strict=True):
             if isinstance(reduction, ResidualBlock):
                 x = _residual(reduction, x, stack)
             for cell in stage.children():
                 x = cell.mixed(x, weights_BEO, stack)
-        pooled = F.relu(normalised(x, [net.head_norm])).mean(dim=(2, 3))
+        pooled = F.relu(operations.normalised(x, [net.head_norm])).mean(dim=(2, 3))
         parameters = (stack([net.classifier.weight]), stack([net.classifier.bias]))
         return self.joined(linear(pooled, *parameters), images, stack)
 
@@ -198,9 +188,9 @@ class NASBench201Body(SkipNetwork):
         """
         return self.joined(self.skeleton(x, (columns[CELL], gates[CELL])), x)
 
-    def choices(self) -> list[MixedOp]:
+    def choices(self) -> list[operations.MixedOp]:
         """Return the edges of all cells."""
-        return [module for module in self.modules() if isinstance(module, MixedOp)]
+        return [module for module in self.modules() if isinstance(module, operations.MixedOp)]
 
 
 class _Skeleton(nn.Module):
@@ -218,7 +208,7 @@ class _Skeleton(nn.Module):
         channels, norm = space.channels, space.norm
         self.stem = nn.Sequential(
             nn.Conv2d(space.input_shape[0], channels, 3, padding=1, bias=False),
-            make_norm(channels, norm=norm, affine=affine),
+            operations.make_norm(channels, norm=norm, affine=affine),
         )
         self.reductions = nn.ModuleList([nn.Identity()])
         self.stages = nn.ModuleList()
@@ -227,11 +217,11 @@ class _Skeleton(nn.Module):
                 self.reductions.append(ResidualBlock(channels, norm=norm, affine=affine))
                 channels *= 2
             self.stages.append(nn.ModuleList(make_cell(channels) for _ in range(space.num_cells)))
-        self.head_norm = make_norm(channels, norm=norm, affine=affine)
+        self.head_norm = operations.make_norm(channels, norm=norm, affine=affine)
         self.classifier = nn.Linear(channels, space.num_classes)
 
     def forward(self, x: Tensor, cell_argument: tuple[Sequence[int], Tensor] | float) -> Tensor:
-        x = channels_last(self.stem(x))
+        x = operations.channels_last(self.stem(x))
         for reduction, stage in zip(self.reductions, self.stages, strict=True):
             x = reduction(x)
             for cell in stage.children():
@@ -248,8 +238,10 @@ class ResidualBlock(nn.Module):
         super().__init__()
         wide = 2 * channels
         self.convolutions = nn.Sequential(
-            relu_conv_norm(channels, wide, kernel_size=3, stride=2, norm=norm, affine=affine),
-            relu_conv_norm(wide, wide, kernel_size=3, norm=norm, affine=affine),
+            operations.relu_conv_norm(
+                channels, wide, kernel_size=3, stride=2, norm=norm, affine=affine
+            ),
+            operations.relu_conv_norm(wide, wide, kernel_size=3, norm=norm, affine=affine),
         )
         # ceil_mode: on odd sizes the shortcut must be as large as the convolutions' output.
         self.shortcut = nn.Sequential(
@@ -270,12 +262,12 @@ class SearchCell(nn.Module):
         """Build all modules."""
         super().__init__()
         make = functools.partial(make_operation, channels=channels, norm=norm, affine=False)
-        self.edges = nn.ModuleList(MixedOp(OPS, make) for _ in EDGES)
+        self.edges = nn.ModuleList(operations.MixedOp(OPS, make) for _ in EDGES)
 
     def forward(self, x: Tensor, path: tuple[Sequence[int], Tensor]) -> Tensor:
         """Return a tensor shaped like ``x``, of each edge's column and gate alone."""
         edges: Any = self.edges
-        return path_states([x], EDGES, edges, *path)[-1]
+        return operations.path_states([x], EDGES, edges, *path)[-1]
 
     def mixed(self, x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
         """Return a tensor shaped like ``x``, of all ops of all edges, weighted."""
@@ -287,17 +279,17 @@ class SearchCell(nn.Module):
             one = pointwise(active, stack([m[1].weight for m in modules["nor_conv_1x1"]]))
             kernels = stack([m[1].weight for m in modules["nor_conv_3x3"]])
             three = convolution(active, kernels, padding=(1, 1))
-            convolved = normalised(
+            convolved = operations.normalised(
                 torch.cat([one, three], 1), [m[2] for op in CONVOLUTIONS for m in modules[op]]
             )
-            shared = torch.stack([state, average_pool(state)], dim=1)[:, :, None]
+            shared = torch.stack([state, operations.average_pool(state)], dim=1)[:, :, None]
             parts: list[tuple[Tensor, Sequence[str]]] = [
                 (shared, ("skip_connect", "avg_pool_3x3")),
                 (torch.unflatten(convolved, 1, (2, len(indices), -1)), CONVOLUTIONS),
             ]
-            return mix(parts, weights_BEO[:, indices], ops=OPS)
+            return operations.mix(parts, weights_BEO[:, indices], ops=OPS)
 
-        return node_states([x], EDGES, leave)[-1]
+        return operations.node_states([x], EDGES, leave)[-1]
 
 
 def _residual(block: Any, x: Tensor, stack: Stack) -> Tensor:
@@ -305,7 +297,7 @@ def _residual(block: Any, x: Tensor, stack: Stack) -> Tensor:
     for layers in block.convolutions:
         _, conv, norm = layers
         out = convolution(F.relu(out), stack([conv.weight]), stride=conv.stride, padding=(1, 1))
-        out = normalised(out, [norm])
+        out = operations.normalised(out, [norm])
     pool, conv = block.shortcut
     return out + pointwise(pool(x), stack([conv.weight]))
 
@@ -322,7 +314,7 @@ class _DiscreteCell(nn.Module):
         )
 
     def forward(self, x: Tensor, drop_path_prob: float) -> Tensor:
-        states = discrete_states(
+        states = operations.discrete_states(
             [x], self.wiring, self.edges, nodes=NODES, drop_path_prob=drop_path_prob
         )
         return states[-1]

@@ -28,9 +28,9 @@ from fednas_flwr.models.networks import describe_derived, make_network, make_spa
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import REQUESTS, LocalTraining
+from fednas_flwr.protocol.requests import LocalTraining
 from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
-from fednas_flwr.protocol.sum_requests import PROPERTIES, SUM_ACTIONS
+from fednas_flwr.protocol.sum_requests import PROPERTIES, REQUESTS, SUM_ACTIONS
 from fednas_flwr.search.objective import Objective, heads
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.settings import NoPrivacy

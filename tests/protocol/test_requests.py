@@ -28,7 +28,6 @@ from fednas_flwr.protocol.messages import (
     encode_states,
 )
 from fednas_flwr.protocol.requests import (
-    REQUESTS,
     Amount,
     Commit,
     CountScores,
@@ -50,7 +49,7 @@ from fednas_flwr.protocol.requests import (
     Trial,
     decode,
 )
-from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors
+from fednas_flwr.protocol.sum_requests import REQUESTS, OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
