@@ -113,11 +113,14 @@ def _test(client: Client, folder: Path) -> dict[str, Any]:
         model = _read(client, folder / MODEL_FILE)
         network = model.network.to(client.device)
         mean, std = model.inputs.mean, model.inputs.std
-        test, objective = replace(client.data.test, mean=mean, std=std), client.objective
+        test = replace(client.data.test, mean=mean, std=std)
+        objective = client.objective.standardised(model.inputs.target)
         if not len(test):
             return {"num_examples": 0}
         logits, labels = predicted(network, test, client.device)
         metrics = measured(logits, labels, objective=objective, with_scores=True)
-        return asdict(metrics) | detailed(logits, labels, objective=objective, seed=client.seed)
+        return objective.told(asdict(metrics)) | detailed(
+            logits, labels, objective=objective, seed=client.seed
+        )
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}

@@ -30,11 +30,22 @@ from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy, load_policy, parse_policy
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.objective import Objective, Regression
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
 from fednas_flwr.settings.data_settings import Npz
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, Unit
+from fednas_flwr.settings.names import (
+    CLASS_METRICS,
+    CLIENT,
+    LEAST_CALIBRATED,
+    NUMBER_METRICS,
+    PERSON,
+    RECORD,
+    REGRESSION,
+    SQUARED,
+    Unit,
+)
+from fednas_flwr.settings.registry import algorithm_of
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -120,7 +131,7 @@ def make_client(
         tag=site.get("tag", tags[index] if tags else ""),
         moments=None if prepared.mean else column_moments(prepared.train, client_data.train.rows),
         from_ranges=config.dataset.from_ranges,
-        objective=make_objective(config, prepared.train, device),
+        objective=make_objective(config, prepared, device),
         oversample=config.training.oversample
         and guard is None,  # a private site reads a record once
         precision=config.training.precision,
@@ -160,29 +171,42 @@ def simulated_properties(
     return properties
 
 
-def make_objective(config: Config, records: Records, device: torch.device) -> Objective:
+def make_objective(config: Config, prepared: Prepared, device: torch.device) -> Objective:
     """Return the objective of training and evaluation; a class without a factor has 1.
 
     Args:
         config: The run's.
-        records: Their classes, or labels, count; there may be none.
+        prepared: Their classes, labels or target count; there may be no record.
         device: Of the objective's tensors.
 
     Raises:
         ConfigError: A factor, or ``evaluation.positive``, is of a class that does not exist; or a
-            setting is for records of one class, but these can have several labels.
+            setting, or the algorithm, is for records with other labels.
     """
     factors, positive = config.training.class_factors, config.evaluation.positive
-    class_names = records.class_names
-    of_one_class = {
-        f"training.class_factors={show(factors)}": factors,
-        "training.oversample=true": config.training.oversample,
-    }
-    for setting in [text for text, value in of_one_class.items() if value and records.multi_label]:
-        raise ConfigError(
-            f"{setting} is for records of one class each, but these can have several labels: "
-            "remove it."
-        )
+    loss, metric, class_names = (
+        config.training.loss,
+        config.evaluation.metric,
+        prepared.train.class_names,
+    )
+    is_number, several = prepared.train.is_regression, prepared.train.multi_label
+    have = "can have several labels" if several else "have one class each"
+    have = "have a number to predict" if is_number else have
+    one_class, classes, number = "of one class each", "with classes", "with a number to predict"
+    reason = algorithm_of(config).unsupported.get(REGRESSION)
+    for setting, value, fits, wanted in (
+        (f"training.class_factors={show(factors)}", factors, have.endswith("each"), one_class),
+        ("training.oversample=true", config.training.oversample, have.endswith("each"), one_class),
+        (f"evaluation.positive={positive}", positive, not is_number, classes),
+        (f"evaluation.metric={metric}", metric in CLASS_METRICS, not is_number, classes),
+        (f"evaluation.metric={metric}", metric in NUMBER_METRICS, is_number, number),
+        (f"training.loss={loss}", loss, is_number, number),
+        (f"algorithm={config.algorithm.name}: {reason}; it", reason, not is_number, classes),
+    ):
+        if value and not fits:
+            raise ConfigError(f"{setting} is for records {wanted}, but these {have}: remove it.")
+    if is_number:
+        return Regression(target=prepared.target, loss=loss or SQUARED)
     if positive is not None:
         check_choice("evaluation.positive", positive, class_names)
     for name in factors:
@@ -191,7 +215,7 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
     return Objective(
         torch.tensor(values, device=device) if factors else None,
         None if positive is None else class_names.index(positive),
-        records.multi_label,
+        several,
     )
 
 

@@ -45,6 +45,7 @@ def reading_notes(prepared: Prepared) -> list[str]:
             lines.append(f"{word}: {listed(texts, _MOST)}")
     of_columns = f"labels in {records.label}" if records.label else "labels"
     word = of_columns if records.multi_label else f"label {records.label}"
+    word = f"number to predict, {records.label}" if records.is_regression else word
     lines.append(f"{word}: {listed(_classes(records), _MOST)}")
     total = sum(missing.values())
     if total:
@@ -198,6 +199,10 @@ def _suggestions(prepared: Prepared) -> list[str]:
 
 
 def _classes(records: Records) -> list[str]:
+    if records.is_regression:
+        numbers = records.labels.double()
+        low, high, mean = (float(of) for of in (numbers.min(), numbers.max(), numbers.mean()))
+        return [f"{low:g} to {high:g}, mean {mean:g}"]
     counts = count_labels(records.labels, len(records.class_names))
     return [f"{name} {n:,}" for name, n in zip(records.class_names, counts, strict=True)]
 

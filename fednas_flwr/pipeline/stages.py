@@ -57,7 +57,7 @@ from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import ACCURACY, AUROC
+from fednas_flwr.settings.names import ACCURACY, AUROC, R2
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
@@ -230,7 +230,7 @@ def _evaluate(
     with run.stage("evaluate"):
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
         threshold, central, validation = None, None, None
-        objective = make_objective(config, prepared.train, torch.device("cpu"))
+        objective = make_objective(config, prepared, torch.device("cpu"))
         metric = _metric(run)
         holds_out = config.retrain.evaluate_every > 0
         thresholded = objective.positive_class(prepared.num_classes) is not None
@@ -255,10 +255,11 @@ def _evaluate(
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             logits, labels = metrics.predicted(network.to(device), test, device)
             scores = metrics.measured(logits, labels, objective=objective, with_scores=True)
-            central = asdict(scores) | detailed(
+            central = objective.told(asdict(scores)) | detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
-            if isinstance(network, SkipNetwork) and network.skip is not None:
+            has_accuracy = not objective.predicts_numbers
+            if isinstance(network, SkipNetwork) and network.skip is not None and has_accuracy:
                 central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
@@ -273,14 +274,16 @@ def _evaluate(
                     data_set=data_set,
                     with_scores=shows_clients,
                 )
-                tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
+                tested = _ask_tests(run, "evaluate.model", request, states, objective, threshold)
                 if config.secure_sum:
                     results["total"] = tested[0] if tested else None
                 else:
                     results["clients"] = tested
             if config.evaluation.personalised:
                 last = rq.Personalise(local=_last_round(config, description))
-                results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
+                results["personalised"] = _ask_tests(
+                    run, "evaluate.personalised", last, states, objective
+                )
         simpler = {name: baselines.get(name) for name in ("linear", "trees")}
         scored = {"metric": metric, "validation": validation}
         run.log.emit("evaluated", central=central, **scored, **simpler, **results)
@@ -291,6 +294,8 @@ def _metric(run: Run) -> str:
     settings = run.config.evaluation
     if settings.metric is not None:
         return settings.metric
+    if run.prepared.train.is_regression:
+        return R2
     counts = [of.get("class_counts", []) for of in run.cohort.properties.values()]
     of_classes = [sum(column) for column in zip(*counts, strict=False)]
     two = len(of_classes) == 2 and not run.prepared.train.multi_label
@@ -326,7 +331,7 @@ def _ask_tests(
     action: str,
     settings: rq.Settings,
     states: dict[str, Packed],
-    *,
+    objective: Objective,
     threshold: float | None = None,
 ) -> list[dict[str, Any]]:
     """Collect the results of all clients that have test records; warn if they are few."""
@@ -348,7 +353,7 @@ def _ask_tests(
             fields |= reply.properties.get("scores", {})
             if threshold is not None and "histogram" in reply.properties:
                 fields |= shares_at(reply.properties["histogram"], threshold)
-            results.append(dict(reply.metrics) | fields)
+            results.append(objective.told(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
     return results

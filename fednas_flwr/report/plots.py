@@ -210,6 +210,21 @@ def reliability(run: Run) -> Figure | None:
     }
 
 
+def predictions(run: Run) -> Figure | None:
+    """Return predicted over true numbers, with the diagonal of exact predictions."""
+    if not (pairs := run.scores("central").get("pairs")):
+        return None
+    true, predicted = zip(*pairs, strict=True)
+    ends, name = [min(true), max(true)], run.class_names[0]
+    line = {"type": "scatter", "mode": "lines", "name": "exact", "x": ends, "y": ends}
+    points = {"type": "scatter", "mode": "markers", "name": "records", "x": true, "y": predicted}
+    look = {"color": BLUE, "size": 5, "opacity": 0.6}
+    return {
+        "data": [points | {"marker": look}, line | {"line": {"color": ORANGE, "dash": "dash"}}],
+        "layout": axes(x=f"true {name}", y=f"predicted {name}"),
+    }
+
+
 def exploration(phases: Sequence[Event]) -> dict[str, tuple[str, Figure | None]]:
     """Return heading and figure of entropy, kappa, and estimates over phases, by a short name."""
     points = [

@@ -25,7 +25,7 @@ from fednas_flwr.report.templates import (
 )
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import LABELS, METRICS, SCORES, Run, of_splits
+from fednas_flwr.runs.numbers import LABELS, METRICS, SCORES, UNITS, Run, of_splits
 from fednas_flwr.settings.names import GDP, MOST_SHOWN, PRV, QUANTILES, RDP
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
@@ -178,9 +178,10 @@ def leaderboard_table(run: Run) -> Table | None:
     rows = [one.row() for one in networks]
     label, by_accuracy = LABELS[run.main_metric], run.main_metric == SCORES[0].name
     chose = any(row["validation"] is not None for row in rows)
-    text = FORMS[SCORES[0].unit if by_accuracy else "score"].text
+    text = FORMS[UNITS[run.main_metric]].text
+    also = not (by_accuracy or run.is_regression)  # the accuracy
     head = ["network", *([f"validation {label} ± error"] if chose else [])]
-    head += [f"test {label} (95 %)", *([] if by_accuracy else ["test accuracy"])]
+    head += [f"test {label} (95 %)", *(["test accuracy"] if also else [])]
     head += ["parameters", "rounds", "time", *(["epsilon"] if run.is_private else []), ""]
     cells = []
     for row in rows:
@@ -189,7 +190,7 @@ def leaderboard_table(run: Run) -> Table | None:
         error = f" ± {text(row['standard_error'])}" if validation is not None else ""
         test = row["accuracy"] if by_accuracy else row["test"]
         line = [row["network"], *([f"{text(validation)}{error}"] if chose else [])]
-        line += [text(test) + interval, *([] if by_accuracy else [percent(row["accuracy"])])]
+        line += [text(test) + interval, *([percent(row["accuracy"])] if also else [])]
         line += [count(row["parameters"]), count(row["rounds"]), duration(row["seconds"])]
         if run.is_private:
             line.append(epsilon_text(row["epsilon"]))
@@ -198,7 +199,7 @@ def leaderboard_table(run: Run) -> Table | None:
         if scores := run.scores(model):
             value = scores.get(run.main_metric)
             line = [f"{MODELS[model]} on pooled records", *([DASH] if chose else []), text(value)]
-            line += [] if by_accuracy else [percent(scores.get("accuracy"))]
+            line += [percent(scores.get("accuracy"))] if also else []
             cells.append(line + [""] * (len(head) - len(line)))
     return "Networks that were compared", head, cells
 

@@ -275,11 +275,11 @@ class _TimeLeft(ProgressColumn):
 def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
     """Return loss and accuracy, of the validation split where it was measured."""
     parts = []
-    for word in ("loss", "accuracy"):
+    for word in ("loss", "accuracy", "closeness"):
         for kind in ("validation", "train"):
             value = metrics.get(f"{kind}_{word}")
             if value is not None:
-                text = percent(value) if word == "accuracy" else f"{value:.3f}"
+                text = f"{value:.3f}" if word == "loss" else percent(value)
                 noised = " (noised)" if private and is_noised(f"{kind}_{word}") else ""
                 parts.append(f"{kind} {word} {text}{noised}")
                 break

@@ -21,7 +21,18 @@ from fednas_flwr.runs.events import (
     records_of,
     with_names,
 )
-from fednas_flwr.settings.names import ACCURACY, BEST, CLIENT, LINEAR, LOG_LOSS, PRV
+from fednas_flwr.settings.names import (
+    ACCURACY,
+    BEST,
+    CLIENT,
+    ERRORS,
+    LINEAR,
+    LOG_LOSS,
+    MAE,
+    PRV,
+    R2,
+    RMSE,
+)
 
 CONFIG_FILE = "config.yaml"
 BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a run
@@ -36,7 +47,7 @@ EVENT_FIELDS = {"alphas": {"cells"}, "round": {"bytes_dense"}}  # that runs of o
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 
 
-Unit = Literal["share", "score", "count", "seconds", "megabytes", "number"]
+Unit = Literal["share", "score", "error", "count", "seconds", "megabytes", "number"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,12 @@ SCORES = (
     Score("sensitivity", "sensitivity", models=()),
     Score("specificity", "specificity", models=()),
     Score(LOG_LOSS, "log loss", models=()),
+    Score(R2, "R²", hub="r_squared"),
+    Score(RMSE, "RMSE", "error", hub="rmse"),
+    Score(MAE, "MAE", "error", hub="mae"),
 )
 LABELS = {score.name: score.label for score in SCORES}
+UNITS = {score.name: score.unit for score in SCORES}
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,7 @@ class Metric:
     @property
     def is_score(self) -> bool:
         """True if it says how good a model is."""
-        return self.unit in ("share", "score")
+        return self.unit in ("share", "score", "error")
 
 
 @dataclass(frozen=True)
@@ -188,6 +203,11 @@ class Run:
     def multi_label(self) -> bool:
         """True if a record can have several labels."""
         return bool(self.last("partition").get("multi_label"))
+
+    @property
+    def is_regression(self) -> bool:
+        """True if the target is a number."""
+        return bool(self.last("partition").get("regression"))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -311,9 +331,9 @@ class Run:
         return self.status == "completed" and all(ended) and not self.departures()
 
     def client_results(self) -> list[Event]:
-        """Return the clients' results on their test parts, those that sent an accuracy."""
+        """Return the clients' results on their test parts, those that sent a score."""
         clients = self.last("evaluated").get("clients") or []
-        return [client for client in clients if client.get("accuracy") is not None]
+        return [client for client in clients if {ACCURACY, RMSE} & client.keys()]
 
     def alphas(self) -> list[Event]:
         """Return the ``alphas`` events by ascending round, one per round."""
@@ -362,9 +382,8 @@ class Run:
 
     def no_worse(self) -> list[tuple[str, float]]:
         """Simpler models that are as good as the run's by its :attr:`main_metric`, with theirs."""
-        own, central, sign = self.test_score(), self.scores("central"), 1
-        if self.main_metric == LOG_LOSS:
-            sign = -1
+        own, central = self.test_score(), self.scores("central")
+        sign = -1 if self.main_metric in ERRORS else 1
         shares = central if self.main_metric == ACCURACY else {}
         others = {
             "the most frequent class": shares.get("majority"),
@@ -462,7 +481,7 @@ def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
             f"{prefix} {score.label}",
             score.unit,
             _evaluated(model, score.name),
-            tile=model == "central" or score == SCORES[0],
+            tile=model == "central" or score.name in (ACCURACY, R2),
             compared=compared,
         )
         for score in SCORES
@@ -508,7 +527,7 @@ METRICS = [
 
 
 def _mean_accuracy(clients: list[Event]) -> float | None:
-    accuracies = [client["accuracy"] for client in clients]
+    accuracies = [client["accuracy"] for client in clients if "accuracy" in client]
     return fmean(accuracies) if accuracies else None
 
 
