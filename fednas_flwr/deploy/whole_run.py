@@ -21,7 +21,7 @@ from fednas_flwr.pipeline.baselines import (
     prepare_candidates,
 )
 from fednas_flwr.report.html_report import write_report
-from fednas_flwr.report.templates import percent
+from fednas_flwr.report.templates import percent, score
 from fednas_flwr.runs.events import Listener
 from fednas_flwr.runs.leaderboard import chosen
 from fednas_flwr.runs.numbers import is_complete, is_whole, read_run
@@ -96,9 +96,11 @@ def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell
 
 
 def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: Tell) -> None:
-    """Train networks beside the run's, those that are not done, and tell their test accuracies."""
+    """Train networks beside the run's, those that are not done, and tell their test scores."""
     for folder, reason in train_all(config, dict.fromkeys(folders, limit)):
-        told = reason or percent(read_run(folder).accuracy())
+        run = read_run(folder)
+        found = score(run.test_score()) if run.is_regression else percent(run.accuracy())
+        told = reason or found
         tell(f"{folder.parent.name} {folder.name}: {told}")
 
 
