@@ -19,6 +19,7 @@ from fednas_flwr import load
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
+from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
 from fednas_flwr.pipeline.feasible import check_buildable
@@ -30,7 +31,8 @@ LINEAR = (
     *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
     *("clients=3", "retrain.rounds=8", "retrain.weights.lr=0.05"),
 )
-TINY = ("clients=2", "rounds=1", "retrain=quickstart", "retrain.rounds=1", "search_space=mlp_small")
+TINY = ("clients=2", "rounds=1", "retrain=quickstart", "retrain.rounds=1")
+SMALL = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 
 
 def stays() -> pd.DataFrame:
@@ -114,12 +116,13 @@ def test_what_standardises_is_of_all_clients_or_public(finished: SimpleNamespace
     if finished.kind == "given":
         assert target == pytest.approx((10, 20 / 12**0.5, 0, 20))
         return
-    prepared, _ = make_data(finished.config)
+    prepared, parts = make_data(finished.config)
     (statistics,) = (e for e in finished.events if e["event"] == "statistics")
     assert list(target) == statistics["target"]
-    # of the clients' train parts, about half of the records
-    mean, std = float(prepared.train.labels.mean()), float(prepared.train.labels.std())
-    assert target == pytest.approx((mean, std), rel=0.05)
+    division = finished.config.dataset.division
+    train = [make_client_data(prepared, part, **division).train for part in parts]
+    numbers = torch.cat([split.labels[split.rows] for split in train]).double()
+    assert target == pytest.approx((float(numbers.mean()), float(numbers.std(correction=0))))
 
 
 def test_onnxruntime_predicts_as_python_does(finished: SimpleNamespace) -> None:
@@ -191,7 +194,9 @@ def test_numbers_of_one_bin_stay_together(finished: SimpleNamespace) -> None:
 def test_searches_that_need_no_classes_find_a_network(
     overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run = finished_run(*overrides[:1], *written(tmp_path, stays()[:200]), *TINY, *overrides[1:])
+    run = finished_run(
+        *overrides[:1], *written(tmp_path, stays()[:200]), *TINY, *SMALL, *overrides[1:]
+    )
     assert run.error is None
     assert not [e for e in run.events if e["event"] == "client_failed"]
     central = (
@@ -214,7 +219,15 @@ def test_searches_that_need_no_classes_find_a_network(
 def test_private_clients_learn_within_the_declared_range(
     overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    given = (*overrides[:1], *written(tmp_path), *RANGES, *TINY, "privacy=dp", "privacy.epsilon=8")
+    given = (
+        *overrides[:1],
+        *written(tmp_path),
+        *RANGES,
+        *TINY,
+        *SMALL,
+        "privacy=dp",
+        "privacy.epsilon=8",
+    )
     run = finished_run(*given, "evaluation.baselines=0", *overrides[1:])
     assert run.error is None
     assert not [e for e in run.events if e["event"] == "client_failed"]
