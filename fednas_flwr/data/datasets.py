@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, sync
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
@@ -186,11 +186,6 @@ def _target(records: Records, dataset: Dataset, mean: tuple[float, ...]) -> tupl
     """
     ends = getattr(dataset, "target_range", None)
     if not records.is_regression:
-        if ends is not None:
-            raise ConfigError(
-                f"dataset.target_range={show(ends)} is for a number to predict, but the label "
-                f"{records.label} has classes: remove it, or set dataset.task=regression."
-            )
         return ()
     if ends is None and mean:
         raise ConfigError(

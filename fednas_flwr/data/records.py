@@ -314,14 +314,12 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
     one, other = (f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others))
     only = sorted(set(others.feature_names) ^ set(records.feature_names))
     tables = records.schema and others.schema
+    forms = {(of.labels.dtype, of.labels.dim()) for of in (records, others)}
     differences = {
         f"classes: {listed(records.class_names)}, and {listed(others.class_names)}; set "
         "dataset.class_names to all of them": others.class_names != records.class_names,
-        "form of labels, as a class, several labels or a number: write them in one form": (
-            others.multi_label,
-            others.is_regression,
-        )
-        != (records.multi_label, records.is_regression),
+        "form of labels: one has a class per record, the other several labels or a number; write "
+        "them in one form": len(forms) > 1,
         f"feature columns (they differ in {listed(only) or 'order'}): set dataset.numeric, "
         "dataset.categorical and dataset.categories to those of all": others.schema
         != records.schema

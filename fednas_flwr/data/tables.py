@@ -35,7 +35,7 @@ from fednas_flwr.data.notation import (
 )
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
-from fednas_flwr.settings.names import CLASSIFICATION, REGRESSION, TABLE_SUFFIXES
+from fednas_flwr.settings.names import REGRESSION, TABLE_SUFFIXES
 
 Form = TypeVar("Form", bound=TableForm)
 _MOST_CATEGORIES = 256
@@ -116,7 +116,7 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         notes += more
     no_numbers = {*settings.categorical, *settings.categories, *settings.ignore}
     no_numbers |= {*named_columns(settings)}
-    target = [settings.label] if settings.task == REGRESSION else []
+    target = [settings.label] if settings.is_regression else []
     no_numbers -= {*target}
     others = {name: cells for name, cells in texts.items() if name not in no_numbers}
     adapted = [*settings.missing_in, *settings.map, *settings.scale]
@@ -347,7 +347,7 @@ def unreadable_cells(
             wrong[column.name] = ~cells.missing & ~np.isfinite(_values(cells, form, column))
     for name in label_columns(settings):
         cells, classes = texts[name], set(settings.class_names)
-        if settings.task == REGRESSION:
+        if settings.is_regression:
             wrong[name] = ~np.isfinite(cells.numbers.astype(np.float32))
             continue
         if settings.labels:
@@ -388,7 +388,7 @@ def read_labels(
     literal = f"; if a word such as None or NA is one, set dataset.missing_in={{{column}: []}}"
     _check_filled(cells, f"label ({column})", path, literal)
     classes = tuple(settings.class_names) or _sorted_classes(cells)
-    if (settings.task or _found_task(settings, classes, len(cells), where)) == REGRESSION:
+    if settings.is_regression or _are_quantities(settings, classes, len(cells), where):
         target = Column(column)
         return torch.from_numpy(
             _checked_numbers(cells, form_of(settings), column=target, where=where)
@@ -396,19 +396,20 @@ def read_labels(
     return records.encode_labels(cells, classes, where=where), classes
 
 
-def _found_task(settings: LabelTable, classes: Sequence[str], num_rows: int, where: str) -> str:
-    """Whether labels are classes or numbers, by their values; at private sites always classes.
+def _are_quantities(
+    settings: LabelTable, classes: Sequence[str], num_rows: int, where: str
+) -> bool:
+    """Return whether labels are numbers to predict, by their values; at private sites they are not.
 
     Raises:
         ConfigError: They can be either.
     """
-    few = len(classes) <= _MOST_NUMBERED
-    strict = getattr(settings, "corrupt", "") == "skip"
-    if few or strict or settings.class_names or not are_numbers(classes).all():
-        return CLASSIFICATION
+    few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
+    if few or settings.task or settings.class_names or not are_numbers(classes).all():
+        return False
     many = len(classes) > max(2 * _MOST_NUMBERED, num_rows / 10)
     if many or any(float(name) % 1 for name in classes):
-        return REGRESSION
+        return True
     raise ConfigError(
         f"{where} holds {len(classes)} different whole numbers in {num_rows} rows: set "
         "dataset.task=regression if they are to be predicted as numbers, or "

@@ -11,23 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fednas_flwr.settings.names import (
-    ABSOLUTE,
-    ACCURACY,
-    CLASS_METRICS,
-    HUBER,
-    MAE,
-    NUMBER_METRICS,
-    R2,
-    RMSE,
-    SQUARED,
-)
+from fednas_flwr.settings import names
 
 REACH = 6.0  # deviations that count as the range of a number without one
 NUMBER_LOSSES: dict[str, Callable[..., Tensor]] = {
-    SQUARED: functional.mse_loss,
-    ABSOLUTE: functional.l1_loss,
-    HUBER: functional.huber_loss,  # squared up to one deviation
+    names.SQUARED: functional.mse_loss,
+    names.ABSOLUTE: functional.l1_loss,
+    names.HUBER: functional.huber_loss,  # squared up to one deviation
 }
 
 Output = Tensor | tuple[Tensor, Tensor]  # logits; in training maybe also those of an auxiliary head
@@ -57,7 +47,6 @@ class Objective:
     positive: int | None = None
     multi_label: bool = False
     predicts_numbers: ClassVar[bool] = False
-    metrics: ClassVar[Sequence[str]] = CLASS_METRICS
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Each record's loss [B], in nats, times the factor of its class.
@@ -280,9 +269,8 @@ class Regression(Objective):
     """
 
     target: tuple[float, ...] = (0.0, 1.0)
-    loss: str = SQUARED
+    loss: str = names.SQUARED
     predicts_numbers: ClassVar[bool] = True
-    metrics: ClassVar[Sequence[str]] = NUMBER_METRICS
 
     @property
     def span(self) -> float:
@@ -333,11 +321,11 @@ class Regression(Objective):
 
     def told(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The loss and, by it and the closeness, the errors in the target's unit."""
-        found = {name: value for name, value in metrics.items() if name != ACCURACY}
+        found = {name: value for name, value in metrics.items() if name != names.ACCURACY}
         if "loss" in metrics:
-            found[RMSE] = self.target[1] * math.sqrt(max(0.0, metrics["loss"]))
-        if len(self.target) > 2 and ACCURACY in metrics:
-            found[MAE] = self.span * (1 - metrics[ACCURACY])
+            found[names.RMSE] = self.target[1] * math.sqrt(max(0.0, metrics["loss"]))
+        if len(self.target) > 2 and names.ACCURACY in metrics:
+            found[names.MAE] = self.span * (1 - metrics[names.ACCURACY])
         return found
 
     def terms(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -364,7 +352,11 @@ def number_scores(sums_R6: Tensor) -> dict[str, Tensor]:
     number, above, below, squares, errors, distances = sums_R6.unbind(-1)
     spread = squares - (above - below) ** 2 / number
     spread = spread.where(spread > 1e-12 * squares, torch.nan)
-    return {R2: 1 - errors / spread, RMSE: (errors / number).sqrt(), MAE: distances / number}
+    return {
+        names.R2: 1 - errors / spread,
+        names.RMSE: (errors / number).sqrt(),
+        names.MAE: distances / number,
+    }
 
 
 def objective_of(

@@ -283,8 +283,9 @@ class LabelTable(Dataset):
 
     Attributes:
         task: What is predicted: a class or several labels (``classification``), or a number
-            (``regression``). Null finds it in the label column: numbers with decimals, or of many
-            different values, are predicted as such; private sites take classes. Orders of classes,
+            (``regression``). Null is the latter with ``target_range`` and else finds it in the
+            label column: numbers with decimals, or of many different values, are predicted as such;
+            private sites take classes. Orders of classes,
             and times to an event that may not be seen, are neither.
         target_range: Public [low, high] of a target that is a number, to which targets and
             predictions are clipped and by which they are standardised. Needed with privacy, and
@@ -321,14 +322,13 @@ class LabelTable(Dataset):
                 f"{setting} has no effect with dataset.labels={show(self.labels)}, which names one "
                 "column per label: remove one of the two",
             )
-        of_classes = {**others, "labels": self.labels, "label": None}
-        for setting, value in of_classes.items():
-            yield (
-                value and self.task == names.REGRESSION,
-                f"{setting} has no effect with dataset.task=regression: remove one of the two",
-            )
         yield (
-            self.target_range is not None and self.task == names.CLASSIFICATION,
+            self.is_regression and (self.class_names or self.labels or self.label_separator),
+            "task=regression or dataset.target_range is for a number, but dataset.class_names, "
+            "dataset.labels or dataset.label_separator names classes: remove one of the two",
+        )
+        yield (
+            self.is_regression and self.task == names.CLASSIFICATION,
             "target_range has no effect with dataset.task=classification: remove one of the two",
         )
         yield (
@@ -336,6 +336,11 @@ class LabelTable(Dataset):
             f"labels={show(self.labels)} names one column, but is for records that can have "
             f"several labels: set dataset.label={', '.join(self.labels)}",
         )
+
+    @property
+    def is_regression(self) -> bool:
+        """True if it is said that a number is predicted."""
+        return self.task == names.REGRESSION or self.target_range is not None
 
     @property
     def names_label(self) -> bool:
@@ -347,7 +352,7 @@ class LabelTable(Dataset):
         """Settings that the records would otherwise decide, with whether each is given."""
         return {
             **super().declared,
-            "class_names": bool(self.class_names or self.labels or self.task == names.REGRESSION),
+            "class_names": bool(self.class_names or self.labels or self.is_regression),
             "label or labels": self.names_label or bool(self.labels),
         }
 

@@ -62,7 +62,10 @@ BOTH = RECORDS["train"] + RECORDS["validation"]
 EVERYTHING = schedule(batch_size=None)  # over all records at p = 1, so that only noise is drawn
 
 
-def sums(reply, action, bound=2 * math.log(3)):
+GUESSING = math.log(3)
+
+
+def sums(reply, action, guessing=GUESSING):
     """Return what was released of each state, as the noised sum that it was."""
     vectors = {n: torch.cat([v.double() for v in s.values()]) for n, s in reply.states.items()}
     if action == "train.weights":  # one step: w - lr * (sum / B + decay * w)
@@ -78,7 +81,7 @@ def sums(reply, action, bound=2 * math.log(3)):
     if action == "train.gradients":  # scaled to the weights' batch
         vectors["alphas"] *= RECORDS["validation"] / RECORDS["train"]
     if action == "evaluate.model":
-        pair = torch.tensor([reply.metrics["loss"] / bound, reply.metrics["accuracy"]])
+        pair = torch.tensor([reply.metrics["loss"] / (2 * guessing), reply.metrics["accuracy"]])
         return {"metrics": pair.double() * reply.num_examples / METRICS_NORM}
     return vectors
 
@@ -419,7 +422,7 @@ def test_a_record_of_other_labels_moves_releases_by_the_clipping_norm_at_most(
         site = make_site(committed=plan, test_seed=b"7", hold=hold)
         for client in (site.client, site.of_cells):
             client.__dict__["objective"] = objective
-        pair.append(sums(site.ask(action), action, 2 * objective.guessing_loss(3)))
+        pair.append(sums(site.ask(action), action, objective.guessing_loss(3)))
     for kind, splits in kinds.items():
         moved = (pair[0][kind] - pair[1][kind]).norm().item()
         if name in splits:
