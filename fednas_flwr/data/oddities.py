@@ -64,6 +64,9 @@ def _of_labels(records: Records) -> Iterator[str]:
     if len(counts) == 1:
         yield f"every record has the label {records.class_names[0]}: there is nothing to tell apart"
     yield from _spelled_alike("the label", records.class_names)
+    numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
+    if numbers and records.schema and not (records.multi_label or records.label):
+        yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
 
 
 def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:

@@ -75,7 +75,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network: nn.Module) -> None
     assert result.accuracy == hits / 300
     assert result.num_examples == 300
     assert result.as_dict() == {"loss": result.loss, "accuracy": result.accuracy}
-    no_scores = {"f1": None, "auroc": None, "average_precision": None}
+    no_scores = dict.fromkeys(("f1", "auroc", "average_precision", *NUMBER_METRICS))
     assert asdict(result) == {**result.as_dict(), "num_examples": 300, **no_scores}
 
 
