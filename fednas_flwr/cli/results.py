@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,14 +119,13 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _print_scores(predictions: Predictions) -> None:
     """Print the scores of predictions as a report has them."""
-    from fednas_flwr.models.metrics import detailed, measured
+    from fednas_flwr.models.metrics import detailed
     from fednas_flwr.report.tables import score_tables
     from fednas_flwr.report.terminal import print_table
 
     logits, labels = predictions.logits, predictions.encoded(predictions.truth or ())
     objective = predictions.objective
-    scores = objective.told(asdict(measured(logits, labels, objective=objective, with_scores=True)))
-    scores |= detailed(logits, labels, objective=objective, threshold=predictions.threshold)
+    scores = detailed(logits, labels, objective=objective, threshold=predictions.threshold)
     named = {"class_names": predictions.class_names, "multi_label": predictions.multi_label}
     run = Run(
         Path(), {}, [{"event": "partition", **named}, {"event": "evaluated", "central": scores}]

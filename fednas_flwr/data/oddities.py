@@ -41,14 +41,10 @@ def oddities(records: Records) -> list[str]:
     """
     images = records.features.dim() == 4
     found = _of_images(records.features) if images else _of_columns(records)
-    return [*_of_labels(records), *found]
+    return [*(() if records.is_regression else _of_labels(records)), *found]
 
 
 def _of_labels(records: Records) -> Iterator[str]:
-    if records.is_regression:
-        if len(torch.unique(records.labels)) == 1:
-            yield f"every record has the number {records.labels[0]:g}: there is nothing to predict"
-        return
     counts = count_labels(records.labels, len(records.class_names))
     empty = [name for name, n in zip(records.class_names, counts, strict=True) if not n]
     if empty and len(records) >= _FEWEST:
@@ -65,7 +61,7 @@ def _of_labels(records: Records) -> Iterator[str]:
         yield f"every record has the label {records.class_names[0]}: there is nothing to tell apart"
     yield from _spelled_alike("the label", records.class_names)
     numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
-    if numbers and records.schema and not (records.multi_label or records.label):
+    if numbers and records.schema and not records.multi_label:
         yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
 
 
@@ -124,9 +120,7 @@ def _of_columns(records: Records) -> Iterator[str]:
                 continue
             if said := _unusual(column.kind, cells):
                 unusual.setdefault(said, []).append(column.name)
-        if not (records.multi_label or records.is_regression) and _tells(
-            cells, labels, column.kind == CATEGORY
-        ):
+        if not records.multi_label and _tells(cells, labels, column.kind == CATEGORY):
             tells.append(column.name)
     yield from (f"{said}: {listed(columns, 5)}" for said, columns in unusual.items())
     if tells:

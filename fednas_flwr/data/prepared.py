@@ -69,15 +69,13 @@ def _in_classes(prepared: Prepared) -> Records:
 
     Deciles are of all records, which only a simulation knows.
     """
-    records, shares = prepared.train, np.linspace(0, 1, len(TENTHS) + 1)[1:-1]
+    records, ends = prepared.train, prepared.target[2:]
     if not records.is_regression:
         return records
-    if ends := prepared.target[2:]:
-        edges = ends[0] + shares * (ends[1] - ends[0])
-    else:
-        edges = np.quantile(records.labels.numpy(), shares)
-    tenths = torch.from_numpy(np.searchsorted(edges, records.labels.numpy(), side="right"))
-    return replace(records, labels=tenths, class_names=TENTHS)
+    numbers, shares = records.labels.numpy(), np.linspace(0, 1, len(TENTHS) + 1)[1:-1]
+    edges = np.quantile(ends or numbers, shares)  # of two ends, equally far apart
+    tenths = np.searchsorted(edges, numbers, side="right")
+    return replace(records, labels=torch.from_numpy(tenths), class_names=TENTHS)
 
 
 def client_names(records: Records, settings: ds.Partition) -> list[str]:
@@ -111,9 +109,9 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
             images that is not theirs.
     """
     settings = config.dataset
-    names = ("input_shape", "image_shape", "scattering", "schema", "class_names", "mean", "std")
-    shape, image_shape, scattering, schema, classes, mean, std = (
-        tuple(properties[name]) for name in names
+    names = ("input_shape", "image_shape", "scattering", "schema", "class_names")
+    shape, image_shape, scattering, schema, classes, mean, std, target = (
+        tuple(properties[name]) for name in (*names, "mean", "std", "target")
     )
     if (sizes := scattering_of(settings)) not in ((), scattering):
         of_run, of_sites = (
@@ -128,17 +126,16 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     label = ""
     if schema and isinstance(settings, ds.LabelTable) and settings.names_label:
         label = settings.label
-    empty_labels = torch.empty(0, *([len(classes)] if properties["multi_label"] else []))
+    form = [len(classes)] if properties["multi_label"] else []
     empty = Records(
         torch.empty(0, *shape, dtype=torch.float32 if schema or scattering else torch.uint8),
-        empty_labels if properties["target"] else empty_labels.long(),
+        torch.empty(0, *form, dtype=torch.float32 if target else torch.int64),
         np.empty(0, "S32"),
         classes,
         schema=schema,
         label=label,
         image_shape=image_shape,
     )
-    target = tuple(properties["target"])
     # mean and std, by which the sites standardise, are the exported model's, too
     if not settings.server_test or settings.place is None:
         return Prepared(empty, None, mean, std, intensity_of(settings), scattering, target)

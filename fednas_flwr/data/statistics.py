@@ -79,9 +79,7 @@ def column_moments(records: Records, rows: Tensor) -> list[Moments]:
     return [Moments(*of) for of in zip(count.tolist(), mean.tolist(), std.tolist(), strict=True)]
 
 
-def pooled(
-    parties: Sequence[Sequence[Moments]], *, num_features: int, has_target: bool = False
-) -> Statistics:
+def pooled(parties: Sequence[Sequence[Moments]], records: Records) -> Statistics:
     """Return the statistics of all parties' records together, in float64.
 
     ``mean = sum_k n_k m_k / n`` and ``var = sum_k n_k (s_k^2 + (m_k - mean)^2) / n`` (Chan et al.
@@ -89,8 +87,8 @@ def pooled(
 
     Args:
         parties: Moments of the same columns of each.
-        num_features: Number of features, those beyond the columns being 0 or 1.
-        has_target: True if the last column is the target.
+        records: Of the parties' form: features beyond the columns are 0 or 1, and the last column
+            is the target if that is a number.
     """
     mean, std = [], []
     for column in zip(*parties, strict=True):
@@ -101,8 +99,8 @@ def pooled(
         mean.append(float(centre))
         least = max(LEAST_RELATIVE_STD * abs(centre), LEAST_STD)
         std.append(deviation if deviation > least else 1.0)
-    target = (mean.pop(), std.pop()) if has_target else ()
-    rest = num_features - len(mean)
+    target = (mean.pop(), std.pop()) if records.is_regression else ()
+    rest = records.features.shape[1] - len(mean)
     return Statistics((*mean, *(0.0,) * rest), (*std, *(1.0,) * rest), target)
 
 

@@ -135,11 +135,16 @@ def _contents(records: Records, column: Column) -> str:
     values = values[~np.isnan(values)]
     if not len(values):
         return column.kind
-    low, high = float(values.min()), float(values.max())
     if column.kind == DATE:
-        first, last = (str(np.datetime64(int(day), "D")) for day in (low, high))
+        ends = (values.min(), values.max())
+        first, last = (str(np.datetime64(int(day), "D")) for day in ends)
         return f"date, {first} to {last}"
-    return f"number, {low:g} to {high:g}, mean {float(values.mean()):g}"
+    return f"number, {_spread(values)}"
+
+
+def _spread(numbers: np.ndarray) -> str:
+    """Ends and mean of some numbers."""
+    return f"{numbers.min():g} to {numbers.max():g}, mean {numbers.mean():g}"
 
 
 def _division(
@@ -200,9 +205,7 @@ def _suggestions(prepared: Prepared) -> list[str]:
 
 def _classes(records: Records) -> list[str]:
     if records.is_regression:
-        numbers = records.labels.double()
-        low, high, mean = (float(of) for of in (numbers.min(), numbers.max(), numbers.mean()))
-        return [f"{low:g} to {high:g}, mean {mean:g}"]
+        return [_spread(records.labels.double().numpy())]
     counts = count_labels(records.labels, len(records.class_names))
     return [f"{name} {n:,}" for name, n in zip(records.class_names, counts, strict=True)]
 

@@ -116,14 +116,11 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         notes += more
     no_numbers = {*settings.categorical, *settings.categories, *settings.ignore}
     no_numbers |= {*named_columns(settings)}
-    target = [settings.label] if settings.is_regression else []
-    no_numbers -= {*target}
     others = {name: cells for name, cells in texts.items() if name not in no_numbers}
     adapted = [*settings.missing_in, *settings.map, *settings.scale]
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
-    numbers = [*settings.numeric, *target]
-    if not settings.numeric:
-        numbers = [name for name in others if name not in settings.dates]
+    numbers = settings.numeric or [name for name in others if name not in settings.dates]
+    numbers = [*numbers, settings.label] if settings.is_regression else numbers
     if not settings.strict:
         settings = with_signs(settings, texts, numbers, others, separator, where=str(path))
         order = (settings.date_order or "").replace("_", " ")
@@ -389,10 +386,9 @@ def read_labels(
     _check_filled(cells, f"label ({column})", path, literal)
     classes = tuple(settings.class_names) or _sorted_classes(cells)
     if settings.is_regression or _are_quantities(settings, classes, len(cells), where):
-        target = Column(column)
-        return torch.from_numpy(
-            _checked_numbers(cells, form_of(settings), column=target, where=where)
-        ), (column,)
+        form, target = form_of(settings), Column(column)
+        numbers = _checked_numbers(cells, form, column=target, where=where)
+        return torch.from_numpy(numbers), (column,)
     return records.encode_labels(cells, classes, where=where), classes
 
 

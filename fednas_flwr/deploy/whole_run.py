@@ -99,8 +99,7 @@ def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: 
     """Train networks beside the run's, those that are not done, and tell their test scores."""
     for folder, reason in train_all(config, dict.fromkeys(folders, limit)):
         run = read_run(folder)
-        found = score(run.test_score()) if run.is_regression else percent(run.accuracy())
-        told = reason or found
+        told = reason or (score(run.test_score()) if run.is_regression else percent(run.accuracy()))
         tell(f"{folder.parent.name} {folder.name}: {told}")
 
 

@@ -203,10 +203,9 @@ def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
     """
     graph, node, names = model.graph, helper.make_node, list(inputs.class_names)
     if inputs.target:
-        graph.initializer.append(
-            numpy_helper.from_array(np.array([-1], dtype=np.int64), "one_axis")
+        graph.node.append(
+            node("ReduceMax", ["probabilities"], ["prediction"], axes=[1], keepdims=0)
         )
-        graph.node.append(node("Reshape", ["probabilities", "one_axis"], ["prediction"]))
         del graph.output[:]
         name, kind = "prediction", TensorProto.FLOAT
     elif inputs.multi_label:

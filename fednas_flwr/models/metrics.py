@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,7 @@ from torch import Tensor, nn
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.search.objective import (
-    CLASSIFICATION,
-    Objective,
-    Regression,
-    number_scores,
-    ranked_areas,
-)
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression, ranked_areas
 from fednas_flwr.settings.names import ACCURACY, AUROC, LOG_LOSS, NUMBER_METRICS
 from fednas_flwr.spaces.operations import SkipNetwork
 
@@ -243,7 +237,7 @@ def pooled_baselines(
         else:
             logits = fitted(model, y, num_classes)
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
-        results[name] = objective.told({"accuracy": accuracy}) | objective.scores(logits, y_test)
+        results[name] = objective.told({ACCURACY: accuracy}) | objective.scores(logits, y_test)
     return results
 
 
@@ -316,7 +310,7 @@ def score_of_sums(total: Tensor, metric: str) -> Tensor:
     if metric in (ACCURACY, LOG_LOSS):
         return total[:, 1] / total[:, 0]
     if metric in NUMBER_METRICS:
-        return number_scores(total)[metric]
+        return Regression.scores_of(total)[metric]
     if metric == "f1":
         return (2 * total[..., 0] / (total[..., 1] + total[..., 2])).nanmean(1)
     ranks_B = torch.arange(RANKS, dtype=torch.float64).repeat(2)
@@ -482,7 +476,7 @@ def detailed(
     threshold: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return all that a report says of test records, JSON values only.
+    """Return all that a report says of test records, metrics among it, JSON values only.
 
     Args:
         logits_NC: float, on the CPU.
@@ -491,11 +485,13 @@ def detailed(
         threshold: See :func:`best_threshold`; None leaves out what depends on it.
         seed: Of the bootstrap.
     """
+    tested = measured(logits_NC, labels_N, objective=objective, with_scores=True)
+    metrics = objective.told(asdict(tested))
     if isinstance(objective, Regression):
         predicted_N = objective.predictions(logits_NC)
         score = partial(objective.weighted_scores, logits_NC, labels_N)
         shown = [tensor[:MOST_PAIRS].tolist() for tensor in (labels_N, predicted_N)]
-        return {
+        return metrics | {
             "intervals": intervals(score, len(labels_N), seed=seed),
             "own": own_scores(predicted_N[:, None], labels_N),
             "pairs": list(zip(*shown, strict=True)),  # true and predicted
@@ -519,7 +515,7 @@ def detailed(
         calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())
     else:
         calibrated = calibration(probabilities_NC, labels_N)
-    results: dict[str, Any] = {
+    results: dict[str, Any] = metrics | {
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,
         "intervals": intervals(measure, len(labels_N), seed=seed),

@@ -84,7 +84,6 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             f"{len(parties)} of {cohort.num_clients} clients tell means and deviations of their "
             f"columns, {cohort.quorum} are needed."
         )
-    (num_features,) = prepared.input_shape
     held, far = stats.bounded(parties)
     for client, column in far.items():
         told, name = parties[client][column], names[column]
@@ -95,10 +94,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             "std], ...}"
         )
         log.emit("warning", message=message)
-    found = stats.pooled(
-        list(held.values()), num_features=num_features, has_target=train.is_regression
-    )
-    return _emitted(found, log)
+    return _emitted(stats.pooled(list(held.values()), train), log)
 
 
 def noised_statistics(

@@ -254,8 +254,7 @@ def _evaluate(
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             logits, labels = metrics.predicted(network.to(device), test, device)
-            scores = metrics.measured(logits, labels, objective=objective, with_scores=True)
-            central = objective.told(asdict(scores)) | detailed(
+            central = detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
             has_accuracy = not objective.predicts_numbers
@@ -274,16 +273,14 @@ def _evaluate(
                     data_set=data_set,
                     with_scores=shows_clients,
                 )
-                tested = _ask_tests(run, "evaluate.model", request, states, objective, threshold)
+                tested = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
                 if config.secure_sum:
                     results["total"] = tested[0] if tested else None
                 else:
                     results["clients"] = tested
             if config.evaluation.personalised:
                 last = rq.Personalise(local=_last_round(config, description))
-                results["personalised"] = _ask_tests(
-                    run, "evaluate.personalised", last, states, objective
-                )
+                results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         simpler = {name: baselines.get(name) for name in ("linear", "trees")}
         scored = {"metric": metric, "validation": validation}
         run.log.emit("evaluated", central=central, **scored, **simpler, **results)
@@ -331,12 +328,12 @@ def _ask_tests(
     action: str,
     settings: rq.Settings,
     states: dict[str, Packed],
-    objective: Objective,
+    *,
     threshold: float | None = None,
 ) -> list[dict[str, Any]]:
     """Collect the results of all clients that have test records; warn if they are few."""
     results: list[dict[str, Any]] = []
-    cohort = run.cohort
+    cohort, objective = run.cohort, make_objective(run.config, run.prepared, torch.device("cpu"))
     having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("test") != 0]
     if not having:
         return results

@@ -187,14 +187,7 @@ def reliability(run: Run) -> Figure | None:
     titles = {"x": "probability of what is predicted", "y": "share that is right"}
     return {
         "data": [
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "calibrated",
-                "x": [0, 1],
-                "y": [0, 1],
-                "line": {"color": ORANGE, "dash": "dash"},
-            },
+            _diagonal("calibrated", [0, 1]),
             {
                 "type": "scatter",
                 "mode": "lines+markers",
@@ -215,14 +208,17 @@ def predictions(run: Run) -> Figure | None:
     if not (pairs := run.scores("central").get("pairs")):
         return None
     true, predicted = zip(*pairs, strict=True)
-    ends, name = [min(true), max(true)], run.class_names[0]
-    line = {"type": "scatter", "mode": "lines", "name": "exact", "x": ends, "y": ends}
+    name, look = run.class_names[0], {"color": BLUE, "size": 5, "opacity": 0.6}
     points = {"type": "scatter", "mode": "markers", "name": "records", "x": true, "y": predicted}
-    look = {"color": BLUE, "size": 5, "opacity": 0.6}
-    return {
-        "data": [points | {"marker": look}, line | {"line": {"color": ORANGE, "dash": "dash"}}],
-        "layout": axes(x=f"true {name}", y=f"predicted {name}"),
-    }
+    layout = axes(x=f"true {name}", y=f"predicted {name}")
+    exact = _diagonal("exact", [min(true), max(true)])
+    return {"data": [points | {"marker": look}, exact], "layout": layout}
+
+
+def _diagonal(name: str, ends: list[float]) -> Figure:
+    line = {"color": ORANGE, "dash": "dash"}
+    place = {"x": ends, "y": ends}
+    return {"type": "scatter", "mode": "lines", "name": name, **place, "line": line}
 
 
 def exploration(phases: Sequence[Event]) -> dict[str, tuple[str, Figure | None]]:

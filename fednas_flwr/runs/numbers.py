@@ -166,10 +166,8 @@ class Run:
     @property
     def _delivers_later(self) -> bool:
         """True if candidates have still to be compared, one of which will be delivered."""
-        stages = self.config.get("stages") or ()
-        waits = self.group("evaluation").get("deliver") == names.BEST and {*STAGES_AFTER} <= {
-            *stages
-        }
+        waits = {*STAGES_AFTER} <= {*(self.config.get("stages") or ())}
+        waits = waits and self.group("evaluation").get("deliver") == names.BEST
         return waits and not self.last("exported") and bool(self.last("derived"))
 
     @property
@@ -367,11 +365,9 @@ class Run:
         """A model's :attr:`main_metric` on the server's test set."""
         name = "loss" if self.main_metric == names.LOG_LOSS else self.main_metric
         value: float | None = self.scores(model).get(name)
-        return (
-            self.accuracy()
-            if value is None and (model, name) == ("central", names.ACCURACY)
-            else value
-        )
+        if value is None and (model, name) == ("central", names.ACCURACY):
+            return self.accuracy()
+        return value
 
     def no_worse(self) -> list[tuple[str, float]]:
         """Simpler models that are as good as the run's by its :attr:`main_metric`, with theirs."""

@@ -291,9 +291,8 @@ class Regression(Objective):
         return (self._held(labels) - self.target[0]) / self.target[1]
 
     def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
-        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-        scaled = self.scaled(labels.to(logits.dtype))
-        return NUMBER_LOSSES[self.loss](logits[:, 0], scaled, reduction="none")
+        far = logits[:, 0] - self.scaled(labels)  # float32 at least
+        return NUMBER_LOSSES[self.loss](far, torch.zeros_like(far), reduction="none")
 
     def _errors(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self.predictions(logits) - self._held(labels.double())
@@ -320,16 +319,16 @@ class Regression(Objective):
         return share.nan_to_num(nan=0.0).clamp(0, 1)
 
     def told(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The loss and, by it and the closeness, the errors in the target's unit."""
-        found = {name: value for name, value in metrics.items() if name != names.ACCURACY}
+        """The same without closeness, with errors in the target's unit that follow from it."""
+        found = {}
         if "loss" in metrics:
             found[names.RMSE] = self.target[1] * math.sqrt(max(0.0, metrics["loss"]))
         if len(self.target) > 2 and names.ACCURACY in metrics:
             found[names.MAE] = self.span * (1 - metrics[names.ACCURACY])
-        return found
+        return found | {name: value for name, value in metrics.items() if name != names.ACCURACY}
 
     def terms(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """What :func:`number_scores` takes the sums of, float64 [N, 6], all 0 or more."""
+        """What :meth:`scores_of` takes the sums of, float64 [N, 6], all 0 or more."""
         errors, centred = self.predictions(logits) - labels, labels.double() - self.target[0]
         one, above, below = torch.ones_like(errors), centred.clamp(min=0), (-centred).clamp(min=0)
         return torch.stack([one, above, below, centred**2, errors**2, errors.abs()], 1)
@@ -337,26 +336,26 @@ class Regression(Objective):
     def weighted_scores(
         self, logits: Tensor, labels: Tensor, weights_RN: Tensor
     ) -> dict[str, Tensor]:
-        """``r2``, ``rmse`` and ``mae`` under each weighting; see :func:`number_scores`."""
-        return number_scores(weights_RN @ self.terms(logits, labels))
+        """``r2``, ``rmse`` and ``mae`` under each weighting; see :meth:`scores_of`."""
+        return self.scores_of(weights_RN @ self.terms(logits, labels))
 
+    @staticmethod
+    def scores_of(sums_R6: Tensor) -> dict[str, Tensor]:
+        """R squared, and the root of the mean squared and the mean absolute error, [R].
 
-def number_scores(sums_R6: Tensor) -> dict[str, Tensor]:
-    """R squared, and the root of the mean squared and the mean absolute error, [R].
+        ``R^2 = 1 - sum (p - y)^2 / sum (y - mean)^2``; NaN where all targets are alike.
 
-    ``R^2 = 1 - sum (p - y)^2 / sum (y - mean)^2``; NaN where all targets are alike.
-
-    Args:
-        sums_R6: Sums over records of :meth:`Regression.terms`.
-    """
-    number, above, below, squares, errors, distances = sums_R6.unbind(-1)
-    spread = squares - (above - below) ** 2 / number
-    spread = spread.where(spread > 1e-12 * squares, torch.nan)
-    return {
-        names.R2: 1 - errors / spread,
-        names.RMSE: (errors / number).sqrt(),
-        names.MAE: distances / number,
-    }
+        Args:
+            sums_R6: Sums over records of :meth:`terms`.
+        """
+        number, above, below, squares, errors, distances = sums_R6.unbind(-1)
+        spread = squares - (above - below) ** 2 / number
+        spread = spread.where(spread > 1e-12 * squares, torch.nan)
+        return {
+            names.R2: 1 - errors / spread,
+            names.RMSE: (errors / number).sqrt(),
+            names.MAE: distances / number,
+        }
 
 
 def objective_of(

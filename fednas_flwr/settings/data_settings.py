@@ -322,14 +322,11 @@ class LabelTable(Dataset):
                 f"{setting} has no effect with dataset.labels={show(self.labels)}, which names one "
                 "column per label: remove one of the two",
             )
+        of_classes = self.class_names or self.labels or self.label_separator
         yield (
-            self.is_regression and (self.class_names or self.labels or self.label_separator),
-            "task=regression or dataset.target_range is for a number, but dataset.class_names, "
-            "dataset.labels or dataset.label_separator names classes: remove one of the two",
-        )
-        yield (
-            self.is_regression and self.task == names.CLASSIFICATION,
-            "target_range has no effect with dataset.task=classification: remove one of the two",
+            self.is_regression and (of_classes or self.task == names.CLASSIFICATION),
+            "task=regression and dataset.target_range are for a number to predict, but another of "
+            "dataset.task, class_names, labels and label_separator is for classes: remove one",
         )
         yield (
             len(self.labels) == 1,
