@@ -345,7 +345,7 @@ def unreadable_cells(
     for name in label_columns(settings):
         cells, classes = texts[name], set(settings.class_names)
         if settings.is_regression:
-            wrong[name] = ~np.isfinite(cells.numbers.astype(np.float32))
+            wrong[name] = ~np.isfinite(_values(cells, form, Column(name)))
             continue
         if settings.labels:
             cells, classes = cells.changed(str.lower), {*_YES, *_NO}
