@@ -319,13 +319,11 @@ class Regression(Objective):
         return share.nan_to_num(nan=0.0).clamp(0, 1)
 
     def told(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The same without closeness, with errors in the target's unit that follow from it."""
-        found = {}
+        """The same without closeness, with the error in the target's unit, unless it is known."""
+        found = {name: value for name, value in metrics.items() if name != names.ACCURACY}
         if "loss" in metrics:
-            found[names.RMSE] = self.target[1] * math.sqrt(max(0.0, metrics["loss"]))
-        if len(self.target) > 2 and names.ACCURACY in metrics:
-            found[names.MAE] = self.span * (1 - metrics[names.ACCURACY])
-        return found | {name: value for name, value in metrics.items() if name != names.ACCURACY}
+            found.setdefault(names.RMSE, self.target[1] * math.sqrt(max(0.0, metrics["loss"])))
+        return found
 
     def terms(self, logits: Tensor, labels: Tensor) -> Tensor:
         """What :meth:`scores_of` takes the sums of, float64 [N, 6], all 0 or more."""
