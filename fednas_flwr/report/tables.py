@@ -75,7 +75,8 @@ def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
 
 def scores(run: Run) -> list[tuple[str, str]]:
     """Label and text of all that says how good the run's model and simpler ones are."""
-    return reached(run, [metric.name for metric in METRICS if metric.is_score])
+    good = [metric.name for metric in METRICS if metric.is_score or metric.unit == "error"]
+    return reached(run, good)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

@@ -99,7 +99,7 @@ class Metric:
     @property
     def is_score(self) -> bool:
         """True if it says how good a model is."""
-        return self.unit in ("share", "score", "error")
+        return self.unit in ("share", "score")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ def stays() -> pd.DataFrame:
     rng = np.random.default_rng(0)
     age, crp = rng.integers(20, 95, STAYS), rng.exponential(12, STAYS).round(1)
     ward = rng.choice(["surgery", "icu", "eye"], STAYS)
-    days = 2 + 0.05 * age + 0.1 * crp + 3 * (ward == "icu") + rng.normal(0, 1, STAYS)
+    days = 2 + 0.05 * age + 0.05 * crp + (ward == "icu") * (2 + 0.15 * crp)
+    days += rng.normal(0, 1, STAYS)
     crp[rng.random(STAYS) < 0.05] = np.nan
     table = pd.DataFrame({"age": age, "ward": ward, "crp": crp})
     return table.assign(days=days.clip(0.1, None).round(1))
