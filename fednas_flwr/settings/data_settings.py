@@ -108,7 +108,7 @@ class Dataset(Checked):
         fractions: Shares of train, validation and test of each client's records.
         split_key: The site's secret text that fixes which record goes where.
         linear_baseline: If true, a simulation also reports logistic regression on the pooled
-            records.
+            records, of numbers ridge regression.
         table: Published accuracies of all cells (``fednas lookup``), by which the report shows the
             search; no choice depends on them.
     """
@@ -283,14 +283,12 @@ class LabelTable(Dataset):
 
     Attributes:
         task: What is predicted: a class or several labels (``classification``), or a number
-            (``regression``). Null is the latter with ``target_range`` and else finds it in the
-            label column: numbers with decimals, or of many different values, are predicted as such;
-            private sites take classes. Orders of classes,
-            and times to an event that may not be seen, are neither.
-        target_range: Public [low, high] of a target that is a number, to which targets and
-            predictions are clipped and by which they are standardised. Needed with privacy, and
-            where what standardises the features is declared; null: clients find mean and deviation
-            together.
+            (``regression``). Null is the latter with ``target_range``, and else finds it in the
+            label column: numbers with decimals, or of many different values, are predicted as such.
+            Private sites then take classes. Ordered classes and survival times are not supported.
+        target_range: Public [low, high] of a number to predict, to which targets and predictions
+            are clipped and by which they are standardised. Needed with privacy, and where what
+            standardises the features is declared; null: clients find mean and deviation together.
         class_names: The label's values in class order; empty for those found, sorted.
         label: Name of the column with the class, ``last`` being the last one.
         labels: Columns of 0 and 1 (or no and yes, false and true), one per label, where a record

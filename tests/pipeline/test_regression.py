@@ -35,6 +35,7 @@ LINEAR = (
     *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
     *("clients=3", "retrain.rounds=8", "retrain.weights.lr=0.05"),
 )
+DP_CELLS = ("search_space=dp_cells_small", "retrain=dp_cells")
 TINY = ("clients=2", "rounds=1", "retrain=quickstart", "retrain.rounds=1")
 SMALL = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 
@@ -259,23 +260,50 @@ def test_secure_sums_tell_the_errors_of_all_records(
     assert "accuracy" not in evaluated["total"]
 
 
-def test_numbers_are_predicted_of_images(finished_run: Callable[..., Any], tmp_path: Path) -> None:
+def photographs(folder: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """Images in a folder whose table tells how bright each is, and overrides to read them."""
     rng = np.random.default_rng(0)
     brightness = rng.uniform(20, 200, 160).round(1)
     for i, value in enumerate(brightness):
         pixels = (value + rng.normal(0, 10, (8, 8))).clip(0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"{i}.png")
+        Image.fromarray(pixels).save(folder / f"{i}.png")
     table = pd.DataFrame({"file": [f"{i}.png" for i in range(160)], "light": brightness})
-    table.to_csv(tmp_path / "labels.csv", index=False)
-    of_images = ("dataset=labelled_images", f"dataset.root={tmp_path}", "dataset.image_size=null")
-    more = ("dataset.channels=1", "dataset.target_range=[0,255]", "dataset.flip=false")
-    run = finished_run(*of_images, *more, "dataset.crop_padding=0", *LINEAR)
+    table.to_csv(folder / "labels.csv", index=False)
+    plain = ("dataset.image_size=null", "dataset.flip=false", "dataset.crop_padding=0")
+    more = ("dataset.channels=1", "dataset.target_range=[0,255]", *plain)
+    return table, ("dataset=labelled_images", f"dataset.root={folder}", *more)
+
+
+def test_numbers_are_predicted_of_images(finished_run: Callable[..., Any], tmp_path: Path) -> None:
+    table, of_images = photographs(tmp_path)
+    run = finished_run(*of_images, *LINEAR)
     assert run.error is None
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
     assert evaluated["central"]["r2"] > 0.8
     found = load(run.folder).predict(tmp_path)
     truth = table.set_index("file")["light"].loc[list(found.names)]
     assert r2_score(truth, found.labels) > 0.8
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm=dpnas", *DP_CELLS),
+        ("algorithm=dpnas", *DP_CELLS, "privacy=dp", "privacy.epsilon=8"),
+        ("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
+        ("algorithm=fedex",),
+        ("algorithm=fedprox", "algorithm.network=resnet8_8"),
+    ],
+    ids=["dpnas", "private dpnas", "fdnas", "fedex", "resnet"],
+)
+def test_all_algorithms_take_numbers_of_images(
+    overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    _, of_images = photographs(tmp_path)
+    run = finished_run(*of_images, "clients=2", "rounds=1", *overrides, "retrain.rounds=1")
+    assert run.error is None
+    assert not [e for e in run.events if e["event"] == "client_failed"]
+    assert np.isfinite(load(run.folder).predict(tmp_path).labels).all()
 
 
 def test_sites_with_tables_of_their_own_find_one_target(
