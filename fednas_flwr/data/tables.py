@@ -385,21 +385,22 @@ def read_labels(
     literal = f"; if a word such as None or NA is one, set dataset.missing_in={{{column}: []}}"
     _check_filled(cells, f"label ({column})", path, literal)
     classes = tuple(settings.class_names) or _sorted_classes(cells)
-    if settings.is_regression or _are_quantities(settings, classes, len(cells), where):
-        form, target = form_of(settings), Column(column)
-        numbers = _checked_numbers(cells, form, column=target, where=where)
+    form, plain, target = form_of(settings), cells, Column(column)
+    if not settings.is_regression and form.decimal is not None:
+        plain = cells.changed(table_files.notation_of(form).plain, but_stored=True)
+    if settings.is_regression or _are_quantities(settings, plain, where):
+        numbers = _checked_numbers(plain, form, column=target, where=where)
         return torch.from_numpy(numbers), (column,)
     return records.encode_labels(cells, classes, where=where), classes
 
 
-def _are_quantities(
-    settings: LabelTable, classes: Sequence[str], num_rows: int, where: str
-) -> bool:
+def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
     """Return whether labels are numbers to predict, by their values; at private sites they are not.
 
     Raises:
         ConfigError: They can be either.
     """
+    classes, num_rows = distinct(cells.different), len(cells)
     few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
     if few or settings.task or settings.class_names or not are_numbers(classes).all():
         return False

@@ -396,6 +396,25 @@ def test_whole_numbers_that_may_be_classes_are_asked_about(
         assert torch.is_floating_point(make_data(config)[0].train.labels) == is_number
 
 
+@pytest.mark.parametrize("task", [(), ("dataset.task=regression",)], ids=["found", "said"])
+def test_numbers_with_decimal_commas_are_read_as_those_with_points(
+    task: tuple[str, ...], compose_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    table, read = stays(), []
+    for name, sign in (("point", "."), ("comma", ",")):
+        folder = tmp_path / name
+        folder.mkdir()
+        for part, rows in (("train", table[:900]), ("test", table[900:])):
+            rows.to_csv(folder / f"{part}.csv", index=False, sep=";", decimal=sign)
+        given = ("dataset=csv", f"dataset.root={folder}", *task)
+        read.append(make_data(compose_config(*given, *LINEAR))[0])
+    assert read[0].train.is_regression
+    for part in ("train", "server_test"):
+        points, commas = (getattr(of, part) for of in read)
+        torch.testing.assert_close(points.labels, commas.labels, rtol=0, atol=0)
+        torch.testing.assert_close(points.features, commas.features, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("days", "is_number"),
     [
