@@ -112,8 +112,7 @@ def _test(client: Client, folder: Path) -> dict[str, Any]:
     try:
         model = _read(client, folder / MODEL_FILE)
         network = model.network.to(client.device)
-        mean, std = model.inputs.mean, model.inputs.std
-        test = replace(client.data.test, mean=mean, std=std)
+        test = replace(client.data.test, mean=model.inputs.mean, std=model.inputs.std)
         objective = client.objective.standardised(model.inputs.target)
         if not len(test):
             return {"num_examples": 0}

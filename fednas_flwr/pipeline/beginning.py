@@ -156,7 +156,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         "partition",
         class_names=list(prepared.train.class_names),
         multi_label=prepared.train.multi_label,
-        regression=prepared.train.is_regression,
+        number=prepared.train.is_regression,
         counts=counts if all_count and whole else None,
         **records,
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,

@@ -68,14 +68,15 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
     """
     parties: dict[int, list[stats.Moments]] = {}
     train = prepared.train
-    names = [*feature_names(train.schema)[: train.num_numeric], *train.class_names]
-    number = train.num_numeric + train.is_regression
+    names = (
+        feature_names(train.schema)[: train.num_numeric] + train.class_names * train.is_regression
+    )
     for client in cohort.clients:
         properties = cohort.properties[client]
         moments: list[stats.Moments] = properties.get("moments", [])
         most = properties.get("splits", {}).get("train", 0)
-        if len(moments) != number or any(of.count > most for of in moments):
-            reason = f"its moments are not of {number} columns of {most} records"
+        if len(moments) != len(names) or any(of.count > most for of in moments):
+            reason = f"its moments are not of {len(names)} columns of {most} records"
             cohort.dismiss(client, reason, CONNECT, expelled=True)
         else:
             parties[client] = moments

@@ -208,7 +208,7 @@ def predictions(run: Run) -> Figure | None:
     if not (pairs := run.scores("central").get("pairs")):
         return None
     true, predicted = zip(*pairs, strict=True)
-    name, look = run.class_names[0], {"color": BLUE, "size": 5, "opacity": 0.6}
+    name, look = (*run.class_names, "number")[0], {"color": BLUE, "size": 5, "opacity": 0.6}
     points = {"type": "scatter", "mode": "markers", "name": "records", "x": true, "y": predicted}
     layout = axes(x=f"true {name}", y=f"predicted {name}")
     exact = _diagonal("exact", [min(true), max(true)])

@@ -75,8 +75,7 @@ def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
 
 def scores(run: Run) -> list[tuple[str, str]]:
     """Label and text of all that says how good the run's model and simpler ones are."""
-    good = [metric.name for metric in METRICS if metric.is_score or metric.unit == "error"]
-    return reached(run, good)
+    return reached(run, [m.name for m in METRICS if m.is_score or m.unit == "error"])
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -178,11 +177,11 @@ def leaderboard_table(run: Run) -> Table | None:
         return None
     rows = [one.row() for one in networks]
     label, by_accuracy = LABELS[run.main_metric], run.main_metric == SCORES[0].name
+    alone = by_accuracy or run.is_regression
     chose = any(row["validation"] is not None for row in rows)
     text = FORMS[UNITS[run.main_metric]].text
-    also = not (by_accuracy or run.is_regression)  # the accuracy
     head = ["network", *([f"validation {label} ± error"] if chose else [])]
-    head += [f"test {label} (95 %)", *(["test accuracy"] if also else [])]
+    head += [f"test {label} (95 %)", *([] if alone else ["test accuracy"])]
     head += ["parameters", "rounds", "time", *(["epsilon"] if run.is_private else []), ""]
     cells = []
     for row in rows:
@@ -191,7 +190,7 @@ def leaderboard_table(run: Run) -> Table | None:
         error = f" ± {text(row['standard_error'])}" if validation is not None else ""
         test = row["accuracy"] if by_accuracy else row["test"]
         line = [row["network"], *([f"{text(validation)}{error}"] if chose else [])]
-        line += [text(test) + interval, *([percent(row["accuracy"])] if also else [])]
+        line += [text(test) + interval, *([] if alone else [percent(row["accuracy"])])]
         line += [count(row["parameters"]), count(row["rounds"]), duration(row["seconds"])]
         if run.is_private:
             line.append(epsilon_text(row["epsilon"]))
@@ -200,7 +199,7 @@ def leaderboard_table(run: Run) -> Table | None:
         if scores := run.scores(model):
             value = scores.get(run.main_metric)
             line = [f"{MODELS[model]} on pooled records", *([DASH] if chose else []), text(value)]
-            line += [percent(scores.get("accuracy"))] if also else []
+            line += [] if alone else [percent(scores.get("accuracy"))]
             cells.append(line + [""] * (len(head) - len(line)))
     return "Networks that were compared", head, cells
 

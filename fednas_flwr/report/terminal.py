@@ -34,6 +34,7 @@ from fednas_flwr.report.templates import (
     paragraphs,
     percent,
     rounds_text,
+    score,
     sentence,
 )
 from fednas_flwr.runs.events import Event, names_by_client, with_names
@@ -287,10 +288,14 @@ def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
 
 
 def group_accuracies(run: Run) -> list[tuple[str, str]]:
-    """Return each group's test accuracy, by its clients where no server tests, or its failure."""
-    rows = []
+    """Return each group's test accuracy, by its clients where no server tests, or its failure.
+
+    Of numbers R squared.
+    """
+    rows, text = [], score if run.is_regression else percent
+    names = ("central_r2",) if run.is_regression else ("central_accuracy", "client_accuracy")
     for name, event in run.groups().items():
-        found = (event["results"][f"{side}_accuracy"] for side in ("central", "client"))
-        accuracy = next((value for value in found if value is not None), None)
-        rows.append((f"group {name}", percent(accuracy) if event["reason"] is None else "failed"))
+        found = (event["results"][metric] for metric in names)
+        value = next((value for value in found if value is not None), None)
+        rows.append((f"group {name}", text(value) if event["reason"] is None else "failed"))
     return rows

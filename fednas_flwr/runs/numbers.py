@@ -166,8 +166,8 @@ class Run:
     @property
     def _delivers_later(self) -> bool:
         """True if candidates have still to be compared, one of which will be delivered."""
-        waits = {*STAGES_AFTER} <= {*(self.config.get("stages") or ())}
-        waits = waits and self.group("evaluation").get("deliver") == names.BEST
+        stages, deliver = self.config.get("stages") or (), self.group("evaluation").get("deliver")
+        waits = {*STAGES_AFTER} <= {*stages} and deliver == names.BEST
         return waits and not self.last("exported") and bool(self.last("derived"))
 
     @property
@@ -196,7 +196,8 @@ class Run:
     @property
     def is_regression(self) -> bool:
         """True if the target is a number."""
-        return bool(self.last("partition").get("regression"))
+        told = self.last("partition").get("number")  # which a group of clients does not tell
+        return bool(told) or self.main_metric in names.NUMBER_METRICS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -322,7 +323,7 @@ class Run:
     def client_results(self) -> list[Event]:
         """Return the clients' results on their test parts, those that sent a score."""
         clients = self.last("evaluated").get("clients") or []
-        return [client for client in clients if {names.ACCURACY, names.RMSE} & client.keys()]
+        return [c for c in clients if {c.get(names.ACCURACY), c.get(names.RMSE)} != {None}]
 
     def alphas(self) -> list[Event]:
         """Return the ``alphas`` events by ascending round, one per round."""
@@ -516,7 +517,7 @@ METRICS = [
 
 
 def _mean_accuracy(clients: list[Event]) -> float | None:
-    accuracies = [client["accuracy"] for client in clients if "accuracy" in client]
+    accuracies = [c["accuracy"] for c in clients if c.get("accuracy") is not None]
     return fmean(accuracies) if accuracies else None
 
 

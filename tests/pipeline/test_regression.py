@@ -291,10 +291,14 @@ def test_numbers_are_predicted_of_images(finished_run: Callable[..., Any], tmp_p
         ("algorithm=dpnas", *DP_CELLS),
         ("algorithm=dpnas", *DP_CELLS, "privacy=dp", "privacy.epsilon=8"),
         ("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
+        (
+            *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
+            *("clients=4", "rounds=2", "algorithm.num_groups=2", "algorithm.group_rounds=1"),
+        ),
         ("algorithm=fedex",),
         ("algorithm=fedprox", "algorithm.network=resnet8_8"),
     ],
-    ids=["dpnas", "private dpnas", "fdnas", "fedex", "resnet"],
+    ids=["dpnas", "private dpnas", "fdnas", "cfdnas", "fedex", "resnet"],
 )
 def test_all_algorithms_take_numbers_of_images(
     overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
@@ -303,7 +307,10 @@ def test_all_algorithms_take_numbers_of_images(
     run = finished_run(*of_images, "clients=2", "rounds=1", *overrides, "retrain.rounds=1")
     assert run.error is None
     assert not [e for e in run.events if e["event"] == "client_failed"]
-    assert np.isfinite(load(run.folder).predict(tmp_path).labels).all()
+    models = [file.parent for file in run.folder.rglob("model.onnx")]  # of each group its own
+    assert models
+    for folder in models:
+        assert np.isfinite(load(folder).predict(tmp_path).labels).all()
 
 
 def test_sites_with_tables_of_their_own_find_one_target(
