@@ -67,10 +67,8 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
         QuorumError: Too few clients are left.
     """
     parties: dict[int, list[stats.Moments]] = {}
-    train = prepared.train
-    names = (
-        feature_names(train.schema)[: train.num_numeric] + train.class_names * train.is_regression
-    )
+    data = prepared.train
+    names = feature_names(data.schema)[: data.num_numeric] + data.class_names * data.is_regression
     for client in cohort.clients:
         properties = cohort.properties[client]
         moments: list[stats.Moments] = properties.get("moments", [])
@@ -95,7 +93,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             "std], ...}"
         )
         log.emit("warning", message=message)
-    return _emitted(stats.pooled(list(held.values()), train), log)
+    return _emitted(stats.pooled(list(held.values()), data), log)
 
 
 def noised_statistics(
