@@ -299,7 +299,8 @@ def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) 
     Args:
         name: As reports show it.
         score: Called with the probabilities float64 [N, classes] and the labels int64 [N], or
-            [N, classes] of 0 and 1 where records can have several; returns a finite number.
+            [N, classes] of 0 and 1 where records can have several; of numbers with the predictions
+            [N, 1] and the true ones, float32 [N]. Returns a finite number.
 
     Raises:
         ConfigError: The name exists.

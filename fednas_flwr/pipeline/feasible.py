@@ -249,7 +249,7 @@ def check_buildable(config: Config) -> Made:
             "would see each client's own; declare them as {column: [mean, std], ...}, or "
             "dataset.ranges={column: [low, high], ...}."
         )
-    make_objective(config, prepared.train, torch.device("cpu"))
+    make_objective(config, prepared, torch.device("cpu"))
     _check_images(config.dataset, prepared)
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
@@ -413,7 +413,7 @@ def check_parts(
 
 def check_linear_baseline(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
     """Refuse logistic regression on records that are all of one class."""
-    if prepared.server_test is None:
+    if prepared.server_test is None or prepared.train.is_regression:
         return
     if prepared.train.multi_label:
         return  # a label that all or none have is told without a model

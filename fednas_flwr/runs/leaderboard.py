@@ -15,7 +15,7 @@ from statistics import stdev
 from typing import Any
 
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, FINALISTS_FOLDER, Run, read_run
-from fednas_flwr.settings.names import ACCURACY, LINEAR, LOG_LOSS
+from fednas_flwr.settings.names import ACCURACY, ERRORS, LINEAR, LOG_LOSS, R2
 
 FINALISTS = 2  # beside the linear model
 
@@ -50,7 +50,7 @@ class Candidate:
         return {
             "network": self.name,
             "metric": metric,
-            "validation": abs(self.values[0]) if self.values else None,
+            "validation": self.values[0] * (-1 if metric in ERRORS else 1) if self.values else None,
             "standard_error": _spread(self.values) if self.values else None,
             "test": central.get("loss" if metric == LOG_LOSS else metric),
             "interval": interval,
@@ -72,7 +72,11 @@ def compared(run: Run) -> list[Candidate]:
     if choice:
         return own + candidates(run.folder)
     others = [Candidate(other.folder.name, other, other) for other in run.baselines()]
-    return own + sorted(others, key=lambda one: (-(one.run.accuracy() or 0.0), one.name))
+
+    def good(one: Candidate) -> float:
+        return one.run.accuracy() or one.run.scores("central").get(R2) or 0.0
+
+    return own + sorted(others, key=lambda one: (-good(one), one.name))
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -119,7 +123,7 @@ def _scored(folder: Path) -> dict[str, Run]:
 
 def _values(run: Run) -> list[float]:
     evaluated: Mapping[str, Any] = run.last("evaluated")
-    sign = -1.0 if evaluated.get("metric", ACCURACY) == LOG_LOSS else 1.0
+    sign = -1.0 if evaluated.get("metric", ACCURACY) in ERRORS else 1.0
     values = evaluated.get("validation") or []
     return [math.nan if value is None else sign * value for value in values]
 

@@ -375,12 +375,16 @@ class TrainingSettings(ps.Checked):
         class_factors: Public factors of the losses of classes, by name; with privacy they multiply
             what is clipped already.
         oversample: If true, training repeats the records of rarer classes; not with privacy.
+        loss: Loss of a target that is a number, of its standardised difference: ``squared``,
+            ``absolute`` or ``huber`` (squared up to a standard deviation, then absolute). Null is
+            ``squared``; of classes, cross-entropy.
     """
 
     precision: Annotated[str, ps.OneOf(names.PRECISIONS)]
     momentum: Annotated[str, ps.OneOf(opt.MOMENTA)] | None
     class_factors: dict[str, opt.ShareAbove0]
     oversample: bool
+    loss: Annotated[str, ps.OneOf(names.NUMBER_LOSSES)] | None
 
 
 @dataclass(frozen=True)
@@ -392,7 +396,7 @@ class EvaluationSettings(ps.Checked):
             null takes the mean over classes, or the last of two.
         metric: Score by which networks are compared and one is delivered. Null is ``auroc`` where
             ``positive`` is set or less than 30 % of the clients' records are of the rarer of two
-            classes, else ``accuracy``.
+            classes, else ``accuracy``; of a target that is a number ``r2``.
         deliver: The network that a run delivers: the ``found`` one; or the ``best``, by validation
             records on which nothing was trained, of it and of those of ``baselines``, which are
             then trained before it. ``best`` is not with privacy nor on real sites.
