@@ -61,9 +61,10 @@ class Result:
 
     def leaderboard(self) -> list[dict[str, Any]]:
         """The networks that the run has compared, best first, a row of numbers each."""
-        from fednas_flwr.runs.leaderboard import candidates
+        from fednas_flwr.runs.leaderboard import candidates, compared
+        from fednas_flwr.runs.numbers import read_run
 
-        return [one.row() for one in candidates(self.folder)]
+        return [one.row() for one in candidates(self.folder) or compared(read_run(self.folder))]
 
     @cached_property
     def genotype(self) -> Genotype | None:
