@@ -22,7 +22,10 @@ __all__ = [
     "load",
     "register_algorithm",
     "register_data_set",
-    "register_score",
+    "register_loss",
+    "register_metric",
+    "register_network",
+    "register_op",
     "register_search_space",
     "run",
 ]
@@ -33,7 +36,10 @@ if TYPE_CHECKING:
         compose,
         register_algorithm,
         register_data_set,
-        register_score,
+        register_loss,
+        register_metric,
+        register_network,
+        register_op,
         register_search_space,
         run,
     )

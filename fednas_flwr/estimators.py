@@ -46,18 +46,6 @@ PRESETS = {  # without and with privacy
 class _Federated(BaseEstimator):  # type: ignore[misc]
     """What both estimators share.
 
-    Args:
-        clients: How records are divided: by the values of a column of this name, evenly among a
-            number of clients, or, with None, not at all. ``fit(..., groups=...)`` overrules it.
-        metric: Score by which networks are compared, see ``evaluation.metric`` of ``conf``.
-        epsilon: Differential privacy of each client's records, as ``privacy.epsilon``; None has
-            none. A table's ``dataset.ranges`` are then among the ``settings``.
-        time_limit: Of the run, such as ``10min``.
-        preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended search,
-            ``best`` compares more networks and trains them for longer.
-        settings: Further settings, as ``fednas run`` takes them; they overrule all others.
-        random_state: Seed of the run; None is 1.
-
     Attributes:
         feature_names_in_: Columns of the features, of a DataFrame.
         n_features_in_: Their number.
@@ -77,7 +65,20 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         settings: Sequence[str] = (),
         random_state: int | None = None,
     ) -> None:
-        """Store the settings."""
+        """Store the settings.
+
+        Args:
+            clients: How records are divided: by the values of a column of this name, evenly among a
+                number of clients, or, with None, not at all. ``fit(..., groups=...)`` overrules it.
+            metric: Score by which networks are compared, see ``evaluation.metric`` of ``conf``.
+            epsilon: Differential privacy of each client's records, as ``privacy.epsilon``; None has
+                none. A table's ``dataset.ranges`` are then among the ``settings``.
+            time_limit: Of the run, such as ``10min``.
+            preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
+                search, ``best`` compares more networks and trains them for longer.
+            settings: Further settings, as ``fednas run`` takes them; they overrule all others.
+            random_state: Seed of the run; None is 1.
+        """
         self.clients = clients
         self.metric = metric
         self.epsilon = epsilon
@@ -237,8 +238,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
 
 class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
-    __doc__ = f"""A classifier that several clients train without showing their records.
-{str(_Federated.__doc__).partition(chr(10))[2]}        classes_: Values of the target, in order.
+    """A classifier that several clients train without showing their records.
+
+    Attributes:
+        classes_: Values of the target, in order.
 
     Example:
         ``FedClassifier(clients="hospital", preset="fast").fit(df, label="died").predict(df)``
@@ -249,7 +252,7 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     def predict(self, X: Any) -> np.ndarray:
         """The most likely class of each record [N]."""
         probabilities = self.predict_proba(X)
-        return self.classes_[probabilities.argmax(1)]
+        return np.asarray(self.classes_[probabilities.argmax(1)])
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The probability of each class, float [N, classes], in the order of ``classes_``."""
@@ -264,8 +267,10 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
 
 class FedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
-    __doc__ = f"""A model of a numeric target that several clients train, records unseen.
-{str(_Federated.__doc__).partition(chr(10))[2]}
+    """A model of a number that several clients train without showing their records.
+
+    Example:
+        ``FedRegressor(clients="hospital", preset="fast").fit(df, label="days").predict(df)``
     """
 
     task = "regression"

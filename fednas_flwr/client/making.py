@@ -35,6 +35,7 @@ from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expan
 from fednas_flwr.settings.data_settings import Npz
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, Unit
+from fednas_flwr.settings.registry import TABLES
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -183,6 +184,9 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
             f"{setting} is for records of one class each, but these can have several labels: "
             "remove it."
         )
+    loss = config.training.loss
+    if loss is not None:
+        check_choice("training.loss", loss, TABLES["loss"])
     if positive is not None:
         check_choice("evaluation.positive", positive, class_names)
     for name in factors:
@@ -192,6 +196,7 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
         torch.tensor(values, device=device) if factors else None,
         None if positive is None else class_names.index(positive),
         records.multi_label,
+        TABLES["loss"].get(str(loss)),
     )
 
 

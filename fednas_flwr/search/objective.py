@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fednas_flwr.base.errors import ConfigError
+
 Output = Tensor | tuple[Tensor, Tensor]  # logits; in training maybe also those of an auxiliary head
 
 
@@ -31,20 +33,42 @@ class Objective:
         positive: Class that scores are of; None is the last of two classes, and else the mean of
             all.
         multi_label: True if a record can have several labels, or none.
+        own_loss: Loss of training, called with logits [B, classes] and labels, returns [B]; None is
+            the one above, by which networks are tested in any case.
     """
 
     class_factors: Tensor | None = None
     positive: int | None = None
     multi_label: bool = False
+    own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Each record's loss [B], in nats, times the factor of its class.
+        """Each record's loss [B] in training, in nats, times the factor of its class.
 
         Args:
             logits: [B, classes].
             labels: int64, in the form that the class documents.
         """
-        return self._losses(logits, labels, self.class_factors)
+        if self.own_loss is None:
+            return self._losses(logits, labels, self.class_factors)
+        factors_B = self.record_factors(labels)
+        losses = self._own_losses(logits, labels)
+        return losses if factors_B is None else losses * factors_B
+
+    def _own_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The losses [B] by a user's function, which is shown one record at a time."""
+
+        def loss(logits: Tensor, label: Tensor) -> Tensor:
+            assert self.own_loss is not None
+            value = self.own_loss(logits[None], label[None])
+            if value.numel() != 1:
+                raise ConfigError(
+                    f"the loss of your own returns {list(value.shape)} for the logits "
+                    f"{[1, len(logits)]} of one record: expected [1]."
+                )
+            return value.reshape(())
+
+        return torch.vmap(loss)(logits.float(), labels)
 
     def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
@@ -55,16 +79,28 @@ class Objective:
         return functional.cross_entropy(logits, labels, weight=factors, reduction="none")
 
     def plain_losses(self, output: Output, labels: Tensor, auxiliary_weight: float = 0.0) -> Tensor:
-        """Each record's loss [B] without factors, of all heads of a network.
-
-        Private gradients are clipped before a public factor multiplies them, which clipping would
-        cancel otherwise.
-        """
+        """Each record's loss [B] without factors, of all heads of a network, as it is tested."""
         logits, auxiliary = heads(output)
         losses = self._losses(logits, labels, None)
         if auxiliary is None:
             return losses
         return losses + auxiliary_weight * self._losses(auxiliary, labels, None)
+
+    def trained_losses(
+        self, output: Output, labels: Tensor, auxiliary_weight: float = 0.0
+    ) -> Tensor:
+        """The same, as it is trained.
+
+        Private gradients are clipped before a public factor multiplies them, which clipping would
+        cancel otherwise.
+        """
+        if self.own_loss is None:
+            return self.plain_losses(output, labels, auxiliary_weight)
+        logits, auxiliary = heads(output)
+        losses = self._own_losses(logits, labels)
+        if auxiliary is None:
+            return losses
+        return losses + auxiliary_weight * self._own_losses(auxiliary, labels)
 
     def batch_loss(
         self,

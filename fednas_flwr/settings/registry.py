@@ -22,6 +22,8 @@ BUILT_IN = {
     "algorithm": "fednas_flwr.algorithms",
     "search_space": "fednas_flwr.spaces",
     "dataset": "fednas_flwr.data.readers",
+    "network": "fednas_flwr.models.networks",
+    **dict.fromkeys(("op", "loss", "metric"), __name__),  # which only users register
 }
 TABLES: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}
 OWN: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}  # from outside the package
@@ -38,7 +40,7 @@ class Rule:
         when: True if they do nothing in a run.
         cause: Setting that overrules them: a format of the configuration ``c``.
         remedy: Advice to the user.
-        but: Of what a group holds, the setting that does something all the same.
+        but: Of what a group holds, the settings that do something all the same.
     """
 
     settings: str
@@ -143,7 +145,7 @@ def register(group: str, name: str, entry: Any) -> None:
 def carry(group: str, name: str, entry: Any) -> None:
     """Let a name stand for an entry from outside the package, in the workers of a run, too."""
     OWN[group][name] = TABLES[group][name] = entry
-    if isinstance(entry.settings, type):
+    if isinstance(getattr(entry, "settings", None), type):
         # As types: in a worker the module of a script is another one, where no text means them.
         entry.settings.__annotations__ = get_type_hints(entry.settings, include_extras=True)
 

@@ -58,11 +58,13 @@ class SearchSpaceSettings(Checked):
         norm: Normalisation of the supernet: ``batch``, or ``group``, which privacy needs.
         skip: Addition to the logits of supernet and network: ``none``, or those of a ``linear``
             classifier on the input.
+        own_ops: Further ops to choose from, by the names under which ``register_op`` knows them.
     """
 
     name: str
     norm: Norm
     skip: Annotated[str, OneOf(names.SKIPS)]
+    own_ops: Annotated[list[str], Distinct()]
 
 
 @dataclass(frozen=True)
@@ -380,12 +382,15 @@ class TrainingSettings(Checked):
         class_factors: Public factors of the losses of classes, by name; with privacy they multiply
             what is clipped already.
         oversample: If true, training repeats the records of rarer classes; not with privacy.
+        loss: Loss of training, by the name under which ``register_loss`` knows it; null is
+            cross-entropy, by which all networks are tested.
     """
 
     precision: Annotated[str, OneOf(names.PRECISIONS)]
     momentum: Annotated[str, OneOf(opt.MOMENTA)] | None
     class_factors: dict[str, opt.ShareAbove0]
     oversample: bool
+    loss: Text | None
 
 
 @dataclass(frozen=True)

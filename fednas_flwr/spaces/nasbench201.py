@@ -32,6 +32,7 @@ from fednas_flwr.spaces.cell_graph import candidate_edges, routes
 from fednas_flwr.spaces.genotype import Edge, Genotype
 from fednas_flwr.spaces.operations import (
     MixedOp,
+    OwnOp,
     SkipNetwork,
     average_pool,
     channels_last,
@@ -40,6 +41,7 @@ from fednas_flwr.spaces.operations import (
     mix,
     node_states,
     normalised,
+    own_parts,
     path_states,
     relu_conv_norm,
 )
@@ -123,7 +125,8 @@ def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Mo
         case "avg_pool_3x3":
             return nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
         case _:
-            raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
+            after = make_norm(channels, norm=norm, affine=affine)
+            return OwnOp(op, channels, after, sides=(5, 5))
 
 
 class NASBench201Network(SkipNetwork):
@@ -166,7 +169,7 @@ class NASBench201Body(SkipNetwork):
         """Build the body; see :class:`NASBench201Space` for the space."""
         super().__init__()
         self.skeleton = _Skeleton(
-            functools.partial(SearchCell, norm=space.norm), space, affine=False
+            functools.partial(SearchCell, norm=space.norm, ops=space.ops), space, affine=False
         )
 
     def forward(
@@ -266,11 +269,11 @@ class ResidualBlock(nn.Module):
 class SearchCell(nn.Module):
     """A cell with all ops on all six edges."""
 
-    def __init__(self, channels: int, *, norm: Norm) -> None:
+    def __init__(self, channels: int, *, norm: Norm, ops: Sequence[str]) -> None:
         """Build all modules."""
         super().__init__()
         make = functools.partial(make_operation, channels=channels, norm=norm, affine=False)
-        self.edges = nn.ModuleList(MixedOp(OPS, make) for _ in EDGES)
+        self.edges = nn.ModuleList(MixedOp(ops, make) for _ in EDGES)
 
     def forward(self, x: Tensor, path: tuple[Sequence[int], Tensor]) -> Tensor:
         """Return a tensor shaped like ``x``, of each edge's column and gate alone."""
@@ -295,7 +298,9 @@ class SearchCell(nn.Module):
                 (shared, ("skip_connect", "avg_pool_3x3")),
                 (torch.unflatten(convolved, 1, (2, len(indices), -1)), CONVOLUTIONS),
             ]
-            return mix(parts, weights_BEO[:, indices], ops=OPS)
+            leaving = [edges[index] for index in indices]
+            parts += own_parts(leaving, state)
+            return mix(parts, weights_BEO[:, indices], ops=leaving[0].names)
 
         return node_states([x], EDGES, leave)[-1]
 
