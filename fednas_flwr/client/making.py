@@ -186,7 +186,7 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
         )
     loss = config.training.loss
     if loss is not None:
-        check_choice("training.loss", loss, TABLES["loss"])
+        check_choice("training.loss", loss, TABLES["loss"])  # of register_loss
     if positive is not None:
         check_choice("evaluation.positive", positive, class_names)
     for name in factors:

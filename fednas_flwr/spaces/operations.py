@@ -337,9 +337,10 @@ class OwnOp(nn.Sequential):
             sides: Height and width with which it is tried; empty for rows of a table.
 
         Raises:
-            ConfigError: It fails, its output is of another shape, or, where the norm is for private
-                training, a record's output depends on the other records.
+            ConfigError: There is none of this name, it fails, its output is of another shape, or,
+                where the norm is for private training, a record depends on the others.
         """
+        check_choice("op", name, TABLES["op"])
         expected = (2, channels, *(-(-side // stride) for side in sides))
         x = torch.linspace(-1, 1, 2 * channels * math.prod(sides)).view(2, channels, *sides)
         try:
