@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,18 +229,56 @@ def test_all_are_used_and_resumed(tmp_path: Path) -> None:
     assert plain.scores["central"]["loss"] != whole.scores["central"]["loss"]
 
 
+USED = ("search_space.own_ops=[wide]", "training.loss=focal", "rounds=4")
+OWN_FILE = """
+from torch import nn
+from torch.nn import functional
+from fednas_flwr import register_loss, register_op
+
+def focal(logits, labels):
+    nats = functional.cross_entropy(logits, labels, reduction="none")
+    return (1 - (-nats).exp()) ** 2 * nats
+
+register_op("wide", lambda width, stride: nn.Conv2d(width, width, 7, stride, 3, bias=False))
+register_loss("focal", focal)
+"""
+
+
 @pytest.mark.run
-@pytest.mark.parametrize("where", ["local", "ray"])
-def test_workers_know_them(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_this_machine_know_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(local_actors.ALONE, raising=False)
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
-    settings = ["search_space.own_ops=[wide]", "training.loss=focal", "rounds=4"]
-    settings += ["runtime=ray"] if where == "ray" else []
-    there = run(composed(tmp_path / "there", *settings))
+    answered: list[str] = []
+    result = local_actors.Processes.result
+
+    def counted(self: Any, reference: Any) -> Any:
+        found = result(self, reference)
+        answered.append(type(found).__name__)
+        return found
+
+    monkeypatch.setattr(local_actors.Processes, "result", counted)
+    there = run(composed(tmp_path / "there", *USED, "rounds=30"))
+    assert len(answered) > 4
+    assert "NoneType" not in answered[-3:]  # none has died
     monkeypatch.setattr(local_actors, "PATIENCE_S", 1e9)
-    here = run(composed(tmp_path / "here", *settings, "runtime=inline"))
+    here = run(composed(tmp_path / "here", *USED, "rounds=30"))
     assert there.genotype == here.genotype
     assert there.scores["central"] == here.scores["central"]
+
+
+@pytest.mark.run
+@pytest.mark.ray
+def test_workers_of_ray_know_them(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_FILE)
+    settings = [*SMALL, *USED, f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'ray'}"]
+    command = [sys.executable, "-m", "fednas_flwr", "run", "--with", str(tmp_path / "own.py")]
+    done = subprocess.run([*command, *settings, "runtime=ray"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    here = run(composed(tmp_path / "here", *USED))
+    for name in ("genotype.json", "model.safetensors"):
+        assert (tmp_path / "ray" / name).read_bytes() == (here.folder / name).read_bytes()
 
 
 def test_data_sets_and_loaders_of_torch_are_read(tmp_path: Path) -> None:
