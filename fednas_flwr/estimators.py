@@ -11,8 +11,9 @@ import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,12 +35,12 @@ from fednas_flwr.report.model_card import export_model
 from fednas_flwr.settings import expanded
 
 LABEL, SITE = "label", "site"  # columns of arrays and of what is given beside a DataFrame
-RECOMMENDED = "experiment=search/recommended"
+BEST = "experiment=search/recommended"
 PRESETS = {  # without and with privacy
     "fast": ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
     + ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"],
-    "default": [RECOMMENDED],
-    "best": [RECOMMENDED, "algorithm.pool.keep=16", "evaluation.baselines=4", "retrain.rounds=40"],
+    "default": [BEST],
+    "best": [BEST, "algorithm.pool.keep=16", "evaluation.baselines=4", "retrain.rounds=40"],
 }
 
 
@@ -53,6 +54,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     """
 
     task: str
+    _content: bytes  # of the exported model
+    _target: Callable[[Any], Any]  # as the run takes it
 
     def __init__(
         self,
@@ -101,21 +104,19 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             ValueError: The data is not of this form.
             ConfigError: The run is not possible with these settings and records.
         """
-        X = _frame(X)
+        X, site = _frame(X), SITE
         if y is None and label is not None:
             y, X = X[label], X.drop(columns=label)
         if y is None:
             raise ValueError("requires y to be passed, but the target y is None: give y, or label.")
-        site = None
         if isinstance(self.clients, str) and groups is None:
             groups, X, site = X[self.clients], X.drop(columns=self.clients), self.clients
         X = self._checked(X, reset=True)
-        y = column_or_1d(y, warn=True)
-        y = self._target(check_array(y, ensure_2d=False, dtype=None, input_name="y"))
+        y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
         check_consistent_length(X, y, groups)
-        result = self._run(X, y, groups, label=label or LABEL, site=site or SITE)
+        result = self._run(X, self._target(y), groups, label=label or LABEL, site=site)
         self.run_folder_ = str(result.folder.resolve())
-        self._remember((result.folder / MODEL_FILE).read_bytes())
+        self._content = (result.folder / MODEL_FILE).read_bytes()
         return self
 
     def leaderboard(self) -> pd.DataFrame:
@@ -160,36 +161,38 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _run(self, X: Any, y: Any, groups: Any, *, label: str, site: str) -> Result:
         """The run of the settings, on records that are written to the cache of data sets."""
         check_choice("preset", self.preset, PRESETS)
-        is_table = X.ndim == 2
-        settings = [*PRESETS[self.preset], f"seed={self.random_state or 1}"]
-        if self.epsilon is not None:
-            private = "experiment=search/recommended_private"
-            settings = [private if s == RECOMMENDED else s for s in settings]
-            settings += ["privacy=dp", f"privacy.epsilon={self.epsilon}"]
-        settings += [f"evaluation.metric={self.metric}"] if self.metric else []
-        settings += [f"runtime.time_limit={self.time_limit}"] if self.time_limit else []
-        if is_table:
-            table = pd.DataFrame(X)
-            table.columns = table.columns.astype(str)
-            table[label] = y
-            settings += ["dataset=csv", f"dataset.label={_quoted(label)}", "search_space=mlp_small"]
-            settings += [f"dataset.task={self.task}"] if self.task != "classification" else []
+        chosen = {
+            "seed": self.random_state or 1,
+            "privacy": None if self.epsilon is None else "dp",
+            "privacy.epsilon": self.epsilon,
+            "evaluation.metric": self.metric,
+            "runtime.time_limit": self.time_limit,
+            "dataset": "csv" if X.ndim == 2 else "npz",
+            "clients": (self.clients or 1) if groups is None else None,
+        }
+        if X.ndim == 2:
+            table = pd.DataFrame(X).rename(columns=str).assign(**{label: y})
+            chosen |= {"dataset.label": label, "search_space": "mlp_small"}
+            chosen |= {"dataset.task": self.task} if self.task != "classification" else {}
             if groups is not None:
                 table[site] = np.asarray(groups)
-                settings += ["partition=column", f"partition.column={_quoted(site)}"]
-            content, suffix = table.to_parquet(index=False), "parquet"
+                chosen |= {"partition": "column", "partition.column": site}
+            content = table.to_parquet(index=False)
+        elif groups is not None:
+            raise ValueError("groups are for tables: give clients=<number> with images.")
         else:
             arrays = io.BytesIO()
             np.savez(arrays, x_train=X, y_train=y)
-            content, suffix = arrays.getvalue(), "npz"
-            settings += ["dataset=npz"]
-        number = 1 if self.clients is None else self.clients
-        settings += [f"clients={number}"] if groups is None else []
+            content = arrays.getvalue()
+        private = "" if self.epsilon is None else "_private"
+        settings = [s + private * (s == BEST) for s in PRESETS[self.preset]]
+        for name, value in chosen.items():  # quoted, as JSON is
+            settings += [] if value is None else [f"{name}={json.dumps(value, ensure_ascii=False)}"]
         config = compose(*settings, *self.settings)
         folder = expanded("dataset.cache", config.dataset.cache)
-        name = f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.{suffix}"
         make_folder(folder)
-        path = write_atomically(folder / name, content)
+        name = hashlib.blake2b(content, digest_size=16).hexdigest()
+        path = write_atomically(folder / f"{name}.{'parquet' if X.ndim == 2 else 'npz'}", content)
         data = replace(config.dataset, root=str(path))  # type: ignore[call-arg]
         return run(with_clients(replace(config, dataset=data), ()))
 
@@ -205,29 +208,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         form = {"ensure_all_finite": "allow-nan", "allow_nd": True, "ensure_min_samples": least}
         return validate_data(self, X, reset=reset, **form)
 
-    def _target(self, y: Any) -> Any:
-        raise NotImplementedError
-
     def _predicted(self, X: Any) -> Any:
         check_is_fitted(self)
-        return self._model.predict(self._checked(X))
-
-    def _remember(self, content: bytes) -> None:
-        """Keep an exported model and its bytes."""
-        self._content = content
-        with tempfile.TemporaryDirectory() as folder:
-            write_atomically(Path(folder) / MODEL_FILE, content)
-            self._model: Model = load(folder)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the model, whose bytes are enough."""
-        return {name: value for name, value in super().__getstate__().items() if name != "_model"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Build the model of the bytes."""
-        super().__setstate__(state)
-        if "_content" in state:
-            self._remember(state["_content"])
+        return _loaded(self._content).predict(self._checked(X))
 
     def __sklearn_tags__(self) -> Any:
         """Missing values are allowed."""
@@ -292,6 +275,9 @@ def _frame(data: Any) -> Any:
     return pyarrow.table(data).to_pandas()
 
 
-def _quoted(name: str) -> str:
-    """A text as overrides spell it."""
-    return json.dumps(name, ensure_ascii=False)
+@lru_cache(maxsize=8)
+def _loaded(content: bytes) -> Model:
+    """The model of an exported file's bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_atomically(Path(folder) / MODEL_FILE, content)
+        return load(folder)

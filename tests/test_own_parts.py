@@ -122,7 +122,7 @@ def test_private_gradients_are_those_of_each_record(name: str) -> None:
         alphas.requires_grad_(False)
     weights = supernet.weights()
     objective = Objective(own_loss=focal)
-    with record_gradients(supernet, weights, objective.trained_losses) as gradients:
+    with record_gradients(supernet, weights, objective.plain_losses) as gradients:
         found = {n: g for names, g in gradients(x, y) for n in names[:1] if len(names) == 1}
     own = [n for n in found if ".wide." in n or ".own." in n]
     assert own
@@ -137,7 +137,7 @@ def test_private_layers_without_known_gradients_are_refused() -> None:
     register_op("odd", lambda channels, stride: nn.PReLU(channels))
     supernet = space_of("nasbench201", ops=("odd",)).supernet().train()
     with pytest.raises(ValueError, match=r"build it of nn\.Conv2d, nn\.Linear and nn\.GroupNorm"):
-        with record_gradients(supernet, supernet.weights(), Objective().trained_losses):
+        with record_gradients(supernet, supernet.weights(), Objective().plain_losses):
             pass
 
 
@@ -179,10 +179,10 @@ def test_a_loss_sees_one_record_at_a_time() -> None:
     objective = Objective(factors, own_loss=lambda one, label: focal(one, label).mean())
     expected = focal(logits, labels)
     torch.testing.assert_close(objective.losses(logits, labels), expected * factors[labels])
-    torch.testing.assert_close(objective.trained_losses(logits, labels), expected)
+    torch.testing.assert_close(objective.plain_losses(logits, labels), expected)
     plain = functional.cross_entropy(logits, labels, reduction="none")
-    torch.testing.assert_close(objective.plain_losses(logits, labels), plain)
-    with pytest.raises(ConfigError, match=r"returns \[1, 3\] for the logits"):
+    torch.testing.assert_close(objective.tested_losses(logits, labels), plain)
+    with pytest.raises(ConfigError, match=r"returns \[1, 3\] for the logits of one record"):
         Objective(own_loss=lambda one, label: one).losses(logits, labels)
 
 

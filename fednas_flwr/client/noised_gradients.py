@@ -210,7 +210,7 @@ class NoisedGradients:
             network,
             x,
             y,
-            loss=partial(objective.trained_losses, auxiliary_weight=weight),
+            loss=partial(objective.plain_losses, auxiliary_weight=weight),
             parameters=trainable_weights(network),
             max_norm=self._planned["weights"].max_grad_norm,
             class_factors=objective.class_factors,
@@ -226,7 +226,7 @@ class NoisedGradients:
             how.pop("network", supernet),
             x,
             y,
-            loss=how.pop("loss", self._client.objective.trained_losses),
+            loss=how.pop("loss", self._client.objective.plain_losses),
             alphas=supernet.alphas(),
             max_norm=self._planned["alphas"].max_grad_norm,
             class_factors=self._client.objective.class_factors,
@@ -249,10 +249,10 @@ class NoisedGradients:
 
         def losses(output: Output, labels: Tensor) -> Tensor:
             if isinstance(output, Tensor):
-                return objective.trained_losses(output, labels)
+                return objective.plain_losses(output, labels)
             assert factor is not None  # whose costs the network returns
             logits, cost_B = output
-            return factor(objective.trained_losses(logits, labels), cost_B)
+            return factor(objective.plain_losses(logits, labels), cost_B)
 
         def by_alphas(kind: str, gradient: Tensor) -> Tensor:
             return px.alpha_gradient(gradient, alphas[kind].double(), paths_EK)

@@ -117,7 +117,7 @@ def prepare_metrics(
     def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
         """Return (loss / bound, correct) of every record, each from 0 to 1; float64 [B, 2]."""
         logits, _ = heads(network(x))
-        losses = objective.plain_losses(logits, y).double()
+        losses = objective.tested_losses(logits, y).double()
         losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
         values_B2 = torch.stack([losses, objective.hits(logits, y).double()], dim=1).cpu()
         watch(logits)

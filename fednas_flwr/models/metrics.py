@@ -124,7 +124,7 @@ def measured(
     loss_sum, correct, number = 0.0, 0.0, len(labels)
     batches = (torch.split(tensor, BATCH_SIZE) for tensor in (logits, labels))
     for part, y in zip(*batches, strict=True):
-        loss_sum += float(objective.plain_losses(part, y).sum())
+        loss_sum += float(objective.tested_losses(part, y).sum())
         correct += float(objective.hits(part, y).sum())
     scores = objective.scores(logits, labels) if with_scores else {}
     return Metrics(loss_sum / number, correct / number, number, **scores)
@@ -254,7 +254,7 @@ def sums(
     weights_RN = torch.ones(1 + RESAMPLED, number, dtype=torch.float64)
     weights_RN[1:] = torch.zeros_like(weights_RN[1:]).scatter_add_(1, rows_RN, weights_RN[1:])
     if metric in (ACCURACY, LOG_LOSS):
-        of_record = objective.hits if metric == ACCURACY else objective.plain_losses
+        of_record = objective.hits if metric == ACCURACY else objective.tested_losses
         values_N = of_record(logits_NC, labels_N).double()
         return torch.stack([weights_RN.sum(1), weights_RN @ values_N], 1)
     predictions_N, ranks_NC = objective.predictions(logits_NC), objective.ranks(logits_NC)

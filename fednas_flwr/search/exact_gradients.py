@@ -175,7 +175,7 @@ class ClippedGradients(ExactGradients):
         objective, clipping = self.objective, self.dp_aware
 
         def losses(logits: Tensor, labels: Tensor) -> Tensor:
-            losses_B = objective.trained_losses(logits, labels)
+            losses_B = objective.plain_losses(logits, labels)
             self.train_tally.add(losses_B, objective.hits(logits, labels))
             return losses_B
 

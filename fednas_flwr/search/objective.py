@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError
 
 Output = Tensor | tuple[Tensor, Tensor]  # logits; in training maybe also those of an auxiliary head
+
+
+OwnLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Objective:
     class_factors: Tensor | None = None
     positive: int | None = None
     multi_label: bool = False
-    own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    own_loss: OwnLoss | None = None
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Each record's loss [B] in training, in nats, times the factor of its class.
@@ -49,29 +53,13 @@ class Objective:
             logits: [B, classes].
             labels: int64, in the form that the class documents.
         """
-        if self.own_loss is None:
-            return self._losses(logits, labels, self.class_factors)
-        factors_B = self.record_factors(labels)
-        losses = self._own_losses(logits, labels)
-        return losses if factors_B is None else losses * factors_B
-
-    def _own_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The losses [B] by a user's function, which is shown one record at a time."""
-
-        def loss(logits: Tensor, label: Tensor) -> Tensor:
-            assert self.own_loss is not None
-            value = self.own_loss(logits[None], label[None])
-            if value.numel() != 1:
-                raise ConfigError(
-                    f"the loss of your own returns {list(value.shape)} for the logits "
-                    f"{[1, len(logits)]} of one record: expected [1]."
-                )
-            return value.reshape(())
-
-        return torch.vmap(loss)(logits.float(), labels)
+        return self._losses(logits, labels, self.class_factors)
 
     def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        if self.own_loss is not None:  # which is shown one record at a time
+            losses = torch.vmap(partial(_own_loss, self.own_loss))(logits, labels)
+            return losses if factors is None else losses * factors[labels]
         if self.multi_label:
             return functional.binary_cross_entropy_with_logits(
                 logits, labels.to(logits.dtype), reduction="none"
@@ -79,28 +67,20 @@ class Objective:
         return functional.cross_entropy(logits, labels, weight=factors, reduction="none")
 
     def plain_losses(self, output: Output, labels: Tensor, auxiliary_weight: float = 0.0) -> Tensor:
-        """Each record's loss [B] without factors, of all heads of a network, as it is tested."""
+        """Each record's loss [B] without factors, of all heads of a network.
+
+        Private gradients are clipped before a public factor multiplies them, which clipping would
+        cancel otherwise.
+        """
         logits, auxiliary = heads(output)
         losses = self._losses(logits, labels, None)
         if auxiliary is None:
             return losses
         return losses + auxiliary_weight * self._losses(auxiliary, labels, None)
 
-    def trained_losses(
-        self, output: Output, labels: Tensor, auxiliary_weight: float = 0.0
-    ) -> Tensor:
-        """The same, as it is trained.
-
-        Private gradients are clipped before a public factor multiplies them, which clipping would
-        cancel otherwise.
-        """
-        if self.own_loss is None:
-            return self.plain_losses(output, labels, auxiliary_weight)
-        logits, auxiliary = heads(output)
-        losses = self._own_losses(logits, labels)
-        if auxiliary is None:
-            return losses
-        return losses + auxiliary_weight * self._own_losses(auxiliary, labels)
+    def tested_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Each record's loss [B] where a network is tested, by no loss of a user's own."""
+        return replace(self, own_loss=None).plain_losses(logits, labels)
 
     def batch_loss(
         self,
@@ -206,6 +186,17 @@ class Objective:
             scores["auroc"] = torch.stack([area for area, _ in areas]).nanmean(0)
             scores["average_precision"] = torch.stack([mean for _, mean in areas]).nanmean(0)
         return scores
+
+
+def _own_loss(loss: OwnLoss, logits: Tensor, label: Tensor) -> Tensor:
+    """The loss of one record by a user's function."""
+    value = loss(logits[None], label[None])
+    if value.numel() != 1:
+        raise ConfigError(
+            f"the loss of your own returns {list(value.shape)} for the logits of one record: "
+            "expected [1]."
+        )
+    return value.reshape(())
 
 
 def f1(positive_N: Tensor, called_N: Tensor, weights_RN: Tensor) -> Tensor:
