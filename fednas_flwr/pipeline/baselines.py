@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from fednas_flwr.algorithms.fedavg.strategy import planned_rounds
@@ -27,7 +28,7 @@ from fednas_flwr.models.networks import FIXED_NETWORKS, described_space
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.schedule import paying
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.leaderboard import FINALISTS, Candidate, finalists
+from fednas_flwr.runs.leaderboard import FINALISTS, FRONT, Candidate, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, FINALISTS_FOLDER, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.search.data_free_scores import trusted_scores
@@ -45,10 +46,11 @@ from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
 from fednas_flwr.settings.run_settings import CellSpace, Retrain
 from fednas_flwr.settings.unused import without_effect
-from fednas_flwr.spaces.costs import count_multiply_adds
-from fednas_flwr.spaces.genotype import save_genotype
+from fednas_flwr.spaces.costs import cost_by, count_multiply_adds
+from fednas_flwr.spaces.genotype import Genotype, from_json, save_genotype
 
 AFFORDED = 2  # random networks, where nobody says how many
+COSTS = 5  # ranges of cost, from each of which a front has a network
 SHARE = 3  # candidates are trained for so small a part of the rounds at first
 FURTHER = 3  # baselines beside the random ones, at most
 ADDED = 0.5  # share of a run's time that baselines may add by default
@@ -224,6 +226,12 @@ def _baselines(
             generator = make_generator(config.seed, "baselines", index)
             save_genotype(file, space.random_genotype(generator))
         yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
+    for number, genotype in enumerate(_front(config, derived), 1):
+        file = folder / BASELINES_FOLDER / f"{FRONT}{number}" / GENOTYPE_FILE
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_genotype(file, genotype)
+        yield file.parent.name, replace(config, stages=STAGES, genotype=str(file.resolve()))
     if scored := _scored_first(config):
         file = folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
         if not file.is_file():
@@ -238,6 +246,21 @@ def _baselines(
     if len(shape) == 3:
         name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])
         yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
+
+
+def _front(config: Config, derived: Event) -> list[Genotype]:
+    """The best networks of the pool by reward in five ranges of cost, but for the found one."""
+    pool, space = getattr(config.algorithm, "pool", None), described_space(derived["network"])[0]
+    if pool is None or not pool.front:
+        return []
+    event = read_run(Path(str(config.run_dir))).of_kind("rewarded")[0]
+    genotypes = [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
+    cost = cost_by(space, pool.limits.table)
+    by_cost = sorted(range(len(genotypes)), key=lambda place: cost(genotypes[place]))
+    parts = [part for part in np.array_split(by_cost, COSTS) if len(part)]
+    best = [genotypes[max(part, key=event["rewards"].__getitem__)] for part in parts]
+    found = from_json(json.dumps(derived["network"]["genotype"]))
+    return [genotype for genotype in best if genotype != found]
 
 
 def _scored_first(config: Config) -> dict[str, Any] | None:
