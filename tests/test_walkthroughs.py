@@ -98,7 +98,7 @@ def _is_free(port: int) -> bool:
 def test_every_page_has_a_test() -> None:
     text = Path(__file__).read_text()
     pages = [page.name for page in PAGES.glob("*.md")]
-    assert len(pages) == 8
+    assert len(pages) == 9
     assert all(f'through("{page}"' in text for page in pages)
 
 
@@ -141,6 +141,14 @@ def test_a_data_scientist_begins_with_a_dataframe(walk: Walk) -> None:
     walk.through("from_a_dataframe.md")
     assert re.search(r"0 +found +0\.9", walk.printed)
     assert "alike True" in walk.printed
+
+
+@pytest.mark.slow
+def test_an_engineer_needs_a_network_for_a_phone(walk: Walk) -> None:
+    walk.through("fit_a_phone.md")
+    fronts = re.findall(r"^(?:found|front_\d) [\d.]+ (\d+) ([\d.]+)$", walk.printed, re.MULTILINE)
+    assert len(fronts) == 5
+    assert all(0 < float(latency) < 100 for _, latency in fronts)
 
 
 @pytest.mark.run

@@ -109,7 +109,8 @@ def chosen(folder: Path) -> Candidate | None:
     """
     if not (folder / FINALISTS_FOLDER).is_dir() or not (known := candidates(folder)):
         return None
-    limits = (read_run(folder).group("algorithm").get("pool") or {}).get("limits") or {}
+    pools = (one.run.group("algorithm").get("pool") for one in known)
+    limits = next((pool["limits"] for pool in pools if pool), {})
     last = [one for one in known if one.run is not one.short and one.is_within(limits)] or known[:1]
     best = max(last, key=lambda one: one.values[0])
 
