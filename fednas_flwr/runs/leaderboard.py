@@ -110,7 +110,7 @@ def chosen(folder: Path) -> Candidate | None:
     if not (folder / FINALISTS_FOLDER).is_dir() or not (known := candidates(folder)):
         return None
     pools = (one.run.group("algorithm").get("pool") for one in known)
-    limits = next((pool["limits"] for pool in pools if pool), {})
+    limits: dict[str, Any] = next((pool["limits"] for pool in pools if pool), {})
     last = [one for one in known if one.run is not one.short and one.is_within(limits)] or known[:1]
     best = max(last, key=lambda one: one.values[0])
 
