@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,10 @@ def test_mixed_ops_keep_their_names() -> None:
     space = space_of("darts")
     edges = [m for m in space.supernet().modules() if isinstance(m, MixedOp)]
     assert all(tuple(edge.names) == space.ops for edge in edges)
+
+
+def test_what_cannot_be_sent_stays_in_this_process() -> None:
+    assert local_actors.packed() is not None
+    lock = threading.Lock()
+    register_metric("locked", lambda p, y: float(lock.locked()))
+    assert local_actors.packed() is None

@@ -38,7 +38,7 @@ def train_all(config: Config, limits: Limits) -> Iterator[tuple[Path, str]]:
     """
     cores = len(os.sched_getaffinity(0))
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
-    if alone or cores < 2 or len(limits) < 2:
+    if alone or cores < 2 or len(limits) < 2 or packed() is None:
         for folder, limit in limits.items():
             yield folder, train(folder, limit)
         return

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -44,9 +45,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, ALONE: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def packed() -> str:
-    """The entries from outside the package as text for another process of this machine."""
-    return base64.b64encode(cloudpickle.dumps(registered())).decode()
+def packed() -> str | None:
+    """The entries from outside the package as text for another process; None if they stay here."""
+    try:
+        return base64.b64encode(cloudpickle.dumps(registered())).decode()
+    except (pickle.PicklingError, TypeError, AttributeError):  # an open file, a lock, ...
+        return None
 
 
 def unpack(text: str) -> None:
@@ -62,7 +66,7 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
     number = min(config.clients, cores // config.runtime.threads)
     on_cpu = config.runtime.device == "cpu" or not _has_gpu()
     repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
-    if number < 2 or not on_cpu or repeats or ALONE in os.environ:
+    if number < 2 or not on_cpu or repeats or ALONE in os.environ or packed() is None:
         yield InProcessGrid(app, config.clients)
         return
     with Processes(config, number) as processes:

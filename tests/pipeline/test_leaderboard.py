@@ -106,7 +106,7 @@ def recommended(compose_config: Callable[..., Config], tmp_path: Path) -> Config
     return config
 
 
-@pytest.mark.run
+@pytest.mark.slow
 def test_a_front_has_networks_of_five_ranges_of_cost(recommended: Config) -> None:
     pool = replace(recommended.algorithm.pool, front=True, draws=24, keep=5)
     limits = replace(pool.limits, multiply_adds=200_000)
