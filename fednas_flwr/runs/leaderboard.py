@@ -15,7 +15,7 @@ from statistics import stdev
 from typing import Any
 
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, FINALISTS_FOLDER, Run, read_run
-from fednas_flwr.settings.names import ACCURACY, LINEAR, LOG_LOSS
+from fednas_flwr.settings.names import ACCURACY, FOUND, LINEAR, LOG_LOSS
 
 FINALISTS = 2  # beside the linear model
 FRONT = "front_"  # begins the names of networks of different costs, the cheapest 1
@@ -92,12 +92,11 @@ def candidates(folder: Path) -> list[Candidate]:
 def finalists(folder: Path) -> list[str]:
     """The names of those that are trained for all rounds: the best two, linear model and front."""
     ranking = sorted(candidates(folder), key=lambda one: -_values(one.short)[0])
-    best = [one.name for one in ranking if one.name != LINEAR][:FINALISTS]
-    return best + [
-        one.name
-        for one in ranking
-        if one.name == LINEAR or (one.name.startswith(FRONT) and one.name not in best)
-    ]
+    names = [one.name for one in ranking]
+    best = [name for name in names if name != LINEAR][:FINALISTS]
+    fronts = [name for name in names if name.startswith(FRONT)]
+    further = {LINEAR, *fronts, *([FOUND] if fronts else [])}.difference(best)
+    return best + [name for name in names if name in further]
 
 
 def chosen(folder: Path) -> Candidate | None:

@@ -61,8 +61,15 @@ def test_the_simplest_finalist_within_a_standard_error_of_the_best_is_delivered(
 
 
 def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_path: Path) -> None:
-    sizes = {"large": 900, "small": 90, "linear": 10, "front_1": 20, "front_2": 500}
-    scores = {"large": 0.9, "small": 0.8, "linear": 0.5, "front_1": 0.6, "front_2": 0.7}
+    sizes = {"large": 900, "small": 90, "linear": 10, "front_1": 20, "front_2": 500, "found": 70}
+    scores = {
+        "large": 0.9,
+        "small": 0.8,
+        "linear": 0.5,
+        "front_1": 0.6,
+        "front_2": 0.7,
+        "found": 0.4,
+    }
     for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
         for name, score in scores.items():
             add(tmp_path / place, name, score, parameters=sizes[name], noise=0.0)
