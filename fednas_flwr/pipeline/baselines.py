@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,6 @@ import numpy as np
 import torch
 
 from fednas_flwr.algorithms.fedavg.strategy import planned_rounds
-from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.networks import FIXED_NETWORKS, described_space
@@ -216,28 +216,15 @@ def _baselines(
         derived: Event of the found network.
         linear: True if a linear model is one of them.
     """
-    folder, description = Path(str(config.run_dir)), derived["network"]
+    description = derived["network"]
     space, _ = described_space(description)
     for index in range(1, number + 1):
-        name = f"random_{index}"
-        file = folder / BASELINES_FOLDER / name / GENOTYPE_FILE
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            generator = make_generator(config.seed, "baselines", index)
-            save_genotype(file, space.random_genotype(generator))
-        yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
-    for number, genotype in enumerate(_front(config, derived), 1):
-        file = folder / BASELINES_FOLDER / f"{FRONT}{number}" / GENOTYPE_FILE
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_genotype(file, genotype)
-        yield file.parent.name, replace(config, stages=STAGES, genotype=str(file.resolve()))
+        draw = partial(space.random_genotype, make_generator(config.seed, "baselines", index))
+        yield _given(config, f"random_{index}", draw)
+    for place, genotype in enumerate(_front(config, derived), 1):
+        yield _given(config, f"{FRONT}{place}", partial(replace, genotype))
     if scored := _scored_first(config):
-        file = folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps(scored))
-        yield DATA_FREE, replace(config, stages=STAGES, genotype=str(file.resolve()))
+        yield _given(config, DATA_FREE, partial(from_json, json.dumps(scored)))
     elif algorithm_of(config).trains is not None:
         yield DATA_FREE, _data_free(config)
     if linear:
@@ -246,6 +233,15 @@ def _baselines(
     if len(shape) == 3:
         name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])
         yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
+
+
+def _given(config: Config, name: str, make: Callable[[], Genotype]) -> tuple[str, Config]:
+    """Name and configuration of a baseline whose genotype lies in its folder, where it is made."""
+    file = Path(str(config.run_dir)) / BASELINES_FOLDER / name / GENOTYPE_FILE
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_genotype(file, make())
+    return name, replace(config, stages=STAGES, genotype=str(file.resolve()))
 
 
 def _front(config: Config, derived: Event) -> list[Genotype]:
