@@ -34,7 +34,7 @@ from fednas_flwr.search.objective import Objective, Regression
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded, names
 from fednas_flwr.settings.data_settings import Npz
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.registry import algorithm_of
+from fednas_flwr.settings.registry import TABLES, algorithm_of
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -184,13 +184,17 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
         ("training.oversample=true", config.training.oversample, one_class),
         (f"evaluation.positive={positive}", positive, classes),
         (f"evaluation.metric={metric}", metric, of_metric),
-        (f"training.loss={loss}", loss, number),
+        (f"training.loss={loss}", loss in names.NUMBER_LOSSES, number),
         (f"algorithm={config.algorithm.name} ({reason})", reason, classes),
     ):
         if value and form != have and (is_number or form != classes):
             raise ConfigError(f"{setting} is for records {form}, not {have}: remove it.")
+    if loss is not None and loss not in names.NUMBER_LOSSES:
+        check_choice("training.loss", loss, [*names.NUMBER_LOSSES, *TABLES["loss"]])
+    own_loss = TABLES["loss"].get(str(loss))
     if is_number:
-        return Regression(target=prepared.target, loss=loss or names.SQUARED)
+        by_name = names.SQUARED if loss is None or own_loss else loss
+        return Regression(own_loss=own_loss, target=prepared.target, loss=by_name)
     if positive is not None:
         check_choice("evaluation.positive", positive, class_names)
     for name in factors:
@@ -200,6 +204,7 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
         torch.tensor(values, device=device) if factors else None,
         None if positive is None else class_names.index(positive),
         records.multi_label,
+        TABLES["loss"].get(str(loss)),
     )
 
 

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +24,7 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression, ranked_areas
 from fednas_flwr.settings.names import ACCURACY, AUROC, LOG_LOSS, NUMBER_METRICS
+from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.operations import SkipNetwork
 
 BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for rounding
@@ -38,10 +38,6 @@ MOST_PAIRS = 2000  # records whose predicted and true number a report shows
 MOST_RESAMPLED = 5_000_000  # records in all resamples together
 AT_ONCE = 50  # resamples
 LEVEL = 0.95
-
-# Given probabilities float64 [N, C] and labels, see Records.labels, returns a number.
-Score = Callable[[np.ndarray, np.ndarray], float]
-OWN_SCORES: dict[str, Score] = {}  # from outside the package, of this process
 
 
 @dataclass(frozen=True)
@@ -274,7 +270,7 @@ def sums(
     if isinstance(objective, Regression):
         return weights_RN @ objective.terms(logits_NC, labels_N)
     if metric in (ACCURACY, LOG_LOSS):
-        of_record = objective.hits if metric == ACCURACY else objective.plain_losses
+        of_record = objective.hits if metric == ACCURACY else objective.tested_losses
         values_N = of_record(logits_NC, labels_N).double()
         return torch.stack([weights_RN.sum(1), weights_RN @ values_N], 1)
     predictions_N, ranks_NC = objective.predictions(logits_NC), objective.ranks(logits_NC)
@@ -450,20 +446,20 @@ def intervals(
 
 
 def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
-    """Return the value of every score in ``OWN_SCORES``.
+    """Return the value of every metric that users have registered.
 
     Raises:
         ConfigError: One fails, or gives no finite number.
     """
     results = {}
-    for name, score in OWN_SCORES.items():
+    for name, metric in TABLES["metric"].items():
         try:
-            results[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
+            results[name] = float(metric(probabilities_NC.numpy(), labels_N.numpy()))
             if not math.isfinite(results[name]):
                 raise ValueError(f"it gives {results[name]}")
         except Exception as error:
             raise ConfigError(
-                f"the score {name} of your own fails ({error}): correct it."
+                f"the metric {name} of your own fails ({error}): correct it."
             ) from error
     return results
 

@@ -57,6 +57,7 @@ from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import ACCURACY, AUROC, R2
 from fednas_flwr.settings.optimizers import Configuration
+from fednas_flwr.settings.registry import own_parts
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.operations import SkipNetwork
@@ -78,7 +79,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
         ConfigError: A setting does not fit the data.
     """
     torch.set_num_threads(config.runtime.threads)
-    circumstances = _circumstances()
+    circumstances = _circumstances() | {"own": own_parts(config)}
     if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
         circumstances["device"] = str(networks.make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):

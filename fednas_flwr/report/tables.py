@@ -96,6 +96,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         *((label, str(config[key])) for key, label in NUMBERS.items() if config.get(key)),
         ("the search was", searched),
         ("learning rate", ", ".join(rates)),
+        ("registered by the user", ", ".join(started.get("own") or [])),
         ("data", ". ".join(run.last("data").get("found") or [])),
         *((name, str(started.get(name) or "")) for name in ("commit", "machine", "device")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),

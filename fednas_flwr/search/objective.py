@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import names
 
 REACH = 6.0  # deviations that count as the range of a number without one
@@ -21,6 +23,9 @@ NUMBER_LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 Output = Tensor | tuple[Tensor, Tensor]  # logits; in training maybe also those of an auxiliary head
+
+
+OwnLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,15 +46,18 @@ class Objective:
         positive: Class that scores are of; None is the last of two classes, and else the mean of
             all.
         multi_label: True if a record can have several labels, or none.
+        own_loss: Loss of training, called with logits [B, classes] and labels, returns [B]; None is
+            the one above, by which networks are tested in any case.
     """
 
     class_factors: Tensor | None = None
     positive: int | None = None
     multi_label: bool = False
+    own_loss: OwnLoss | None = None
     predicts_numbers: ClassVar[bool] = False
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Each record's loss [B], in nats, times the factor of its class.
+        """Each record's loss [B] in training, in nats, times the factor of its class.
 
         Args:
             logits: [B, classes].
@@ -59,6 +67,9 @@ class Objective:
 
     def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        if self.own_loss is not None:
+            losses = _own_losses(self.own_loss, logits, labels)
+            return losses if factors is None else losses * factors[labels]
         if self.multi_label:
             return functional.binary_cross_entropy_with_logits(
                 logits, labels.to(logits.dtype), reduction="none"
@@ -76,6 +87,10 @@ class Objective:
         if auxiliary is None:
             return losses
         return losses + auxiliary_weight * self._losses(auxiliary, labels, None)
+
+    def tested_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Each record's loss [B] where a network is tested, by no loss of a user's own."""
+        return replace(self, own_loss=None).plain_losses(logits, labels)
 
     def batch_loss(
         self,
@@ -95,10 +110,6 @@ class Objective:
         if auxiliary is not None:
             total = total + auxiliary_weight * reduce(self.losses(auxiliary, labels))
         return total, losses
-
-    def tested_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Each record's loss [B] where a network is tested, without factors."""
-        return self.plain_losses(logits, labels)
 
     def told(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What clients' mean loss and hits say of a network."""
@@ -193,6 +204,23 @@ class Objective:
             scores["auroc"] = torch.stack([area for area, _ in areas]).nanmean(0)
             scores["average_precision"] = torch.stack([mean for _, mean in areas]).nanmean(0)
         return scores
+
+
+def _own_losses(loss: OwnLoss, logits: Tensor, labels: Tensor) -> Tensor:
+    """The losses [B] of records by a user's function, which is shown one at a time."""
+    losses: Tensor = torch.vmap(partial(_own_loss, loss))(logits, labels)
+    return losses
+
+
+def _own_loss(loss: OwnLoss, logits: Tensor, label: Tensor) -> Tensor:
+    """The loss of one record by a user's function."""
+    value = loss(logits[None], label[None])
+    if value.numel() != 1:
+        raise ConfigError(
+            f"the loss of your own returns {list(value.shape)} for the logits of one record: "
+            "expected [1]."
+        )
+    return value.reshape(())
 
 
 def f1(positive_N: Tensor, called_N: Tensor, weights_RN: Tensor) -> Tensor:
@@ -291,6 +319,8 @@ class Regression(Objective):
         return (self._held(labels) - self.target[0]) / self.target[1]
 
     def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
+        if self.own_loss is not None:
+            return _own_losses(self.own_loss, logits, self.scaled(labels))
         far = logits[:, 0] - self.scaled(labels)  # float32 at least
         return NUMBER_LOSSES[self.loss](far, torch.zeros_like(far), reduction="none")
 

@@ -48,11 +48,13 @@ class SearchSpaceSettings(ps.Checked):
         norm: Normalisation of the supernet: ``batch``, or ``group``, which privacy needs.
         skip: Addition to the logits of supernet and network: ``none``, or those of a ``linear``
             classifier on the input.
+        own_ops: Further ops to choose from, by the names under which ``register_op`` knows them.
     """
 
     name: str
     norm: Norm
     skip: Annotated[str, ps.OneOf(names.SKIPS)]
+    own_ops: Annotated[list[str], ps.Distinct()]
 
 
 @dataclass(frozen=True)
@@ -375,16 +377,17 @@ class TrainingSettings(ps.Checked):
         class_factors: Public factors of the losses of classes, by name; with privacy they multiply
             what is clipped already.
         oversample: If true, training repeats the records of rarer classes; not with privacy.
-        loss: Loss of a target that is a number, of its standardised difference: ``squared``,
-            ``absolute`` or ``huber`` (squared up to a standard deviation, then absolute). Null is
-            ``squared``; of classes, cross-entropy.
+        loss: Loss of training: of a target that is a number ``squared``, ``absolute`` or ``huber``
+            (squared up to a standard deviation, then absolute), of its standardised difference; or
+            a name that ``register_loss`` knows. Null is ``squared``, and of classes cross-entropy,
+            by which all networks are tested.
     """
 
     precision: Annotated[str, ps.OneOf(names.PRECISIONS)]
     momentum: Annotated[str, ps.OneOf(opt.MOMENTA)] | None
     class_factors: dict[str, opt.ShareAbove0]
     oversample: bool
-    loss: Annotated[str, ps.OneOf(names.NUMBER_LOSSES)] | None
+    loss: ps.Text | None
 
 
 @dataclass(frozen=True)
