@@ -256,7 +256,7 @@ def test_secure_sums_tell_the_errors_of_all_records(
     assert run.error is None
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
     assert evaluated["total"]["sites"] == 3
-    assert 0 < evaluated["total"]["rmse"] < 12
+    assert 0 <= evaluated["total"]["rmse"] < 12  # noise may leave nothing of it
     assert "accuracy" not in evaluated["total"]
 
 
