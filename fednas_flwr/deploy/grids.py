@@ -316,6 +316,8 @@ POLL_S = 0.1
 STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster
 REPLY_BYTES = 4_000_000  # replies of fewer do without the store: a tenth of a small round's time
 
+Messages = Sequence[tuple[Message, int]]  # without their arrays, with the index of these
+
 
 class Worker:
     """Answers one message after the other, in a process of its own; any client's."""
@@ -330,7 +332,7 @@ class Worker:
         return True
 
     def answer(
-        self, messages: Sequence[tuple[Message, int]], *arrays: Mapping[str, ArrayRecord]
+        self, messages: Messages, *arrays: Mapping[str, ArrayRecord]
     ) -> list[tuple[Message, float]]:
         """Return the replies of the clients that messages are for, and the seconds of each.
 
@@ -349,15 +351,17 @@ class Worker:
 class Actors(Protocol):
     """What :class:`ActorGrid` asks of Ray, or of this machine's processes.
 
-    An actor has the methods of a :class:`Worker`, called by ``.remote(...)``, each of which returns
-    a reference to its result.
+    An actor is a :class:`Worker` elsewhere.
     """
 
     def put(self, value: Any) -> Any:
         """A reference to a value, or the value itself, which goes to actors in its place."""
 
-    def start(self) -> Any:
-        """A new actor."""
+    def start(self) -> tuple[Any, Any]:
+        """A new actor, and a reference whose result, True, is there once the actor is."""
+
+    def answer(self, actor: Any, messages: Messages, *arrays: Any) -> Any:
+        """A reference to what :meth:`Worker.answer` of an actor returns."""
 
     def done(self, references: list[Any], *, timeout: float) -> list[Any]:
         """Those of some references whose results are there, after waiting for the first."""
@@ -423,8 +427,8 @@ class ActorGrid(InProcessGrid):
         return [reply for reply in found if reply is not None]
 
     def _start_actor(self) -> None:
-        actor = self._actors.start()
-        self._starting[actor.begin.remote()] = actor
+        actor, begun = self._actors.start()
+        self._starting[begun] = actor
 
     def _hand_out(self) -> None:
         """Give queued messages to actors that are free."""
@@ -433,7 +437,7 @@ class ActorGrid(InProcessGrid):
             different = {id(one): one for one in arrays}
             index = {key: number for number, key in enumerate(different)}
             pairs = [(m, index[id(one)]) for m, one in zip(messages, arrays, strict=True)]
-            self._answers[actor] = actor.answer.remote(pairs, *different.values())
+            self._answers[actor] = self._actors.answer(actor, pairs, *different.values())
 
     def _awaited(self) -> dict[Any, Any]:
         """Return each actor by the reference of its current task."""
@@ -491,9 +495,14 @@ class RayActors:
         """See :class:`Actors`."""
         return self._ray.put(value)
 
-    def start(self) -> Any:
+    def start(self) -> tuple[Any, Any]:
         """See :class:`Actors`."""
-        return self._make_actor(self._clients)
+        actor = self._make_actor(self._clients)
+        return actor, actor.begin.remote()
+
+    def answer(self, actor: Any, messages: Messages, *arrays: Any) -> Any:
+        """See :class:`Actors`."""
+        return actor.answer.remote(messages, *arrays)
 
     def done(self, references: list[Any], *, timeout: float) -> list[Any]:
         """See :class:`Actors`."""

@@ -28,7 +28,7 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import ActorGrid, InProcessGrid, Worker
+from fednas_flwr.deploy.grids import ActorGrid, InProcessGrid, Messages, Worker
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.registry import registered
@@ -88,33 +88,10 @@ class LocalGrid(ActorGrid):
 
 
 @dataclass(eq=False)
-class _Call:
-    """A reference to the result of an actor's call."""
-
-    actor: Actor
-
-
-class _Method:
-    """A method of an actor, called by ``remote``."""
-
-    def __init__(self, actor: Actor, name: str) -> None:
-        self._actor, self._name = actor, name
-
-    def remote(self, *arguments: Any) -> _Call:
-        """Have it called; the result comes to the reference."""
-        with suppress(OSError):  # a dead process, which its connection's end tells
-            if self._actor.pipe is not None:
-                self._actor.pipe.send((self._name, arguments))
-        return _Call(self._actor)
-
-
 class Actor:
-    """A worker in another process, once it has connected."""
+    """A worker in another process, and the reference to what it says next."""
 
-    def __init__(self) -> None:
-        """Not connected yet."""
-        self.pipe: Any = None
-        self.begin, self.answer = _Method(self, "begin"), _Method(self, "answer")
+    pipe: Any = None  # once it has connected
 
 
 class Processes:
@@ -151,13 +128,19 @@ class Processes:
         """The value itself: it goes through a pipe to each worker."""
         return value
 
-    def start(self) -> Actor:
+    def start(self) -> tuple[Actor, Actor]:
         """A worker that appears when it is ready."""
         actor = Actor()
         self._waiting.append(actor)
         if self._process is None:
             self._launch()
         self._say(1)
+        return actor, actor
+
+    def answer(self, actor: Actor, messages: Messages, *arrays: Any) -> Actor:
+        """See :class:`~fednas_flwr.deploy.grids.Actors`."""
+        with suppress(OSError):  # a dead process, which its connection's end tells
+            actor.pipe.send((messages, *arrays))
         return actor
 
     def _launch(self) -> None:
@@ -178,22 +161,21 @@ class Processes:
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             self._process.stdin.flush()
 
-    def done(self, references: list[_Call], *, timeout: float) -> list[_Call]:
+    def done(self, references: list[Actor], *, timeout: float) -> list[Actor]:
         """Those whose workers have said something, or have died."""
-        pipes = {call.actor.pipe: call for call in references if call.actor.pipe is not None}
+        pipes = {actor.pipe: actor for actor in references if actor.pipe is not None}
         ready = connection.wait([self._server, *pipes], timeout)
         if self._server in ready:
             actor = next(one for one in self._waiting if one.pipe is None)
             actor.pipe = connection.Connection(self._server.accept()[0].detach())
-            actor.begin.remote()
         return [pipes[pipe] for pipe in ready if pipe in pipes]
 
-    def result(self, reference: _Call) -> Any | None:
+    def result(self, reference: Actor) -> Any | None:
         """What the worker has sent; None if it has died."""
         try:
-            return reference.actor.pipe.recv()
+            return reference.pipe.recv()
         except (EOFError, OSError):
-            reference.actor.pipe.close()
+            reference.pipe.close()
             return None
 
 
@@ -204,9 +186,9 @@ def _serve(address: str, config_json: str) -> None:
     server.connect(address)
     pipe = connection.Connection(server.detach())
     with suppress(EOFError, OSError):
+        pipe.send(worker.begin())
         while True:
-            name, arguments = pipe.recv()
-            pipe.send(getattr(worker, name)(*arguments))
+            pipe.send(worker.answer(*pipe.recv()))
 
 
 def main() -> None:
