@@ -18,7 +18,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -249,9 +248,7 @@ class Dispatcher:
         self._queue: dict[str, Message] = {}
         self._held: dict[Any, list[Message]] = {}
         self._before: dict[int, Any] = {}  # who was last dealt a message of a client's node
-        self._seconds: dict[
-            str, float
-        ] = {}  # that messages of an action have lately taken, at most
+        self._seconds: dict[str, float] = {}  # that an action's messages have lately taken
 
     def queue(self, message: Message) -> None:
         """Put a message, which has its id, at the end of the queue."""
@@ -394,36 +391,31 @@ class ActorGrid(InProcessGrid):
         self._arrays: dict[str, Any] = {}  # or a reference to them, by message without a reply
         self._answers: dict[Any, Any] = {}  # by actor that is not idle: reference to its replies
         self._replies: dict[str, Message] = {}
-        self._lock = threading.Lock()  # groups of clients are asked by threads of their own
         for _ in range(num_actors):
             self._start_actor()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Queue the messages, begin with those that an actor is free for, and return their ids."""
         messages, stored = list(messages), dict[tuple[tuple[str, int], ...], Any]()
-        with self._lock:
-            for message in messages:
-                small, arrays = without_arrays(message)
-                same = tuple((name, id(record)) for name, record in arrays.items())
-                if same not in stored:
-                    is_small = payload_bytes(message.content) < STORED_BYTES
-                    stored[same] = arrays if is_small else self._actors.put(arrays)
-                self._arrays[self.number(small)] = stored[same]
-                self._dispatcher.queue(small)
-            self._hand_out()
+        for message in messages:
+            small, arrays = without_arrays(message)
+            same = tuple((name, id(record)) for name, record in arrays.items())
+            if same not in stored:
+                is_small = payload_bytes(message.content) < STORED_BYTES
+                stored[same] = arrays if is_small else self._actors.put(arrays)
+            self._arrays[self.number(small)] = stored[same]
+            self._dispatcher.queue(small)
+        self._hand_out()
         return [message.metadata.message_id for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there; waits a tenth of a second for the first."""
-        message_ids = list(message_ids)
-        with self._lock:
-            awaited = list(self._awaited())
+        message_ids, awaited = list(message_ids), list(self._awaited())
         if awaited and not any(message_id in self._replies for message_id in message_ids):
             self._actors.done(awaited, timeout=POLL_S)
-        with self._lock:
-            self._collect()
-            self._hand_out()
-            found = [self._replies.pop(i, None) for i in message_ids]
+        self._collect()
+        self._hand_out()
+        found = [self._replies.pop(i, None) for i in message_ids]
         return [reply for reply in found if reply is not None]
 
     def _start_actor(self) -> None:

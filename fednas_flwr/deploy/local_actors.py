@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -68,22 +68,20 @@ class LocalGrid(ActorGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there; while there are no actors, that of one client."""
-        with self._lock:
-            self._collect()
-            self._hand_out()
-            message = None if self._dispatcher.num_workers else self._dispatcher.give_up()
+        self._collect()
+        self._hand_out()
+        message = None if self._dispatcher.num_workers else self._dispatcher.give_up()
         if message is None:
             return super().pull_messages(message_ids)
         started = time.monotonic()
         message.content.update(self._arrays[message.metadata.message_id])
         reply = self.answer(message)
         self._spent_s += time.monotonic() - started
-        with self._lock:
-            self._reply(message, reply)
-            if self._spent_s > PATIENCE_S and not self._starting:
-                for _ in range(self._number):
-                    self._start_actor()
-            found = [self._replies.pop(message_id, None) for message_id in message_ids]
+        self._reply(message, reply)
+        if self._spent_s > PATIENCE_S and not self._starting:
+            for _ in range(self._number):
+                self._start_actor()
+        found = [self._replies.pop(message_id, None) for message_id in message_ids]
         return [reply for reply in found if reply is not None]
 
 
@@ -94,7 +92,7 @@ class Actor:
     pipe: Any = None  # once it has connected
 
 
-class Processes:
+class Processes(AbstractContextManager["Processes"]):
     """:class:`~fednas_flwr.deploy.grids.Actors` that are processes of this machine.
 
     Args:
@@ -110,10 +108,6 @@ class Processes:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="fednas-")
         self._server = socket.socket(socket.AF_UNIX)
-
-    def __enter__(self) -> Processes:
-        """Return itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End all processes."""

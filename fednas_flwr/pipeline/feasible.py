@@ -413,9 +413,7 @@ def check_parts(
 
 def check_linear_baseline(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
     """Refuse logistic regression on records that are all of one class."""
-    if prepared.server_test is None:
-        return
-    if prepared.train.multi_label:
+    if prepared.server_test is None or prepared.train.multi_label:
         return  # a label that all or none have is told without a model
     parts = (part for client in clients for part in (client.train, client.validation))
     classes = {label for part in parts for label in part.labels[part.rows].tolist()}

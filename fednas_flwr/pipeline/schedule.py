@@ -410,9 +410,8 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     """The releases of each round for a client that takes part in it, by stage."""
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    config = config.algorithm.whole_search(
-        config
-    )  # whose clients commit to their groups' rounds, too
+    # whose clients commit to their groups' rounds, too
+    config = config.algorithm.whole_search(config)
     rounds: dict[str, list[list[PlannedRelease]]] = {}
     if privacy.statistics_noise_multiplier is not None:
         rounds[STATISTICS] = [[plan.statistics_release()]]

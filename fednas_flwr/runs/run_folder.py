@@ -51,9 +51,9 @@ def check_writable(setting: str, folder: Path) -> None:
             raise PermissionError(errno.EACCES, f"{there} cannot be written")
 
 
-def free_bytes(config: Config, *, runs: Path = RUNS) -> int:
+def free_bytes(config: Config) -> int:
     """Return the free bytes on the disk of a run's folder, which need not exist yet."""
-    return shutil.disk_usage(_existing(_folder("run_dir", config.run_dir or str(runs)))).free
+    return shutil.disk_usage(_existing(_folder("run_dir", config.run_dir or str(RUNS)))).free
 
 
 def check_room(config: Config, num_bytes: int, remedy: str) -> None:
