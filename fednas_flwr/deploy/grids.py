@@ -324,10 +324,6 @@ class Worker:
         flower_patches.begin_task(grid.server_node_id)
         self._grid = grid
 
-    def begin(self) -> bool:
-        """Return True: the process is there."""
-        return True
-
     def answer(
         self, messages: Messages, *arrays: Mapping[str, ArrayRecord]
     ) -> list[tuple[Message, float]]:
@@ -490,7 +486,7 @@ class RayActors:
     def start(self) -> tuple[Any, Any]:
         """See :class:`Actors`."""
         actor = self._make_actor(self._clients)
-        return actor, actor.begin.remote()
+        return actor, actor.__ray_ready__.remote()
 
     def answer(self, actor: Any, messages: Messages, *arrays: Any) -> Any:
         """See :class:`Actors`."""

@@ -180,7 +180,7 @@ def _serve(address: str, config_json: str) -> None:
     server.connect(address)
     pipe = connection.Connection(server.detach())
     with suppress(EOFError, OSError):
-        pipe.send(worker.begin())
+        pipe.send(True)  # it is there
         while True:
             pipe.send(worker.answer(*pipe.recv()))
 

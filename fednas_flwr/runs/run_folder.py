@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +203,9 @@ def _usable(setting: str, folder: Path) -> Iterator[None]:
 
 def _first_free(folder: Path) -> Path:
     """Make and return ``folder``, or ``folder_2`` and so on where that exists."""
-    number = 1
-    while True:
-        candidate = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")
-        try:
+    others = (folder.with_name(f"{folder.name}_{number}") for number in count(2))
+    for candidate in chain([folder], others):
+        with suppress(FileExistsError):
             candidate.mkdir(parents=True)
-            return candidate
-        except FileExistsError:
-            number += 1
+            break
+    return candidate
