@@ -353,34 +353,30 @@ def check_parts(
     """Refuse clients without the records that they are asked to train on, or with too few."""
     holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
     for index, client in enumerate(clients):
-        if holds_out and len(client.validation) == 0:
+        sizes = {"train": len(client.train), "validation": len(client.validation)}
+        if holds_out and not sizes["validation"]:
             raise ConfigError(
                 f"client {index} has no validation record, on which "
                 f"retrain.evaluate_every={config.retrain.evaluate_every} measures: set it to 0, or "
                 "raise dataset.fractions.validation="
                 f"{config.dataset.fractions['validation']:g}."
             )
-        parts = {"train": client.train, "validation": client.validation} if chooses(config) else {}
-        for name, part in parts.items():
-            if len(part) == 0:
+        for name, size in sizes.items() if chooses(config) else ():
+            if not size:
                 raise ConfigError(
                     f"client {index} has no {name} record, by which {config.algorithm.name} "
                     f"{'chooses' if name == 'validation' else 'searches'}: raise "
                     f"dataset.fractions.{name}={config.dataset.fractions[name]:g}, or give it more "
                     "records (fewer clients, a larger partition.min_size)."
                 )
-        held_out = client.validation if holds_out else ()
-        if len(client.train) + len(client.validation) == len(held_out):
+        whole = not (chooses(config) or holds_out)
+        trained = sum(sizes.values()) if whole else sizes["train"]
+        if not trained:
             raise ConfigError(
                 f"client {index} has no record to train on: raise dataset.fractions.train="
                 f"{config.dataset.fractions['train']:g}."
             )
-        smallest = {
-            "search": min(len(client.train), len(client.validation)),
-            "retrain": len(client.train)
-            if chooses(config) or holds_out
-            else len(client.train) + len(client.validation),
-        }
+        smallest = {"search": min(sizes.values()), "retrain": trained}
         for stage, network in networks.items():
             batch_size = _batch_size(config, stage)
             if smallest[stage] == 1 or batch_size == 1:
