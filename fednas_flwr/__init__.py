@@ -14,13 +14,18 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
+    "FedClassifier",
+    "FedRegressor",
     "Result",
     "__version__",
     "compose",
     "load",
     "register_algorithm",
     "register_data_set",
-    "register_score",
+    "register_loss",
+    "register_metric",
+    "register_network",
+    "register_op",
     "register_search_space",
     "run",
 ]
@@ -31,10 +36,14 @@ if TYPE_CHECKING:
         compose,
         register_algorithm,
         register_data_set,
-        register_score,
+        register_loss,
+        register_metric,
+        register_network,
+        register_op,
         register_search_space,
         run,
     )
+    from fednas_flwr.estimators import FedClassifier, FedRegressor
     from fednas_flwr.models.networks import load
     from fednas_flwr.settings.registry import Algorithm
 
@@ -43,5 +52,11 @@ def __getattr__(name: str) -> object:
     """Import what is asked for; torch takes seconds, and is imported when a run begins."""
     if name in __all__:
         homes = {"Algorithm": "settings.registry", "load": "models.networks"}
+        homes |= dict.fromkeys(("FedClassifier", "FedRegressor"), "estimators")
         return getattr(import_module(f"{__name__}.{homes.get(name, 'api')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List what there is, imported or not."""
+    return sorted({*globals(), *__all__})

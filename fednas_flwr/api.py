@@ -29,10 +29,12 @@ from fednas_flwr.settings.hydra_config import (
 from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import NO_SKIP
 from fednas_flwr.settings.registry import Algorithm, algorithms, carry, register
-from fednas_flwr.spaces import SpaceEntry
+from fednas_flwr.spaces import OpEntry, SpaceEntry
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
 
     from fednas_flwr.algorithms.base import RoundStrategy
     from fednas_flwr.data.records import RecordsPair
@@ -61,9 +63,10 @@ class Result:
 
     def leaderboard(self) -> list[dict[str, Any]]:
         """The networks that the run has compared, best first, a row of numbers each."""
-        from fednas_flwr.runs.leaderboard import candidates
+        from fednas_flwr.runs.leaderboard import candidates, compared
+        from fednas_flwr.runs.numbers import read_run
 
-        return [one.row() for one in candidates(self.folder)]
+        return [one.row() for one in candidates(self.folder) or compared(read_run(self.folder))]
 
     @cached_property
     def genotype(self) -> Genotype | None:
@@ -252,17 +255,19 @@ def register_search_space(
             networks have the supernet's sizes, and ``retrain.channels`` and ``retrain.num_cells``
             are null.
         defaults: The value of every setting, as a file of ``conf/search_space`` gives them;
-            without ``skip`` that is ``none``.
+            without ``skip`` and ``own_ops`` there are none of these.
 
     Raises:
         ConfigError: The name exists.
     """
-    _register("search_space", name, SpaceEntry(settings, make), {"skip": NO_SKIP, **defaults})
+    neutral = {"skip": NO_SKIP, "own_ops": []}
+    _register("search_space", name, SpaceEntry(settings, make), {**neutral, **defaults})
 
 
 def register_data_set(
     name: str,
-    data: Mapping[str, np.ndarray] | Callable[..., RecordsPair],
+    data: Mapping[str, np.ndarray]
+    | Callable[..., RecordsPair | Dataset[Any] | tuple[Dataset[Any], Dataset[Any]]],
     *,
     settings: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
@@ -274,7 +279,8 @@ def register_data_set(
         data: Arrays as an npz file has them, ``x_train``, ``y_train`` and optionally ``x_test``,
             ``y_test``; or a reader, called with the path ``dataset.root`` and ``settings`` as
             keyword arguments, which returns train and test
-            :class:`~fednas_flwr.data.records.Records`, the latter None where there are none.
+            :class:`~fednas_flwr.data.records.Records`, the latter None where there are none, or
+            torch's data sets of (example, class) in their place, or their loaders.
         settings: Names of the settings of other data sets that a reader takes; what all images
             have, and ``statistics`` and ``ranges`` of tables, can be set of each. Arrays have the
             settings of ``dataset=npz``.
@@ -290,32 +296,93 @@ def register_data_set(
     _register("dataset", name, entry, {**neutral, **(defaults or {})})
 
 
-def register_score(name: str, score: Callable[[np.ndarray, np.ndarray], float]) -> None:
-    """Let reports show a score of your own, of the trained network on the server's test set.
+def register_op(name: str, make: Callable[[int, int], nn.Module]) -> None:
+    """Let ``search_space.own_ops=[<name>]`` add an op of your own to those of a search space.
+
+    Supernets compute it as it is, beside their own ops. With privacy its layers must be
+    convolutions, linear layers and group norms, and no record may depend on another.
+
+    Args:
+        name: Letters, digits and underscores.
+        make: Called with a number of channels and a stride, 1 or 2, returns a new module from
+            ``[B, channels, H, W]`` to ``[B, channels, ceil(H / stride), ceil(W / stride)]``, of a
+            space for tables ``[B, channels]``. The space puts a norm behind it.
+
+    Raises:
+        ConfigError: The name exists.
+
+    Example:
+        ``register_op("wide", lambda width, stride: nn.Conv2d(width, width, 7, stride, 3))``
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        weights = list(make(8, 1).parameters())
+    _own("op", name, OpEntry(make, bool(weights)))
+
+
+def register_loss(name: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Let ``training.loss=<name>`` train by a loss of your own, of supernets and of networks.
+
+    Networks are tested by cross-entropy all the same.
+
+    Args:
+        name: Letters, digits and underscores.
+        loss: Called with the logits [1, classes] and the label int64 [1] of one record, or its
+            labels [1, classes] of 0 and 1; returns one number. It runs under ``torch.vmap``, so
+            that no record's loss can depend on another record.
+
+    Raises:
+        ConfigError: The name exists.
+    """
+    _own("loss", name, loss)
+
+
+def register_network(name: str, make: Callable[[tuple[int, ...], int], nn.Module]) -> None:
+    """Let ``algorithm=fedavg algorithm.network=<name>`` train a network of your own.
+
+    Args:
+        name: Letters, digits and underscores.
+        make: Called with the shape of one example and the number of classes, returns a new module
+            from examples [B, ...] to logits [B, classes].
+
+    Raises:
+        ConfigError: The name exists.
+    """
+    _own("network", name, make)
+
+
+def register_metric(name: str, metric: Callable[[np.ndarray, np.ndarray], float]) -> None:
+    """Let reports show a metric of your own, of the trained network on the server's test set.
 
     No choice depends on it. It is computed in the process of the server, which a deployment has on
     another machine.
 
     Args:
         name: As reports show it.
-        score: Called with the probabilities float64 [N, classes] and the labels int64 [N], or
-            [N, classes] of 0 and 1 where records can have several; returns a finite number.
+        metric: Called with the probabilities float64 [N, classes] and the labels int64 [N], or
+            [N, classes] of 0 and 1 where records can have several; of numbers with the predictions
+            [N, 1] and the true ones, float32 [N]. Returns a finite number.
 
     Raises:
         ConfigError: The name exists.
     """
-    from fednas_flwr.models.metrics import OWN_SCORES
     from fednas_flwr.runs.numbers import SCORES
 
-    if name in OWN_SCORES or any(name in (score.name, score.label) for score in SCORES):
-        raise ConfigError(f"the score {name} exists: choose another name for your own.")
-    OWN_SCORES[name] = score
+    if any(name in (score.name, score.label) for score in SCORES):
+        raise ConfigError(f"metric={name} exists: choose another name for your own.")
+    _own("metric", name, metric)
+
+
+def _own(group: str, name: str, entry: Any) -> None:
+    """Let a name stand for an entry of a user's."""
+    register(group, name, entry)
+    carry(group, name, entry)
 
 
 def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:
     check_free_name(group, name)
-    register(group, name, entry)
-    carry(group, name, entry)
+    _own(group, name, entry)
     add_choice(group, name, {**defaults, "name": name})
 
 
@@ -352,7 +419,12 @@ def _register_strategy(strategy: type[RoundStrategy[Any]], algorithm: str) -> st
     from fednas_flwr.algorithms.base import RoundStrategy, settings_of
 
     if not (isinstance(strategy, type) and issubclass(strategy, RoundStrategy)):
-        raise ConfigError(f"strategy={strategy} is unknown: expected a subclass of RoundStrategy.")
+        raise ConfigError(
+            f"strategy={getattr(strategy, '__name__', strategy)} must be a class that derives from "
+            "an algorithm's own, such as algorithms.fed_darts.strategy.FedDARTS, or from "
+            "algorithms.base.RoundStrategy: Flower's strategies train one model and know no search "
+            "(its averages and optimisers are settings, aggregate= and server_optimizer=)."
+        )
     needed = settings_of(strategy)
     if needed is AlgorithmSettings:
         name = f"own.{strategy.__name__}"

@@ -207,7 +207,7 @@ def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             run(replace(config, **change))
-    with pytest.raises(ConfigError, match="expected a subclass of RoundStrategy"):
+    with pytest.raises(ConfigError, match="strategy=len must be a class that derives from"):
         run(config, strategy=len)  # type: ignore[arg-type]
     mbconv = ["search_space=mbconv", "retrain=mbconv"]
     for other in (["algorithm=fedavg"], ["algorithm=cfdnas", *mbconv]):

@@ -12,23 +12,22 @@ import numpy as np
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from fednas_flwr import register_score
+from fednas_flwr import register_metric
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import VARIABLE, _run, main
-from fednas_flwr.models.metrics import OWN_SCORES
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings.registry import OWN, TABLES
 
 MINE = """
 import numpy as np
-from fednas_flwr import register_data_set, register_score
+from fednas_flwr import register_data_set, register_metric
 
 rng = np.random.default_rng(0)
 y = rng.integers(0, 2, 90)
 x = (rng.integers(0, 120, (90, 8, 8)) + 100 * y[:, None, None]).astype("uint8")
 arrays = {"x_train": x[:60], "y_train": y[:60], "x_test": x[60:], "y_test": y[60:]}
 register_data_set("scans", arrays)
-register_score("Brier", lambda p, y: float(np.mean((p[:, 1] - y) ** 2)))
+register_metric("Brier", lambda p, y: float(np.mean((p[:, 1] - y) ** 2)))
 """
 RUN = (
     *("dataset=scans", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),
@@ -43,7 +42,6 @@ def _only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {group: set(table) for group, table in TABLES.items()}
     yield
     _run.cache_clear()
-    OWN_SCORES.clear()
     for group, table in TABLES.items():
         for name in set(table) - before[group]:
             del table[name], OWN[group][name]
@@ -119,12 +117,12 @@ def test_a_file_that_is_wrong_is_told_in_one_sentence(
 def test_a_score_that_fails_ends_the_run_in_one_sentence(
     score: object, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    register_score("wrong", score)  # type: ignore[arg-type]
+    register_metric("wrong", score)  # type: ignore[arg-type]
     cache, folder = f"dataset.cache={tmp_path / 'cache'}", tmp_path / "run"
     assert main(["run", "--with", str(mine), *RUN, cache, f"run_dir={folder}"]) != 0
-    assert "the score wrong of your own" in capsys.readouterr().err
+    assert "the metric wrong of your own" in capsys.readouterr().err
     assert (folder / "model.onnx").exists()
-    with pytest.raises(ConfigError, match="the score wrong exists"):
-        register_score("wrong", score)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="the score AUROC exists"):
-        register_score("AUROC", score)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="metric=wrong exists"):
+        register_metric("wrong", score)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="metric=AUROC exists"):
+        register_metric("AUROC", score)  # type: ignore[arg-type]

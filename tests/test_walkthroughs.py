@@ -98,7 +98,7 @@ def _is_free(port: int) -> bool:
 def test_every_page_has_a_test() -> None:
     text = Path(__file__).read_text()
     pages = [page.name for page in PAGES.glob("*.md")]
-    assert len(pages) == 3
+    assert len(pages) == 9
     assert all(f'through("{page}"' in text for page in pages)
 
 
@@ -108,6 +108,53 @@ def test_a_developer_adds_an_algorithm(walk: Walk) -> None:
     assert "rest" in (walk.folder / "late" / "config.yaml").read_text()
     assert re.search(r"accuracy 0\.\d\d", walk.printed)
     assert "algorithm.rest=-1 is out of range: expected 0 to 1000" in walk.printed
+
+
+@pytest.mark.run
+def test_a_developer_adds_an_op(walk: Walk) -> None:
+    walk.through("add_an_op.md")
+    assert "labels ['0', '1', '2']" in walk.printed
+    assert "turns [2, 8, 5, 5] into [2, 8, 1, 1] at stride 1" in walk.printed
+
+
+@pytest.mark.run
+def test_a_developer_adds_a_loss(walk: Walk) -> None:
+    walk.through("add_a_loss.md")
+    assert "2 of 2 jobs completed" in walk.printed
+    assert walk.printed.endswith("refused\n")
+
+
+@pytest.mark.run
+def test_a_developer_adds_a_network(walk: Walk) -> None:
+    walk.through("add_a_network.md")
+    assert "2 of 2 jobs completed" in walk.printed
+
+
+@pytest.mark.run
+def test_a_developer_adds_a_metric(walk: Walk) -> None:
+    walk.through("add_a_metric.md")
+    assert 0 < float(re.findall(r"Brier (0\.\d+)", walk.printed)[-1]) < 1
+
+
+@pytest.mark.run
+def test_a_data_scientist_begins_with_a_dataframe(walk: Walk) -> None:
+    walk.through("from_a_dataframe.md")
+    assert re.search(r"0 +found +0\.9", walk.printed)
+    assert "alike True" in walk.printed
+
+
+@pytest.mark.slow
+def test_an_engineer_needs_a_network_for_a_phone(walk: Walk) -> None:
+    walk.through("fit_a_phone.md")
+    fronts = re.findall(r"^(?:found|front_\d) [\d.]+ (\d+) ([\d.]+)$", walk.printed, re.MULTILINE)
+    assert len(fronts) == 5
+    assert all(0 < float(latency) < 100 for _, latency in fronts)
+
+
+@pytest.mark.run
+def test_someone_who_knows_flower(walk: Walk) -> None:
+    walk.through("for_flower_users.md")
+    assert "Flower's strategies train one model and know no search" in walk.printed
 
 
 @pytest.mark.slow

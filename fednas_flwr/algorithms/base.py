@@ -36,7 +36,7 @@ from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange, Participants
 from fednas_flwr.settings import AlgorithmSettings, Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import by_record, follows_noise
-from fednas_flwr.settings.names import FEWEST_VOTES
+from fednas_flwr.settings.names import ACCURACY, CLOSENESS, FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.run_settings import TrimmedMeanSettings
 from fednas_flwr.spaces.genotype import Genotype, skip_share, to_json
@@ -564,6 +564,8 @@ class RoundStrategy(Strategy, Generic[S]):
             planned = self._affordable(server_round, num_rounds, longest_s)
             metrics = dict(self.run_round(server_round, planned)) | self._alpha_metrics()
             metrics |= centrally(server_round)
+            if self.cohort.predicts_numbers:
+                metrics = {n.replace(ACCURACY, CLOSENESS): value for n, value in metrics.items()}
             result.train_metrics_clientapp[server_round] = MetricRecord(metrics)  # type: ignore[arg-type]
             self.cohort.emit(
                 "round",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,26 +110,27 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
         print(f"{named} from a probability of {threshold:g} on; --threshold changes that")
     if predictions.accuracy is not None:
         print(f"accuracy by the labels in {options.data}: {100 * predictions.accuracy:.1f} %")
+    if predictions.truth:
         _print_scores(predictions)
     return 0
 
 
 def _print_scores(predictions: Predictions) -> None:
     """Print the scores of predictions as a report has them."""
-    from fednas_flwr.models.metrics import detailed, measured
+    from fednas_flwr.models.metrics import detailed
     from fednas_flwr.report.tables import score_tables
     from fednas_flwr.report.terminal import print_table
 
     logits, labels = predictions.logits, predictions.encoded(predictions.truth or ())
     objective = predictions.objective
-    scores = asdict(measured(logits, labels, objective=objective, with_scores=True))
-    scores |= detailed(logits, labels, objective=objective, threshold=predictions.threshold)
+    scores = detailed(logits, labels, objective=objective, threshold=predictions.threshold)
     named = {"class_names": predictions.class_names, "multi_label": predictions.multi_label}
     run = Run(
         Path(), {}, [{"event": "partition", **named}, {"event": "evaluated", "central": scores}]
     )
     for title, head, rows in score_tables(run):
-        title = title.replace("on the server's test set", "by the most probable class")
+        by = "of the predictions" if predictions.target else "by the most probable class"
+        title = title.replace("on the server's test set", by)
         print_table(title, head, rows, numbers=True)
 
 

@@ -155,7 +155,8 @@ class Client:
             statistics, ranges, num_columns=self.num_columns
         ):
             raise ConfigError("refused: statistics beyond this site's dataset.ranges.")
-        return replace(self, data=data)
+        objective = self.objective.standardised(statistics.target)
+        return replace(self, data=data, objective=objective)
 
     @property
     def private_guard(self) -> ReleaseGuard:
@@ -193,6 +194,7 @@ class Client:
             "std": list(train.std) if declared else [],
             "class_names": list(inputs.class_names),
             "multi_label": inputs.multi_label,
+            "target": list(inputs.target),
         }
 
     @property

@@ -12,14 +12,14 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.client import Client
-from fednas_flwr.models.metrics import detailed, measured, predicted
+from fednas_flwr.models.metrics import detailed, predicted
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_model
 from fednas_flwr.protocol.keys import is_signed
 from fednas_flwr.protocol.messages import Request
@@ -112,12 +112,11 @@ def _test(client: Client, folder: Path) -> dict[str, Any]:
     try:
         model = _read(client, folder / MODEL_FILE)
         network = model.network.to(client.device)
-        mean, std = model.inputs.mean, model.inputs.std
-        test, objective = replace(client.data.test, mean=mean, std=std), client.objective
+        test = replace(client.data.test, mean=model.inputs.mean, std=model.inputs.std)
+        objective = client.objective.standardised(model.inputs.target)
         if not len(test):
             return {"num_examples": 0}
         logits, labels = predicted(network, test, client.device)
-        metrics = measured(logits, labels, objective=objective, with_scores=True)
-        return asdict(metrics) | detailed(logits, labels, objective=objective, seed=client.seed)
+        return detailed(logits, labels, objective=objective, seed=client.seed)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}

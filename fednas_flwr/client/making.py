@@ -30,11 +30,11 @@ from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy, load_policy, parse_policy
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.search.objective import Objective
-from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
+from fednas_flwr.search.objective import Objective, Regression
+from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded, names
 from fednas_flwr.settings.data_settings import Npz
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import CLIENT, LEAST_CALIBRATED, PERSON, RECORD, Unit
+from fednas_flwr.settings.registry import TABLES, algorithm_of
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -120,7 +120,7 @@ def make_client(
         tag=site.get("tag", tags[index] if tags else ""),
         moments=None if prepared.mean else column_moments(prepared.train, client_data.train.rows),
         from_ranges=config.dataset.from_ranges,
-        objective=make_objective(config, prepared.train, device),
+        objective=make_objective(config, prepared, device),
         oversample=config.training.oversample
         and guard is None,  # a private site reads a record once
         precision=config.training.precision,
@@ -160,29 +160,41 @@ def simulated_properties(
     return properties
 
 
-def make_objective(config: Config, records: Records, device: torch.device) -> Objective:
+def make_objective(config: Config, prepared: Prepared, device: torch.device) -> Objective:
     """Return the objective of training and evaluation; a class without a factor has 1.
 
     Args:
         config: The run's.
-        records: Their classes, or labels, count; there may be none.
+        prepared: Their classes, labels or target count; there may be no record.
         device: Of the objective's tensors.
 
     Raises:
         ConfigError: A factor, or ``evaluation.positive``, is of a class that does not exist; or a
-            setting is for records of one class, but these can have several labels.
+            setting, or the algorithm, is for records with other labels.
     """
     factors, positive = config.training.class_factors, config.evaluation.positive
-    class_names = records.class_names
-    of_one_class = {
-        f"training.class_factors={show(factors)}": factors,
-        "training.oversample=true": config.training.oversample,
-    }
-    for setting in [text for text, value in of_one_class.items() if value and records.multi_label]:
-        raise ConfigError(
-            f"{setting} is for records of one class each, but these can have several labels: "
-            "remove it."
-        )
+    loss, metric, records = config.training.loss, config.evaluation.metric, prepared.train
+    class_names, is_number = records.class_names, records.is_regression
+    one_class, classes, number = "of one class each", "with classes", "with a number to predict"
+    have = number if is_number else "with several labels" if records.multi_label else one_class
+    of_metric = number if metric in names.NUMBER_METRICS else classes
+    reason = algorithm_of(config).unsupported.get(names.REGRESSION)
+    for setting, value, form in (
+        (f"training.class_factors={show(factors)}", factors, one_class),
+        ("training.oversample=true", config.training.oversample, one_class),
+        (f"evaluation.positive={positive}", positive, classes),
+        (f"evaluation.metric={metric}", metric, of_metric),
+        (f"training.loss={loss}", loss in names.NUMBER_LOSSES, number),
+        (f"algorithm={config.algorithm.name} ({reason})", reason, classes),
+    ):
+        if value and form != have and (is_number or form != classes):
+            raise ConfigError(f"{setting} is for records {form}, not {have}: remove it.")
+    if loss is not None and loss not in names.NUMBER_LOSSES:
+        check_choice("training.loss", loss, [*names.NUMBER_LOSSES, *TABLES["loss"]])
+    own_loss = TABLES["loss"].get(str(loss))
+    if is_number:
+        by_name = names.SQUARED if loss is None or own_loss else loss
+        return Regression(own_loss=own_loss, target=prepared.target, loss=by_name)
     if positive is not None:
         check_choice("evaluation.positive", positive, class_names)
     for name in factors:
@@ -192,6 +204,7 @@ def make_objective(config: Config, records: Records, device: torch.device) -> Ob
         torch.tensor(values, device=device) if factors else None,
         None if positive is None else class_names.index(positive),
         records.multi_label,
+        TABLES["loss"].get(str(loss)),
     )
 
 
@@ -332,17 +345,17 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
     norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
-    unit = PERSON if records.by_person and privacy.unit == RECORD else privacy.unit
+    unit = names.PERSON if records.by_person and privacy.unit == names.RECORD else privacy.unit
     section = {
         "epsilon": privacy.epsilon,
         "delta": privacy.delta,
-        "least_noise_multiplier": LEAST_CALIBRATED,
+        "least_noise_multiplier": names.LEAST_CALIBRATED,
         "largest_noise_multiplier": 1e6,  # whatever the run's settings ask for
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
         "actions": list(PRIVATE_ACTIONS),
         "unit": unit,
-        "records": 1 if unit == CLIENT else num_units(records, rows),
+        "records": 1 if unit == names.CLIENT else num_units(records, rows),
         "fractions": config.dataset.fractions,
         "threads": config.runtime.threads,
         "micro_batch_size": privacy.micro_batch_size,
@@ -383,14 +396,14 @@ def check_public(config: Config, prepared: Prepared) -> None:
         )
 
 
-def check_unit(unit: Unit, records: Records) -> None:
+def check_unit(unit: names.Unit, records: Records) -> None:
     """Raise ConfigError unless records name their persons exactly if the policies ask for it."""
-    if unit == PERSON and not records.by_person:
+    if unit == names.PERSON and not records.by_person:
         raise ConfigError(
             "the policy has unit: person, but the data does not say whose each record is: set "
             "id_column in the node's dataset file, or unit: record."
         )
-    if unit == RECORD and records.by_person:
+    if unit == names.RECORD and records.by_person:
         raise ConfigError(
             "the policy has unit: record, but dataset.id_column says whose each record is: set "
             "unit: person, and records to the number of persons."

@@ -118,15 +118,16 @@ def prepare_metrics(
 ) -> Callable[[], dict[str, float]]:
     """Return a function that releases a network's loss and accuracy; reads no record itself.
 
-    A record's loss counts for at most twice that of guessing, and so does one that is not finite.
+    A record's loss counts for at most twice that of guessing, and so does one that is not finite;
+    that is the squared range of a number, whose loss is the squared difference.
     """
     objective = client.objective
     bound = 2 * objective.guessing_loss(len(client.inputs.class_names))
 
     def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
-        """Return (loss / bound, correct) of every record, each from 0 to 1; float64 [B, 2]."""
+        """Return (loss / bound, hit) of every record, each from 0 to 1; float64 [B, 2]."""
         logits, _ = heads(network(x))
-        losses = objective.plain_losses(logits, y).double()
+        losses = objective.tested_losses(logits, y).double()
         losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
         values_B2 = torch.stack([losses, objective.hits(logits, y).double()], dim=1).cpu()
         watch(logits)

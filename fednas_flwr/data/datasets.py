@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from fednas_flwr.data.records import (
 )
 from fednas_flwr.data.scattering import make_transform, transformed
 from fednas_flwr.data.site_tables import join_tables, read_site_tables
+from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.settings import Dataset, expanded
-from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torchvision
+from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torchvision, uniform
 from fednas_flwr.settings.parser import parse
 
 # Changes whenever the same source would give other prepared records.
@@ -52,7 +53,7 @@ _ARRAYS = dict.fromkeys(("features", "labels", "ids", "columns"), Any)  # fields
 # Settings that change no prepared record; of the root its files count.
 _SHAPE_NOTHING = {
     *("cache", "root", "download", "fractions", "split_key", "linear_baseline", "table"),
-    *("mean", "std", "crop_padding", "flip", "cutout", "statistics", "ranges"),
+    *("target_range", "mean", "std", "crop_padding", "flip", "cutout", "statistics", "ranges"),
 }
 
 
@@ -69,6 +70,7 @@ class Prepared:
         std: As ``mean``; all above 0.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         scattering: Scales and angles of the transform that made features of images; else empty.
+        target: As ``Inputs.target``: 0 and 1 until what clients find is known.
     """
 
     train: Records
@@ -77,10 +79,11 @@ class Prepared:
     std: tuple[float, ...]
     intensity: tuple[float, ...] = ()
     scattering: tuple[int, ...] = ()
+    target: tuple[float, ...] = ()
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
+        """Number of classes; 1 of a number."""
         return len(self.train.class_names)
 
     @property
@@ -100,6 +103,7 @@ class Prepared:
             class_names=train.class_names,
             label=train.label,
             multi_label=train.multi_label,
+            target=self.target,
             label_separator=train.label_separator,
             form=train.form,
             id_column=train.id_column if train.schema else "",
@@ -111,6 +115,11 @@ class Prepared:
     def uses_own_statistics(self) -> bool:
         """True if statistics follow from the clients' records, which no privacy budget covers."""
         return not self.mean
+
+    def standardised(self, statistics: Statistics) -> Prepared:
+        """The same, by the statistics that clients have found."""
+        target = self.target if len(self.target) > 2 else statistics.target
+        return replace(self, mean=statistics.mean, std=statistics.std, target=target)
 
 
 def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
@@ -165,7 +174,26 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
         std,
         intensity=intensity_of(dataset),
         scattering=scattering_of(dataset),
+        target=_target(parts["train"], dataset, mean),
     )
+
+
+def _target(records: Records, dataset: Dataset, mean: tuple[float, ...]) -> tuple[float, ...]:
+    """What a target that is a number is standardised by, see ``Inputs.target``.
+
+    Raises:
+        ConfigError: It has no range, and what standardises the features is declared.
+    """
+    ends = getattr(dataset, "target_range", None)
+    if not records.is_regression:
+        return ()
+    if ends is None and mean:
+        raise ConfigError(
+            f"the target {records.label} is a number, and what the features are standardised by is "
+            "declared: declare dataset.target_range=[low, high], too, public ends of what is usual "
+            "(or set dataset.task=classification)."
+        )
+    return (0.0, 1.0) if ends is None else (*uniform(ends), *ends)
 
 
 def _built(dataset: Dataset, read: RecordsPair) -> dict[str, Records]:

@@ -135,8 +135,8 @@ def _read_parts(settings: Any, root: Path, read: Callable[[Any, Path], Records])
     train = read(settings, train_root)
     if test_root is None:
         return train, None
-    classes = [] if getattr(settings, "labels", None) else list(train.class_names)
-    settings = replace(settings, channels=train.features.shape[1], class_names=classes)
+    labels = tables.known_labels(settings, train)
+    settings = replace(settings, channels=train.features.shape[1], **labels)
     return train, read(settings, test_root)
 
 

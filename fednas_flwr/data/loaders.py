@@ -348,7 +348,7 @@ def _statistics(
     """Mean and std as given; where none are, those of these rows alone."""
     if mean:
         return mean, std
-    of_rows = pooled([column_moments(records, rows)], num_features=records.features.shape[1])
+    of_rows = pooled([column_moments(records, rows)], records)
     return of_rows.mean, of_rows.std
 
 

@@ -41,7 +41,7 @@ def oddities(records: Records) -> list[str]:
     """
     images = records.features.dim() == 4
     found = _of_images(records.features) if images else _of_columns(records)
-    return [*_of_labels(records), *found]
+    return [*(() if records.is_regression else _of_labels(records)), *found]
 
 
 def _of_labels(records: Records) -> Iterator[str]:

@@ -31,6 +31,7 @@ from fednas_flwr.settings import data_settings as ds
 
 # Zhang et al., FDNAS (arXiv 2011.03372): three groups of classes over ten clients.
 FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))
+TENTHS = tuple(map(str, range(10)))  # classes in place of numbers
 _ATTEMPTS = 100
 
 
@@ -51,7 +52,7 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
     """The prepared records and the rows of every client."""
     prepared, split = prepare_run(config), config.partition
     if not isinstance(split, ds.SavedPartition):
-        return prepared, partition(prepared.train, split, clients=config.clients)
+        return prepared, partition(_in_classes(prepared), split, clients=config.clients)
     parts = load_partition(expanded("partition.file", split.file))
     largest, number = max(int(part[-1]) for part in parts), len(prepared.train)
     if len(parts) != config.clients or largest >= number:
@@ -61,6 +62,20 @@ def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
             f"{number} records."
         )
     return prepared, parts
+
+
+def _in_classes(prepared: Prepared) -> Records:
+    """Records to divide by their classes; of a number these are ten parts of its range, or deciles.
+
+    Deciles are of all records, which only a simulation knows.
+    """
+    records, ends = prepared.train, prepared.target[2:]
+    if not records.is_regression:
+        return records
+    numbers, shares = records.labels.numpy(), np.linspace(0, 1, len(TENTHS) + 1)[1:-1]
+    edges = np.quantile(ends or numbers, shares)  # of two ends, equally far apart
+    tenths = np.searchsorted(edges, numbers, side="right")
+    return replace(records, labels=torch.from_numpy(tenths), class_names=TENTHS)
 
 
 def client_names(records: Records, settings: ds.Partition) -> list[str]:
@@ -94,9 +109,9 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
             images that is not theirs.
     """
     settings = config.dataset
-    names = ("input_shape", "image_shape", "scattering", "schema", "class_names", "mean", "std")
-    shape, image_shape, scattering, schema, classes, mean, std = (
-        tuple(properties[name]) for name in names
+    names = ("input_shape", "image_shape", "scattering", "schema", "class_names")
+    shape, image_shape, scattering, schema, classes, mean, std, target = (
+        tuple(properties[name]) for name in (*names, "mean", "std", "target")
     )
     if (sizes := scattering_of(settings)) not in ((), scattering):
         of_run, of_sites = (
@@ -111,9 +126,10 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     label = ""
     if schema and isinstance(settings, ds.LabelTable) and settings.names_label:
         label = settings.label
+    form = [len(classes)] if properties["multi_label"] else []
     empty = Records(
         torch.empty(0, *shape, dtype=torch.float32 if schema or scattering else torch.uint8),
-        torch.empty(0, *([len(classes)] if properties["multi_label"] else [])).long(),
+        torch.empty(0, *form, dtype=torch.float32 if target else torch.int64),
         np.empty(0, "S32"),
         classes,
         schema=schema,
@@ -122,7 +138,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     )
     # mean and std, by which the sites standardise, are the exported model's, too
     if not settings.server_test or settings.place is None:
-        return Prepared(empty, None, mean, std, intensity_of(settings), scattering)
+        return Prepared(empty, None, mean, std, intensity_of(settings), scattering, target)
     server = prepare(replace(settings, server_test=False))
     test = server.train
     check_alike(
@@ -130,7 +146,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     )
     empty = replace(empty, label=test.label, label_separator=test.label_separator)
     return Prepared(
-        empty, test, mean or server.mean, std or server.std, server.intensity, scattering
+        empty, test, mean or server.mean, std or server.std, server.intensity, scattering, target
     )
 
 

@@ -43,7 +43,7 @@ from fednas_flwr.data.table_files import (
 from fednas_flwr.data.tables import encode_rows, label_marks, with_signs
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
-Label = str | tuple[str, ...]  # a record's class, or its labels, by name
+Label = str | float | tuple[str, ...]  # a record's class or labels, by name, or its number
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
 
 
 def _label_names(labels: np.ndarray | None, inputs: Inputs) -> Sequence[Label] | None:
-    if labels is None or labels.dtype.kind not in "biu":
+    if labels is not None and inputs.target and labels.dtype.kind in "biuf" and labels.ndim == 1:
+        return [float(label) for label in labels]
+    if labels is None or inputs.target or labels.dtype.kind not in "biu":
         return None
     if inputs.multi_label:
         fit = labels.ndim == 2 and labels.shape[1] == len(inputs.class_names)
@@ -176,6 +178,7 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     texts = without_missing(texts, inputs.form)
     check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
+    numbers += [inputs.label] if inputs.target and inputs.label in texts else []
     form = inputs.form
     if form.decimal is None:  # of sites with files of their own, in whatever form these are
         dates = [column.name for column in inputs.schema if column.kind == DATE]
@@ -187,7 +190,8 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     if labels is None and present:
         notes.append(
             f"column {inputs.label} of {where} holds labels such as "
-            f"{listed(distinct(present), 3)}, and not only {listed(inputs.class_names, 5)}: "
+            f"{listed(distinct(present), 3)}, and not only "
+            f"{'numbers' if inputs.target else listed(inputs.class_names, 5)}: "
             "nothing is compared with them"
         )
     ids = texts[inputs.id_column].tolist() if inputs.id_column in texts else None
@@ -223,6 +227,8 @@ def _row_labels(texts: Texts, inputs: Inputs, *, where: str) -> Sequence[Label] 
     if not inputs.label or inputs.label not in texts:
         return None
     cells = texts[inputs.label]
+    if inputs.target:
+        return cells.numbers.tolist() if np.isfinite(cells.numbers).all() else None
     try:
         if inputs.multi_label:
             sets = encode_label_sets(cells, inputs.label_separator, names, where=where)

@@ -172,9 +172,37 @@ def own_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[DataSet, di
     return DataSet(ds.Arrays, read, by_content=True), defaults
 
 
-def own_reader(
-    reader: Callable[..., RecordsPair], names: Iterable[str]
-) -> tuple[DataSet, dict[str, Any]]:
+def _from_torch(parts: tuple[Any, ...]) -> RecordsPair:
+    """Records of the train part and, unless it is None, the test part: data sets or loaders.
+
+    Raises:
+        ConfigError: They are not, or not of (example, class) with a length.
+    """
+    import numpy as np
+
+    from fednas_flwr.data.npz import records_from_npz
+
+    arrays: dict[str, np.ndarray] = {}
+    classes: list[str] = []
+    for part, given in zip(("train", "test"), parts, strict=False):
+        if given is None:
+            continue
+        data = getattr(given, "dataset", given)  # of a loader
+        try:
+            examples, labels = zip(*(data[index] for index in range(len(data))), strict=True)
+            arrays[f"x_{part}"] = np.stack([np.asarray(example) for example in examples])
+            arrays[f"y_{part}"] = np.stack([np.asarray(label) for label in labels])
+        except (TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ConfigError(
+                f"the reader of your own returns {type(given).__name__} ({error}): expected "
+                "Records, or torch data sets whose items are (example, class) of one shape."
+            ) from error
+        classes = classes or list(map(str, getattr(data, "classes", ())))
+    settings: Any = data_settings("npz", {"class_names": classes})
+    return records_from_npz(settings, arrays, origin="the reader of your own")
+
+
+def own_reader(reader: Callable[..., Any], names: Iterable[str]) -> tuple[DataSet, dict[str, Any]]:
     """Entry and defaults of a data set that a function reads.
 
     Args:
@@ -194,7 +222,9 @@ def own_reader(
         check_choice("setting", setting, hints)
 
     def read(settings: ds.Dataset, path: Path) -> RecordsPair:
-        return reader(path, **{setting: getattr(settings, setting) for setting in taken})
+        found = reader(path, **{setting: getattr(settings, setting) for setting in taken})
+        parts = found if isinstance(found, tuple) else (found, None)
+        return parts if hasattr(parts[0], "features") else _from_torch(parts)
 
     shared = get_type_hints(OwnSettings)
     more = [setting for setting in taken if setting not in shared]

@@ -76,6 +76,8 @@ class Inputs(Checked):
         class_names: One name per output.
         label: Name of a table's label column; empty if it has none, or one per label.
         multi_label: True if a record can have several labels: outputs are probabilities of each.
+        target: Where a number is predicted, its mean and deviation, by which it is standardised,
+            and the ends of its range if that is declared; else empty.
         label_separator: Of the labels in the label column, see
             :func:`~fednas_flwr.data.records.label_sets`.
         form: How a table's cells are written: what was set, and what training found.
@@ -92,6 +94,7 @@ class Inputs(Checked):
     class_names: tuple[str, ...]
     label: str = ""
     multi_label: bool = False
+    target: tuple[float, ...] = ()
     label_separator: str = ""
     form: TableForm = ANY_FORM
     id_column: str = ""
@@ -154,9 +157,10 @@ class Records:
         features: uint8 ``[N, C, H, W]`` images, or float32 ``[N, F]`` rows with NaN where missing;
             float32 ``[N, K, h, w]`` where a transform has been at the images.
         labels: int64 ``[N]``, in ``0 .. len(class_names) - 1``; or ``[N, len(class_names)]`` of 0
-            and 1, where a record can have several labels.
+            and 1, where a record can have several labels; or float32 ``[N]``, the numbers to
+            predict.
         ids: S32 ``[N]``, hex of :func:`record_ids`; equal for records that must not be separated.
-        class_names: One name per class or label.
+        class_names: One name per class or label; the target's of numbers to predict.
         columns: ``[N]`` strings per column by which a table or sites can be partitioned.
         schema: Columns of a table, in the order of its features; empty for images.
         label: Name of a table's label column; empty if it has none, or one per label.
@@ -204,6 +208,11 @@ class Records:
     def multi_label(self) -> bool:
         """True if a record can have several labels."""
         return self.labels.dim() == 2
+
+    @property
+    def is_regression(self) -> bool:
+        """True if the labels are numbers to predict."""
+        return self.labels.is_floating_point()
 
     @property
     def by_person(self) -> bool:
@@ -305,11 +314,12 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
     one, other = (f"{of.features.dtype} {tuple(of.features.shape[1:])}" for of in (records, others))
     only = sorted(set(others.feature_names) ^ set(records.feature_names))
     tables = records.schema and others.schema
+    forms = {(of.labels.dtype, of.labels.dim()) for of in (records, others)}
     differences = {
         f"classes: {listed(records.class_names)}, and {listed(others.class_names)}; set "
         "dataset.class_names to all of them": others.class_names != records.class_names,
-        "form of labels: one has a class per record, the other several labels; write them in one "
-        "form": others.multi_label != records.multi_label,
+        "form of labels: one has a class per record, the other several labels or a number; write "
+        "them in one form": len(forms) > 1,
         f"feature columns (they differ in {listed(only) or 'order'}): set dataset.numeric, "
         "dataset.categorical and dataset.categories to those of all": others.schema
         != records.schema
@@ -343,12 +353,14 @@ def check_known(names: Iterable[str], known: Iterable[str], says: str, setting: 
 
 
 def count_labels(labels: Tensor, num_classes: int) -> list[int]:
-    """Return the number of records of each class, or with each label.
+    """Return the number of records of each class, or with each label, or in all of numbers.
 
     Args:
         labels: See :class:`Records`.
         num_classes: Their number.
     """
+    if labels.is_floating_point():
+        return [len(labels)]
     counts = labels.sum(0) if labels.dim() == 2 else torch.bincount(labels, minlength=num_classes)
     return list(map(int, counts))
 

@@ -40,10 +40,12 @@ class Statistics(Checked):
     Attributes:
         mean: Per feature; 0 of one that is 0 or 1.
         std: Per feature, above 0; 1 of one that is 0 or 1.
+        target: Mean and deviation of the target, if it is a number without a declared range.
     """
 
     mean: tuple[float, ...]
     std: tuple[Deviation, ...]
+    target: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,13 @@ class Moments(Checked):
 
 
 def column_moments(records: Records, rows: Tensor) -> list[Moments]:
-    """Return the moments of each leading numeric feature over some rows (int64) of a table."""
-    numbers = records.features[rows, : records.num_numeric].double().numpy()
+    """Return the moments of each leading numeric feature over some rows (int64) of a table.
+
+    Those of a target that is a number are the last.
+    """
+    columns = [records.features[rows, : records.num_numeric]]
+    columns += [records.labels[rows, None]] if records.is_regression else []
+    numbers = torch.cat(columns, dim=1).double().numpy()
     known = ~np.isnan(numbers)
     count = known.sum(axis=0)
     divisor = np.maximum(count, 1)
@@ -72,7 +79,7 @@ def column_moments(records: Records, rows: Tensor) -> list[Moments]:
     return [Moments(*of) for of in zip(count.tolist(), mean.tolist(), std.tolist(), strict=True)]
 
 
-def pooled(parties: Sequence[Sequence[Moments]], *, num_features: int) -> Statistics:
+def pooled(parties: Sequence[Sequence[Moments]], records: Records) -> Statistics:
     """Return the statistics of all parties' records together, in float64.
 
     ``mean = sum_k n_k m_k / n`` and ``var = sum_k n_k (s_k^2 + (m_k - mean)^2) / n`` (Chan et al.
@@ -80,7 +87,8 @@ def pooled(parties: Sequence[Sequence[Moments]], *, num_features: int) -> Statis
 
     Args:
         parties: Moments of the same columns of each.
-        num_features: Number of features, those beyond the columns being 0 or 1.
+        records: Of the parties' form: features beyond the columns are 0 or 1, and the last column
+            is the target if that is a number.
     """
     mean, std = [], []
     for column in zip(*parties, strict=True):
@@ -91,8 +99,9 @@ def pooled(parties: Sequence[Sequence[Moments]], *, num_features: int) -> Statis
         mean.append(float(centre))
         least = max(LEAST_RELATIVE_STD * abs(centre), LEAST_STD)
         std.append(deviation if deviation > least else 1.0)
-    rest = num_features - len(mean)
-    return Statistics((*mean, *(0.0,) * rest), (*std, *(1.0,) * rest))
+    target = (mean.pop(), std.pop()) if records.is_regression else ()
+    rest = records.features.shape[1] - len(mean)
+    return Statistics((*mean, *(0.0,) * rest), (*std, *(1.0,) * rest), target)
 
 
 def bounded(
@@ -194,7 +203,8 @@ def are_within(statistics: Statistics, ranges: Statistics, *, num_columns: int) 
     own_mean, own_std = _of_columns(ranges, num_columns)
     slack = 1 + 1e-6
     return (
-        statistics.mean[num_columns:] == ranges.mean[num_columns:]
+        statistics.target == ranges.target
+        and statistics.mean[num_columns:] == ranges.mean[num_columns:]
         and statistics.std[num_columns:] == ranges.std[num_columns:]
         and bool(((mean - own_mean).abs() <= slack * END * own_std).all())
         and bool((std <= slack * END * own_std).all())

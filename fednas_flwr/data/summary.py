@@ -45,6 +45,7 @@ def reading_notes(prepared: Prepared) -> list[str]:
             lines.append(f"{word}: {listed(texts, _MOST)}")
     of_columns = f"labels in {records.label}" if records.label else "labels"
     word = of_columns if records.multi_label else f"label {records.label}"
+    word = f"number to predict, {records.label}" if records.is_regression else word
     lines.append(f"{word}: {listed(_classes(records), _MOST)}")
     total = sum(missing.values())
     if total:
@@ -134,11 +135,16 @@ def _contents(records: Records, column: Column) -> str:
     values = values[~np.isnan(values)]
     if not len(values):
         return column.kind
-    low, high = float(values.min()), float(values.max())
     if column.kind == DATE:
-        first, last = (str(np.datetime64(int(day), "D")) for day in (low, high))
+        ends = (values.min(), values.max())
+        first, last = (str(np.datetime64(int(day), "D")) for day in ends)
         return f"date, {first} to {last}"
-    return f"number, {low:g} to {high:g}, mean {float(values.mean()):g}"
+    return f"number, {_spread(values)}"
+
+
+def _spread(numbers: np.ndarray) -> str:
+    """Ends and mean of some numbers."""
+    return f"{numbers.min():g} to {numbers.max():g}, mean {numbers.mean():g}"
 
 
 def _division(
@@ -198,6 +204,8 @@ def _suggestions(prepared: Prepared) -> list[str]:
 
 
 def _classes(records: Records) -> list[str]:
+    if records.is_regression:
+        return [_spread(records.labels.double().numpy())]
     counts = count_labels(records.labels, len(records.class_names))
     return [f"{name} {n:,}" for name, n in zip(records.class_names, counts, strict=True)]
 

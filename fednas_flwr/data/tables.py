@@ -35,7 +35,7 @@ from fednas_flwr.data.notation import (
 )
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
-from fednas_flwr.settings.names import TABLE_SUFFIXES
+from fednas_flwr.settings.names import REGRESSION, TABLE_SUFFIXES
 
 Form = TypeVar("Form", bound=TableForm)
 _MOST_CATEGORIES = 256
@@ -70,7 +70,7 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
     names = {kind: [c.name for c in train.schema if c.kind == kind] for kind in KINDS}
     settings = replace(
         settings,
-        class_names=[] if settings.labels else list(train.class_names),
+        **known_labels(settings, train),
         numeric=names[NUMBER],
         dates=names[DATE],
         categorical=names[CATEGORY],
@@ -82,6 +82,13 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
     table_files.check_columns(texts, features, where=str(test_path))
     in_order = {name: texts[name] for name in (*features, *texts)}
     return train, records_of(settings, in_order, test_path)
+
+
+def known_labels(settings: Any, train: records.Records) -> dict[str, Any]:
+    """Settings by which a test part has the labels that the train part has."""
+    if train.is_regression:
+        return {"task": REGRESSION}
+    return {"class_names": [] if getattr(settings, "labels", None) else list(train.class_names)}
 
 
 def form_of(settings: LabelTable) -> TableForm:
@@ -113,6 +120,7 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     adapted = [*settings.missing_in, *settings.map, *settings.scale]
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
     numbers = settings.numeric or [name for name in others if name not in settings.dates]
+    numbers = [*numbers, settings.label] if settings.is_regression else numbers
     if not settings.strict:
         settings = with_signs(settings, texts, numbers, others, separator, where=str(path))
         order = (settings.date_order or "").replace("_", " ")
@@ -336,6 +344,9 @@ def unreadable_cells(
             wrong[column.name] = ~cells.missing & ~np.isfinite(_values(cells, form, column))
     for name in label_columns(settings):
         cells, classes = texts[name], set(settings.class_names)
+        if settings.is_regression:
+            wrong[name] = ~np.isfinite(_values(cells, form, Column(name)))
+            continue
         if settings.labels:
             cells, classes = cells.changed(str.lower), {*_YES, *_NO}
         wrong[name] = _unknown_labels(cells, classes, settings.label_separator)
@@ -356,7 +367,7 @@ def _unknown_labels(cells: Cells, classes: set[str], separator: str | None) -> n
 def read_labels(
     settings: LabelTable, texts: table_files.Texts, path: Path
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Labels of a table's rows, and the names of its classes."""
+    """Labels of a table's rows, and the names of its classes, or of the number to predict."""
     if settings.labels:
         marks = [label_marks(texts[name], name=name, where=str(path)) for name in settings.labels]
         return torch.from_numpy(np.stack(marks, axis=1).astype(np.int64)), tuple(settings.labels)
@@ -374,20 +385,33 @@ def read_labels(
     literal = f"; if a word such as None or NA is one, set dataset.missing_in={{{column}: []}}"
     _check_filled(cells, f"label ({column})", path, literal)
     classes = tuple(settings.class_names) or _sorted_classes(cells)
-    if not settings.class_names and _are_quantities(classes, len(cells)):
-        raise ConfigError(
-            f"{where} holds {len(classes)} different numbers in {len(cells)} rows and looks like a "
-            "number to predict, but only classes can be predicted: cut it into a few classes, or "
-            "name all of them in dataset.class_names."
-        )
+    form, plain, target = form_of(settings), cells, Column(column)
+    if not settings.is_regression and form.decimal is not None:
+        plain = cells.changed(table_files.notation_of(form).plain, but_stored=True)
+    if settings.is_regression or _are_quantities(settings, plain, where):
+        numbers = _checked_numbers(plain, form, column=target, where=where)
+        return torch.from_numpy(numbers), (column,)
     return records.encode_labels(cells, classes, where=where), classes
 
 
-def _are_quantities(classes: Sequence[str], num_rows: int) -> bool:
-    """Return whether labels are more likely numbers to predict than classes."""
-    if len(classes) <= _MOST_NUMBERED or not are_numbers(classes).all():
+def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
+    """Return whether labels are numbers to predict, by their values; at private sites they are not.
+
+    Raises:
+        ConfigError: They can be either.
+    """
+    classes, num_rows = distinct(cells.different), len(cells)
+    few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
+    if few or settings.task or settings.class_names or not are_numbers(classes).all():
         return False
-    return len(classes) > num_rows / 10 or any(float(name) % 1 for name in classes)
+    many = len(classes) > max(2 * _MOST_NUMBERED, num_rows / 10)
+    if many or any(float(name) % 1 for name in classes):
+        return True
+    raise ConfigError(
+        f"{where} holds {len(classes)} different whole numbers in {num_rows} rows: set "
+        "dataset.task=regression if they are to be predicted as numbers, or "
+        "dataset.task=classification if each is a class."
+    )
 
 
 def label_marks(cells: Cells, *, name: str, where: str) -> np.ndarray:

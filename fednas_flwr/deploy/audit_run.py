@@ -320,6 +320,8 @@ class _Exchange:
         others = [(label + i) % classes for i in range(min(classes, 4 if trained else 32))]
         if client.objective.multi_label:
             others = [label, 1 - label]
+        if ends := client.inputs.target[2:]:
+            others = [torch.full_like(label, end) for end in ends]
         for power in range(8) if trained else (4,):
             for other in others:
                 canary = replace(split, labels=other, rows=torch.zeros(1, dtype=torch.long))

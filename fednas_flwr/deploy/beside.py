@@ -19,13 +19,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.deploy.local_actors import ALONE
+from fednas_flwr.deploy.local_actors import environment, packed, unpack
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete
 from fednas_flwr.runs.run_folder import open_run_folder
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import Config, with_runtime
-from fednas_flwr.settings.registry import registered
 
 Limits = Mapping[Path, str | None]  # run folders, and the time that each may take
 
@@ -39,7 +38,7 @@ def train_all(config: Config, limits: Limits) -> Iterator[tuple[Path, str]]:
     """
     cores = len(os.sched_getaffinity(0))
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
-    if alone or cores < 2 or len(limits) < 2 or any(registered().values()):
+    if alone or cores < 2 or len(limits) < 2 or packed() is None:
         for folder, limit in limits.items():
             yield folder, train(folder, limit)
         return
@@ -47,7 +46,7 @@ def train_all(config: Config, limits: Limits) -> Iterator[tuple[Path, str]]:
         assert process.stdin is not None
         assert process.stdout is not None
         asked = {str(folder): limit for folder, limit in limits.items()}
-        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.write(json.dumps([packed(), asked]) + "\n")
         process.stdin.flush()
         for _ in limits:
             if not (line := process.stdout.readline()):
@@ -76,9 +75,8 @@ def train(folder: Path, limit: str | None) -> str:
 def _forking() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "fednas_flwr.deploy.beside"]
     pipe = subprocess.PIPE
-    environment = {**os.environ, ALONE: "1"}
     return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True
+        command, stdin=pipe, stdout=pipe, text=True, env=environment(), start_new_session=True
     )
 
 
@@ -98,7 +96,8 @@ def _end_with_parent(standard_input: int) -> None:
 
 def main() -> None:
     """Train what a line of the standard input names; tell each that is done in a line."""
-    asked = json.loads(sys.stdin.readline())
+    own, asked = json.loads(sys.stdin.readline())
+    unpack(own)
     pool = multiprocessing.get_context("fork").Pool(
         min(len(asked), len(os.sched_getaffinity(0))), maxtasksperchild=1
     )

@@ -34,7 +34,21 @@ _MOST_FILES, _LARGEST_FILE = 20, 100_000  # ours are few and small; an archive m
 def checkout() -> Path | None:
     """Return the project's root if the package stands in it, None if a wheel was installed."""
     folder = Path(fednas_flwr.__file__).parents[1]
-    return folder if (folder / PROJECT_FILE).is_file() else None
+    return folder if _is_project(folder) else None
+
+
+def typed_in() -> Path:
+    """Return the project's root in which ``flwr run .`` was typed, else the working directory.
+
+    A SuperLink that Flower has started works where it was started: in a clone, whichever is
+    installed.
+    """
+    here = Path.cwd()
+    return here if _is_project(here) else checkout() or here
+
+
+def _is_project(folder: Path) -> bool:
+    return (folder / PROJECT_FILE).is_file() and (folder / fednas_flwr.__name__).is_dir()
 
 
 def write_bundle(folder: Path) -> Path:

@@ -9,8 +9,10 @@ they take over as they appear. Replies have the same bits wherever a client answ
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -24,6 +26,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
@@ -31,10 +34,28 @@ from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import ActorGrid, InProcessGrid, Messages, Worker
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config
-from fednas_flwr.settings.registry import registered
+from fednas_flwr.settings.registry import registered, restore
 
 PATIENCE_S = 5.0  # of a run in one process; to start others takes about as long
 ALONE = "FEDNAS_ALONE"  # in the environment of processes that must not start others
+
+
+def environment() -> dict[str, str]:
+    """Environment of a process that starts no others and imports what this one can."""
+    return {**os.environ, ALONE: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def packed() -> str | None:
+    """The entries from outside the package as text for another process; None if they stay here."""
+    try:
+        return base64.b64encode(cloudpickle.dumps(registered())).decode()
+    except (pickle.PicklingError, TypeError, AttributeError):  # an open file, a lock, ...
+        return None
+
+
+def unpack(text: str) -> None:
+    """Take what :func:`packed` returned in another process of this machine."""
+    restore(cloudpickle.loads(base64.b64decode(text)))
 
 
 @contextmanager
@@ -45,7 +66,7 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
     number = min(config.clients, cores // config.runtime.threads)
     on_cpu = config.runtime.device == "cpu" or not _has_gpu()
     repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
-    if number < 2 or not on_cpu or repeats or ALONE in os.environ or any(registered().values()):
+    if number < 2 or not on_cpu or repeats or ALONE in os.environ or packed() is None:
         yield InProcessGrid(app, config.clients)
         return
     with Processes(config, number) as processes:
@@ -142,11 +163,10 @@ class Processes(AbstractContextManager["Processes"]):
         self._server.bind(address)
         self._server.listen()
         command = [sys.executable, "-m", "fednas_flwr.deploy.local_actors", address]
-        environment = {**os.environ, ALONE: "1"}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=environment, start_new_session=True
+            command, stdin=subprocess.PIPE, env=environment(), start_new_session=True
         )
-        self._say(dump_config(self._config))
+        self._say([dump_config(self._config), packed()])
 
     def _say(self, value: Any) -> None:
         assert self._process is not None
@@ -187,7 +207,8 @@ def _serve(address: str, config_json: str) -> None:
 
 def main() -> None:
     """Fork a worker for each that a line of the standard input asks for; end with that."""
-    config_json = json.loads(sys.stdin.buffer.readline())
+    config_json, own = json.loads(sys.stdin.buffer.readline())
+    unpack(own)
     for line in sys.stdin.buffer:
         for _ in range(json.loads(line)):
             if os.fork() == 0:

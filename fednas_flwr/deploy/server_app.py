@@ -17,7 +17,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.deploy.bundle import CONFIG_KEY, OVERRIDES_KEY, RESUMED_KEY, checkout
+from fednas_flwr.deploy.bundle import CONFIG_KEY, OVERRIDES_KEY, RESUMED_KEY, typed_in
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.deployment import deploy, print_event
 from fednas_flwr.deploy.flower_patches import send_along
@@ -88,8 +88,7 @@ def _run_overrides(grid: Grid, text: str) -> None:
 def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
     """Return the configuration of a run that ``flwr run`` has started, and whether it is resumed.
 
-    Its folder exists: below ``runs`` of the project, or of the SuperLink's working directory where
-    the package is installed without a checkout.
+    Its folder exists, below ``runs`` of :func:`typed_in`.
 
     Args:
         text: Overrides of ``fednas run``, apart by spaces and quoted as in a shell; or
@@ -122,10 +121,7 @@ def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
         check_run(config)
     if resumed:
         return config, True
-    root = checkout()
-    return run_folder.create_run_folder(
-        config, runs=run_folder.RUNS if root is None else root / run_folder.RUNS
-    ), False
+    return run_folder.create_run_folder(config, runs=typed_in() / run_folder.RUNS), False
 
 
 def _composed(overrides: list[str], num_nodes: int) -> Config:

@@ -16,7 +16,7 @@ from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.models.prediction import MODEL_FILE
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.html_report import write_report
-from fednas_flwr.report.templates import percent
+from fednas_flwr.report.templates import percent, score
 from fednas_flwr.runs.events import Listener
 from fednas_flwr.runs.leaderboard import chosen
 from fednas_flwr.runs.numbers import is_complete, is_whole, read_run
@@ -91,9 +91,10 @@ def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell
 
 
 def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: Tell) -> None:
-    """Train networks beside the run's, those that are not done, and tell their test accuracies."""
+    """Train networks beside the run's, those that are not done, and tell their test scores."""
     for folder, reason in train_all(config, dict.fromkeys(folders, limit)):
-        told = reason or percent(read_run(folder).accuracy())
+        run = read_run(folder)
+        told = reason or (score(run.test_score()) if run.is_regression else percent(run.accuracy()))
         tell(f"{folder.parent.name} {folder.name}: {told}")
 
 

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.loaders import Split
-from fednas_flwr.search.objective import CLASSIFICATION, Objective, ranked_areas
-from fednas_flwr.settings.names import ACCURACY, AUROC, LOG_LOSS
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression, ranked_areas
+from fednas_flwr.settings.names import ACCURACY, AUROC, LOG_LOSS, NUMBER_METRICS
+from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.operations import SkipNetwork
 
 BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for rounding
@@ -33,13 +34,10 @@ CALIBRATION_BINS = 10
 RESAMPLED = 50  # resamples of validation records, by which candidates are compared
 RANKS, LARGEST_RANK = 400, 10.0  # bins of log odds, and where they end
 RESAMPLES = 1000  # of the bootstrap
+MOST_PAIRS = 2000  # records whose predicted and true number a report shows
 MOST_RESAMPLED = 5_000_000  # records in all resamples together
 AT_ONCE = 50  # resamples
 LEVEL = 0.95
-
-# Given probabilities float64 [N, C] and labels, see Records.labels, returns a number.
-Score = Callable[[np.ndarray, np.ndarray], float]
-OWN_SCORES: dict[str, Score] = {}  # from outside the package, of this process
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,9 @@ class Metrics:
         f1: See ``Objective.scores``; None where it was not asked for.
         auroc: The same for AUROC; None also where it is not defined.
         average_precision: The same for average precision.
+        r2: The same for R squared, of predicted numbers, whose ``accuracy`` is their closeness.
+        rmse: The same for the root of their mean squared error.
+        mae: The same for their mean absolute error.
     """
 
     loss: float
@@ -61,6 +62,9 @@ class Metrics:
     f1: float | None = None
     auroc: float | None = None
     average_precision: float | None = None
+    r2: float | None = None
+    rmse: float | None = None
+    mae: float | None = None
 
     def as_dict(self) -> dict[str, float]:
         """Loss and accuracy by name, as clients send them."""
@@ -128,7 +132,7 @@ def measured(
     loss_sum, correct, number = 0.0, 0.0, len(labels)
     batches = (torch.split(tensor, BATCH_SIZE) for tensor in (logits, labels))
     for part, y in zip(*batches, strict=True):
-        loss_sum += float(objective.plain_losses(part, y).sum())
+        loss_sum += float(objective.tested_losses(part, y).sum())
         correct += float(objective.hits(part, y).sum())
     scores = objective.scores(logits, labels) if with_scores else {}
     return Metrics(loss_sum / number, correct / number, number, **scores)
@@ -187,11 +191,11 @@ def pooled_baselines(
 
     The references of the report, by scikit-learn with its defaults: ``linear``, logistic regression
     with an L2 penalty on the same normalised features; and of a table ``trees``, gradient-boosted
-    trees (``HistGradientBoostingClassifier``). Of several labels, one model each. Only a simulation
-    can pool records; a deployment has no such numbers.
+    trees (``HistGradientBoostingClassifier``). Of several labels, one model each. Of a number,
+    ridge regression and the trees' regressor. Only a simulation can pool records; a deployment has
+    no such numbers.
     """
-    from sklearn.ensemble import HistGradientBoostingClassifier
-    from sklearn.linear_model import LogisticRegression
+    from sklearn import ensemble, linear_model
 
     def arrays(splits: list[Split]) -> tuple[Tensor, Tensor]:
         batches = [s.batch(torch.arange(len(s)), torch.device("cpu")) for s in splits]
@@ -199,9 +203,12 @@ def pooled_baselines(
 
     x, y = arrays(train)
     x_test, y_test = arrays([test])
-    models = {"linear": LogisticRegression(max_iter=1000)}
+    models: dict[str, Any] = {"linear": linear_model.LogisticRegression(max_iter=1000)}
+    trees: Any = ensemble.HistGradientBoostingClassifier
+    if objective.predicts_numbers:
+        models, trees = {"linear": linear_model.Ridge()}, ensemble.HistGradientBoostingRegressor
     if test.features.dim() == 2:
-        models["trees"] = HistGradientBoostingClassifier(random_state=0)
+        models["trees"] = trees(random_state=0)
     results = {}
 
     def fitted(model: Any, y: Tensor, num_classes: int) -> Tensor:
@@ -218,12 +225,15 @@ def pooled_baselines(
         return logits
 
     for name, model in models.items():
-        if objective.multi_label:  # a model per label
+        if isinstance(objective, Regression):
+            model.fit(x.numpy(), objective.scaled(y).numpy())
+            logits = torch.from_numpy(model.predict(x_test.numpy())).double()[:, None]
+        elif objective.multi_label:  # a model per label
             logits = torch.stack([fitted(model, y[:, c], 2)[:, 1] for c in range(num_classes)], 1)
         else:
             logits = fitted(model, y, num_classes)
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
-        results[name] = {"accuracy": accuracy, **objective.scores(logits, y_test)}
+        results[name] = objective.told({ACCURACY: accuracy}) | objective.scores(logits, y_test)
     return results
 
 
@@ -257,8 +267,10 @@ def sums(
     rows_RN = torch.randint(number, (RESAMPLED, number), generator=generator)
     weights_RN = torch.ones(1 + RESAMPLED, number, dtype=torch.float64)
     weights_RN[1:] = torch.zeros_like(weights_RN[1:]).scatter_add_(1, rows_RN, weights_RN[1:])
+    if isinstance(objective, Regression):
+        return weights_RN @ objective.terms(logits_NC, labels_N)
     if metric in (ACCURACY, LOG_LOSS):
-        of_record = objective.hits if metric == ACCURACY else objective.plain_losses
+        of_record = objective.hits if metric == ACCURACY else objective.tested_losses
         values_N = of_record(logits_NC, labels_N).double()
         return torch.stack([weights_RN.sum(1), weights_RN @ values_N], 1)
     predictions_N, ranks_NC = objective.predictions(logits_NC), objective.ranks(logits_NC)
@@ -279,7 +291,7 @@ def sums(
 
 def summed(values: Sequence[float], metric: str, classes: int) -> Tensor | None:
     """What a client has told of :func:`sums`, in its form; None of another number of values."""
-    sizes = {ACCURACY: [2], LOG_LOSS: [2], "f1": [classes, 3]}
+    sizes = {ACCURACY: [2], LOG_LOSS: [2], "f1": [classes, 3], **dict.fromkeys(NUMBER_METRICS, [6])}
     shape = [1 + RESAMPLED, *sizes.get(metric, [classes, 2 * RANKS])]
     if len(values) != math.prod(shape):
         return None
@@ -293,6 +305,8 @@ def score_of_sums(total: Tensor, metric: str) -> Tensor:
     """
     if metric in (ACCURACY, LOG_LOSS):
         return total[:, 1] / total[:, 0]
+    if metric in NUMBER_METRICS:
+        return Regression.scores_of(total)[metric]
     if metric == "f1":
         return (2 * total[..., 0] / (total[..., 1] + total[..., 2])).nanmean(1)
     ranks_B = torch.arange(RANKS, dtype=torch.float64).repeat(2)
@@ -432,20 +446,20 @@ def intervals(
 
 
 def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
-    """Return the value of every score in ``OWN_SCORES``.
+    """Return the value of every metric that users have registered.
 
     Raises:
         ConfigError: One fails, or gives no finite number.
     """
     results = {}
-    for name, score in OWN_SCORES.items():
+    for name, metric in TABLES["metric"].items():
         try:
-            results[name] = float(score(probabilities_NC.numpy(), labels_N.numpy()))
+            results[name] = float(metric(probabilities_NC.numpy(), labels_N.numpy()))
             if not math.isfinite(results[name]):
                 raise ValueError(f"it gives {results[name]}")
         except Exception as error:
             raise ConfigError(
-                f"the score {name} of your own fails ({error}): correct it."
+                f"the metric {name} of your own fails ({error}): correct it."
             ) from error
     return results
 
@@ -458,7 +472,7 @@ def detailed(
     threshold: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return all that a report says of test records, JSON values only.
+    """Return all that a report says of test records, metrics among it, JSON values only.
 
     Args:
         logits_NC: float, on the CPU.
@@ -467,6 +481,17 @@ def detailed(
         threshold: See :func:`best_threshold`; None leaves out what depends on it.
         seed: Of the bootstrap.
     """
+    tested = measured(logits_NC, labels_N, objective=objective, with_scores=True)
+    metrics = objective.told(asdict(tested))
+    if isinstance(objective, Regression):
+        predicted_N = objective.predictions(logits_NC)
+        score = partial(objective.weighted_scores, logits_NC, labels_N)
+        shown = [tensor[:MOST_PAIRS].tolist() for tensor in (labels_N, predicted_N)]
+        return metrics | {
+            "intervals": intervals(score, len(labels_N), seed=seed),
+            "own": own_scores(predicted_N[:, None], labels_N),
+            "pairs": list(zip(*shown, strict=True)),  # true and predicted
+        }
     num_classes = logits_NC.shape[1]
     probabilities_NC = objective.probabilities(logits_NC.double())
     positive = objective.positive_class(num_classes)
@@ -486,7 +511,7 @@ def detailed(
         calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())
     else:
         calibrated = calibration(probabilities_NC, labels_N)
-    results: dict[str, Any] = {
+    results: dict[str, Any] = metrics | {
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,
         "intervals": intervals(measure, len(labels_N), seed=seed),

@@ -30,6 +30,7 @@ from fednas_flwr.settings import (
 )
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RESNETS
+from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces import space_entry
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.spaces.operations import every_second, make_norm
@@ -149,7 +150,8 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
             f"genotype of {genotype.space}: {remedy if keeps_size else 'set both to numbers.'}"
         )
     if not keeps_size:
-        return {**sizes, "skip": space.skip}
+        own = {"own_ops": space.own_ops} if space.own_ops else {}
+        return {**sizes, "skip": space.skip, **own}
     if space.name != genotype.space:
         raise ConfigError(
             f"the genotype is of {genotype.space}, but search_space={space.name}, which does not "
@@ -160,7 +162,8 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
 
 def supernet_sizes(space: SearchSpaceSettings) -> dict[str, Any]:
     """Return the settings of a space that a network's description holds, beside the norm."""
-    return {key: getattr(space, key) for key in space_entry(space.name).sizes}
+    sizes = {key: getattr(space, key) for key in space_entry(space.name).sizes}
+    return sizes if space.own_ops else {k: v for k, v in sizes.items() if k != "own_ops"}
 
 
 def describe_derived(
@@ -446,7 +449,8 @@ CNN_ACTIVATIONS: dict[str, type[nn.Module]] = {
     "hardtanh": nn.Hardtanh,
     "leaky_relu": nn.LeakyReLU,
 }
-FIXED_NETWORKS: dict[str, Callable[..., nn.Module]] = {
+FIXED_NETWORKS: dict[str, Callable[..., nn.Module]] = TABLES["network"]
+FIXED_NETWORKS |= {
     "efficientnet_b0": partial(torchvision_network, name="efficientnet_b0"),
     "mobilenet_v2": partial(torchvision_network, name="mobilenet_v2"),
     "plain_cnn": plain_cnn,

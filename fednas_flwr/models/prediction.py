@@ -24,7 +24,7 @@ from fednas_flwr.base.foreign import load_json
 from fednas_flwr.data.raw import Label, names_of, read_raw
 from fednas_flwr.data.records import Inputs, normalised
 from fednas_flwr.data.scattering import Scattering
-from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, objective_of
 
 MODEL_FILE = "model.safetensors"
 METADATA_KEY = "fednas_model"  # in that file, what it is built from and what its inputs are
@@ -41,7 +41,8 @@ class Predictions:
     Attributes:
         class_names: One name per column of ``probabilities``.
         names: One per record: a file's path, or the row's number from 0.
-        probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels.
+        probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels. Of a
+            number ``[N, 1]``, the predictions in its unit.
         truth: The class that the data names for each record, or its labels; None where it does not.
         multi_label: True if a record can have several labels; then a class is a label.
         notes: Sentences on what is odd about the records.
@@ -51,6 +52,7 @@ class Predictions:
         threshold: Probability from which a record is of the positive class, or has a label; None
             takes the most probable class.
         positive: Number of that class; None is the last of two.
+        target: As ``Inputs.target``; empty of classes.
     """
 
     class_names: tuple[str, ...]
@@ -64,6 +66,7 @@ class Predictions:
     logits: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     threshold: float | None = None
     positive: int | None = None
+    target: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -71,7 +74,9 @@ class Predictions:
 
     @property
     def labels(self) -> Sequence[Label]:
-        """The class of each record, or its labels: see ``threshold``."""
+        """The class of each record, or its labels: see ``threshold``; or its number."""
+        if self.target:
+            return [float(number) for number in self.probabilities[:, 0]]
         if self.multi_label:
             least = THRESHOLD if self.threshold is None else self.threshold
             return names_of(self.probabilities >= least, self.class_names)
@@ -84,39 +89,43 @@ class Predictions:
     @property
     def objective(self) -> Objective:
         """What scores are of."""
-        return Objective(positive=self.positive, multi_label=self.multi_label)
+        return objective_of(self.target, positive=self.positive, multi_label=self.multi_label)
 
     def encoded(self, labels: Sequence[Label]) -> Tensor:
         """Labels by name in the objective's form."""
+        if self.target:
+            return torch.tensor(labels, dtype=torch.float32)
         if not self.multi_label:
             return torch.tensor([self.class_names.index(str(name)) for name in labels])
-        return torch.tensor([[int(name in of) for name in self.class_names] for of in labels])
+        return torch.tensor([[int(n in of) for n in self.class_names] for of in labels])  # type: ignore[operator]
 
     @property
     def accuracy(self) -> float | None:
-        """Share of records whose label is that of the data, in [0, 1]; None where it has none.
+        """Share of records whose label is that of the data, in [0, 1]; None where it has no class.
 
         Of several labels the mean share of labels that are told right.
         """
-        if not self.truth:
+        if not self.truth or self.target:
             return None
         return float((self.encoded(self.labels) == self.encoded(self.truth)).double().mean())
 
     def table(self) -> Any:
         """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.
 
+        Of a number with ``prediction`` in their place.
         With a column ``truth`` where the data names the class of each record, and the column of
         ids first where the data has it. Several labels are ``labels``, with semicolons between
         them. An id's column of one of these names gets ``_`` at its end.
         """
         import pandas as pd
 
-        columns: dict[str, Any] = {"labels" if self.multi_label else "label": self.labels}
+        word = "prediction" if self.target else "labels" if self.multi_label else "label"
+        columns: dict[str, Any] = {word: self.labels}
         if self.truth is not None:
             columns["truth"] = self.truth
         if self.multi_label:
             columns = {n: [";".join(labels) for labels in of] for n, of in columns.items()}
-        shares = zip(self.class_names, self.probabilities.T, strict=True)
+        shares = zip(self.class_names, self.probabilities.T, strict=True) if not self.target else ()
         probabilities = {f"probability of {name}": share for name, share in shares}
         table = pd.DataFrame({"record": self.names, **columns, **probabilities})
         if self.ids is not None:
@@ -169,11 +178,17 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return probabilities ``[N, classes]``: softmax, or sigmoid of each of several labels.
 
+        Of a model of numbers these are predictions ``[N, 1]`` in the target's unit.
+
         Args:
             x: uint8 ``[N, C, H, W]`` from 0 to 255 or float from 0 to 1; of a table float32
                 ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.records.feature_names`.
         """
-        return Objective(multi_label=self.inputs.multi_label).probabilities(self.logits(x))
+        return self._objective().probabilities(self.logits(x))
+
+    def _objective(self, positive: int | None = None) -> Objective:
+        inputs = self.inputs
+        return objective_of(inputs.target, positive=positive, multi_label=inputs.multi_label)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
@@ -205,7 +220,7 @@ class Model(nn.Module):
         Raises:
             ConfigError: The data is not what the model takes, or a threshold has no class.
         """
-        objective = Objective(positive=positive, multi_label=self.inputs.multi_label)
+        objective = self._objective(positive)
         classes = len(self.class_names)
         is_called = objective.multi_label or objective.positive_class(classes) is not None
         if threshold is not None and not is_called:
@@ -241,6 +256,7 @@ class Model(nn.Module):
             logits,
             threshold,
             positive,
+            self.inputs.target,
         )
 
 

@@ -11,23 +11,24 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from fednas_flwr.algorithms.fedavg.strategy import planned_rounds
-from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.networks import FIXED_NETWORKS, described_space
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.schedule import paying
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.leaderboard import FINALISTS, Candidate, finalists
+from fednas_flwr.runs.leaderboard import FINALISTS, FRONT, Candidate, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, FINALISTS_FOLDER, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.search.data_free_scores import trusted_scores
@@ -45,10 +46,11 @@ from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
 from fednas_flwr.settings.run_settings import CellSpace, Retrain
 from fednas_flwr.settings.unused import without_effect
-from fednas_flwr.spaces.costs import count_multiply_adds
-from fednas_flwr.spaces.genotype import save_genotype
+from fednas_flwr.spaces.costs import cost_by, count_multiply_adds
+from fednas_flwr.spaces.genotype import Genotype, from_json, save_genotype
 
 AFFORDED = 2  # random networks, where nobody says how many
+COSTS = 5  # ranges of cost, from each of which a front has a network
 SHARE = 3  # candidates are trained for so small a part of the rounds at first
 FURTHER = 3  # baselines beside the random ones, at most
 ADDED = 0.5  # share of a run's time that baselines may add by default
@@ -214,22 +216,15 @@ def _baselines(
         derived: Event of the found network.
         linear: True if a linear model is one of them.
     """
-    folder, description = Path(str(config.run_dir)), derived["network"]
+    description = derived["network"]
     space, _ = described_space(description)
     for index in range(1, number + 1):
-        name = f"random_{index}"
-        file = folder / BASELINES_FOLDER / name / GENOTYPE_FILE
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            generator = make_generator(config.seed, "baselines", index)
-            save_genotype(file, space.random_genotype(generator))
-        yield name, replace(config, stages=STAGES, genotype=str(file.resolve()))
+        draw = partial(space.random_genotype, make_generator(config.seed, "baselines", index))
+        yield _given(config, f"random_{index}", draw)
+    for place, genotype in enumerate(_front(config, derived), 1):
+        yield _given(config, f"{FRONT}{place}", partial(replace, genotype))
     if scored := _scored_first(config):
-        file = folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps(scored))
-        yield DATA_FREE, replace(config, stages=STAGES, genotype=str(file.resolve()))
+        yield _given(config, DATA_FREE, partial(from_json, json.dumps(scored)))
     elif algorithm_of(config).trains is not None:
         yield DATA_FREE, _data_free(config)
     if linear:
@@ -238,6 +233,30 @@ def _baselines(
     if len(shape) == 3:
         name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])
         yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
+
+
+def _given(config: Config, name: str, make: Callable[[], Genotype]) -> tuple[str, Config]:
+    """Name and configuration of a baseline whose genotype lies in its folder, where it is made."""
+    file = Path(str(config.run_dir)) / BASELINES_FOLDER / name / GENOTYPE_FILE
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_genotype(file, make())
+    return name, replace(config, stages=STAGES, genotype=str(file.resolve()))
+
+
+def _front(config: Config, derived: Event) -> list[Genotype]:
+    """The best networks of the pool by reward in five ranges of cost, but for the found one."""
+    pool, space = getattr(config.algorithm, "pool", None), described_space(derived["network"])[0]
+    if pool is None or not pool.front:
+        return []
+    event = read_run(Path(str(config.run_dir))).of_kind("rewarded")[0]
+    genotypes = [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
+    cost = cost_by(space, pool.limits.table)
+    by_cost = sorted(range(len(genotypes)), key=lambda place: cost(genotypes[place]))
+    parts = [part for part in np.array_split(by_cost, COSTS) if len(part)]
+    best = [genotypes[max(part, key=event["rewards"].__getitem__)] for part in parts]
+    found = from_json(json.dumps(derived["network"]["genotype"]))
+    return [genotype for genotype in best if genotype != found]
 
 
 def _scored_first(config: Config) -> dict[str, Any] | None:

@@ -51,7 +51,7 @@ COMMIT = Exchange("query.commit", stage="commit", settings=Commit(data_set="", r
 PROPERTIES = ("splits", "budget", "secure_noise", "unit")  # that a private client must tell
 SITE_PROPERTIES = (  # that each real site must tell, from which the server builds networks
     *("input_shape", "image_shape", "scattering"),
-    *("schema", "mean", "std", "class_names", "multi_label"),
+    *("schema", "mean", "std", "class_names", "multi_label", "target"),
 )
 
 
@@ -98,6 +98,7 @@ def begin(
         cohort.sampling = make_sampling(config, splits)
     if private and getattr(config.privacy, "statistics_noise_multiplier", None) is None:
         statistics = statistics or pooled_statistics.inherited_statistics(folder, log)
+    cohort.predicts_numbers = prepared.train.is_regression
     _tell_partition(config, cohort, prepared, log)
     checkpoints = make_checkpoints(folder, log)
     run = Run(
@@ -108,7 +109,7 @@ def begin(
         statistics = _agree(run, splits, statistics, resumed=bool(earlier))
     if statistics is not None:
         cohort.statistics = statistics
-        run.prepared = replace(prepared, mean=statistics.mean, std=statistics.std)
+        run.prepared = prepared.standardised(statistics)
     return run
 
 
@@ -156,6 +157,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         "partition",
         class_names=list(prepared.train.class_names),
         multi_label=prepared.train.multi_label,
+        number=prepared.train.is_regression,
         counts=counts if all_count and whole else None,
         **records,
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,

@@ -225,7 +225,7 @@ def check_buildable(config: Config) -> Made:
             "would see each client's own; declare them as {column: [mean, std], ...}, or "
             "dataset.ranges={column: [low, high], ...}."
         )
-    make_objective(config, prepared.train, torch.device("cpu"))
+    make_objective(config, prepared, torch.device("cpu"))
     _check_images(config.dataset, prepared)
     if isinstance(config.privacy, DifferentialPrivacy):
         check_public(config, prepared)
@@ -385,7 +385,8 @@ def check_parts(
 
 def check_linear_baseline(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
     """Refuse logistic regression on records that are all of one class."""
-    if prepared.server_test is None or prepared.train.multi_label:
+    train = prepared.train
+    if prepared.server_test is None or train.is_regression or train.multi_label:
         return  # a label that all or none have is told without a model
     parts = (part for client in clients for part in (client.train, client.validation))
     classes = {label for part in parts for label in part.labels[part.rows].tolist()}

@@ -31,7 +31,7 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings import Config, DifferentialPrivacy, Hardware
 from fednas_flwr.settings.incompatible import chooses_rates, follows_noise
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import LARGEST_STEP
@@ -165,12 +165,13 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
     With a table of this machine's kind also what it takes, measured here with the table's batch
     and threads.
     """
-    algorithm = config.algorithm
-    if not isinstance(algorithm, FDNASSettings) or algorithm.hardware is None:
+    algorithm, device = config.algorithm, make_device(config.runtime.device)
+    hardware = getattr(algorithm, "hardware", None) if "search" in config.stages else None
+    limits = getattr(getattr(algorithm, "pool", algorithm), "limits", None)
+    if limits is not None and limits.table is not None:
+        hardware = Hardware(limits.table, "ms", limits.latency_ms, "additive", 1.0, 1.0)
+    if hardware is None or genotype is None:
         return None
-    if genotype is None or "search" not in config.stages:
-        return None
-    hardware, device = algorithm.hardware, make_device(config.runtime.device)
     table, space = load_table(hardware), supernet_space(config, prepared)
     assert isinstance(space, MBConvSpace)  # as the configuration has it
     measured = None if table is None else measure_network(space, table, genotype, device=device)

@@ -33,7 +33,8 @@ def known_statistics(earlier: Sequence[Event]) -> stats.Statistics | None:
         earlier: Its events; empty of a new run.
     """
     known = [event for event in earlier if event["event"] == "statistics"]
-    return stats.Statistics(tuple(known[-1]["mean"]), tuple(known[-1]["std"])) if known else None
+    values = [tuple(known[-1].get(name, ())) for name in ("mean", "std", "target")] if known else []
+    return stats.Statistics(*values) if known else None
 
 
 def inherited_statistics(folder: Path, log: EventLog) -> stats.Statistics | None:
@@ -51,7 +52,7 @@ def inherited_statistics(folder: Path, log: EventLog) -> stats.Statistics | None
 
 
 def _emitted(statistics: stats.Statistics, log: EventLog, **more: float) -> stats.Statistics:
-    log.emit("statistics", mean=list(statistics.mean), std=list(statistics.std), **more)
+    log.emit("statistics", **{name: list(of) for name, of in vars(statistics).items()}, **more)
     return statistics
 
 
@@ -66,14 +67,14 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
         QuorumError: Too few clients are left.
     """
     parties: dict[int, list[stats.Moments]] = {}
+    data = prepared.train
+    names = feature_names(data.schema)[: data.num_numeric] + data.class_names * data.is_regression
     for client in cohort.clients:
         properties = cohort.properties[client]
         moments: list[stats.Moments] = properties.get("moments", [])
         most = properties.get("splits", {}).get("train", 0)
-        if len(moments) != prepared.train.num_numeric or any(of.count > most for of in moments):
-            reason = (
-                f"its moments are not of {prepared.train.num_numeric} columns of {most} records"
-            )
+        if len(moments) != len(names) or any(of.count > most for of in moments):
+            reason = f"its moments are not of {len(names)} columns of {most} records"
             cohort.dismiss(client, reason, CONNECT, expelled=True)
         else:
             parties[client] = moments
@@ -82,10 +83,9 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             f"{len(parties)} of {cohort.num_clients} clients tell means and deviations of their "
             f"columns, {cohort.quorum} are needed."
         )
-    (num_features,) = prepared.input_shape
     held, far = stats.bounded(parties)
     for client, column in far.items():
-        told, name = parties[client][column], feature_names(prepared.train.schema)[column]
+        told, name = parties[client][column], names[column]
         message = (
             f"client {client} says that {name} has mean {told.mean:.4g} and deviation "
             f"{told.std:.4g}, far from what most say: it is held to {stats.REACH:g} times the "
@@ -93,7 +93,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             "std], ...}"
         )
         log.emit("warning", message=message)
-    return _emitted(stats.pooled(list(held.values()), num_features=num_features), log)
+    return _emitted(stats.pooled(list(held.values()), data), log)
 
 
 def noised_statistics(

@@ -55,8 +55,9 @@ from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import ACCURACY, AUROC
+from fednas_flwr.settings.names import ACCURACY, AUROC, R2
 from fednas_flwr.settings.optimizers import Configuration
+from fednas_flwr.settings.registry import own_parts
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.operations import SkipNetwork
@@ -78,7 +79,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
         ConfigError: A setting does not fit the data.
     """
     torch.set_num_threads(config.runtime.threads)
-    circumstances = _circumstances()
+    circumstances = _circumstances() | {"own": own_parts(config)}
     if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
         circumstances["device"] = str(networks.make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
@@ -230,7 +231,7 @@ def _evaluate(
         threshold, central, validation = None, None, None
         if released := _released_scores(run, description, states):
             threshold = released.threshold
-        objective = make_objective(config, prepared.train, torch.device("cpu"))
+        objective = make_objective(config, prepared, torch.device("cpu"))
         metric = _metric(run)
         holds_out = config.retrain.evaluate_every > 0
         thresholded = objective.positive_class(prepared.num_classes) is not None
@@ -254,11 +255,11 @@ def _evaluate(
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             logits, labels = metrics.predicted(network.to(device), test, device)
-            scores = metrics.measured(logits, labels, objective=objective, with_scores=True)
-            central = asdict(scores) | metrics.detailed(
+            central = metrics.detailed(
                 logits, labels, objective=objective, threshold=threshold, seed=config.seed
             )
-            if isinstance(network, SkipNetwork) and network.skip is not None:
+            has_accuracy = not objective.predicts_numbers
+            if isinstance(network, SkipNetwork) and network.skip is not None and has_accuracy:
                 central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
         baselines = _baselines(run, objective) if pools_records(config) else {}
@@ -294,6 +295,8 @@ def _metric(run: Run) -> str:
     settings = run.config.evaluation
     if settings.metric is not None:
         return settings.metric
+    if run.prepared.train.is_regression:
+        return R2
     counts = [of.get("class_counts", []) for of in run.cohort.properties.values()]
     of_classes = [sum(column) for column in zip(*counts, strict=False)]
     two = len(of_classes) == 2 and not run.prepared.train.multi_label
@@ -363,7 +366,7 @@ def _ask_tests(
 ) -> list[dict[str, Any]]:
     """Collect the results of all clients that have test records; warn if they are few."""
     results: list[dict[str, Any]] = []
-    cohort = run.cohort
+    cohort, objective = run.cohort, make_objective(run.config, run.prepared, torch.device("cpu"))
     having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("test") != 0]
     if not having:
         return results
@@ -380,7 +383,7 @@ def _ask_tests(
             fields |= reply.properties.get("scores", {})
             if threshold is not None and "histogram" in reply.properties:
                 fields |= metrics.shares_at(reply.properties["histogram"], threshold)
-            results.append(dict(reply.metrics) | fields)
+            results.append(objective.told(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
     return results

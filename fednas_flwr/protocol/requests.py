@@ -41,7 +41,7 @@ LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
 LARGEST_RECORD = 2**28  # values of its features
 LONGEST_TEXT = 200  # characters of a tag or of a name
 MOST_SUMS = 10**6
-SCORES = ("f1", "auroc", "average_precision")
+SCORES = ("f1", "auroc", "average_precision", *names.NUMBER_METRICS)
 
 
 def is_line(text: str) -> bool:
@@ -253,6 +253,9 @@ class Budget(TypedDict):
     delta: Annotated[float, ps.Between(0, 1, above=True, below=True)]
 
 
+Coordinate = Annotated[float, ps.Between(-LARGEST_NUMBER, LARGEST_NUMBER, above=True)]
+
+
 class Identity(TypedDict):
     """The index of a client, in properties of any client."""
 
@@ -272,10 +275,11 @@ class ClientProperties(Identity, total=False):
     image_shape: Shape
     scattering: Shape
     schema: list[Column]
-    mean: list[Annotated[float, ps.Between(-LARGEST_NUMBER, LARGEST_NUMBER, above=True)]]
+    mean: list[Coordinate]
     std: list[Annotated[float, ps.Between(0, LARGEST_NUMBER, above=True)]]
     class_names: list[Line]
     multi_label: bool
+    target: Annotated[list[Coordinate], ps.Length(ps.Between(0, 4))]
     splits: Declared
     data_set: Line
     budget: Budget
@@ -643,8 +647,14 @@ class Scored(TypedDict, total=False):
     """Properties of the reply to ``evaluate.model``, of clients without privacy."""
 
     scores: Annotated[
-        dict[str, Annotated[float, ps.Between(0, 1)]],
-        ps.Where(lambda scores: set(scores) <= set(SCORES), f"some of {', '.join(SCORES)}"),
+        dict[str, Coordinate],
+        ps.Where(
+            lambda scores: (
+                set(scores) <= set(SCORES)
+                and all(0 <= v <= 1 for n, v in scores.items() if n not in names.NUMBER_METRICS)
+            ),
+            f"some of {', '.join(SCORES)}, those of classes from 0 to 1",
+        ),
     ]
     # of the probability of being positive, for positive and other records
     histogram: Annotated[list[Bins], ps.Length(ps.Between(2, 2))]

@@ -26,6 +26,10 @@ CHARTS = {  # label, title of the axis, what the axis shows, legend entries by m
         *("Accuracy", "accuracy", "percent"),
         {"train_accuracy": "train", "validation_accuracy": "validation"},
     ),
+    "closeness": (
+        *("Closeness: 1 - absolute error / range", "closeness", "percent"),
+        {"train_closeness": "train", "validation_closeness": "validation"},
+    ),
     "entropy": ("Entropy of the alphas", "nats per edge", "", {"alpha_entropy": "entropy"}),
     "lr": ("Learning rate chosen", "learning rate", "log", {"lr": "weights", "alpha_lr": "alphas"}),
     "theta": (
@@ -63,6 +67,7 @@ def render_report(run_folder: Path) -> str:
         "partition": plots.partition(partition),
         "clients": plots.client_accuracy(run.last("evaluated")),
         "reliability": plots.reliability(run),
+        "predictions": plots.predictions(run),
         **{f"traffic_{stage}": plots.traffic(run.rounds(stage)) for stage in tables.STAGES},
     }
     figures |= {name: figure for name, figure in optional.items() if figure is not None}

@@ -71,7 +71,8 @@ def _metadata(run: Run) -> ModelCardData:
     from huggingface_hub import EvalResult, ModelCardData
 
     inputs = run.last("exported").get("inputs") or {}
-    task = f"{'tabular' if len(inputs.get('shape', ())) == 1 else 'image'}-classification"
+    kind = "regression" if inputs.get("target") else "classification"
+    task = f"{'tabular' if len(inputs.get('shape', ())) == 1 else 'image'}-{kind}"
     numbers = run.numbers()
     results = [
         EvalResult(

@@ -187,14 +187,7 @@ def reliability(run: Run) -> Figure | None:
     titles = {"x": "probability of what is predicted", "y": "share that is right"}
     return {
         "data": [
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "calibrated",
-                "x": [0, 1],
-                "y": [0, 1],
-                "line": {"color": ORANGE, "dash": "dash"},
-            },
+            _diagonal("calibrated", [0, 1]),
             {
                 "type": "scatter",
                 "mode": "lines+markers",
@@ -208,6 +201,24 @@ def reliability(run: Run) -> Figure | None:
         ],
         "layout": axes(**titles, xaxis=look, yaxis=look),
     }
+
+
+def predictions(run: Run) -> Figure | None:
+    """Return predicted over true numbers, with the diagonal of exact predictions."""
+    if not (pairs := run.scores("central").get("pairs")):
+        return None
+    true, predicted = zip(*pairs, strict=True)
+    name, look = (*run.class_names, "number")[0], {"color": BLUE, "size": 5, "opacity": 0.6}
+    points = {"type": "scatter", "mode": "markers", "name": "records", "x": true, "y": predicted}
+    layout = axes(x=f"true {name}", y=f"predicted {name}")
+    exact = _diagonal("exact", [min(true), max(true)])
+    return {"data": [points | {"marker": look}, exact], "layout": layout}
+
+
+def _diagonal(name: str, ends: list[float]) -> Figure:
+    line = {"color": ORANGE, "dash": "dash"}
+    place = {"x": ends, "y": ends}
+    return {"type": "scatter", "mode": "lines", "name": name, **place, "line": line}
 
 
 def exploration(phases: Sequence[Event]) -> dict[str, tuple[str, Figure | None]]:

@@ -25,7 +25,7 @@ from fednas_flwr.report.templates import (
 )
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import LABELS, METRICS, SCORES, Run, of_splits
+from fednas_flwr.runs.numbers import LABELS, METRICS, SCORES, UNITS, Run, of_splits
 from fednas_flwr.settings.names import GDP, MOST_SHOWN, PRV, QUANTILES, RDP
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
@@ -75,7 +75,7 @@ def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
 
 def scores(run: Run) -> list[tuple[str, str]]:
     """Label and text of all that says how good the run's model and simpler ones are."""
-    return reached(run, [metric.name for metric in METRICS if metric.is_score])
+    return reached(run, [m.name for m in METRICS if m.is_score or m.unit == "error"])
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -96,6 +96,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         *((label, str(config[key])) for key, label in NUMBERS.items() if config.get(key)),
         ("the search was", searched),
         ("learning rate", ", ".join(rates)),
+        ("registered by the user", ", ".join(started.get("own") or [])),
         ("data", ". ".join(run.last("data").get("found") or [])),
         *((name, str(started.get(name) or "")) for name in ("commit", "machine", "device")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
@@ -177,10 +178,11 @@ def leaderboard_table(run: Run) -> Table | None:
         return None
     rows = [one.row() for one in networks]
     label, by_accuracy = LABELS[run.main_metric], run.main_metric == SCORES[0].name
+    alone = by_accuracy or run.is_regression
     chose = any(row["validation"] is not None for row in rows)
-    text = FORMS[SCORES[0].unit if by_accuracy else "score"].text
+    text = FORMS[UNITS[run.main_metric]].text
     head = ["network", *([f"validation {label} ± error"] if chose else [])]
-    head += [f"test {label} (95 %)", *([] if by_accuracy else ["test accuracy"])]
+    head += [f"test {label} (95 %)", *([] if alone else ["test accuracy"])]
     head += ["parameters", "rounds", "time", *(["epsilon"] if run.is_private else []), ""]
     cells = []
     for row in rows:
@@ -189,7 +191,7 @@ def leaderboard_table(run: Run) -> Table | None:
         error = f" ± {text(row['standard_error'])}" if validation is not None else ""
         test = row["accuracy"] if by_accuracy else row["test"]
         line = [row["network"], *([f"{text(validation)}{error}"] if chose else [])]
-        line += [text(test) + interval, *([] if by_accuracy else [percent(row["accuracy"])])]
+        line += [text(test) + interval, *([] if alone else [percent(row["accuracy"])])]
         line += [count(row["parameters"]), count(row["rounds"]), duration(row["seconds"])]
         if run.is_private:
             line.append(epsilon_text(row["epsilon"]))
@@ -198,7 +200,7 @@ def leaderboard_table(run: Run) -> Table | None:
         if scores := run.scores(model):
             value = scores.get(run.main_metric)
             line = [f"{MODELS[model]} on pooled records", *([DASH] if chose else []), text(value)]
-            line += [] if by_accuracy else [percent(scores.get("accuracy"))]
+            line += [] if alone else [percent(scores.get("accuracy"))]
             cells.append(line + [""] * (len(head) - len(line)))
     return "Networks that were compared", head, cells
 

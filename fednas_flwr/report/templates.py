@@ -60,6 +60,11 @@ def score(value: float | None) -> str:
     return DASH if value is None else f"{value:.3f}"
 
 
+def figures(value: float | None, number: int = 4) -> str:
+    """Return a number with so many figures, as ``12.34``."""
+    return DASH if value is None else f"{value:.{number}g}"
+
+
 def num_bytes(value: float | None) -> str:
     """Return bytes in powers of 1000: ``12.3 MB``."""
     if value is None:
@@ -154,6 +159,7 @@ class Form:
 FORMS: dict[Unit, Form] = {
     "share": Form(percent, " (%)", scale=100, decimals=1),
     "score": Form(score, decimals=3),
+    "error": Form(figures),
     "count": Form(count, " (M)", scale=1e-6),
     "seconds": Form(duration, " (s)"),
     "megabytes": Form(megabytes, " (MB)"),
@@ -179,7 +185,7 @@ FORMATS = {  # filters
     "largest": largest,
     "counted": lambda values: Counter(values).most_common(),
     "summed": lambda events, key: sum(event.get(key) or 0 for event in events),
-    "figures": lambda value, number: DASH if value is None else f"{value:.{number}g}",
+    "figures": figures,
     "total": lambda parts: sum(parts.values() if isinstance(parts, dict) else parts),
 }
 

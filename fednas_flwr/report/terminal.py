@@ -34,6 +34,7 @@ from fednas_flwr.report.templates import (
     paragraphs,
     percent,
     rounds_text,
+    score,
     sentence,
 )
 from fednas_flwr.runs.events import Event, names_by_client, with_names
@@ -275,11 +276,11 @@ class _TimeLeft(ProgressColumn):
 def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
     """Return loss and accuracy, of the validation split where it was measured."""
     parts = []
-    for word in ("loss", "accuracy"):
+    for word in ("loss", "accuracy", "closeness"):
         for kind in ("validation", "train"):
             value = metrics.get(f"{kind}_{word}")
             if value is not None:
-                text = percent(value) if word == "accuracy" else f"{value:.3f}"
+                text = f"{value:.3f}" if word == "loss" else percent(value)
                 noised = " (noised)" if private and is_noised(f"{kind}_{word}") else ""
                 parts.append(f"{kind} {word} {text}{noised}")
                 break
@@ -287,10 +288,14 @@ def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
 
 
 def group_accuracies(run: Run) -> list[tuple[str, str]]:
-    """Return each group's test accuracy, by its clients where no server tests, or its failure."""
-    rows = []
+    """Return each group's test accuracy, by its clients where no server tests, or its failure.
+
+    Of numbers R squared.
+    """
+    rows, text = [], score if run.is_regression else percent
+    names = ("central_r2",) if run.is_regression else ("central_accuracy", "client_accuracy")
     for name, event in run.groups().items():
-        found = (event["results"][f"{side}_accuracy"] for side in ("central", "client"))
-        accuracy = next((value for value in found if value is not None), None)
-        rows.append((f"group {name}", percent(accuracy) if event["reason"] is None else "failed"))
+        found = (event["results"][metric] for metric in names)
+        value = next((value for value in found if value is not None), None)
+        rows.append((f"group {name}", text(value) if event["reason"] is None else "failed"))
     return rows

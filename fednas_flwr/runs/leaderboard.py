@@ -15,9 +15,10 @@ from statistics import stdev
 from typing import Any
 
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, FINALISTS_FOLDER, Run, read_run
-from fednas_flwr.settings.names import ACCURACY, LINEAR, LOG_LOSS
+from fednas_flwr.settings.names import ACCURACY, ERRORS, FOUND, LINEAR, LOG_LOSS, R2
 
 FINALISTS = 2  # beside the linear model
+FRONT = "front_"  # begins the names of networks of different costs, the cheapest 1
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,20 @@ class Candidate:
         """
         return _values(self.run)
 
+    def is_within(self, limits: Mapping[str, float | None]) -> bool:
+        """False if it exceeds limits of a search."""
+        costs, row = ("parameters", "multiply_adds", "latency_ms"), self.row()
+        return all((row[name] or 0.0) <= (limits.get(name) or math.inf) for name in costs)
+
     def row(self) -> dict[str, Any]:
         """What a leaderboard shows of it; None where it has not been measured."""
         central, metric = self.run.scores("central"), self.run.main_metric
         interval = (central.get("intervals") or {}).get(metric)
-        numbers = self.run.numbers()
+        numbers, cost = self.run.numbers(), self.run.last("derived").get("cost") or {}
         return {
             "network": self.name,
             "metric": metric,
-            "validation": abs(self.values[0]) if self.values else None,
+            "validation": self.values[0] * (-1 if metric in ERRORS else 1) if self.values else None,
             "standard_error": _spread(self.values) if self.values else None,
             "test": central.get("loss" if metric == LOG_LOSS else metric),
             "interval": interval,
@@ -58,6 +64,7 @@ class Candidate:
             "rounds": len(self.run.rounds("retrain")),
             "parameters": numbers["num_parameters"],
             "multiply_adds": numbers["multiply_adds"],
+            "latency_ms": cost.get("measured") or cost.get("predicted"),
             "seconds": self.run.total_seconds(),
             "epsilon": numbers["epsilon"],
             "reason": self.run.reason,
@@ -72,7 +79,11 @@ def compared(run: Run) -> list[Candidate]:
     if choice:
         return own + candidates(run.folder)
     others = [Candidate(other.folder.name, other, other) for other in run.baselines()]
-    return own + sorted(others, key=lambda one: (-(one.run.accuracy() or 0.0), one.name))
+
+    def good(one: Candidate) -> float:
+        return one.run.accuracy() or one.run.scores("central").get(R2) or 0.0
+
+    return own + sorted(others, key=lambda one: (-good(one), one.name))
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -83,10 +94,13 @@ def candidates(folder: Path) -> list[Candidate]:
 
 
 def finalists(folder: Path) -> list[str]:
-    """The names of those that are trained for all rounds: the best two, and the linear model."""
+    """The names of those that are trained for all rounds: the best two, linear model and front."""
     ranking = sorted(candidates(folder), key=lambda one: -_values(one.short)[0])
-    best = [one.name for one in ranking if one.name != LINEAR][:FINALISTS]
-    return best + [one.name for one in ranking if one.name == LINEAR]
+    names = [one.name for one in ranking]
+    best = [name for name in names if name != LINEAR][:FINALISTS]
+    fronts = [name for name in names if name.startswith(FRONT)]
+    further = {LINEAR, *fronts, *([FOUND] if fronts else [])}.difference(best)
+    return best + [name for name in names if name in further]
 
 
 def chosen(folder: Path) -> Candidate | None:
@@ -98,7 +112,9 @@ def chosen(folder: Path) -> Candidate | None:
     """
     if not (folder / FINALISTS_FOLDER).is_dir() or not (known := candidates(folder)):
         return None
-    last = [one for one in known if one.run is not one.short] or known[:1]
+    pools = (one.run.group("algorithm").get("pool") for one in known)
+    limits: dict[str, Any] = next((pool["limits"] for pool in pools if pool), {})
+    last = [one for one in known if one.run is not one.short and one.is_within(limits)] or known[:1]
     best = max(last, key=lambda one: one.values[0])
 
     def is_close(one: Candidate) -> bool:
@@ -119,7 +135,7 @@ def _scored(folder: Path) -> dict[str, Run]:
 
 def _values(run: Run) -> list[float]:
     evaluated: Mapping[str, Any] = run.last("evaluated")
-    sign = -1.0 if evaluated.get("metric", ACCURACY) == LOG_LOSS else 1.0
+    sign = -1.0 if evaluated.get("metric", ACCURACY) in ERRORS else 1.0
     values = evaluated.get("validation") or []
     return [math.nan if value is None else sign * value for value in values]
 

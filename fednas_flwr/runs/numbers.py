@@ -21,7 +21,7 @@ from fednas_flwr.runs.events import (
     records_of,
     with_names,
 )
-from fednas_flwr.settings.names import ACCURACY, BEST, CLIENT, LINEAR, LOG_LOSS, PRV
+from fednas_flwr.settings import names
 
 CONFIG_FILE = "config.yaml"
 BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a run
@@ -36,7 +36,7 @@ EVENT_FIELDS = {"alphas": {"cells"}, "round": {"bytes_dense"}}  # that runs of o
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 
 
-Unit = Literal["share", "score", "count", "seconds", "megabytes", "number"]
+Unit = Literal["share", "score", "error", "count", "seconds", "megabytes", "number"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,13 @@ SCORES = (
     Score("majority", "share of the most frequent class", "share", models=()),
     Score("sensitivity", "sensitivity", models=()),
     Score("specificity", "specificity", models=()),
-    Score(LOG_LOSS, "log loss", models=()),
+    Score(names.LOG_LOSS, "log loss", models=()),
+    Score(names.R2, "R²", hub="r_squared"),
+    Score(names.RMSE, "RMSE", "error", hub="rmse"),
+    Score(names.MAE, "MAE", "error", hub="mae"),
 )
 LABELS = {score.name: score.label for score in SCORES}
+UNITS = {score.name: score.unit for score in SCORES}
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class Run:
     @property
     def main_metric(self) -> str:
         """The score that networks are compared by."""
-        return str(self.last("evaluated").get("metric") or ACCURACY)
+        return str(self.last("evaluated").get("metric") or names.ACCURACY)
 
     @property
     def class_names(self) -> list[str]:
@@ -162,8 +166,8 @@ class Run:
     @property
     def _delivers_later(self) -> bool:
         """True if candidates have still to be compared, one of which will be delivered."""
-        stages = self.config.get("stages") or ()
-        waits = self.group("evaluation").get("deliver") == BEST and {*STAGES_AFTER} <= {*stages}
+        stages, deliver = self.config.get("stages") or (), self.group("evaluation").get("deliver")
+        waits = {*STAGES_AFTER} <= {*stages} and deliver == names.BEST
         return waits and not self.last("exported") and bool(self.last("derived"))
 
     @property
@@ -181,13 +185,19 @@ class Run:
     @property
     def holds_out(self) -> bool:
         """True if validation records were left out of retraining, to be measured on."""
-        delivers = self.group("evaluation").get("deliver") == BEST
+        delivers = self.group("evaluation").get("deliver") == names.BEST
         return delivers or bool(self.group("retrain").get("evaluate_every"))
 
     @property
     def multi_label(self) -> bool:
         """True if a record can have several labels."""
         return bool(self.last("partition").get("multi_label"))
+
+    @property
+    def is_regression(self) -> bool:
+        """True if the target is a number."""
+        told = self.last("partition").get("number")  # which a group of clients does not tell
+        return bool(told) or self.main_metric in names.NUMBER_METRICS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -221,7 +231,7 @@ class Run:
         if "clients" in config:
             config["clients"] = self._clients_text(config["clients"])
         privacy = self.group("privacy")
-        if self.is_private and privacy.get("unit") != CLIENT:
+        if self.is_private and privacy.get("unit") != names.CLIENT:
             terms = {"algorithm": privacy, "retrain": privacy.get("retrain") or {}}
             for group, of_group in terms.items():
                 if isinstance(config.get(group), dict):
@@ -311,9 +321,9 @@ class Run:
         return self.status == "completed" and all(ended) and not self.departures()
 
     def client_results(self) -> list[Event]:
-        """Return the clients' results on their test parts, those that sent an accuracy."""
+        """Return the clients' results on their test parts, those that sent a score."""
         clients = self.last("evaluated").get("clients") or []
-        return [client for client in clients if client.get("accuracy") is not None]
+        return [c for c in clients if {c.get(names.ACCURACY), c.get(names.RMSE)} != {None}]
 
     def alphas(self) -> list[Event]:
         """Return the ``alphas`` events by ascending round, one per round."""
@@ -354,18 +364,17 @@ class Run:
 
     def test_score(self, model: str = "central") -> float | None:
         """A model's :attr:`main_metric` on the server's test set."""
-        name = "loss" if self.main_metric == LOG_LOSS else self.main_metric
+        name = "loss" if self.main_metric == names.LOG_LOSS else self.main_metric
         value: float | None = self.scores(model).get(name)
-        return (
-            self.accuracy() if value is None and (model, name) == ("central", ACCURACY) else value
-        )
+        if value is None and (model, name) == ("central", names.ACCURACY):
+            return self.accuracy()
+        return value
 
     def no_worse(self) -> list[tuple[str, float]]:
         """Simpler models that are as good as the run's by its :attr:`main_metric`, with theirs."""
-        own, central, sign = self.test_score(), self.scores("central"), 1
-        if self.main_metric == LOG_LOSS:
-            sign = -1
-        shares = central if self.main_metric == ACCURACY else {}
+        own, central = self.test_score(), self.scores("central")
+        sign = -1 if self.main_metric in names.ERRORS else 1
+        shares = central if self.main_metric == names.ACCURACY else {}
         others = {
             "the most frequent class": shares.get("majority"),
             "a linear model on the same input": self.test_score("linear"),
@@ -373,9 +382,9 @@ class Run:
             "boosted trees": self.test_score("trees"),
         }
         for other in self.baselines():
-            if other.folder.name == LINEAR:
+            if other.folder.name == names.LINEAR:
                 others["a linear model on the same input"] = other.test_score()
-        if (self.last("derived").get("network") or {}).get("name") == LINEAR:
+        if (self.last("derived").get("network") or {}).get("name") == names.LINEAR:
             del others["a linear model on the same input"]
         measured = [(name, value) for name, value in others.items() if value is not None]
         return [(n, v) for n, v in measured if own is not None and sign * v >= sign * own]
@@ -407,7 +416,7 @@ class Run:
         return _mean_accuracy(self.last("evaluated").get("personalised") or [])
 
     def epsilon(self) -> float | None:
-        """The largest epsilon of all clients and splits, by the PRV accountant."""
+        """The largest epsilon of all clients and splits, by the names.PRV accountant."""
         return overall(self.privacy)[0] if self.privacy else None
 
     def exchanges(self) -> int | None:
@@ -462,7 +471,7 @@ def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
             f"{prefix} {score.label}",
             score.unit,
             _evaluated(model, score.name),
-            tile=model == "central" or score == SCORES[0],
+            tile=model == "central" or score.name in (names.ACCURACY, names.R2),
             compared=compared,
         )
         for score in SCORES
@@ -514,7 +523,7 @@ METRICS = [
 
 
 def _mean_accuracy(clients: list[Event]) -> float | None:
-    accuracies = [client["accuracy"] for client in clients]
+    accuracies = [c["accuracy"] for c in clients if c.get("accuracy") is not None]
     return fmean(accuracies) if accuracies else None
 
 
@@ -614,7 +623,7 @@ def of_splits(client: Event, accountant: str) -> float | None:
 
 
 def overall(event: Event) -> tuple[float | None, float]:
-    """Return an (epsilon, delta) that holds for every client: the largest of each, PRV.
+    """Return an (epsilon, delta) that holds for every client: the largest of each, names.PRV.
 
     Example:
         >>> client = {"epsilon": {"prv": {"train": 3.1}}, "budget": {"epsilon": 8, "delta": 1e-5}}
@@ -622,6 +631,6 @@ def overall(event: Event) -> tuple[float | None, float]:
         (3.1, 1e-05)
     """
     clients = event["clients"]
-    prv = [of_splits(client, PRV) for client in clients]
+    prv = [of_splits(client, names.PRV) for client in clients]
     delta = max((client["budget"]["delta"] for client in clients), default=0.0)
     return (largest(prv) if prv else None), delta

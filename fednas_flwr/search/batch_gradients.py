@@ -42,7 +42,7 @@ class Tally:
         self.loss_sum = self.loss_sum + losses.detach().sum().double()
         self.num_examples += len(losses)
         if hits is not None:
-            self.correct = self.correct + hits.sum()
+            self.correct = self.correct + hits.detach().sum()
 
     @property
     def loss(self) -> float:

@@ -277,7 +277,8 @@ def learning(
     """
     network.train()
     with torch.no_grad():
-        num_classes = network(torch.zeros(2, *input_shape)).shape[1]
+        outputs = network(torch.zeros(2, *input_shape)).shape[1]
+    num_classes = max(2, outputs)  # a network for numbers tells two apart
     patterns = _noise(num_classes, input_shape, generator)
     optimizer = torch.optim.SGD(network.parameters(), lr=lr, momentum=0.9)
     losses = []
@@ -288,7 +289,7 @@ def learning(
             places = torch.randint(size, (batch_size,), generator=generator).tolist()
             x = torch.stack([image.roll(k, axis) for image, k in zip(x, places, strict=True)])
         x = strength * x + _noise(batch_size, input_shape, generator)
-        loss = F.cross_entropy(network(x), labels_B)
+        loss = F.cross_entropy(F.pad(network(x), (num_classes - outputs, 0)), labels_B)
         losses.append(float(loss.detach()))
         optimizer.zero_grad()
         torch.autograd.backward(loss)

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.settings import names
+
+REACH = 6.0  # deviations that count as the range of a number without one
+NUMBER_LOSSES: dict[str, Callable[..., Tensor]] = {
+    names.SQUARED: functional.mse_loss,
+    names.ABSOLUTE: functional.l1_loss,
+    names.HUBER: functional.huber_loss,  # squared up to one deviation
+}
+
 Output = Tensor | tuple[Tensor, Tensor]  # logits; in training maybe also those of an auxiliary head
+
+
+OwnLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,14 +46,18 @@ class Objective:
         positive: Class that scores are of; None is the last of two classes, and else the mean of
             all.
         multi_label: True if a record can have several labels, or none.
+        own_loss: Loss of training, called with logits [B, classes] and labels, returns [B]; None is
+            the one above, by which networks are tested in any case.
     """
 
     class_factors: Tensor | None = None
     positive: int | None = None
     multi_label: bool = False
+    own_loss: OwnLoss | None = None
+    predicts_numbers: ClassVar[bool] = False
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Each record's loss [B], in nats, times the factor of its class.
+        """Each record's loss [B] in training, in nats, times the factor of its class.
 
         Args:
             logits: [B, classes].
@@ -48,6 +67,9 @@ class Objective:
 
     def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        if self.own_loss is not None:
+            losses = _own_losses(self.own_loss, logits, labels)
+            return losses if factors is None else losses * factors[labels]
         if self.multi_label:
             return functional.binary_cross_entropy_with_logits(
                 logits, labels.to(logits.dtype), reduction="none"
@@ -65,6 +87,10 @@ class Objective:
         if auxiliary is None:
             return losses
         return losses + auxiliary_weight * self._losses(auxiliary, labels, None)
+
+    def tested_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Each record's loss [B] where a network is tested, by no loss of a user's own."""
+        return replace(self, own_loss=None).plain_losses(logits, labels)
 
     def batch_loss(
         self,
@@ -84,6 +110,14 @@ class Objective:
         if auxiliary is not None:
             total = total + auxiliary_weight * reduce(self.losses(auxiliary, labels))
         return total, losses
+
+    def told(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What clients' mean loss and hits say of a network."""
+        return dict(metrics)
+
+    def standardised(self, target: tuple[float, ...]) -> Objective:
+        """The same, with the mean and deviation of a number that clients have found."""
+        return self
 
     def record_factors(self, labels: Tensor) -> Tensor | None:
         """The factor [B] of each record's class; None is 1."""
@@ -172,6 +206,23 @@ class Objective:
         return scores
 
 
+def _own_losses(loss: OwnLoss, logits: Tensor, labels: Tensor) -> Tensor:
+    """The losses [B] of records by a user's function, which is shown one at a time."""
+    losses: Tensor = torch.vmap(partial(_own_loss, loss))(logits, labels)
+    return losses
+
+
+def _own_loss(loss: OwnLoss, logits: Tensor, label: Tensor) -> Tensor:
+    """The loss of one record by a user's function."""
+    value = loss(logits[None], label[None])
+    if value.numel() != 1:
+        raise ConfigError(
+            f"the loss of your own returns {list(value.shape)} for the logits of one record: "
+            "expected [1]."
+        )
+    return value.reshape(())
+
+
 def f1(positive_N: Tensor, called_N: Tensor, weights_RN: Tensor) -> Tensor:
     """Compute ``2 TP / (2 TP + FP + FN)``, in [0, 1], float64 [R]; NaN of 0 / 0.
 
@@ -231,3 +282,114 @@ def heads(output: Output) -> tuple[Tensor, Tensor | None]:
 
 
 CLASSIFICATION = Objective()
+
+
+@dataclass(frozen=True)
+class Regression(Objective):
+    """Regression: a network's one output is the target's number, standardised.
+
+    ``labels`` are float32 [N] in the target's unit, "logits" [N, 1]. Where the target has a range,
+    labels and predictions beyond count as its nearer end.
+
+    Attributes:
+        target: Mean and deviation, and the ends of the range if it has one, see ``Inputs.target``.
+        loss: Of a standardised difference, a name of ``NUMBER_LOSSES``.
+    """
+
+    target: tuple[float, ...] = (0.0, 1.0)
+    loss: str = names.SQUARED
+    predicts_numbers: ClassVar[bool] = True
+
+    @property
+    def span(self) -> float:
+        """The length of the range, the largest difference that counts."""
+        _, std, *ends = self.target
+        return ends[1] - ends[0] if ends else REACH * std
+
+    def standardised(self, target: tuple[float, ...]) -> Regression:
+        """The same, with what clients have found, unless the range is known."""
+        return replace(self, target=target) if target and len(self.target) == 2 else self
+
+    def _held(self, numbers: Tensor) -> Tensor:
+        ends = self.target[2:]
+        return numbers.clamp(*ends) if ends else numbers
+
+    def scaled(self, labels: Tensor) -> Tensor:
+        """The numbers [B] that a network is to return."""
+        return (self._held(labels) - self.target[0]) / self.target[1]
+
+    def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
+        if self.own_loss is not None:
+            return _own_losses(self.own_loss, logits, self.scaled(labels))
+        far = logits[:, 0] - self.scaled(labels)  # float32 at least
+        return NUMBER_LOSSES[self.loss](far, torch.zeros_like(far), reduction="none")
+
+    def _errors(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.predictions(logits) - self._held(labels.double())
+
+    def tested_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Each record's squared difference in deviations [B], within the range, float64."""
+        return (self._errors(logits, labels) / self.target[1]) ** 2
+
+    def guessing_loss(self, num_classes: int) -> float:
+        """Half the largest squared difference within the range, in deviations."""
+        return (self.span / self.target[1]) ** 2 / 2
+
+    def predictions(self, logits: Tensor) -> Tensor:
+        """Predict each record's number, float64 [N]."""
+        return self._held(logits[:, 0].double() * self.target[1] + self.target[0])
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The :meth:`predictions`, float32 [N, 1]."""
+        return self.predictions(logits).float()[:, None]
+
+    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The closeness [B] of predictions: 1 less the share of the range that they miss by."""
+        share = 1 - self._errors(logits, labels).abs() / self.span
+        return share.nan_to_num(nan=0.0).clamp(0, 1)
+
+    def told(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The same without closeness, with the error in the target's unit, unless it is known."""
+        found = {name: value for name, value in metrics.items() if name != names.ACCURACY}
+        if "loss" in metrics:
+            found.setdefault(names.RMSE, self.target[1] * math.sqrt(max(0.0, metrics["loss"])))
+        return found
+
+    def terms(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """What :meth:`scores_of` takes the sums of, float64 [N, 6], all 0 or more."""
+        errors, centred = self.predictions(logits) - labels, labels.double() - self.target[0]
+        one, above, below = torch.ones_like(errors), centred.clamp(min=0), (-centred).clamp(min=0)
+        return torch.stack([one, above, below, centred**2, errors**2, errors.abs()], 1)
+
+    def weighted_scores(
+        self, logits: Tensor, labels: Tensor, weights_RN: Tensor
+    ) -> dict[str, Tensor]:
+        """``r2``, ``rmse`` and ``mae`` under each weighting; see :meth:`scores_of`."""
+        return self.scores_of(weights_RN @ self.terms(logits, labels))
+
+    @staticmethod
+    def scores_of(sums_R6: Tensor) -> dict[str, Tensor]:
+        """R squared, and the root of the mean squared and the mean absolute error, [R].
+
+        ``R^2 = 1 - sum (p - y)^2 / sum (y - mean)^2``; NaN where all targets are alike.
+
+        Args:
+            sums_R6: Sums over records of :meth:`terms`.
+        """
+        number, above, below, squares, errors, distances = sums_R6.unbind(-1)
+        spread = squares - (above - below) ** 2 / number
+        spread = spread.where(spread > 1e-12 * squares, torch.nan)
+        return {
+            names.R2: 1 - errors / spread,
+            names.RMSE: (errors / number).sqrt(),
+            names.MAE: distances / number,
+        }
+
+
+def objective_of(
+    target: tuple[float, ...], *, positive: int | None = None, multi_label: bool = False
+) -> Objective:
+    """The objective of a model: of numbers where it has a target, see ``Inputs.target``."""
+    if target:
+        return Regression(target=target)
+    return Objective(positive=positive, multi_label=multi_label)

@@ -83,6 +83,7 @@ class Cohort:
         bytes_dense: Bytes that whole states, unrounded, would have taken in both directions.
         properties: Properties of each connected client, by client.
         statistics: Statistics by which all clients standardise a table; None: declared ones.
+        predicts_numbers: True if closeness is in the place of accuracy.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
     """
 
@@ -103,6 +104,7 @@ class Cohort:
     bytes_dense: int = field(default=0, init=False)
     properties: dict[int, ExactClientProperties] = field(default_factory=dict, init=False)
     statistics: Statistics | None = field(default=None, init=False)
+    predicts_numbers: bool = field(default=False, init=False)
     sampling: Sampling | None = field(default=None, init=False)
     _num_classes: int = field(default=1, init=False)
     _grid: Grid | None = field(default=None, init=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +44,12 @@ Ends = Annotated[list[float], _ENDS]
 Span = Annotated[list[Day], _ENDS]
 _MEAN_AND_STD = Where(lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0")
 _GRAY_OR_COLOUR = Where(lambda channels: channels in (1, 3), "1 or 3")
+
+
+def uniform(ends: Sequence[float]) -> list[float]:
+    """Mean and standard deviation of numbers that are equally likely everywhere in a range."""
+    low, high = ends
+    return [(low + high) / 2, (high - low) / math.sqrt(12)]
 
 
 def _is_encoding(name: str) -> bool:
@@ -102,7 +108,7 @@ class Dataset(Checked):
         fractions: Shares of train, validation and test of each client's records.
         split_key: The site's secret text that fixes which record goes where.
         linear_baseline: If true, a simulation also reports logistic regression on the pooled
-            records.
+            records, of numbers ridge regression.
         table: Published accuracies of all cells (``fednas lookup``), by which the report shows the
             search; no choice depends on them.
     """
@@ -261,12 +267,9 @@ class Numbers(Dataset):
     def column_statistics(self) -> dict[str, list[float]]:
         """``{column: [mean, std]}`` of what is declared; reads no record.
 
-        Those of a range are of numbers that are equally likely everywhere in it: ``(low + high) /
-        2`` and ``(high - low) / sqrt(12)``.
+        Those of a range are the :func:`uniform` ones.
         """
-        ranges = self.ranges.items()
-        uniform = {c: [(low + high) / 2, (high - low) / math.sqrt(12)] for c, (low, high) in ranges}
-        return {**self.statistics, **uniform}
+        return {**self.statistics, **{c: uniform(ends) for c, ends in self.ranges.items()}}
 
     @property
     def from_ranges(self) -> bool:
@@ -279,6 +282,13 @@ class LabelTable(Dataset):
     """A table with labels, one or several per record.
 
     Attributes:
+        task: What is predicted: a class or several labels (``classification``), or a number
+            (``regression``). Null is the latter with ``target_range``, and else finds it in the
+            label column: numbers with decimals, or of many different values, are predicted as such.
+            Private sites then take classes. Ordered classes and survival times are not supported.
+        target_range: Public [low, high] of a number to predict, to which targets and predictions
+            are clipped and by which they are standardised. Needed with privacy, and where what
+            standardises the features is declared; null: clients find mean and deviation together.
         class_names: The label's values in class order; empty for those found, sorted.
         label: Name of the column with the class, ``last`` being the last one.
         labels: Columns of 0 and 1 (or no and yes, false and true), one per label, where a record
@@ -289,6 +299,8 @@ class LabelTable(Dataset):
             export; no feature. The person is then the unit of privacy.
     """
 
+    task: Annotated[str, OneOf(names.TASKS)] | None
+    target_range: Ends | None
     class_names: Words
     label: str
     labels: Names
@@ -308,11 +320,22 @@ class LabelTable(Dataset):
                 f"{setting} has no effect with dataset.labels={show(self.labels)}, which names one "
                 "column per label: remove one of the two",
             )
+        of_classes = self.class_names or self.labels or self.label_separator
+        yield (
+            self.is_regression and (of_classes or self.task == names.CLASSIFICATION),
+            "task=regression and dataset.target_range are for a number to predict, but another of "
+            "dataset.task, class_names, labels and label_separator is for classes: remove one",
+        )
         yield (
             len(self.labels) == 1,
             f"labels={show(self.labels)} names one column, but is for records that can have "
             f"several labels: set dataset.label={', '.join(self.labels)}",
         )
+
+    @property
+    def is_regression(self) -> bool:
+        """True if it is said that a number is predicted."""
+        return self.task == names.REGRESSION or self.target_range is not None
 
     @property
     def names_label(self) -> bool:
@@ -324,7 +347,7 @@ class LabelTable(Dataset):
         """Settings that the records would otherwise decide, with whether each is given."""
         return {
             **super().declared,
-            "class_names": bool(self.class_names or self.labels),
+            "class_names": bool(self.class_names or self.labels or self.is_regression),
             "label or labels": self.names_label or bool(self.labels),
         }
 

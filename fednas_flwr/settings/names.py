@@ -42,9 +42,15 @@ MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dat
 # How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
 PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
 
-# Scores by which networks are compared and one is delivered; larger is better but for log_loss.
+# Scores by which networks are compared and one is delivered.
 ACCURACY, AUROC, LOG_LOSS = "accuracy", "auroc", "log_loss"
-METRICS = (ACCURACY, AUROC, "average_precision", "f1", LOG_LOSS)
+CLASS_METRICS = (ACCURACY, AUROC, "average_precision", "f1", LOG_LOSS)
+R2, RMSE, MAE = NUMBER_METRICS = ("r2", "rmse", "mae")  # of targets that are numbers
+METRICS = CLASS_METRICS + NUMBER_METRICS
+ERRORS = (LOG_LOSS, RMSE, MAE)  # of which less is better
+CLOSENESS = "closeness"  # of predicted numbers, from 0 to 1, in the place of accuracy
+CLASSIFICATION, REGRESSION = TASKS = ("classification", "regression")
+SQUARED, ABSOLUTE, HUBER = NUMBER_LOSSES = ("squared", "absolute", "huber")
 FOUND, BEST = DELIVERIES = ("found", "best")  # the network that a run delivers
 
 MOST_SHOWN = 100  # clients of which each is told by itself; of more there are quantiles

@@ -23,8 +23,9 @@ BUILT_IN = {
     "search_space": "fednas_flwr.spaces",
     "dataset": "fednas_flwr.data.readers",
 }
-TABLES: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}
-OWN: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}  # from outside the package
+PARTS = {"network": "fednas_flwr.models.networks"} | dict.fromkeys(("op", "loss", "metric"), "")
+TABLES: dict[str, dict[str, Any]] = {group: {} for group in (*BUILT_IN, *PARTS)}
+OWN: dict[str, dict[str, Any]] = {group: {} for group in TABLES}  # from outside the package
 SUPERNET, NETWORKS = "supernet", "networks"
 
 
@@ -38,7 +39,7 @@ class Rule:
         when: True if they do nothing in a run.
         cause: Setting that overrules them: a format of the configuration ``c``.
         remedy: Advice to the user.
-        but: Of what a group holds, the setting that does something all the same.
+        but: Of what a group holds, the settings that do something all the same.
     """
 
     settings: str
@@ -97,7 +98,8 @@ class Algorithm:
 
 def entries(group: str) -> dict[str, Any]:
     """The table of a group, with the package's own entries."""
-    import_module(BUILT_IN[group])
+    if module := (BUILT_IN | PARTS)[group]:  # some have only what users register
+        import_module(module)
     return TABLES[group]
 
 
@@ -143,7 +145,7 @@ def register(group: str, name: str, entry: Any) -> None:
 def carry(group: str, name: str, entry: Any) -> None:
     """Let a name stand for an entry from outside the package, in the workers of a run, too."""
     OWN[group][name] = TABLES[group][name] = entry
-    if isinstance(entry.settings, type):
+    if isinstance(getattr(entry, "settings", None), type):
         # As types: in a worker the module of a script is another one, where no text means them.
         entry.settings.__annotations__ = get_type_hints(entry.settings, include_extras=True)
 
@@ -151,6 +153,18 @@ def carry(group: str, name: str, entry: Any) -> None:
 def registered() -> dict[str, dict[str, Any]]:
     """The entries from outside the package, by group and name."""
     return {group: dict(own) for group, own in OWN.items()}
+
+
+def own_parts(config: Config) -> list[str]:
+    """What a run uses from outside the package, such as ``op wide``."""
+    used = {
+        **{group: [getattr(config, group).name] for group in BUILT_IN},
+        "network": [getattr(config.algorithm, "network", None)],
+        "op": config.search_space.own_ops,
+        "loss": [config.training.loss],
+        "metric": OWN["metric"],
+    }
+    return [f"{group} {name}" for group, of in used.items() for name in of if name in OWN[group]]
 
 
 def restore(carried: Mapping[str, Mapping[str, Any]]) -> None:

@@ -48,11 +48,13 @@ class SearchSpaceSettings(ps.Checked):
         norm: Normalisation of the supernet: ``batch``, or ``group``, which privacy needs.
         skip: Addition to the logits of supernet and network: ``none``, or those of a ``linear``
             classifier on the input.
+        own_ops: Further ops to choose from, by the names under which ``register_op`` knows them.
     """
 
     name: str
     norm: Norm
     skip: Annotated[str, ps.OneOf(names.SKIPS)]
+    own_ops: Annotated[list[str], ps.Distinct()]
 
 
 @dataclass(frozen=True)
@@ -375,12 +377,17 @@ class TrainingSettings(ps.Checked):
         class_factors: Public factors of the losses of classes, by name; with privacy they multiply
             what is clipped already.
         oversample: If true, training repeats the records of rarer classes; not with privacy.
+        loss: Loss of training: of a target that is a number ``squared``, ``absolute`` or ``huber``
+            (squared up to a standard deviation, then absolute), of its standardised difference; or
+            a name that ``register_loss`` knows. Null is ``squared``, and of classes cross-entropy,
+            by which all networks are tested.
     """
 
     precision: Annotated[str, ps.OneOf(names.PRECISIONS)]
     momentum: Annotated[str, ps.OneOf(opt.MOMENTA)] | None
     class_factors: dict[str, opt.ShareAbove0]
     oversample: bool
+    loss: ps.Text | None
 
 
 @dataclass(frozen=True)
@@ -392,7 +399,7 @@ class EvaluationSettings(ps.Checked):
             null takes the mean over classes, or the last of two.
         metric: Score by which networks are compared and one is delivered. Null is ``auroc`` where
             ``positive`` is set or less than 30 % of the clients' records are of the rarer of two
-            classes, else ``accuracy``.
+            classes, else ``accuracy``; of a target that is a number ``r2``.
         deliver: The network that a run delivers: the ``found`` one; or the ``best``, by validation
             records on which nothing was trained, of it and of those of ``baselines``, which are
             then trained before it. ``best`` is not with privacy nor on real sites.

@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
         "search_space",
         lambda c: not facts.searches(c) and (_fixed(c) or _sized_by_retrain(c)),
         NO_SEARCH,
-        but="search_space.skip",
+        but="search_space.skip search_space.own_ops",
     ),
     Rule(
         "algorithm.*",
@@ -167,7 +167,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "
-        "training.momentum training.class_factors training.oversample "
+        "training.momentum training.class_factors training.oversample training.loss "
         "dataset.crop_padding dataset.flip dataset.cutout privacy.micro_batch_size",
         lambda c: not _averages(c),
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
@@ -175,7 +175,7 @@ RULES: tuple[Rule, ...] = (
     # Networks.
     Rule(
         "retrain.channels retrain.num_cells retrain.auxiliary_weight retrain.drop_path_prob "
-        "search_space.skip",
+        "search_space.skip search_space.own_ops",
         _fixed,
         NETWORK,
     ),
@@ -436,7 +436,7 @@ def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | Non
     for end in range(len(parts), 0, -1):
         whole = ".".join(parts[:end])
         rule = idle.get(whole) or (idle.get(f"{parts[0]}.*") if end > 1 else None)
-        if rule is not None and rule.but == name:
+        if rule is not None and name in rule.but.split():
             return None
         if rule is not None:
             return None if whole in SWITCHES and not _field(config, whole)[1] else rule

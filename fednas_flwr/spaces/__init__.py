@@ -19,6 +19,8 @@ from fednas_flwr.settings import BlockSpace, CellSpace, DPCells, SearchSpaceSett
 from fednas_flwr.settings.registry import TABLES, imported, register
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fednas_flwr.spaces.space import SearchSpace
 
 
@@ -38,6 +40,18 @@ class SpaceEntry(NamedTuple):
     def sizes(self) -> tuple[str, ...]:
         """The settings that a network's description holds, beside the norm."""
         return tuple(f.name for f in fields(self.settings) if f.name not in ("name", "norm"))
+
+
+class OpEntry(NamedTuple):
+    """Entry behind the name of an op that a user has registered.
+
+    Attributes:
+        make: Called with a number of channels and a stride, returns the module.
+        has_weights: True if that has parameters.
+    """
+
+    make: Callable[[int, int], nn.Module]
+    has_weights: bool
 
 
 def _imported(place: str, **settings: Any) -> SearchSpace:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.genotype import Edge
 
 NOTHING = frozenset({"none"})
@@ -32,6 +33,17 @@ def candidate_edges(nodes: range) -> tuple[tuple[int, int], ...]:
         ((0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
     """
     return tuple((source, target) for target in nodes for source in range(target))
+
+
+def is_weightless(op: str) -> bool:
+    """Tell whether an op has no weights, by its name; a user's own is made once to see it.
+
+    Example:
+        >>> is_weightless("skip_connect"), is_weightless("sep_conv_3x3")
+        (True, False)
+    """
+    own = TABLES["op"].get(op)
+    return op in WEIGHTLESS or (own is not None and not own.has_weights)
 
 
 def has_weights(edges: Sequence[Edge], *, outputs: Iterable[int]) -> bool:
@@ -56,7 +68,7 @@ def has_weights(edges: Sequence[Edge], *, outputs: Iterable[int]) -> bool:
         if edge.target in read:
             read.add(edge.source)
     return any(
-        edge.op not in WEIGHTLESS and edge.source in reached and edge.target in read
+        not is_weightless(edge.op) and edge.source in reached and edge.target in read
         for edge in wired
     )
 
@@ -105,7 +117,7 @@ def nearest_trained(
         For every edge a column.
     """
     wired = [column for column, op in enumerate(ops) if op not in NOTHING]
-    trained = [column for column, op in enumerate(ops) if op not in WEIGHTLESS]
+    trained = [column for column, op in enumerate(ops) if not is_weightless(op)]
     log_probs_EO = torch.tensor(alphas_EO, dtype=torch.float64).log_softmax(dim=-1).tolist()
     least, nearest = math.inf, list(path)
     for route in routes:

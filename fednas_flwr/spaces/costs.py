@@ -312,6 +312,18 @@ def hardware_loss(hardware: Hardware | None, space: SearchSpace) -> HardwareLoss
     )
 
 
+def cost_by(space: SearchSpace, table: str | None) -> Callable[[Genotype], float]:
+    """Build a function: a genotype's latency in ms by a table in a file, or its multiply-adds."""
+    if table is not None:
+        return latency_of(space, table)
+
+    def multiply_adds(genotype: Genotype) -> float:
+        with torch.device("meta"):
+            return count_multiply_adds(space.network(genotype), space.input_shape)
+
+    return multiply_adds
+
+
 def latency_of(space: SearchSpace, table: str) -> Callable[[Genotype], float]:
     """Build a predictor of the latency in ms of a genotype's network, by a table in a file.
 

@@ -128,7 +128,8 @@ def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: b
             both = (*convolution(stride=stride, dilation=1), *convolution(stride=1, dilation=1))
             return nn.Sequential(*both)
         case _:
-            raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
+            after = operations.make_norm(channels, norm=norm, affine=affine)
+            return operations.OwnOp(op, channels, after, stride=stride, sides=(5, 5))
     return nn.Sequential(pool, operations.make_norm(channels, norm=norm, affine=False))
 
 
@@ -214,7 +215,7 @@ class DARTSBody(operations.SkipNetwork):
         plans = _plan_cells(space)
         self.kinds = [plan.kind for plan in plans]
         self.stem = _stem(space, affine=False)
-        self.cells = nn.ModuleList(SearchCell(plan, norm=space.norm) for plan in plans)
+        self.cells = nn.ModuleList(SearchCell(plan, space) for plan in plans)
         self.classifier = nn.Linear(plans[-1].out_channels, space.num_classes)
 
     def forward(
@@ -235,13 +236,14 @@ class DARTSBody(operations.SkipNetwork):
 class SearchCell(nn.Module):
     """A cell with all ops on all 14 edges."""
 
-    def __init__(self, plan: _CellPlan, *, norm: Norm) -> None:
+    def __init__(self, plan: _CellPlan, space: DARTSSpace) -> None:
         """Build all modules."""
         super().__init__()
+        norm = space.norm
         self.preprocess0, self.preprocess1 = _preprocessing(plan, norm=norm, affine=False)
         self.edges = nn.ModuleList(
             operations.MixedOp(
-                OPS,
+                space.ops,
                 functools.partial(plan.operation, source=source, norm=norm, affine=False),
             )
             for source, _ in EDGES
@@ -294,7 +296,7 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor, stack: Stack) -
     separable = _separable([modules[op] for op in SEPARABLE], 0, active, stride, stack)
     separable = _separable([modules[op] for op in SEPARABLE], 4, F.relu(separable), 1, stack)
     parts.append((_by_op(separable, 2, len(edges)), SEPARABLE))
-    return operations.mix(parts, weights_BEO, ops=OPS)
+    return operations.mix(parts + operations.own_parts(edges, x), weights_BEO, ops=edges[0].names)
 
 
 def _separable(

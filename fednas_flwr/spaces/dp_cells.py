@@ -24,11 +24,13 @@ from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import OneOf
+from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces import darts
 from fednas_flwr.spaces.cell_graph import candidate_edges, routes
 from fednas_flwr.spaces.genotype import SKIP, Genotype
 from fednas_flwr.spaces.operations import (
     MixedOp,
+    OwnOp,
     SkipNetwork,
     discrete_states,
     make_norm,
@@ -282,10 +284,13 @@ def _make_op(name: str, channels: int, *, norm: Norm, groups: int) -> nn.Module:
         return nn.Identity()
     if name in POOLS:
         return POOLS[name](3, stride=1, padding=1)
+    after = make_norm(channels, norm=norm, affine=False, most_groups=groups)
+    if name in TABLES["op"]:
+        return OwnOp(name, channels, after, sides=(5, 5))
     if name not in CONVOLUTIONS:
         return darts.make_operation(name, channels, stride=1, norm=norm, affine=False)
     return nn.Sequential(
         nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False),
-        make_norm(channels, norm=norm, affine=False, most_groups=groups),
+        after,
         CONVOLUTIONS[name](),
     )

@@ -67,7 +67,7 @@ class Layer(NamedTuple):
     @property
     def is_residual(self) -> bool:
         """True if the input is added to the output."""
-        is_block = self.op in MBCONVS or self.op == ZERO
+        is_block = self.op not in ("conv", "classifier")
         return is_block and self.stride == 1 and self.input_shape[0] == self.output_shape[0]
 
 
@@ -147,6 +147,7 @@ class MBConvSpace(SearchSpace):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built, or offers no choice."""
+        object.__setattr__(self, "ops", self.candidates)
         super().__post_init__()
         for op in self.candidates:
             if op not in (*MBCONVS, ZERO):
@@ -157,11 +158,6 @@ class MBConvSpace(SearchSpace):
                 f"candidates={', '.join(self.candidates)}: at least two different ops other than "
                 "zero are needed, each named once."
             )
-
-    @property
-    def ops(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The candidates."""
-        return self.candidates
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
@@ -230,7 +226,7 @@ def make_plan(space: MBConvSpace) -> Plan:
     widths = [scale_channels(c, width) for c, count in skeleton.stages for _ in range(count)]
     for number, channels in enumerate(widths, 1):
         stride = 2 if number in skeleton.downsampling else 1
-        layers = [_layer(op, shape, channels, stride=stride) for op in space.candidates]
+        layers = [_layer(op, shape, channels, stride=stride) for op in space.ops]
         fits = stride == 1 and channels == shape[0]
         blocks.append(tuple(layer if fits or layer.op != ZERO else None for layer in layers))
         shape = layers[0].output_shape
@@ -341,7 +337,7 @@ class Block(ops.Choice):
         offered = {layer.op: layer for layer in layers if layer is not None}
         super().__init__(
             [None if layer is None else layer.op for layer in layers],
-            lambda op: _mbconv(offered[op], norm=norm),
+            lambda op: _candidate(offered[op], norm=norm),
         )
         self.is_residual = next(iter(offered.values())).is_residual
 
@@ -373,6 +369,17 @@ class Block(ops.Choice):
         if out is None:
             return x
         return out + x if self.is_residual else out
+
+
+def _candidate(layer: Layer, *, norm: Norm) -> nn.Sequential:
+    """Return the module of a block's op; one that a user has registered is projected, too."""
+    if layer.op in MBCONVS:
+        return _mbconv(layer, norm=norm)
+    inputs, outputs = layer.input_shape[0], layer.output_shape[0]
+    after = ops.make_norm(inputs, norm=norm, affine=True)
+    own = ops.OwnOp(layer.op, inputs, after, stride=layer.stride, sides=layer.input_shape[1:])
+    project_norm = ops.make_norm(outputs, norm=norm, affine=True)
+    return nn.Sequential(own, _convolution(inputs, outputs), project_norm)
 
 
 def _mbconv(layer: Layer, *, norm: Norm) -> nn.Sequential:

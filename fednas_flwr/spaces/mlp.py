@@ -17,7 +17,7 @@ Tensor suffixes: B batch, E edges, O ops, W width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -31,7 +31,7 @@ from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import Between
 from fednas_flwr.spaces.cell_graph import candidate_edges
 from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.operations import SkipNetwork, TwoInputCell, node_states
+from fednas_flwr.spaces.operations import OwnOp, SkipNetwork, TwoInputCell, node_states
 from fednas_flwr.spaces.space import CellGraphSpace
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
@@ -101,8 +101,8 @@ def make_operation(op: str, width: int, *, norm: Norm) -> nn.Module:
     """Build the module [B, W] -> [B, W] of one op of a discrete cell (every name but ``none``)."""
     if op == "skip_connect":
         return nn.Identity()
-    if op not in OPS[2:]:
-        raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
+    if op not in OPS:
+        return OwnOp(op, width, make_norm(width, norm=norm, affine=True), sides=())
     size, activation = op.split("_")
     units = width if size == "dense" else width // 2
     return nn.Sequential(
@@ -148,7 +148,7 @@ class MLPBody(SkipNetwork):
         super().__init__()
         plans = _plan_cells(space)
         self.kinds = [plan.kind for plan in plans]
-        self.cells = nn.ModuleList(SearchCell(plan, norm=space.norm) for plan in plans)
+        self.cells = nn.ModuleList(SearchCell(plan, space) for plan in plans)
         self.classifier = nn.Linear(plans[-1].out_width, space.num_classes)
 
     def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
@@ -162,13 +162,13 @@ class MLPBody(SkipNetwork):
 class SearchCell(nn.Module):
     """A cell with all ops on all 9 edges."""
 
-    def __init__(self, plan: _CellPlan, *, norm: Norm) -> None:
+    def __init__(self, plan: _CellPlan, space: MLPSpace) -> None:
         """Build all modules; those of the edges that leave one node are one module."""
         super().__init__()
-        self.preprocess0, self.preprocess1 = _preprocessing(plan, norm=norm, affine=False)
+        self.preprocess0, self.preprocess1 = _preprocessing(plan, norm=space.norm, affine=False)
         sources = [source for source, _ in EDGES]
         self.leaving = nn.ModuleList(
-            LeavingEdges(sources.count(source), plan.width, norm=norm)
+            LeavingEdges(sources.count(source), plan.width, norm=space.norm, own=space.own_ops)
             for source in range(NODES[-1])
         )
 
@@ -187,19 +187,33 @@ class SearchCell(nn.Module):
 class LeavingEdges(nn.Module):
     """The mixed ops of all edges that leave one node."""
 
-    def __init__(self, num_edges: int, width: int, *, norm: Norm) -> None:
-        """Build the dense layers of ``num_edges`` edges, those of one width as one layer."""
+    def __init__(self, num_edges: int, width: int, *, norm: Norm, own: Sequence[str] = ()) -> None:
+        """Build the dense layers of ``num_edges`` edges, those of one width as one layer.
+
+        Each edge also gets ``own`` ops, which users have registered.
+        """
         super().__init__()
         self.dense = ParallelLayers(num_edges, width, width, norm=norm)
         self.narrow = ParallelLayers(num_edges, width, width // 2, norm=norm)
+        self.own = nn.ModuleList(
+            OwnOp(op, width, make_norm(width, norm=norm, affine=False), sides=())
+            for _ in range(num_edges)
+            for op in own
+        )
 
     def forward(self, x_BW: Tensor, weights_EO: Tensor) -> Tensor:
         """Return ``sum_o w_o * op_o(x)`` for every edge, [B, E, W]."""
-        _, skip, dense, narrow = torch.split(weights_EO, [1, 1, 2, 2], dim=-1)  # as in OPS
+        known, own = weights_EO[..., : len(OPS)], weights_EO[..., len(OPS) :]
+        _, skip, dense, narrow = torch.split(known, [1, 1, 2, 2], dim=-1)  # as in OPS
         dense_BEW: Tensor = self.dense(x_BW, dense)
         narrow_BEH = self.narrow(x_BW, narrow)
         padded = F.pad(narrow_BEH, (0, dense_BEW.shape[-1] - narrow_BEH.shape[-1]))
-        return skip * x_BW[:, None] + dense_BEW + padded
+        mixed_BEW = skip * x_BW[:, None] + dense_BEW + padded
+        if not self.own:
+            return mixed_BEW
+        outs = torch.stack([op(x_BW) for op in self.own], dim=1)
+        outs_BEOW = outs.view(len(x_BW), *own.shape[-2:], -1)
+        return torch.add(mixed_BEW, (outs_BEOW * own[..., None]).sum(-2))
 
 
 class ParallelLayers(nn.Module):

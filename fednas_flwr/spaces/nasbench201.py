@@ -111,7 +111,8 @@ def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Mo
         case "avg_pool_3x3":
             return nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
         case _:
-            raise ValueError(f"expected one of {', '.join(OPS[1:])}, got {op}")
+            after = operations.make_norm(channels, norm=norm, affine=affine)
+            return operations.OwnOp(op, channels, after, sides=(5, 5))
 
 
 class NASBench201Network(operations.SkipNetwork):
@@ -154,7 +155,7 @@ class NASBench201Body(operations.SkipNetwork):
         """Build the body; see :class:`NASBench201Space` for the space."""
         super().__init__()
         self.skeleton = _Skeleton(
-            functools.partial(SearchCell, norm=space.norm), space, affine=False
+            functools.partial(SearchCell, norm=space.norm, ops=space.ops), space, affine=False
         )
 
     def forward(
@@ -258,11 +259,11 @@ class ResidualBlock(nn.Module):
 class SearchCell(nn.Module):
     """A cell with all ops on all six edges."""
 
-    def __init__(self, channels: int, *, norm: Norm) -> None:
+    def __init__(self, channels: int, *, norm: Norm, ops: Sequence[str]) -> None:
         """Build all modules."""
         super().__init__()
         make = functools.partial(make_operation, channels=channels, norm=norm, affine=False)
-        self.edges = nn.ModuleList(operations.MixedOp(OPS, make) for _ in EDGES)
+        self.edges = nn.ModuleList(operations.MixedOp(ops, make) for _ in EDGES)
 
     def forward(self, x: Tensor, path: tuple[Sequence[int], Tensor]) -> Tensor:
         """Return a tensor shaped like ``x``, of each edge's column and gate alone."""
@@ -287,7 +288,9 @@ class SearchCell(nn.Module):
                 (shared, ("skip_connect", "avg_pool_3x3")),
                 (torch.unflatten(convolved, 1, (2, len(indices), -1)), CONVOLUTIONS),
             ]
-            return operations.mix(parts, weights_BEO[:, indices], ops=OPS)
+            leaving = [edges[index] for index in indices]
+            parts += operations.own_parts(leaving, state)
+            return operations.mix(parts, weights_BEO[:, indices], ops=leaving[0].names)
 
         return operations.node_states([x], EDGES, leave)[-1]
 

@@ -16,6 +16,7 @@ Tensor suffixes: B batch, C channels, H height, W width, E edges of a state, O o
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import check_choice
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.layers import Stack, depthwise, linear
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
+from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.genotype import Edge
 
 MAX_GROUPS = 8
@@ -313,6 +315,49 @@ def path_states(
     return [torch.zeros_like(inputs[0]) if state is None else state for state in states]
 
 
+class OwnOp(nn.Sequential):
+    """An op that a user has registered, and a norm behind it.
+
+    Attributes:
+        calls_layers: True, as a supernet that takes a stack for all else calls its layers.
+    """
+
+    calls_layers = True
+
+    def __init__(
+        self, name: str, channels: int, norm: nn.Module, *, stride: int = 1, sides: Sequence[int]
+    ) -> None:
+        """Make the op's module.
+
+        Args:
+            name: Of the op.
+            channels: Of what it is given and returns.
+            norm: Of so many channels.
+            stride: 1 or 2.
+            sides: Height and width with which it is tried; empty for rows of a table.
+
+        Raises:
+            ConfigError: There is none of this name, it fails, its output is of another shape, or,
+                where the norm is for private training, a record depends on the others.
+        """
+        check_choice("op", name, TABLES["op"])
+        expected = (2, channels, *(-(-side // stride) for side in sides))
+        x = torch.linspace(-1, 1, 2 * channels * math.prod(sides)).view(2, channels, *sides)
+        try:
+            module = TABLES["op"][name].make(channels, stride).eval()
+            with torch.no_grad():
+                out, alone = module(x), module(x[:1])
+        except Exception as error:
+            raise ConfigError(f"the op {name} of your own fails: {error}.") from error
+        apart = out.is_meta or isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
+        if out.shape != expected or not (apart or torch.allclose(out[:1], alone, atol=1e-5)):
+            raise ConfigError(
+                f"the op {name} of your own turns {list(x.shape)} into {list(out.shape)} at stride "
+                f"{stride}: expected {list(expected)}, and each record computed by itself."
+            )
+        super().__init__(module.train(), norm)
+
+
 class Choice(nn.Module):
     """Candidate ops of which a network computes one, or the weighted sum of all.
 
@@ -403,6 +448,13 @@ def normalised(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
             module.running_var.copy_(variance_C)
             module.num_batches_tracked.add_(1)
     return out
+
+
+def own_parts(edges: Sequence[Any], x: Tensor) -> list[tuple[Tensor, Sequence[str]]]:
+    """Outputs of the ops that users have registered on the edges of a state, for :func:`mix`."""
+    own = [name for name in edges[0].names if name in TABLES["op"]]
+    outs = [torch.stack([edge.ops[name](x) for edge in edges], dim=1) for name in own]
+    return [(out[:, None], [name]) for out, name in zip(outs, own, strict=True)]
 
 
 def max_pool(x_BCHW: Tensor, *, stride: int = 1) -> Tensor:

@@ -23,6 +23,7 @@ from fednas_flwr.base.layers import Stack
 from fednas_flwr.settings.names import BATCH, LINEAR, NO_SKIP, NORMS, SKIPS, Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import Checked, OneOf
+from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.cell_graph import has_weights, nearest_trained
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
 from fednas_flwr.spaces.operations import Choice, SkipNetwork
@@ -138,6 +139,7 @@ class SearchSpace(Checked):
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
         skip: Addition to the logits of every network: ``none``, or those of a ``linear``
             classifier on the input, which begins with zeros.
+        own_ops: Names of further ops, which users have registered; they follow the ``ops``.
     """
 
     name: ClassVar[str]
@@ -153,9 +155,17 @@ class SearchSpace(Checked):
     num_classes: Count
     norm: Annotated[Norm, OneOf(NORMS)] = BATCH
     skip: Annotated[str, OneOf(SKIPS)] = NO_SKIP
+    own_ops: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse examples for which no network can be built."""
+        """Refuse examples for which no network can be built, and ops that do not exist."""
+        for op in self.own_ops:
+            if op in self.ops or op not in TABLES["op"]:
+                raise ConfigError(
+                    f"search_space.own_ops={show(op)} must be the name of an op that register_op "
+                    f"has been given (fednas run --with <file>), and none of {', '.join(self.ops)}."
+                )
+        object.__setattr__(self, "ops", (*self.ops, *self.own_ops))
         super().__post_init__()
         axes = AXES[self.inputs]
         if len(self.input_shape) != len(axes) or min(self.input_shape) < 1:

@@ -147,6 +147,7 @@ SHARED_INPUTS = {
     "schema": (Column("age", "number"),),
     "scattering": (2, 8),
     "multi_label": True,
+    "target": (0.0, 1.0, -2.0, 2.0),
 }
 OWN_INPUTS = {
     "shape": "shared as that of the records, and of the images before a transform",

@@ -31,7 +31,7 @@ from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalTraining
 from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
 from fednas_flwr.protocol.sum_requests import PROPERTIES, REQUESTS, SUM_ACTIONS
-from fednas_flwr.search.objective import Objective, heads
+from fednas_flwr.search.objective import Objective, Regression, heads
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.settings import NoPrivacy
 from fednas_flwr.settings.optimizers import Adam
@@ -63,7 +63,10 @@ BOTH = RECORDS["train"] + RECORDS["validation"]
 EVERYTHING = schedule(batch_size=None)  # over all records at p = 1, so that only noise is drawn
 
 
-def sums(reply, action):
+GUESSING = math.log(3)
+
+
+def sums(reply, action, guessing=GUESSING):
     """Return what was released of each state, as the noised sum that it was."""
     vectors = {n: torch.cat([v.double() for v in s.values()]) for n, s in reply.states.items()}
     if action == "train.weights":  # one step: w - lr * (sum / B + decay * w)
@@ -79,7 +82,7 @@ def sums(reply, action):
     if action == "train.gradients":  # scaled to the weights' batch
         vectors["alphas"] *= RECORDS["validation"] / RECORDS["train"]
     if action == "evaluate.model":
-        pair = torch.tensor([reply.metrics["loss"] / (2 * math.log(3)), reply.metrics["accuracy"]])
+        pair = torch.tensor([reply.metrics["loss"] / (2 * guessing), reply.metrics["accuracy"]])
         return {"metrics": pair.double() * reply.num_examples / METRICS_NORM}
     return vectors
 
@@ -363,16 +366,65 @@ def test_gradients_of_several_labels_are_clipped_sums_of_records(
         close(reply.states[state]["float32"], mean * reply.num_examples)
 
 
-@pytest.mark.parametrize("action", ["train.gradients", "train.weights", "evaluate.model"])
-def test_a_record_of_several_labels_moves_releases_by_the_clipping_norm_at_most(action, make_site):
+NUMBERS = Regression(target=(10.0, 20 / 12**0.5, 0.0, 20.0))
+
+
+def numbers(data):
+    """Return the same records with numbers to predict, of which most are far beyond the range."""
+
+    def labelled(split):
+        return replace(split, labels=(split.labels.float() - 1) * 1e6)
+
+    return ClientData(*map(labelled, (data.train, data.validation, data.test)))
+
+
+@pytest.mark.parametrize("loss", ["squared", "absolute", "huber"])
+def test_gradients_of_numbers_are_clipped_sums_of_records(loss, make_site, networks, without_noise):
+    plan = [p for p in EVERYTHING if p.action == "train.gradients"]
+    site = make_site(committed=plan, records=np.arange(40), hold=numbers)
+    site.client.__dict__["objective"] = replace(NUMBERS, loss=loss)
+    reply = site.ask("train.gradients")
+    supernet = networks.space.supernet()
+    load_states(supernet, networks.states["supernet"])
+    supernet.double().train()
+
+    def loss_of(logits, y):
+        far = logits[:, 0] - (y.double().clamp(0, 20) - 10) / (20 / 12**0.5)
+        by_name = {
+            "squared": far**2,
+            "absolute": far.abs(),
+            "huber": torch.where(far.abs() < 1, far**2 / 2, far.abs() - 0.5),
+        }
+        return by_name[loss].mean()
+
+    parameters = list(supernet.weights().values())
+    total = clipped(supernet, site.client.data.train, parameters, NORM, loss_of=loss_of)
+    mean = flat(total) / RECORDS["train"]
+    close(reply.states["weights"]["float32"], mean * reply.num_examples)
+
+
+OF_MEASURES = ("train.gradients", "train.weights", "evaluate.model")
+
+
+@pytest.mark.parametrize(
+    ("action", "of_form", "objective"),
+    [
+        *((action, several, SEVERAL) for action in OF_MEASURES),
+        *((action, numbers, NUMBERS) for action in (*OF_MEASURES, "evaluate.candidates")),
+    ],
+)
+def test_a_record_of_other_labels_moves_releases_by_the_clipping_norm_at_most(
+    action, of_form, objective, make_site
+):
     _, kinds = ASKED[action]
     plan = [p for p in EVERYTHING if p.action == action]
     (name, *_) = next(iter(kinds.values()))
     pair = []
-    for hold in (several, lambda data: without_last(name)(several(data))):
+    for hold in (of_form, lambda data: without_last(name)(of_form(data))):
         site = make_site(committed=plan, test_seed=b"7", hold=hold)
-        site.client.__dict__["objective"] = SEVERAL
-        pair.append(sums(site.ask(action), action))
+        for client in (site.client, site.of_cells):
+            client.__dict__["objective"] = objective
+        pair.append(sums(site.ask(action), action, objective.guessing_loss(3)))
     for kind, splits in kinds.items():
         moved = (pair[0][kind] - pair[1][kind]).norm().item()
         if name in splits:
@@ -641,6 +693,24 @@ def test_of_several_labels_a_records_share_of_right_ones_is_released(
         losses.clamp(max=bound).sum().item() / 20, rel=1e-5
     )
     assert reply.metrics["accuracy"] == pytest.approx(right.item() / 20)
+
+
+def test_squared_errors_of_numbers_are_released_within_the_squared_range(
+    make_site, networks, without_noise
+):
+    """Whatever targets and predictions are, both here mostly beyond the range."""
+    site = make_site(hold=numbers)
+    site.client.__dict__["objective"] = NUMBERS
+    reply, logits, y = measured_large(site, networks)
+    assert without_noise == [(METRICS["noise_multiplier"], math.sqrt(2))]
+    predicted = logits[:, 0].double() * 20 / 12**0.5 + 10
+    assert not ((predicted >= 0) & (predicted <= 20)).all()
+    errors = predicted.clamp(0, 20) - y.double().clamp(0, 20)
+    assert errors.abs().max() > 10
+    told = NUMBERS.told(reply.metrics)
+    assert told["rmse"] ** 2 == pytest.approx((errors**2).sum().item() / 20, rel=1e-4)
+    closeness = (1 - errors.abs() / 20).sum().item() / 20
+    assert reply.metrics["accuracy"] == pytest.approx(closeness, rel=1e-4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])

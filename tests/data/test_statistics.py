@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,9 @@ def table(features: np.ndarray) -> Records:
     )
 
 
+ONE_COLUMN = table(np.zeros((1, 1)))
+
+
 @given(st.lists(st.integers(0, 2), min_size=6, max_size=60), st.integers(0, 2**32 - 1))
 def test_pooled_statistics_are_those_of_all_records_together(owners: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -33,7 +38,7 @@ def test_pooled_statistics_are_those_of_all_records_together(owners: list[int], 
         column_moments(records, torch.from_numpy(np.flatnonzero(np.array(owners) == owner)))
         for owner in range(3)
     ]
-    found = pooled(moments, num_features=3)
+    found = pooled(moments, records)
     numbers = records.features[:, :2].double().numpy()
     known = [column[~np.isnan(column)] for column in numbers.T]
     means = [column.mean() if len(column) else 0.0 for column in known]
@@ -42,10 +47,22 @@ def test_pooled_statistics_are_those_of_all_records_together(owners: list[int], 
     assert found.std == pytest.approx((*stds, 1.0), rel=1e-6)
 
 
+def test_a_target_that_is_a_number_is_standardised_by_all_records() -> None:
+    rng = np.random.default_rng(0)
+    records = table(rng.normal(size=(30, 3)))
+    numbers = torch.from_numpy(rng.exponential(9, 30).astype(np.float32))
+    records = replace(records, labels=numbers)
+    parts = torch.arange(30).split([5, 24, 1])
+    found = pooled([column_moments(records, part) for part in parts], records)
+    assert found.target == pytest.approx((float(numbers.mean()), float(numbers.std(correction=0))))
+    assert len(found.mean) == len(found.std) == 3
+    assert found.mean[:2] == pytest.approx(records.features[:, :2].mean(0).tolist(), abs=1e-6)
+
+
 def test_a_constant_or_missing_column_has_deviation_one() -> None:
     features = np.column_stack([np.full(4, 7.1), np.full(4, np.nan), np.ones(4)])
     moments = column_moments(table(features), torch.arange(4))
-    found = pooled([moments, moments], num_features=3)
+    found = pooled([moments, moments], table(features))
     assert found.mean == pytest.approx((7.1, 0.0, 0.0))
     assert found.std == (1.0, 1.0, 1.0)
 
@@ -79,8 +96,8 @@ def test_one_of_four_moves_what_standardises_all_by_little(
     honest = dict(enumerate([of] for of in CHOLESTEROL[:3]))
     found, far = bounded({**honest, 3: [Moments(count, mean, std)]})
     assert {client: found[client] for client in honest} == honest
-    before = pooled(list(honest.values()), num_features=1)
-    after = pooled(list(found.values()), num_features=1)
+    before = pooled(list(honest.values()), ONE_COLUMN)
+    after = pooled(list(found.values()), ONE_COLUMN)
     assert abs(after.mean[0] - before.mean[0]) <= 2 * REACH * before.std[0]
     assert after.std[0] <= 2 * REACH * before.std[0]
     assert set(far) <= {3}
@@ -92,6 +109,6 @@ def test_one_of_four_moves_what_standardises_all_by_little(
 def test_no_deviation_is_one_that_float32_cannot_divide_by(value: float) -> None:
     for parties in ([0.0, 0.0, value], [value], [value, value]):
         column = [[Moments(9, 0.0, std)] for std in parties]
-        found = pooled(column, num_features=1)
+        found = pooled(column, ONE_COLUMN)
         assert 1e-37 < found.std[0] <= 1e30
         assert torch.isfinite(torch.tensor(3.0) / torch.tensor(found.std[0]))

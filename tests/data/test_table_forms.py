@@ -67,8 +67,8 @@ ASKED = {
         "holds dates but for 2021-02-30 in row 21",
     ),
     "a number to predict": (
-        "age,price\n" + "".join(f"{i},{i * 3.7:.1f}\n" for i in range(40)),
-        "column price, holds 40 different numbers .*looks like a number to predict",
+        "age,stage\n" + "".join(f"{i},{i % 15}\n" for i in range(200)),
+        "column stage, holds 15 different whole numbers in 200 rows: set dataset.task=regression",
     ),
     "a class None": ("age,y\n1,None\n2,ill\n", r"no label \(y\) in row 1.*missing_in=\{y: \[\]\}"),
     "two features of one name": (

@@ -220,6 +220,38 @@ def test_a_list_of_labels_is_left_out_by_itself(tmp_path: Path) -> None:
         assert_untouched(found, alone, left_out=True, place=len(good))
 
 
+def test_a_number_to_predict_is_left_out_by_itself(tmp_path: Path) -> None:
+    own = {"name": "csv", "label": "days", "id_column": None, "numeric": ["age"]}
+    own |= {"statistics": {"age": [0, 1]}, "target_range": [0, 60]}
+
+    def written(cells: list[str]) -> Path:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows(
+                [["age", "days"], *([f"{i}", c] for i, c in enumerate(cells))]
+            )
+        return path
+
+    good = ["1", "2.5", "-3", "1e38", "60.0000001"]  # also far beyond the range
+    alone = read(written(good), own)
+    assert alone.train.is_regression
+    assert alone.target == pytest.approx((30, 60 / 12**0.5, 0, 60))
+    for cell in [*NO_NUMBER, "", "NA", "nan", "9" * 200_000, "2024-05-31"]:
+        found = read(written([*good, cell]), own)
+        assert_untouched(found, alone, left_out=True, place=len(good))
+
+
+def test_no_record_tells_a_private_site_that_numbers_are_predicted(tmp_path: Path) -> None:
+    own = {"name": "csv", "label": "days", "id_column": None, "numeric": ["age"]}
+    own |= {"statistics": {"age": [0, 1]}}
+    path = tmp_path / "table.csv"
+    path.write_text("age,days\n" + "".join(f"{i},{i * 1.1:.1f}\n" for i in range(60)))
+    assert not read(path, own).train.is_regression
+    dataset = replace(dataset_of(tmp_path, own).at(str(path)), corrupt="refuse", server_test=False)
+    with pytest.raises(ConfigError, match="declare dataset.target_range"):
+        prepare(dataset)  # which elsewhere is found, and then asks for a range
+
+
 def test_a_column_per_label_is_left_out_by_itself(tmp_path: Path) -> None:
     own = {"name": "csv", "labels": ["a", "b"], "id_column": None, "numeric": ["age"]}
     own |= {"statistics": {"age": [0, 1]}}

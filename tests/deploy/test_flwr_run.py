@@ -18,7 +18,7 @@ from flwr.cli.install import install_from_fab
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.deploy import server_app
+from fednas_flwr.deploy import bundle
 from fednas_flwr.deploy.bundle import check_bundle
 from fednas_flwr.deploy.server_app import configure
 from fednas_flwr.runs.events import read_events
@@ -78,7 +78,9 @@ def test_wrong_overrides_are_one_sentence(text: str, words: str) -> None:
 def test_a_run_has_a_client_for_every_node_and_lies_in_the_projects_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_app, "checkout", lambda: tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "fednas_flwr").mkdir()
+    monkeypatch.chdir(tmp_path)  # a clone; another one is installed
     config, resumed = configure("algorithm=fnas rounds=1", num_nodes=4)
     assert (config.clients, config.rounds, config.algorithm.name) == (4, 1, "fnas")
     assert not resumed
@@ -86,6 +88,17 @@ def test_a_run_has_a_client_for_every_node_and_lies_in_the_projects_runs(
     again, resumed = configure(f"resume={config.run_dir}", num_nodes=4)
     assert again == config
     assert resumed
+
+
+def test_elsewhere_a_run_lies_in_the_installed_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "installed" / "fednas_flwr").mkdir(parents=True)
+    monkeypatch.setattr(bundle, "checkout", lambda: tmp_path / "installed")
+    monkeypatch.chdir(tmp_path)
+    assert bundle.typed_in() == tmp_path / "installed"
+    monkeypatch.setattr(bundle, "checkout", lambda: None)  # a wheel
+    assert bundle.typed_in() == tmp_path
 
 
 def test_nodes_that_hold_the_data_are_sites(tmp_path: Path) -> None:

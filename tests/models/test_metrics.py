@@ -30,8 +30,8 @@ from fednas_flwr.models.metrics import (
     record_losses,
     shares_at,
 )
-from fednas_flwr.search.objective import CLASSIFICATION, Objective
-from fednas_flwr.settings.names import METRICS
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression
+from fednas_flwr.settings.names import CLASS_METRICS, NUMBER_METRICS
 from fednas_flwr.spaces.operations import SkipNetwork
 
 from ..search.test_objective import pairs_ranked_right, slow_scores
@@ -75,7 +75,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network: nn.Module) -> None
     assert result.accuracy == hits / 300
     assert result.num_examples == 300
     assert result.as_dict() == {"loss": result.loss, "accuracy": result.accuracy}
-    no_scores = {"f1": None, "auroc": None, "average_precision": None}
+    no_scores = dict.fromkeys(("f1", "auroc", "average_precision", *NUMBER_METRICS))
     assert asdict(result) == {**result.as_dict(), "num_examples": 300, **no_scores}
 
 
@@ -299,7 +299,10 @@ def test_a_report_has_all_scores_as_json(num_classes: int) -> None:
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from(METRICS), st.sampled_from([2, 3]), st.integers(1, 3), st.integers(0, 2**31 - 1)
+    st.sampled_from(CLASS_METRICS),
+    st.sampled_from([2, 3]),
+    st.integers(1, 3),
+    st.integers(0, 2**31 - 1),
 )
 def test_added_sums_of_clients_give_the_score_of_all_their_records(
     metric: str, classes: int, clients: int, seed: int
@@ -334,6 +337,33 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(
         assert math.isnan(score[0])
     else:
         assert float(score[0].nan_to_num()) == pytest.approx(expected[metric], abs=1e-9)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(NUMBER_METRICS), st.integers(1, 3), st.integers(0, 2**31 - 1))
+def test_added_sums_of_numbers_give_the_score_of_all_records(
+    metric: str, clients: int, seed: int
+) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    sizes = [int(torch.randint(2, 40, (), generator=drawn)) for _ in range(clients)]
+    parts = [
+        (torch.randn(n, 1, generator=drawn).double(), 50 + 9 * torch.randn(n, generator=drawn))
+        for n in sizes
+    ]
+    objective = Regression(target=(50.0, 9.0))
+    told = [
+        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
+        for logits, labels in parts
+    ]
+    assert all(bool((of >= 0).all()) for of in told)  # as a reply's must be
+    again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]
+    total = torch.stack([of for of in again if of is not None]).sum(0)
+    logits, labels = (torch.cat(side) for side in zip(*parts, strict=True))
+    expected = objective.scores(logits, labels)[metric]
+    score = metrics.score_of_sums(total, metric)
+    assert len(score) == 1 + metrics.RESAMPLED
+    assert float(score[0]) == pytest.approx(expected, rel=1e-6)
+    assert score[1:].isfinite().any()
 
 
 def test_resamples_of_two_networks_are_of_the_same_records() -> None:

@@ -60,6 +60,27 @@ def test_the_simplest_finalist_within_a_standard_error_of_the_best_is_delivered(
     assert [one.name for one in candidates(tmp_path)][-1] == "random_1"
 
 
+def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_path: Path) -> None:
+    sizes = {"large": 900, "small": 90, "linear": 10, "front_1": 20, "front_2": 500, "found": 70}
+    scores = {
+        "large": 0.9,
+        "small": 0.8,
+        "linear": 0.5,
+        "front_1": 0.6,
+        "front_2": 0.7,
+        "found": 0.4,
+    }
+    for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
+        for name, score in scores.items():
+            add(tmp_path / place, name, score, parameters=sizes[name], noise=0.0)
+    assert set(finalists(tmp_path)) == set(scores)
+    assert chosen(tmp_path).name == "large"
+    limits = {"parameters": 100, "multiply_adds": None, "latency_ms": None, "table": None}
+    config = {"algorithm": {"pool": {"limits": limits}}}
+    (tmp_path / FINALISTS_FOLDER / "small" / "config.yaml").write_text(json.dumps(config))
+    assert chosen(tmp_path).name == "small"
+
+
 def test_a_smaller_log_loss_is_better(tmp_path: Path) -> None:
     for name, score in {"a": 0.4, "b": 0.6}.items():
         for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
@@ -90,6 +111,29 @@ def recommended(compose_config: Callable[..., Config], tmp_path: Path) -> Config
         *("evaluation.baselines=1", f"run_dir={tmp_path / 'run'}"),
     )
     return config
+
+
+@pytest.mark.slow
+def test_a_front_has_networks_of_five_ranges_of_cost(recommended: Config) -> None:
+    pool = replace(recommended.algorithm.pool, front=True, draws=24, keep=5)
+    limits = replace(pool.limits, multiply_adds=200_000)
+    algorithm = replace(recommended.algorithm, pool=replace(pool, limits=limits), eta=5)
+    result = run(replace(recommended, algorithm=algorithm))
+    record = read_run(result.folder)
+    genotypes = record.of_kind("rewarded")[0]["genotypes"]
+    assert len(genotypes) == 5
+    fronts = sorted((result.folder / FINALISTS_FOLDER).glob("front_*"))
+    assert len(fronts) == 4  # the fifth is the found one
+    trained = [json.loads((folder / "genotype.json").read_text()) for folder in fronts]
+    found = json.loads((result.folder / BASELINES_FOLDER / "found" / "genotype.json").read_text())
+    costs = [read_run(folder).numbers()["multiply_adds"] for folder in fronts]
+    assert costs == sorted(costs)
+    assert costs[-1] <= 200_000
+    assert all((folder / "model.onnx").exists() for folder in fronts)
+    assert all(genotype in genotypes for genotype in [*trained, found])
+    rows = {row["network"]: row for row in result.leaderboard()}
+    assert {folder.name for folder in fronts} < rows.keys()
+    assert all(rows[folder.name]["rounds"] == 3 for folder in fronts)
 
 
 @pytest.mark.run
@@ -187,7 +231,8 @@ def test_a_run_without_a_choice_shows_its_baselines_by_test_scores(tmp_path: Pat
     file = tmp_path / "own" / BASELINES_FOLDER / "linear" / "events.jsonl"
     file.write_text(file.read_text().replace('"validation": [', '"past": ['))
     assert [one.name for one in compared(read_run(tmp_path / "own"))] == ["found", "linear"]
-    assert Result(tmp_path / "own").leaderboard() == []
+    rows = Result(tmp_path / "own").leaderboard()
+    assert [row["network"] for row in rows] == ["found", "linear"]
 
 
 def test_experiments_of_papers_deliver_what_was_found() -> None:

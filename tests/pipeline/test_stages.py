@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.data.prepared import save_partition
 from fednas_flwr.data.records import assign_splits
-from fednas_flwr.models import metrics
 from fednas_flwr.pipeline import stages
+from fednas_flwr.settings.registry import TABLES
 
 
 def last(events: list[dict], name: str) -> dict:
@@ -22,9 +22,9 @@ def last(events: list[dict], name: str) -> dict:
 
 
 def test_a_network_is_exported_although_its_test_fails(run_inline, monkeypatch) -> None:
-    monkeypatch.setitem(metrics.OWN_SCORES, "mine", lambda probabilities, labels: math.nan)
+    monkeypatch.setitem(TABLES["metric"], "mine", lambda probabilities, labels: math.nan)
     done = run_inline()
-    assert "the score mine of your own fails" in str(done.error)
+    assert "the metric mine of your own fails" in str(done.error)
     assert last(done.events, "run_finished")["status"] == "failed"
     assert last(done.events, "exported")["files"] == ["model.safetensors", "model.onnx"]
     assert load_file(done.folder / "model.safetensors")

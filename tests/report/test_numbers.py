@@ -14,6 +14,9 @@ NAMES = (
     "central_f1",
     "central_auroc",
     "central_average_precision",
+    "central_r2",
+    "central_rmse",
+    "central_mae",
     "accuracy_without_skip",
     "accuracy_without_cells",
     "client_accuracy",
@@ -21,9 +24,15 @@ NAMES = (
     "linear_accuracy",
     "linear_f1",
     "linear_auroc",
+    "linear_r2",
+    "linear_rmse",
+    "linear_mae",
     "trees_accuracy",
     "trees_f1",
     "trees_auroc",
+    "trees_r2",
+    "trees_rmse",
+    "trees_mae",
     "num_parameters",
     "multiply_adds",
     "search_seconds",
@@ -51,7 +60,9 @@ def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_bette
     assert len({metric.label for metric in METRICS}) == len(NAMES)
     scores = {metric.name for metric in METRICS if metric.is_score}
     models = ("accuracy", "central", "client", "linear", "personalised", "trees")
-    assert scores == {name for name in NAMES if name.startswith(models)} - {"clients_lost"}
+    errors = {metric.name for metric in METRICS if metric.unit == "error"}
+    assert errors == {name for name in NAMES if name.endswith(("_rmse", "_mae"))}
+    assert scores == {n for n in NAMES if n.startswith(models)} - {"clients_lost"} - errors
 
 
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:

@@ -10,11 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
+from sklearn.metrics import (
+    average_precision_score,
+    f1_score,
+    mean_absolute_error,
+    r2_score,
+    roc_auc_score,
+    root_mean_squared_error,
+)
 from torch.nn import functional as F
 
 import fednas_flwr
-from fednas_flwr.search.objective import CLASSIFICATION, Objective, heads
+from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression, heads
 
 FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
 
@@ -292,3 +299,98 @@ def test_losses_and_predictions_are_computed_here_alone():
     assert len(found.pop("search/candidate.py")) == 1  # over ops
     assert len(found.pop("search/data_free_scores.py")) == 1  # of a made-up task
     assert found == {}
+
+
+FOUND, GIVEN = (3.0, 2.0), (5.0, 10 / 12**0.5, 0.0, 10.0)
+NUMBERS = st.lists(
+    st.tuples(
+        st.floats(-1e3, 1e3, width=32), st.sampled_from([-1e6, -3.0, 0.0, 1.5, 4.0, 11.0, math.nan])
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+def held(value, target):
+    """A number within the range, if there is one."""
+    return min(max(value, target[2]), target[3]) if len(target) > 2 else value
+
+
+@pytest.mark.parametrize("target", [FOUND, GIVEN], ids=["found", "given"])
+@pytest.mark.parametrize("loss", ["squared", "absolute", "huber"])
+def test_losses_of_numbers_are_of_standardised_differences(loss, target):
+    mean, std, *_ = target
+    logits, numbers = torch.tensor([[-4.0], [0.2], [9.0]]).double(), torch.tensor([-2.0, 4.0, 12.0])
+    far = [
+        out - (held(y, target) - mean) / std
+        for (out,), y in zip(logits.tolist(), numbers.tolist(), strict=True)
+    ]
+    by_name = {
+        "squared": [f * f for f in far],
+        "absolute": [abs(f) for f in far],
+        "huber": [f * f / 2 if abs(f) < 1 else abs(f) - 0.5 for f in far],
+    }
+    objective = Regression(target=target, loss=loss)
+    expected = torch.tensor(by_name[loss], dtype=torch.float64)
+    torch.testing.assert_close(objective.losses(logits, numbers), expected)
+    both = objective.plain_losses((logits, logits), numbers, 0.5)
+    torch.testing.assert_close(both, 1.5 * expected)
+
+
+@pytest.mark.parametrize("target", [FOUND, GIVEN], ids=["found", "given"])
+def test_scores_of_numbers_are_scikit_learns(target):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 1, generator=generator).double()
+    numbers = (4 + 3 * torch.randn(40, generator=generator)).float()
+    objective = Regression(target=target)
+    mean, std, *_ = target
+    y = [held(out * std + mean, target) for (out,) in logits.tolist()]
+    assert objective.predictions(logits).tolist() == pytest.approx(y)
+    expected = {
+        "r2": r2_score(numbers, y),
+        "rmse": root_mean_squared_error(numbers, y),
+        "mae": mean_absolute_error(numbers, y),
+    }
+    assert objective.scores(logits, numbers) == pytest.approx(expected)
+    twice = torch.ones(1, 40).double()
+    twice[0, 7] = 3
+    rows = [*range(40), 7, 7]
+    weighted = objective.weighted_scores(logits, numbers, twice)
+    repeated = objective.scores(logits[rows], numbers[rows])
+    assert {n: float(v) for n, v in weighted.items()} == pytest.approx(repeated)
+    alike = objective.scores(logits, torch.full((40,), 2.0))
+    assert alike.keys() == {"rmse", "mae"}  # nothing varies that could be predicted
+
+
+@given(NUMBERS)
+def test_what_is_released_of_a_number_is_within_its_range(pairs):
+    """Whatever a network or a file says: squared errors in range^2, closeness in [0, 1]."""
+    objective = Regression(target=GIVEN)
+    labels = torch.tensor([y for _, y in pairs])
+    logits = torch.tensor([[out] for out, _ in pairs])
+    bound = 2 * objective.guessing_loss(1)
+    losses, hits = objective.tested_losses(logits, labels), objective.hits(logits, labels)
+    for (out, y), loss, hit in zip(pairs, losses.tolist(), hits.tolist(), strict=True):
+        error = held(out * GIVEN[1] + GIVEN[0], GIVEN) - held(y, GIVEN)
+        if math.isnan(y):
+            assert hit == 0
+            continue
+        assert loss * GIVEN[1] ** 2 == pytest.approx(error**2, rel=1e-5, abs=1e-5)
+        assert 0 <= loss <= bound * (1 + 1e-9)
+        assert hit == pytest.approx(1 - abs(error) / 10, abs=1e-6)
+    known = ~labels.isnan()
+    if known.any():
+        told = objective.told(
+            {"loss": float(losses[known].mean()), "accuracy": float(hits[known].mean())}
+        )
+        errors = (losses[known] * GIVEN[1] ** 2).sqrt()
+        assert told["rmse"] == pytest.approx(float((errors**2).mean().sqrt()), abs=1e-6)
+        assert "accuracy" not in told
+        assert objective.told({"loss": 1.0, "rmse": 3.0}) == {"loss": 1.0, "rmse": 3.0}
+
+
+def test_a_declared_range_is_not_replaced_by_what_clients_find():
+    assert Regression(target=GIVEN).standardised(FOUND).target == GIVEN
+    assert Regression().standardised(FOUND).target == FOUND
+    assert Regression(target=FOUND).standardised(()).target == FOUND
+    assert CLASSIFICATION.standardised(FOUND) is CLASSIFICATION

@@ -101,6 +101,8 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         """The ranking whose best networks are the pool."""
         generator = make_generator(self.config.seed, "successive_halving")
         ranking = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
+        if self.settings.pool.front:
+            return self._drawn.spread(ranking, self._size())
         return [one.genotype for one in ranking]
 
     def _size(self) -> int:

@@ -87,6 +87,9 @@ class PoolSettings(Checked):
         shortlist: Null goes by the same scores to the end.
         limits: Limits on the cost of the network that is retrained; in a run that does not, of one
             of the supernet's size.
+        front: If true, the pool has the best network of each range of costs, latency by the
+            limits' table or else multiply-adds; the best by reward of each fifth of them is trained
+            and exported beside the found one.
     """
 
     draws: opt.Count
@@ -94,6 +97,7 @@ class PoolSettings(Checked):
     by: Names | None
     shortlist: opt.ShortlistSettings | None
     limits: NetworkLimits
+    front: bool
 
     def __post_init__(self) -> None:
         """Check the ranges."""

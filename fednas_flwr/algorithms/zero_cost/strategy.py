@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
@@ -22,7 +23,8 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_scores import measure
 from fednas_flwr.search.data_free_search import Score, Scored, search, shortlisted
 from fednas_flwr.settings import Config
-from fednas_flwr.spaces.costs import latency_of
+from fednas_flwr.settings.names import FOUND
+from fednas_flwr.spaces.costs import cost_by, latency_of
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
@@ -64,19 +66,28 @@ class ScoredDraws:
         """
         self._search(lambda _: {"none": 0.0}, draws=1, generator=generator)
 
+    def spread(self, ranking: list[Scored], size: int) -> list[Genotype]:
+        """The best of a ranking in each of so many ranges of cost with equally many networks."""
+        cost = cost_by(self._trained(), self.choice.limits.table)
+        by_cost = sorted(range(len(ranking)), key=lambda place: cost(ranking[place].genotype))
+        parts = [part for part in np.array_split(by_cost, size) if len(part)]
+        return [ranking[place].genotype for place in sorted(min(part) for part in parts)]
+
+    def _trained(self) -> SearchSpace:
+        """The space at the sizes at which a found network is trained, if it is."""
+        if "retrain" not in self.config.stages and self.config.evaluation.deliver == FOUND:
+            return self.space
+        anything = self.space.random_genotype(torch.Generator())
+        return described_space(describe_network(self.config, self.prepared, anything))[0]
+
     def _search(self, score: Score, **drawn: Any) -> list[Scored]:
-        limits, limited = self.choice.limits, self.space
-        if limits.by_name and "retrain" in self.config.stages:
-            # at the sizes at which a found network is trained
-            anything = self.space.random_genotype(torch.Generator())
-            description = describe_network(self.config, self.prepared, anything)
-            limited = described_space(description)[0]
+        limits = self.choice.limits
         return search(
             self.space,
             score,
             limits=limits.by_name,
             latency_ms=None if limits.table is None else latency_of(self.space, limits.table),
-            limited=limited,
+            limited=self._trained() if limits.by_name else self.space,
             **drawn,
         )
 

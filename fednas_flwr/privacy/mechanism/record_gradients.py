@@ -134,13 +134,17 @@ def record_gradients(
     refuse_batch_norm(module)
     if not module.training:
         raise ValueError("the module must be in training mode: call train() first")
-    if _takes_stack(module):
-        return _from_leaves(module, parameters, loss)
-    layers = _layers(module, parameters)
+    own = _calling_layers(module) if _takes_stack(module) else module
+    layers = _layers(own, parameters)
     if any("forward" in vars(layer) for layer in layers):
         raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
     if all(map(_is_covered, layers)):
         return _from_leaves(module, parameters, loss)
+    if own is not module:
+        raise ValueError(
+            "an op of your own has layers whose gradients are not known for each record: build it "
+            "of nn.Conv2d, nn.Linear and nn.GroupNorm."
+        )
     return _from_hooks(module, parameters, loss)
 
 
@@ -173,7 +177,8 @@ def _from_leaves(
         stack = RecordWeights(len(x_B))
         with torch.enable_grad():
             if _takes_stack(module):
-                output = module(x_B, stack=stack)
+                with _computed_with(stack, _calling_layers(module), parameters):
+                    output = module(x_B, stack=stack)
             else:
                 with _computed_with(stack, module, parameters):
                     output = module(x_B)
@@ -216,6 +221,11 @@ def _is_covered(layer: nn.Module) -> bool:
 
 def _takes_stack(module: nn.Module) -> bool:
     return getattr(module, "takes_stack", False) is True
+
+
+def _calling_layers(module: nn.Module) -> nn.ModuleList:
+    """Return the parts of a module that takes a stack that call their layers all the same."""
+    return nn.ModuleList(m for m in module.modules() if getattr(m, "calls_layers", False))
 
 
 def _layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Any]:

@@ -1,0 +1,283 @@
+"""Estimators with scikit-learn's conventions: a federated run from a DataFrame or from arrays.
+
+``FedClassifier(clients="hospital").fit(df, label="died")`` does what ``fednas run`` does, by the
+same code, and leaves the same run folder. The fitted estimator holds the bytes of the exported
+model, and predicts without that folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.inspection import permutation_importance
+from sklearn.utils import check_array, check_consistent_length, column_or_1d
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from fednas_flwr.api import Result, compose, run, with_clients
+from fednas_flwr.base.errors import ConfigError, check_choice
+from fednas_flwr.base.files import make_folder, write_atomically
+from fednas_flwr.models.networks import load
+from fednas_flwr.models.prediction import MODEL_FILE, Model
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.model_card import export_model
+from fednas_flwr.settings import expanded
+
+LABEL, SITE = "label", "site"  # columns of arrays and of what is given beside a DataFrame
+BEST = "experiment=search/recommended"
+PRESETS = {  # without and with privacy
+    "fast": ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
+    + ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"],
+    "default": [BEST],
+    "best": [BEST, "algorithm.pool.keep=16", "evaluation.baselines=4", "retrain.rounds=40"],
+}
+
+
+class _Federated(BaseEstimator):  # type: ignore[misc]
+    """What both estimators share.
+
+    Attributes:
+        feature_names_in_: Columns of the features, of a DataFrame.
+        n_features_in_: Their number.
+        run_folder_: The run folder, with report, events and models.
+    """
+
+    task: str
+    _content: bytes  # of the exported model
+    _target: Callable[[Any], Any]  # as the run takes it
+
+    def __init__(
+        self,
+        *,
+        clients: str | int | None = None,
+        metric: str | None = None,
+        epsilon: float | None = None,
+        time_limit: str | None = None,
+        preset: str = "default",
+        settings: Sequence[str] = (),
+        random_state: int | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            clients: How records are divided: by the values of a column of this name, evenly among a
+                number of clients, or, with None, not at all. ``fit(..., groups=...)`` overrules it.
+            metric: Score by which networks are compared, see ``evaluation.metric`` of ``conf``.
+            epsilon: Differential privacy of each client's records, as ``privacy.epsilon``; None has
+                none. A table's ``dataset.ranges`` are then among the ``settings``.
+            time_limit: Of the run, such as ``10min``.
+            preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
+                search, ``best`` compares more networks and trains them for longer.
+            settings: Further settings, as ``fednas run`` takes them; they overrule all others.
+            random_state: Seed of the run; None is 1.
+        """
+        self.clients = clients
+        self.metric = metric
+        self.epsilon = epsilon
+        self.time_limit = time_limit
+        self.preset = preset
+        self.settings = settings
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None, *, label: str | None = None, groups: Any = None) -> Self:
+        """Search, train and export a network in a run folder.
+
+        Args:
+            X: A table, a DataFrame of pandas or another library or an array [N, F]; or images, an
+                array as ``dataset=npz`` has them.
+            y: The target [N]; None if it is a column of ``X``.
+            label: Name of that column.
+            groups: The client of each record [N].
+
+        Raises:
+            ValueError: The data is not of this form.
+            ConfigError: The run is not possible with these settings and records.
+        """
+        X, site = _frame(X), SITE
+        if y is None and label is not None:
+            y, X = X[label], X.drop(columns=label)
+        if y is None:
+            raise ValueError("requires y to be passed, but the target y is None: give y, or label.")
+        if isinstance(self.clients, str) and groups is None:
+            groups, X, site = X[self.clients], X.drop(columns=self.clients), self.clients
+        X = self._checked(X, reset=True)
+        y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
+        check_consistent_length(X, y, groups)
+        result = self._run(X, self._target(y), groups, label=label or LABEL, site=site)
+        self.run_folder_ = str(result.folder.resolve())
+        self._content = (result.folder / MODEL_FILE).read_bytes()
+        return self
+
+    def leaderboard(self) -> pd.DataFrame:
+        """The networks that the run has compared, best first, a row of numbers each."""
+        return pd.DataFrame(Result(self.run_folder).leaderboard())
+
+    def report(self) -> Path:
+        """Write the run's report, one offline page, and return its path."""
+        return write_report(self.run_folder)
+
+    def importance(self, X: Any, y: Any = None, *, label: str | None = None) -> pd.DataFrame:
+        """How much the score falls when one column is shuffled, a row for each, largest first.
+
+        By five permutations (Breiman 2001); for records that training has not seen.
+
+        Args:
+            X: As :meth:`fit` has it.
+            y: The same.
+            label: The same.
+        """
+        X = _frame(X)
+        y = X[label] if y is None else y
+        X = self._checked(X)
+        found = permutation_importance(self, X, y, random_state=self.random_state)
+        names = getattr(self, "feature_names_in_", range(self.n_features_in_))
+        columns = {"importance": found.importances_mean, "deviation": found.importances_std}
+        return pd.DataFrame(columns, index=names).sort_values("importance", ascending=False)
+
+    def export(self, path: str | Path) -> list[Path]:
+        """Put the model, as safetensors and ONNX, and its card into a folder; returns the files."""
+        return export_model(self.run_folder, Path(path))
+
+    @property
+    def run_folder(self) -> Path:
+        """The run folder; ConfigError if it is gone."""
+        check_is_fitted(self)
+        folder = Path(self.run_folder_)
+        if not folder.is_dir():
+            raise ConfigError(f"the run folder {folder} is gone: only predictions work without it.")
+        return folder
+
+    def _run(self, X: Any, y: Any, groups: Any, *, label: str, site: str) -> Result:
+        """The run of the settings, on records that are written to the cache of data sets."""
+        check_choice("preset", self.preset, PRESETS)
+        chosen = {
+            "seed": self.random_state or 1,
+            "privacy": None if self.epsilon is None else "dp",
+            "privacy.epsilon": self.epsilon,
+            "evaluation.metric": self.metric,
+            "runtime.time_limit": self.time_limit,
+            "dataset": "csv" if X.ndim == 2 else "npz",
+            "clients": (self.clients or 1) if groups is None else None,
+        }
+        if X.ndim == 2:
+            table = pd.DataFrame(X).rename(columns=str).assign(**{label: y})
+            chosen |= {"dataset.label": label, "search_space": "mlp_small"}
+            chosen |= {"dataset.task": self.task} if self.task != "classification" else {}
+            if groups is not None:
+                table[site] = np.asarray(groups)
+                chosen |= {"partition": "column", "partition.column": site}
+            content = table.to_parquet(index=False)
+        elif groups is not None:
+            raise ValueError("groups are for tables: give clients=<number> with images.")
+        else:
+            arrays = io.BytesIO()
+            np.savez(arrays, x_train=X, y_train=y)
+            content = arrays.getvalue()
+        private = "" if self.epsilon is None else "_private"
+        settings = [s + private * (s == BEST) for s in PRESETS[self.preset]]
+        for name, value in chosen.items():  # quoted, as JSON is
+            settings += [] if value is None else [f"{name}={json.dumps(value, ensure_ascii=False)}"]
+        config = compose(*settings, *self.settings)
+        folder = expanded("dataset.cache", config.dataset.cache)
+        make_folder(folder)
+        name = hashlib.blake2b(content, digest_size=16).hexdigest()
+        path = write_atomically(folder / f"{name}.{'parquet' if X.ndim == 2 else 'npz'}", content)
+        data = replace(config.dataset, root=str(path))  # type: ignore[call-arg]
+        return run(with_clients(replace(config, dataset=data), ()))
+
+    def _checked(self, X: Any, *, reset: bool = False) -> Any:
+        """Features as scikit-learn has them; columns of a DataFrame may be of any kind."""
+        X = _frame(X)
+        if isinstance(X, pd.DataFrame):
+            if not reset and hasattr(self, "feature_names_in_"):
+                X = X.drop(columns=X.columns.difference(self.feature_names_in_, sort=False))
+            validate_data(self, X, reset=reset, skip_check_array=True)
+            return X
+        least = 2 if reset else 1
+        form = {"ensure_all_finite": "allow-nan", "allow_nd": True, "ensure_min_samples": least}
+        return validate_data(self, X, reset=reset, **form)
+
+    def _predicted(self, X: Any) -> Any:
+        check_is_fitted(self)
+        return _loaded(self._content).predict(self._checked(X))
+
+    def __sklearn_tags__(self) -> Any:
+        """Missing values are allowed."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.target_tags.required = True
+        return tags
+
+
+class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
+    """A classifier that several clients train without showing their records.
+
+    Attributes:
+        classes_: Values of the target, in order.
+
+    Example:
+        ``FedClassifier(clients="hospital", preset="fast").fit(df, label="died").predict(df)``
+    """
+
+    task = "classification"
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most likely class of each record [N]."""
+        probabilities = self.predict_proba(X)
+        return np.asarray(self.classes_[probabilities.argmax(1)])
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The probability of each class, float [N, classes], in the order of ``classes_``."""
+        found = self._predicted(X)
+        columns = [found.class_names.index(str(name)) for name in self.classes_]
+        return np.asarray(found.probabilities[:, columns])
+
+    def _target(self, y: Any) -> Any:
+        check_classification_targets(y)
+        self.classes_ = np.unique(y)
+        return y.astype(str)
+
+
+class FedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
+    """A model of a number that several clients train without showing their records.
+
+    Example:
+        ``FedRegressor(clients="hospital", preset="fast").fit(df, label="days").predict(df)``
+    """
+
+    task = "regression"
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The expected target of each record [N], in its own unit."""
+        return np.asarray(self._predicted(X).labels, dtype=float)
+
+    def _target(self, y: Any) -> Any:
+        return y.astype(float)
+
+
+def _frame(data: Any) -> Any:
+    """A DataFrame of another library as one of pandas; all else as it is."""
+    if isinstance(data, pd.DataFrame) or not hasattr(data, "__arrow_c_stream__"):
+        return data
+    import pyarrow
+
+    return pyarrow.table(data).to_pandas()
+
+
+@lru_cache(maxsize=8)
+def _loaded(content: bytes) -> Model:
+    """The model of an exported file's bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_atomically(Path(folder) / MODEL_FILE, content)
+        return load(folder)

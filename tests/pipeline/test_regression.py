@@ -1,0 +1,439 @@
+"""Targets that are numbers: from a table to scores in the target's unit, private too; refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+
+from fednas_flwr import load
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import main
+from fednas_flwr.data.loaders import make_client_data
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.models.export import onnx_inputs
+from fednas_flwr.pipeline.feasible import check_buildable
+from fednas_flwr.settings.registry import TABLES, Algorithm
+
+STAYS = 1200
+RANGES = (
+    "dataset.ranges={age:[0,100],crp:[0,60]}",
+    "dataset.target_range=[0,12]",
+)  # some stay longer
+LINEAR = (
+    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
+    *("clients=3", "retrain.rounds=8", "retrain.weights.lr=0.05"),
+)
+DP_CELLS = ("search_space=dp_cells_small", "retrain=dp_cells")
+TINY = ("clients=2", "rounds=1", "retrain=quickstart", "retrain.rounds=1")
+SMALL = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
+
+
+def stays() -> pd.DataFrame:
+    """Length of stay in days, with one decimal, by age, ward and CRP, which is missing at times."""
+    rng = np.random.default_rng(0)
+    age, crp = rng.integers(20, 95, STAYS), rng.exponential(12, STAYS).round(1)
+    ward = rng.choice(["surgery", "icu", "eye"], STAYS)
+    days = 2 + 0.05 * age + 0.05 * crp + (ward == "icu") * (2 + 0.15 * crp)
+    days += rng.normal(0, 1, STAYS)
+    crp[rng.random(STAYS) < 0.05] = np.nan
+    table = pd.DataFrame({"age": age, "ward": ward, "crp": crp})
+    return table.assign(days=days.clip(0.1, None).round(1))
+
+
+def written(folder: Path, table: pd.DataFrame | None = None) -> tuple[str, ...]:
+    """Overrides by which the last quarter of a table is the server's test set."""
+    table = stays() if table is None else table
+    first = 3 * len(table) // 4
+    table[:first].to_csv(folder / "train.csv", index=False)
+    table[first:].to_csv(folder / "test.csv", index=False)
+    return ("dataset=csv", f"dataset.root={folder}")
+
+
+@pytest.fixture(scope="module", params=["found", "given", "huber"])
+def finished(
+    request: pytest.FixtureRequest,
+    finished_run: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> SimpleNamespace:
+    """A finished run: mean and deviation found by the clients, or of a given range."""
+    folder = tmp_path_factory.mktemp(request.param)
+    more = {
+        "found": (),
+        "given": (*RANGES, "partition=dirichlet"),
+        "huber": ("training.loss=huber", "partition=label_groups", "retrain.evaluate_every=2"),
+    }
+    run = finished_run(*written(folder), *LINEAR, *more[request.param])
+    assert run.error is None
+    events = {event["event"]: event for event in run.events}
+    return SimpleNamespace(
+        kind=request.param,
+        folder=run.folder,
+        config=run.config,
+        test=make_data(run.config)[0].server_test,
+        raw=folder / "test.csv",
+        evaluated=events["evaluated"],
+        central=events["evaluated"]["central"],
+        events=run.events,
+    )
+
+
+pytestmark = pytest.mark.run
+
+
+def test_predictions_are_in_the_targets_unit_as_are_their_scores(finished: SimpleNamespace) -> None:
+    truth = pd.read_csv(finished.raw)["days"].to_numpy()
+    found = load(finished.folder).predict(finished.raw)
+    assert found.truth == pytest.approx(truth)
+    y = np.array(found.labels)
+    expected = {
+        "r2": r2_score(truth, y),
+        "rmse": root_mean_squared_error(truth, y),
+        "mae": mean_absolute_error(truth, y),
+    }
+    assert {name: finished.central[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert expected["r2"] > 0.6
+    for name, value in expected.items():
+        low, high = finished.central["intervals"][name]
+        assert low < value < high
+    assert "accuracy" not in finished.central
+    assert finished.evaluated["metric"] == "r2"
+    for simpler in ("linear", "trees"):
+        assert finished.evaluated[simpler]["r2"] > 0.6
+        assert finished.evaluated[simpler].keys() == expected.keys()
+    assert [tuple(pair) for pair in finished.central["pairs"]] == [
+        (pytest.approx(a), pytest.approx(b, rel=1e-3)) for a, b in zip(truth, y, strict=True)
+    ]
+
+
+def test_what_standardises_is_of_all_clients_or_public(finished: SimpleNamespace) -> None:
+    target = load(finished.folder).inputs.target
+    if finished.kind == "given":
+        assert target == pytest.approx((6, 12**0.5, 0, 12))
+        return
+    prepared, parts = make_data(finished.config)
+    (statistics,) = (e for e in finished.events if e["event"] == "statistics")
+    assert list(target) == statistics["target"]
+    division = finished.config.dataset.division
+    train = [make_client_data(prepared, part, **division).train for part in parts]
+    numbers = torch.cat([split.labels[split.rows] for split in train]).double()
+    assert target == pytest.approx((float(numbers.mean()), float(numbers.std(correction=0))))
+
+
+def test_onnxruntime_predicts_as_python_does(finished: SimpleNamespace) -> None:
+    session = onnxruntime.InferenceSession(finished.folder / "model.onnx")
+    model = load(finished.folder)
+    (numbers,) = session.run(["prediction"], onnx_inputs(finished.test.features, model.inputs))
+    assert [output.name for output in session.get_outputs()] == ["prediction"]
+    assert numbers.dtype == np.float32
+    np.testing.assert_allclose(numbers, model.predict(finished.raw).labels, rtol=1e-4, atol=1e-4)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == ["days"]
+
+
+def test_the_command_writes_numbers_and_prints_scores(
+    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.csv"
+    assert main(["predict", str(finished.folder), str(finished.raw), "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{finished.central['rmse']:.4g}" in printed
+    assert "accuracy" not in printed
+    table = pd.read_csv(output)
+    assert list(table) == ["record", "prediction", "truth"]
+    assert r2_score(table["truth"], table["prediction"]) == pytest.approx(
+        finished.central["r2"], abs=1e-4
+    )
+
+
+def test_report_and_card_are_of_numbers(finished: SimpleNamespace) -> None:
+    report = (finished.folder / "report.html").read_text()
+    card = (finished.folder / "MODEL_CARD.md").read_text()
+    assert "Predicted over true" in report
+    assert "R² is the share of the target" in report
+    assert f"{finished.central['rmse']:.4g}" in report
+    assert "RMSE from" in report or "RMSE" in card
+    assert (
+        "a number from 0 to 12" in card if finished.kind == "given" else "days, a number." in card
+    )
+    for word in ("ccuracy per client", "F1", "softmax", "lassifier"):
+        assert word not in report + card
+    clients = finished.evaluated["clients"]
+    assert all({"r2", "rmse", "mae"} <= client.keys() for client in clients)
+    rounds = [e for e in finished.events if e["event"] == "round"]
+    assert all("train_closeness" in e["metrics"] for e in rounds)
+    assert not any("accuracy" in name for e in rounds for name in e["metrics"])
+
+
+def test_numbers_of_one_bin_stay_together(finished: SimpleNamespace) -> None:
+    """Parts of the declared range, or deciles, divide records as classes do."""
+    prepared, parts = make_data(finished.config)
+    spreads = [float(prepared.train.labels[part].std()) for part in parts]
+    whole = float(prepared.train.labels.std())
+    if finished.kind == "huber":  # label_groups: of FDNAS' three
+        assert max(spreads) < whole
+        ends = [(float(y.min()), float(y.max())) for y in (prepared.train.labels[p] for p in parts)]
+        assert all(a[1] <= b[0] for a, b in zip(ends[:-1], ends[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm=fed_darts",),
+        ("algorithm=feathers",),
+        ("algorithm=random_search", "evaluation.personalised=true"),
+        ("algorithm=fnas",),
+        ("experiment=search/recommended", "evaluation.metric=rmse", "evaluation.baselines=1"),
+    ],
+    ids=lambda overrides: overrides[0].split("=")[1],
+)
+def test_searches_that_need_no_classes_find_a_network(
+    overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = finished_run(
+        *overrides[:1], *written(tmp_path, stays()[:200]), *TINY, *SMALL, *overrides[1:]
+    )
+    assert run.error is None
+    assert not [e for e in run.events if e["event"] == "client_failed"]
+    central = (
+        run.events[-2]["central"]
+        if "central" in run.events[-2]
+        else next(e for e in reversed(run.events) if e["event"] == "evaluated")["central"]
+    )
+    assert np.isfinite(central["rmse"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("experiment=search/recommended_private", "privacy.metrics_noise_multiplier=5"),
+        ("algorithm=dp_fnas", "dataset.target_range=[0,5]"),
+        ("experiment=search/halving_private",),
+    ],
+    ids=["recommended", "dp_fnas", "halving"],
+)
+def test_private_clients_learn_within_the_declared_range(
+    overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    given = (
+        *overrides[:1],
+        *written(tmp_path),
+        *RANGES,
+        *TINY,
+        *SMALL,
+        "privacy=dp",
+        "privacy.epsilon=8",
+    )
+    run = finished_run(*given, "evaluation.baselines=0", *overrides[1:])
+    assert run.error is None
+    assert not [e for e in run.events if e["event"] == "client_failed"]
+    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    model = load(run.folder)
+    low, high = model.inputs.target[2:]
+    numbers = model.predict(tmp_path / "test.csv").labels
+    assert low <= min(numbers) <= max(numbers) <= high
+    assert np.isfinite(evaluated["central"]["rmse"])
+    for client in evaluated["clients"]:
+        assert client["rmse"] >= 0
+        assert "accuracy" not in client
+
+
+def test_secure_sums_tell_the_errors_of_all_records(
+    finished_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    private = ("privacy=dp", "privacy.epsilon=8", "privacy.metrics_noise_multiplier=1")
+    run = finished_run(*written(tmp_path), *RANGES, *LINEAR, *private, "secure_sum=true")
+    assert run.error is None
+    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    assert evaluated["total"]["sites"] == 3
+    assert 0 < evaluated["total"]["rmse"] < 12
+    assert "accuracy" not in evaluated["total"]
+
+
+def photographs(folder: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """Images in a folder whose table tells how bright each is, and overrides to read them."""
+    rng = np.random.default_rng(0)
+    brightness = rng.uniform(20, 200, 160).round(1)
+    for i, value in enumerate(brightness):
+        pixels = (value + rng.normal(0, 10, (8, 8))).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    table = pd.DataFrame({"file": [f"{i}.png" for i in range(160)], "light": brightness})
+    table.to_csv(folder / "labels.csv", index=False)
+    plain = ("dataset.image_size=null", "dataset.flip=false", "dataset.crop_padding=0")
+    more = ("dataset.channels=1", "dataset.target_range=[0,255]", *plain)
+    return table, ("dataset=labelled_images", f"dataset.root={folder}", *more)
+
+
+def test_numbers_are_predicted_of_images(finished_run: Callable[..., Any], tmp_path: Path) -> None:
+    table, of_images = photographs(tmp_path)
+    run = finished_run(*of_images, *LINEAR)
+    assert run.error is None
+    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    assert evaluated["central"]["r2"] > 0.8
+    found = load(run.folder).predict(tmp_path)
+    truth = table.set_index("file")["light"].loc[list(found.names)]
+    assert r2_score(truth, found.labels) > 0.8
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm=dpnas", *DP_CELLS),
+        ("algorithm=dpnas", *DP_CELLS, "privacy=dp", "privacy.epsilon=8"),
+        ("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
+        (
+            *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
+            *("clients=4", "rounds=2", "algorithm.num_groups=2", "algorithm.group_rounds=1"),
+        ),
+        ("algorithm=fedex",),
+        ("algorithm=fedprox", "algorithm.network=resnet8_8"),
+    ],
+    ids=["dpnas", "private dpnas", "fdnas", "cfdnas", "fedex", "resnet"],
+)
+def test_all_algorithms_take_numbers_of_images(
+    overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    _, of_images = photographs(tmp_path)
+    run = finished_run(*of_images, "clients=2", "rounds=1", *overrides, "retrain.rounds=1")
+    assert run.error is None
+    assert not [e for e in run.events if e["event"] == "client_failed"]
+    models = [file.parent for file in run.folder.rglob("model.onnx")]  # of each group its own
+    assert models
+    for folder in models:
+        assert np.isfinite(load(folder).predict(tmp_path).labels).all()
+
+
+def test_sites_with_tables_of_their_own_find_one_target(
+    run_inline: Callable[..., Any], tmp_path: Path
+) -> None:
+    table = stays()
+    files = [tmp_path / "0.csv", tmp_path / "1.csv"]
+    for site, file in enumerate(files):
+        table[site * 400 : site * 400 + 400].to_csv(file, index=False)
+    table[800:].to_csv(tmp_path / "new.csv", index=False)
+    ran = run_inline(
+        *("runtime=deployment", "runtime.superlink=site", "partition=sites", *LINEAR),
+        *("clients=2", "dataset=csv", f"dataset.root={tmp_path / 'new.csv'}"),
+        f"dataset.cache={tmp_path / 'cache'}",
+        sites=files,
+    )
+    assert ran.error is None
+    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
+    assert evaluated["central"]["r2"] > 0.6
+    assert all(client["r2"] > 0.4 for client in evaluated["clients"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("training.oversample=true",),
+            "oversample=true is for records of one class each, not with a number",
+        ),
+        (
+            ("evaluation.positive=icu",),
+            "positive=icu is for records with classes, not with a number",
+        ),
+        (
+            ("evaluation.metric=auroc",),
+            "metric=auroc is for records with classes, not with a",
+        ),
+        (
+            ("dataset.label=ward", "evaluation.metric=r2"),
+            "metric=r2 is for records with a number to predict, not of one class each",
+        ),
+        (("dataset.label=ward", "training.loss=huber"), "loss=huber is for records with a number"),
+        (("dataset.label=ward", "dataset.task=regression"), "column ward of .* is numeric but"),
+        (("dataset.label=ward", "dataset.target_range=[0,1]"), "column ward of .* is numeric but"),
+        (("dataset.task=regression", "dataset.class_names=[a,b]"), "class_names.* is for classes"),
+        (("dataset.task=classification", "dataset.target_range=[0,1]"), "another of dataset.task"),
+        ((RANGES[0],), r"declare dataset.target_range=\[low, high\], too"),
+        (
+            ("algorithm=own_classes",),
+            r"algorithm=own_classes \(its votes are classes\) is for records with",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    overrides: tuple[str, ...],
+    message: str,
+    compose_config: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = written(tmp_path)
+    if "algorithm=own_classes" in overrides:
+        overrides = ("algorithm=fed_darts", "search_space=mlp_small")
+        entry = TABLES["algorithm"]["fed_darts"]
+        refusing = Algorithm(
+            FedDARTSSettings, entry.search, unsupported={"regression": "its votes are classes"}
+        )
+        monkeypatch.setitem(TABLES["algorithm"], "fed_darts", refusing)
+        message = message.replace("own_classes", "fed_darts")
+    with pytest.raises(ConfigError, match=message):
+        check_buildable(compose_config(*given, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("days", "message"),
+    [
+        (np.arange(STAYS) % 12, "12 different whole numbers in 1200 rows: set dataset.task=regr"),
+        (np.arange(STAYS) % 80, "80 different whole numbers"),
+    ],
+)
+def test_whole_numbers_that_may_be_classes_are_asked_about(
+    days: np.ndarray, message: str, compose_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    given = written(tmp_path, stays().assign(days=days))
+    with pytest.raises(ConfigError, match=message.replace("1200", "900")):
+        check_buildable(compose_config(*given, *LINEAR))
+    for task, is_number in (("regression", True), ("classification", False)):
+        config = compose_config(*given, *LINEAR, f"dataset.task={task}")
+        assert make_data(config)[0].train.is_regression == is_number
+        assert torch.is_floating_point(make_data(config)[0].train.labels) == is_number
+
+
+@pytest.mark.parametrize("task", [(), ("dataset.task=regression",)], ids=["found", "said"])
+def test_numbers_with_decimal_commas_are_read_as_those_with_points(
+    task: tuple[str, ...], compose_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    table, read = stays(), []
+    for name, sign in (("point", "."), ("comma", ",")):
+        folder = tmp_path / name
+        folder.mkdir()
+        for part, rows in (("train", table[:900]), ("test", table[900:])):
+            rows.to_csv(folder / f"{part}.csv", index=False, sep=";", decimal=sign)
+        given = ("dataset=csv", f"dataset.root={folder}", *task)
+        read.append(make_data(compose_config(*given, *LINEAR))[0])
+    assert read[0].train.is_regression
+    for part in ("train", "server_test"):
+        points, commas = (getattr(of, part) for of in read)
+        torch.testing.assert_close(points.labels, commas.labels, rtol=0, atol=0)
+        torch.testing.assert_close(points.features, commas.features, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("days", "is_number"),
+    [
+        (np.arange(STAYS) % 10, False),
+        (np.arange(STAYS) % 4 / 2, False),
+        (np.arange(STAYS) % 400, True),
+        (np.arange(STAYS) % 30 / 10, True),
+    ],
+    ids=["few", "few halves", "many", "decimals"],
+)
+def test_the_kind_of_the_label_tells_the_task(
+    days: np.ndarray, is_number: bool, compose_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    given = written(tmp_path, stays().assign(days=days))
+    assert make_data(compose_config(*given, *LINEAR))[0].train.is_regression == is_number

@@ -1,0 +1,323 @@
+"""Ops, losses, networks and metrics of one's own: every space, privacy, workers, resume, export."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from fednas_flwr import (
+    compose,
+    load,
+    register_data_set,
+    register_loss,
+    register_metric,
+    register_network,
+    register_op,
+    run,
+)
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.deploy import local_actors
+from fednas_flwr.models.networks import make_space
+from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.settings.registry import OWN, TABLES
+from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
+from fednas_flwr.spaces.operations import MixedOp, OwnOp
+
+from .reference_engine import REFERENCE, by
+
+IMAGES = {
+    "darts": {"channels": 4, "num_cells": 3},
+    "nasbench201": {"channels": 4, "num_cells": 1},
+    "dp_cells": {"widths": [4, 4, 8], "head": 8, "activation": "tanh"},
+    "dp_cells_darts": {"widths": [4, 4, 8], "head": 8, "activation": "tanh"},
+    "mbconv": {"skeleton": "small", "candidates": "proxyless", "width": 1.0},
+}
+SPACES: dict[str, dict[str, Any]] = {**IMAGES, "mlp": {"channels": 8, "num_cells": 2}}
+SMALL = ("dataset.limit_train=300", "search_space.channels=4", "rounds=2", "retrain.rounds=2")
+
+
+def wide(channels: int, stride: int) -> nn.Module:
+    return nn.Conv2d(channels, channels, 7, stride, 3, bias=False)
+
+
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    nats = functional.cross_entropy(logits, labels, reduction="none")
+    return (1 - (-nats).exp()) ** 2 * nats
+
+
+def small(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), classes))
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    """Register what the tests use, and forget it."""
+    register_op("wide", wide)
+    register_op("layer", lambda channels, stride: nn.Linear(channels, channels))
+    register_op("blur", lambda channels, stride: nn.AvgPool2d(3, stride, 1))
+    register_loss("focal", focal)
+    register_network("small", small)
+    yield
+    for group, own in OWN.items():
+        for name in list(own):
+            del own[name], TABLES[group][name]
+
+
+def space_of(name: str, norm: str = "group", ops: tuple[str, ...] = ("wide", "blur")) -> Any:
+    shape, own = ((6,), ("layer",)) if name == "mlp" else ((2, 9, 9), ops)
+    settings = {"input_shape": shape, "num_classes": 3, "norm": norm, "own_ops": own}
+    return make_space(name, **settings, **SPACES[name])
+
+
+@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_every_space_offers_it(name: str, norm: str) -> None:
+    space = space_of(name, norm)
+    added = [*space.own_ops]
+    assert list(space.ops[-len(added) :]) == added
+    supernet, x = space.supernet(), torch.randn(4, *space.input_shape)
+    supernet(x).sum().backward()
+    for alphas in supernet.alphas().values():
+        assert bool((alphas.grad[:, -len(added)] != 0).all())
+    trained = [n for n, p in supernet.weights().items() if "own" in n or ".wide." in n]
+    assert trained
+    lead = {kind: torch.zeros(len(space.edges), len(space.ops)) for kind in space.kinds}
+    for alphas in lead.values():
+        alphas[:, -len(added)] = 9
+    genotype = space.derive(lead)
+    assert {edge.op for edges in genotype.cells.values() for edge in edges} == {added[0]}
+    network = space.network(genotype).eval()
+    assert network(x).shape == (4, 3)
+    assert sum(isinstance(module, OwnOp) for module in network.modules()) > 0
+
+
+@pytest.mark.parametrize("name", ["darts", "nasbench201"])
+def test_the_fast_supernet_computes_what_its_modules_do(name: str) -> None:
+    torch.manual_seed(0)
+    supernet = space_of(name).supernet().double()
+    x = torch.randn(3, 2, 9, 9, dtype=torch.float64)
+    fast = supernet(x)
+    torch.testing.assert_close(by(REFERENCE, supernet)(x), fast)
+
+
+@pytest.mark.parametrize("name", [*SPACES])
+def test_private_gradients_are_those_of_each_record(name: str) -> None:
+    torch.manual_seed(0)
+    supernet = space_of(name, ops=("wide",)).supernet().double().train()
+    shape = (6,) if name == "mlp" else (2, 9, 9)
+    x, y = torch.randn(3, *shape, dtype=torch.float64), torch.tensor([0, 1, 2])
+    for alphas in supernet.alphas().values():
+        alphas.requires_grad_(False)
+    weights = supernet.weights()
+    objective = Objective(own_loss=focal)
+    with record_gradients(supernet, weights, objective.plain_losses) as gradients:
+        found = {n: g for names, g in gradients(x, y) for n in names[:1] if len(names) == 1}
+    own = [n for n in found if ".wide." in n or ".own." in n]
+    assert own
+    for record in range(3):
+        loss = focal(supernet(x[record : record + 1]).float(), y[record : record + 1])
+        alone = torch.autograd.grad(loss.sum(), [weights[n] for n in own])
+        for n, gradient in zip(own, alone, strict=True):
+            torch.testing.assert_close(found[n][record], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_private_layers_without_known_gradients_are_refused() -> None:
+    register_op("odd", lambda channels, stride: nn.PReLU(channels))
+    supernet = space_of("nasbench201", ops=("odd",)).supernet().train()
+    with pytest.raises(ValueError, match=r"build it of nn\.Conv2d, nn\.Linear and nn\.GroupNorm"):
+        with record_gradients(supernet, supernet.weights(), Objective().plain_losses):
+            pass
+
+
+class Mixing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda channels, stride: nn.Conv2d(channels, 3, 1), r"expected \[2, 4, 5, 5\]"),
+        (lambda channels, stride: nn.Linear(7, 7), "the op wrong of your own fails: "),
+        (lambda channels, stride: Mixing(), "each record computed by itself"),
+    ],
+)
+def test_an_op_that_is_wrong_is_told_in_one_sentence(make: Any, message: str) -> None:
+    register_op("wrong", make)
+    with pytest.raises(ConfigError, match=message):
+        space_of("nasbench201", ops=("wrong",)).supernet()
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(ConfigError, match="op=wide exists"):
+        register_op("wide", wide)
+    with pytest.raises(ConfigError, match="network=linear exists"):
+        register_network("linear", small)
+    with pytest.raises(ConfigError, match="metric=AUROC exists"):
+        register_metric("AUROC", lambda p, y: 0.0)
+    with pytest.raises(ConfigError, match="own_ops=nope must be the name of an op"):
+        space_of("nasbench201", ops=("nope",))
+    with pytest.raises(ConfigError, match="own_ops=none must be the name .* none of none, skip"):
+        space_of("nasbench201", ops=("none",))
+
+
+def test_a_loss_sees_one_record_at_a_time() -> None:
+    logits, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
+    factors = torch.tensor([1.0, 0.5, 0.1])
+    objective = Objective(factors, own_loss=lambda one, label: focal(one, label).mean())
+    expected = focal(logits, labels)
+    torch.testing.assert_close(objective.losses(logits, labels), expected * factors[labels])
+    torch.testing.assert_close(objective.plain_losses(logits, labels), expected)
+    plain = functional.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(objective.tested_losses(logits, labels), plain)
+    with pytest.raises(ConfigError, match=r"returns \[1, 3\] for the logits of one record"):
+        Objective(own_loss=lambda one, label: one).losses(logits, labels)
+
+
+def composed(folder: Path, *settings: str) -> Any:
+    return compose(*SMALL, f"run_dir={folder}", f"dataset.cache={folder.parent}", *settings)
+
+
+def test_a_model_with_an_op_is_exported(tmp_path: Path) -> None:
+    edges = [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
+    cell = tuple(Edge("wide" if s == 0 else "blur", s, t) for s, t in edges)
+    save_genotype(tmp_path / "cell.json", Genotype("nasbench201", {"cell": cell}))
+    settings = ("stages=[retrain,evaluate,export]", f"genotype={tmp_path / 'cell.json'}")
+    config = compose(
+        *("dataset.limit_train=300", "retrain.rounds=2", "search_space.own_ops=[wide,blur]"),
+        *(f"run_dir={tmp_path / 'run'}", f"dataset.cache={tmp_path}", *settings),
+    )
+    folder = run(config).folder
+    images = np.random.default_rng(0).integers(0, 256, (5, 1, 8, 8), dtype=np.uint8)
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    (shares,) = session.run(["probabilities"], {"images": images})
+    np.testing.assert_allclose(shares, load(folder).predict(images).probabilities, atol=1e-5)
+    assert "op wide, op blur" in (folder / "report.html").read_text()
+
+
+@pytest.mark.run
+def test_all_are_used_and_resumed(tmp_path: Path) -> None:
+    register_metric("Brier", lambda p, y: float(np.mean((1 - p[np.arange(len(y)), y]) ** 2)))
+    settings = ("search_space.own_ops=[wide]", "training.loss=focal")
+    whole = run(composed(tmp_path / "whole", *settings))
+    assert 0 < whole.scores["central"]["own"]["Brier"] < 1
+    report = (whole.folder / "report.html").read_text()
+    assert "op wide, loss focal, metric Brier" in report
+
+    def stop(event: Any) -> None:
+        if event["event"] == "round" and event["stage"] == "retrain":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(composed(tmp_path / "part", *settings), listeners=[stop])
+    resumed = run(tmp_path / "part")
+    assert resumed.genotype == whole.genotype
+    assert resumed.scores["central"] == whole.scores["central"]
+    plain = run(composed(tmp_path / "plain"))
+    assert plain.scores["central"]["loss"] != whole.scores["central"]["loss"]
+
+
+USED = ("search_space.own_ops=[wide]", "training.loss=focal", "rounds=4")
+OWN_FILE = """
+from torch import nn
+from torch.nn import functional
+from fednas_flwr import register_loss, register_op
+
+def focal(logits, labels):
+    nats = functional.cross_entropy(logits, labels, reduction="none")
+    return (1 - (-nats).exp()) ** 2 * nats
+
+register_op("wide", lambda width, stride: nn.Conv2d(width, width, 7, stride, 3, bias=False))
+register_loss("focal", focal)
+"""
+
+
+@pytest.mark.run
+def test_processes_of_this_machine_know_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(local_actors.ALONE, raising=False)
+    monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
+    answered: list[str] = []
+    result = local_actors.Processes.result
+
+    def counted(self: Any, reference: Any) -> Any:
+        found = result(self, reference)
+        answered.append(type(found).__name__)
+        return found
+
+    monkeypatch.setattr(local_actors.Processes, "result", counted)
+    there = run(composed(tmp_path / "there", *USED, "rounds=30"))
+    assert len(answered) > 4
+    assert "NoneType" not in answered[-3:]  # none has died
+    monkeypatch.setattr(local_actors, "PATIENCE_S", 1e9)
+    here = run(composed(tmp_path / "here", *USED, "rounds=30"))
+    assert there.genotype == here.genotype
+    assert there.scores["central"] == here.scores["central"]
+
+
+@pytest.mark.run
+@pytest.mark.ray
+def test_workers_of_ray_know_them(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_FILE)
+    settings = [*SMALL, *USED, f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'ray'}"]
+    command = [sys.executable, "-m", "fednas_flwr", "run", "--with", str(tmp_path / "own.py")]
+    done = subprocess.run([*command, *settings, "runtime=ray"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    here = run(composed(tmp_path / "here", *USED))
+    for name in ("genotype.json", "model.safetensors"):
+        assert (tmp_path / "ray" / name).read_bytes() == (here.folder / name).read_bytes()
+
+
+def test_data_sets_and_loaders_of_torch_are_read(tmp_path: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.rand(90, 1, 8, 8, generator=rng)
+    y = (x.mean((1, 2, 3)) > 0.5).long()
+    train, test = TensorDataset(x[:60], y[:60]), TensorDataset(x[60:], y[60:])
+    register_data_set("loaders", lambda path: (DataLoader(train, 16), DataLoader(test, 16)))
+    register_data_set("one", lambda path: train)
+    register_data_set("wrong", lambda path: iter(train))  # type: ignore[arg-type,return-value]
+    for name in ("loaders", "one"):
+        config = compose(
+            *(f"dataset={name}", "algorithm=fedavg", "algorithm.network=small", "clients=2"),
+            *("retrain.rounds=1", f"dataset.cache={tmp_path}", f"run_dir={tmp_path / name}"),
+        )
+        result = run(config)
+        assert result.model.class_names == ("0", "1")
+        assert result.scores["central"]["accuracy"] >= 0
+    with pytest.raises(ConfigError, match="expected Records, or torch data sets"):
+        run(compose("dataset=wrong", "clients=2", f"dataset.cache={tmp_path}"))
+
+
+def test_strategies_of_flower_are_told_what_to_derive_from() -> None:
+    from flwr.serverapp.strategy import FedAvg
+
+    for strategy in (FedAvg, FedAvg()):
+        with pytest.raises(ConfigError, match=r"FedDARTS, or .* Flower's strategies train one"):
+            run(compose(), strategy=strategy)  # type: ignore[arg-type]
+
+
+def test_mixed_ops_keep_their_names() -> None:
+    space = space_of("darts")
+    edges = [m for m in space.supernet().modules() if isinstance(m, MixedOp)]
+    assert all(tuple(edge.names) == space.ops for edge in edges)
+
+
+def test_what_cannot_be_sent_stays_in_this_process() -> None:
+    assert local_actors.packed() is not None
+    lock = threading.Lock()
+    register_metric("locked", lambda p, y: float(lock.locked()))
+    assert local_actors.packed() is None
