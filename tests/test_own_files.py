@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 
 from fednas_flwr import register_metric
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.cli import VARIABLE, _taken, main
+from fednas_flwr.cli import VARIABLE, _run, main
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings.registry import OWN, TABLES
 
@@ -41,7 +41,7 @@ def _only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(VARIABLE, "")
     before = {group: set(table) for group, table in TABLES.items()}
     yield
-    _taken.clear()
+    _run.cache_clear()
     for group, table in TABLES.items():
         for name in set(table) - before[group]:
             del table[name], OWN[group][name]

@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,7 +35,6 @@ USER_ERROR = 2
 INCONCLUSIVE = 3  # of `fednas audit`
 STOPPED = 128 + signal.SIGINT
 VARIABLE = "FEDNAS_WITH"  # by which the processes of a sweep's jobs learn of the files
-_taken: set[str] = set()
 
 
 class _Output(io.TextIOWrapper):
@@ -135,13 +135,12 @@ def take_files(paths: Sequence[str] = ()) -> None:
     listed = [text for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
     listed += [str(Path(path).expanduser().absolute()) for path in paths]
     for path in dict.fromkeys(listed):
-        if path not in _taken:
-            _run(path)
-            _taken.add(path)
+        _run(path)
     if listed:
         os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys(listed))
 
 
+@cache
 def _run(path: str) -> None:
     if not Path(path).is_file():
         raise ConfigError(f"--with {path} is no file: give one of Python that registers your own.")

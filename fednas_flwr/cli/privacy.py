@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
-from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, Commands, add_command
-from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, RDP
+from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV
 from fednas_flwr.settings.parser import Between
 
 if TYPE_CHECKING:
@@ -47,12 +47,6 @@ def add_commands(commands: Commands) -> None:
         ("steps", int, "how many steps are released"),
     ):
         parser.add_argument(f"--{name}", type=kind, help=meaning)
-    parser.add_argument(
-        "--accountant",
-        choices=(PRV, RDP, "filter"),
-        default=PRV,
-        help="how epsilon is counted; a site's own budget is counted by filter (default: prv)",
-    )
     approval = add_command(commands, "approve", approve)
     approval.add_argument(
         "hash", nargs="?", help="hash of the schedule, as the run and this list print it"
@@ -68,7 +62,6 @@ def add_commands(commands: Commands) -> None:
     ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
     actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
     show = add_command(actions, "show", show_ledger)
-    show.add_argument("--account", help="only this budget, as the site's policy names it")
     show.add_argument("--delta", type=float, default=1e-5, help="of epsilon (default: %(default)g)")
     verify = add_command(actions, "verify", verify_ledger)
     for action in (show, verify):
@@ -143,14 +136,12 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
 
     Between(LEAST_EPSILON, LARGEST_EPSILON).check("--epsilon", options.epsilon)
     Between(1, MOST_STEPS).check("--steps", options.steps)
-    accountants = accounting.ACCOUNTANTS | {"filter": filter_epsilon}
     try:
         least = accounting.calibrate_noise(
             target_epsilon=options.epsilon,
             delta=options.delta,
             sample_rate=options.rate,
             steps=options.steps,
-            accountant=accountants[options.accountant],
         )
         digit = 10.0 ** (math.floor(math.log10(least)) - 4)
         sigma = float(f"{math.ceil(least / digit) * digit:.5g}")  # as it is printed
@@ -207,15 +198,12 @@ def approve(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def show_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what was booked, on one account or on all, and its epsilon."""
+    """Print what was booked, and its epsilon."""
     Between(0, 1, above=True, below=True).check("--delta", options.delta)
     with _opened(options) as ledger:
-        rows = ledger.entries()  # all: a damaged row of another account is damage, too
-    accounts = sorted({row.entry.account for row in rows})
-    if options.account is not None and options.account not in accounts:
-        raise unknown_choice("--account", options.account, accounts)
+        rows = ledger.entries()
     if rows:
-        _print_statement(rows, options.delta, options.account)
+        _print_statement(rows, options.delta)
     else:
         print("no rows.")
     return 0
@@ -284,20 +272,19 @@ def _print_schedule(
     print(f"{sentence('uncounted', [guard.uncounted()])}\n".lstrip())
 
 
-def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> None:
+def _print_statement(rows: Sequence[Row], delta: float) -> None:
     """Print one line per kind of release, and the epsilon of each account, unit and split.
 
     Args:
         rows: All of a ledger.
         delta: Of the epsilons.
-        account: The only one to print; None prints all.
     """
     from fednas_flwr.privacy.books.ledger import by_kind, epsilons_of
     from fednas_flwr.report.templates import epsilon_text
     from fednas_flwr.report.terminal import print_table
 
     booked, epsilons = [], epsilons_of(rows, delta=delta)
-    for kind in by_kind(row for row in rows if account in (None, row.entry.account)):
+    for kind in by_kind(rows):
         entry, release = kind[0].entry, kind[0].entry.release
         names = [entry.account, entry.run, entry.stage, entry.action, ", ".join(entry.splits)]
         steps = [f"{sum(row.entry.release.steps for row in kind):,}", f"{entry.committed_steps:,}"]
@@ -305,15 +292,14 @@ def _print_statement(rows: Sequence[Row], delta: float, account: str | None) -> 
         times = (datetime.fromtimestamp(t, UTC) for t in (kind[0].time, kind[-1].time))
         booked.append([*names, *steps, *noise, *(f"{time:%Y-%m-%d %H:%M}" for time in times)])
     print_table("what was booked", STATEMENT_HEAD, booked)
-    shown = [pair for pair in epsilons if account in (None, pair[0])]
     costs = [
         [paying, split, epsilon_text(epsilon if math.isfinite(epsilon) else None), unit]
-        for paying, unit in shown
-        for split, epsilon in epsilons[paying, unit].items()
+        for (paying, unit), of_splits in epsilons.items()
+        for split, epsilon in of_splits.items()
     ]
     head = ("account", "split", "epsilon (PRV)", "for one")
     print_table(f"all together, at delta {delta:g}", head, costs)
-    for paying in dict.fromkeys(paying for paying, _ in shown):
+    for paying in dict.fromkeys(paying for paying, _ in epsilons):
         others = [f"{other} (per {unit})" for other, unit in epsilons if other != paying]
         if others:
             booked_on = f"{', '.join(others)}, if that was of the same records"

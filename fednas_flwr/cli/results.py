@@ -33,7 +33,6 @@ def add_commands(commands: Commands) -> None:
         help="probability from which a record is of the positive class, or has a label (default: "
         "that of the run's report; the most probable class where that has none)",
     )
-    parser.add_argument("--batch-size", type=int, default=256, help="(default: 256)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
     parser = add_command(commands, "export", export)
     parser.add_argument("run_folder", type=Path, help="folder of a run")
@@ -93,7 +92,6 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
 
         predictions = model.predict(
             options.data,
-            batch_size=options.batch_size,
             progress=progress,
             threshold=threshold,
             positive=positive,

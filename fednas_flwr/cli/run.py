@@ -101,11 +101,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 def configured(overrides: Sequence[str], *, tell: bool = True) -> Config:
     """Return the checked configuration of overrides, and print its warnings."""
     overrides = [text for text in overrides if not text.lstrip("+").startswith("sweep.")]
-    tree = hydra.compose_tree(overrides)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NoEffectWarning)
-        given = hydra.given_settings(overrides)
-        config = api.with_clients(parse_config(tree, given=given), given.typed)
+        config = api.compose(*overrides)
     for warning in caught if tell else ():
         print(f"fednas: warning: {warning.message}", file=sys.stderr)
     return config

@@ -35,13 +35,10 @@ RETRY_S = 2.0
 _LOG_LINES_KEPT = 200
 
 
-class EventPrinter:
-    """A listener that writes each event as one marked line of the server app's log."""
-
-    def __call__(self, event: Event) -> None:
-        """Write one event."""
-        sys.stdout.write(f"{EVENT_MARK}{json.dumps(event)}\n")  # one call: lines stay whole
-        sys.stdout.flush()
+def print_event(event: Event) -> None:
+    """Write an event as one marked line of the server app's log."""
+    sys.stdout.write(f"{EVENT_MARK}{json.dumps(event)}\n")  # one call: lines stay whole
+    sys.stdout.flush()
 
 
 def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:

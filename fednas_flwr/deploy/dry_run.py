@@ -15,13 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from flwr.app import Message
-from jinja2 import StrictUndefined, Template
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.client_app import make_client_app
@@ -33,7 +31,7 @@ from fednas_flwr.pipeline.later_settings import explained
 from fednas_flwr.pipeline.stages import describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
-from fednas_flwr.report.templates import duration, num_bytes, rounds_text, sentence
+from fednas_flwr.report.templates import render, sentence
 from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
@@ -99,11 +97,7 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """Return the lines that ``fednas run --dry-run`` prints."""
-        text = (files("fednas_flwr.deploy") / "dry_run.txt.j2").read_text(encoding="utf-8")
-        template = Template(text, trim_blocks=True, undefined=StrictUndefined)
-        words = {"rounds": rounds_text, "duration": duration, "num_bytes": num_bytes}
-        shown: str = template.render(vars(self), **words)
-        return shown.splitlines()
+        return render("dry_run.txt.j2", **vars(self)).splitlines()
 
 
 def estimate(config: Config) -> Estimate:

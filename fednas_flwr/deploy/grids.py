@@ -18,7 +18,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -249,9 +248,7 @@ class Dispatcher:
         self._queue: dict[str, Message] = {}
         self._held: dict[Any, list[Message]] = {}
         self._before: dict[int, Any] = {}  # who was last dealt a message of a client's node
-        self._seconds: dict[
-            str, float
-        ] = {}  # that messages of an action have lately taken, at most
+        self._seconds: dict[str, float] = {}  # that an action's messages have lately taken
 
     def queue(self, message: Message) -> None:
         """Put a message, which has its id, at the end of the queue."""
@@ -316,6 +313,8 @@ POLL_S = 0.1
 STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster
 REPLY_BYTES = 4_000_000  # replies of fewer do without the store: a tenth of a small round's time
 
+Messages = Sequence[tuple[Message, int]]  # without their arrays, with the index of these
+
 
 class Worker:
     """Answers one message after the other, in a process of its own; any client's."""
@@ -325,12 +324,8 @@ class Worker:
         flower_patches.begin_task(grid.server_node_id)
         self._grid = grid
 
-    def begin(self) -> bool:
-        """Return True: the process is there."""
-        return True
-
     def answer(
-        self, messages: Sequence[tuple[Message, int]], *arrays: Mapping[str, ArrayRecord]
+        self, messages: Messages, *arrays: Mapping[str, ArrayRecord]
     ) -> list[tuple[Message, float]]:
         """Return the replies of the clients that messages are for, and the seconds of each.
 
@@ -349,15 +344,17 @@ class Worker:
 class Actors(Protocol):
     """What :class:`ActorGrid` asks of Ray, or of this machine's processes.
 
-    An actor has the methods of a :class:`Worker`, called by ``.remote(...)``, each of which returns
-    a reference to its result.
+    An actor is a :class:`Worker` elsewhere.
     """
 
     def put(self, value: Any) -> Any:
         """A reference to a value, or the value itself, which goes to actors in its place."""
 
-    def start(self) -> Any:
-        """A new actor."""
+    def start(self) -> tuple[Any, Any]:
+        """A new actor, and a reference whose result, True, is there once the actor is."""
+
+    def answer(self, actor: Any, messages: Messages, *arrays: Any) -> Any:
+        """A reference to what :meth:`Worker.answer` of an actor returns."""
 
     def done(self, references: list[Any], *, timeout: float) -> list[Any]:
         """Those of some references whose results are there, after waiting for the first."""
@@ -390,41 +387,36 @@ class ActorGrid(InProcessGrid):
         self._arrays: dict[str, Any] = {}  # or a reference to them, by message without a reply
         self._answers: dict[Any, Any] = {}  # by actor that is not idle: reference to its replies
         self._replies: dict[str, Message] = {}
-        self._lock = threading.Lock()  # groups of clients are asked by threads of their own
         for _ in range(num_actors):
             self._start_actor()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Queue the messages, begin with those that an actor is free for, and return their ids."""
         messages, stored = list(messages), dict[tuple[tuple[str, int], ...], Any]()
-        with self._lock:
-            for message in messages:
-                small, arrays = without_arrays(message)
-                same = tuple((name, id(record)) for name, record in arrays.items())
-                if same not in stored:
-                    is_small = payload_bytes(message.content) < STORED_BYTES
-                    stored[same] = arrays if is_small else self._actors.put(arrays)
-                self._arrays[self.number(small)] = stored[same]
-                self._dispatcher.queue(small)
-            self._hand_out()
+        for message in messages:
+            small, arrays = without_arrays(message)
+            same = tuple((name, id(record)) for name, record in arrays.items())
+            if same not in stored:
+                is_small = payload_bytes(message.content) < STORED_BYTES
+                stored[same] = arrays if is_small else self._actors.put(arrays)
+            self._arrays[self.number(small)] = stored[same]
+            self._dispatcher.queue(small)
+        self._hand_out()
         return [message.metadata.message_id for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there; waits a tenth of a second for the first."""
-        message_ids = list(message_ids)
-        with self._lock:
-            awaited = list(self._awaited())
+        message_ids, awaited = list(message_ids), list(self._awaited())
         if awaited and not any(message_id in self._replies for message_id in message_ids):
             self._actors.done(awaited, timeout=POLL_S)
-        with self._lock:
-            self._collect()
-            self._hand_out()
-            found = [self._replies.pop(i, None) for i in message_ids]
+        self._collect()
+        self._hand_out()
+        found = [self._replies.pop(i, None) for i in message_ids]
         return [reply for reply in found if reply is not None]
 
     def _start_actor(self) -> None:
-        actor = self._actors.start()
-        self._starting[actor.begin.remote()] = actor
+        actor, begun = self._actors.start()
+        self._starting[begun] = actor
 
     def _hand_out(self) -> None:
         """Give queued messages to actors that are free."""
@@ -433,7 +425,7 @@ class ActorGrid(InProcessGrid):
             different = {id(one): one for one in arrays}
             index = {key: number for number, key in enumerate(different)}
             pairs = [(m, index[id(one)]) for m, one in zip(messages, arrays, strict=True)]
-            self._answers[actor] = actor.answer.remote(pairs, *different.values())
+            self._answers[actor] = self._actors.answer(actor, pairs, *different.values())
 
     def _awaited(self) -> dict[Any, Any]:
         """Return each actor by the reference of its current task."""
@@ -491,9 +483,14 @@ class RayActors:
         """See :class:`Actors`."""
         return self._ray.put(value)
 
-    def start(self) -> Any:
+    def start(self) -> tuple[Any, Any]:
         """See :class:`Actors`."""
-        return self._make_actor(self._clients)
+        actor = self._make_actor(self._clients)
+        return actor, actor.__ray_ready__.remote()
+
+    def answer(self, actor: Any, messages: Messages, *arrays: Any) -> Any:
+        """See :class:`Actors`."""
+        return actor.answer.remote(messages, *arrays)
 
     def done(self, references: list[Any], *, timeout: float) -> list[Any]:
         """See :class:`Actors`."""

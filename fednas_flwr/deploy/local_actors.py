@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -31,7 +31,7 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import ActorGrid, InProcessGrid, Worker
+from fednas_flwr.deploy.grids import ActorGrid, InProcessGrid, Messages, Worker
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.registry import registered, restore
@@ -89,56 +89,31 @@ class LocalGrid(ActorGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there; while there are no actors, that of one client."""
-        with self._lock:
-            self._collect()
-            self._hand_out()
-            message = None if self._dispatcher.num_workers else self._dispatcher.give_up()
+        self._collect()
+        self._hand_out()
+        message = None if self._dispatcher.num_workers else self._dispatcher.give_up()
         if message is None:
             return super().pull_messages(message_ids)
         started = time.monotonic()
         message.content.update(self._arrays[message.metadata.message_id])
         reply = self.answer(message)
         self._spent_s += time.monotonic() - started
-        with self._lock:
-            self._reply(message, reply)
-            if self._spent_s > PATIENCE_S and not self._starting:
-                for _ in range(self._number):
-                    self._start_actor()
-            found = [self._replies.pop(message_id, None) for message_id in message_ids]
+        self._reply(message, reply)
+        if self._spent_s > PATIENCE_S and not self._starting:
+            for _ in range(self._number):
+                self._start_actor()
+        found = [self._replies.pop(message_id, None) for message_id in message_ids]
         return [reply for reply in found if reply is not None]
 
 
 @dataclass(eq=False)
-class _Call:
-    """A reference to the result of an actor's call."""
-
-    actor: Actor
-
-
-class _Method:
-    """A method of an actor, called by ``remote``."""
-
-    def __init__(self, actor: Actor, name: str) -> None:
-        self._actor, self._name = actor, name
-
-    def remote(self, *arguments: Any) -> _Call:
-        """Have it called; the result comes to the reference."""
-        with suppress(OSError):  # a dead process, which its connection's end tells
-            if self._actor.pipe is not None:
-                self._actor.pipe.send((self._name, arguments))
-        return _Call(self._actor)
-
-
 class Actor:
-    """A worker in another process, once it has connected."""
+    """A worker in another process, and the reference to what it says next."""
 
-    def __init__(self) -> None:
-        """Not connected yet."""
-        self.pipe: Any = None
-        self.begin, self.answer = _Method(self, "begin"), _Method(self, "answer")
+    pipe: Any = None  # once it has connected
 
 
-class Processes:
+class Processes(AbstractContextManager["Processes"]):
     """:class:`~fednas_flwr.deploy.grids.Actors` that are processes of this machine.
 
     Args:
@@ -155,10 +130,6 @@ class Processes:
         self._folder = tempfile.TemporaryDirectory(prefix="fednas-")
         self._server = socket.socket(socket.AF_UNIX)
 
-    def __enter__(self) -> Processes:
-        """Return itself."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """End all processes."""
         if self._process is not None:
@@ -172,13 +143,19 @@ class Processes:
         """The value itself: it goes through a pipe to each worker."""
         return value
 
-    def start(self) -> Actor:
+    def start(self) -> tuple[Actor, Actor]:
         """A worker that appears when it is ready."""
         actor = Actor()
         self._waiting.append(actor)
         if self._process is None:
             self._launch()
         self._say(1)
+        return actor, actor
+
+    def answer(self, actor: Actor, messages: Messages, *arrays: Any) -> Actor:
+        """See :class:`~fednas_flwr.deploy.grids.Actors`."""
+        with suppress(OSError):  # a dead process, which its connection's end tells
+            actor.pipe.send((messages, *arrays))
         return actor
 
     def _launch(self) -> None:
@@ -198,22 +175,21 @@ class Processes:
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             self._process.stdin.flush()
 
-    def done(self, references: list[_Call], *, timeout: float) -> list[_Call]:
+    def done(self, references: list[Actor], *, timeout: float) -> list[Actor]:
         """Those whose workers have said something, or have died."""
-        pipes = {call.actor.pipe: call for call in references if call.actor.pipe is not None}
+        pipes = {actor.pipe: actor for actor in references if actor.pipe is not None}
         ready = connection.wait([self._server, *pipes], timeout)
         if self._server in ready:
             actor = next(one for one in self._waiting if one.pipe is None)
             actor.pipe = connection.Connection(self._server.accept()[0].detach())
-            actor.begin.remote()
         return [pipes[pipe] for pipe in ready if pipe in pipes]
 
-    def result(self, reference: _Call) -> Any | None:
+    def result(self, reference: Actor) -> Any | None:
         """What the worker has sent; None if it has died."""
         try:
-            return reference.actor.pipe.recv()
+            return reference.pipe.recv()
         except (EOFError, OSError):
-            reference.actor.pipe.close()
+            reference.pipe.close()
             return None
 
 
@@ -224,9 +200,9 @@ def _serve(address: str, config_json: str) -> None:
     server.connect(address)
     pipe = connection.Connection(server.detach())
     with suppress(EOFError, OSError):
+        pipe.send(True)  # it is there
         while True:
-            name, arguments = pipe.recv()
-            pipe.send(getattr(worker, name)(*arguments))
+            pipe.send(worker.answer(*pipe.recv()))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.deploy.bundle import CONFIG_KEY, OVERRIDES_KEY, RESUMED_KEY, typed_in
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.deployment import EventPrinter, deploy
+from fednas_flwr.deploy.deployment import deploy, print_event
 from fednas_flwr.deploy.flower_patches import send_along
 from fednas_flwr.deploy.grids import check_cluster, ray_grid
 from fednas_flwr.deploy.local_actors import local_grid
@@ -64,7 +64,7 @@ def _run_launched(grid: Grid, context: Context) -> None:
         )
     if not (folder / CONFIG_FILE).exists():  # else the launcher, on this machine, has made it
         config = run_folder.create_run_folder(config)
-    serve(config, grid, listeners=[EventPrinter()], resumed=resumed)
+    serve(config, grid, listeners=[print_event], resumed=resumed)
 
 
 def _run_overrides(grid: Grid, text: str) -> None:

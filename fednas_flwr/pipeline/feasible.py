@@ -33,7 +33,7 @@ from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import Reading, RenyiFilter, covered_steps
 from fednas_flwr.privacy.mechanism.renyi import booked_unit
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.policy import Policy, check_action, check_planned
+from fednas_flwr.privacy.policy import DataSetPolicy, check_action, check_planned
 from fednas_flwr.protocol.states import network_states
 from fednas_flwr.report.lookup import CellTable, read_table
 from fednas_flwr.runs.checkpoints import KEEP
@@ -133,35 +133,32 @@ def check_sites(
         for kind, state in network_states(network).items()
     }
     covers: dict[str, dict[int, dict[str, Any]]] = {}
-    for index, policy in enumerate(policies):
-        for planned in schedules[index]:
-            num_values = sizes.get((planned.stage, planned.kind), 1)
-            _check_release(privacy, policy, planned, client=index, num_values=num_values)
+    secure = privacy.test_seed is None
+    for index, (policy, releases) in enumerate(zip(policies, schedules, strict=True)):
+        allowed = policy.data_sets[privacy.data_set]
+        stages: dict[str, list[Reading]] = {}
+        for planned in releases:
+            try:
+                check_action(
+                    *(policy, privacy.data_set, planned.action),
+                    secure_noise=secure,
+                    test_seed=not secure,
+                )
+                num_values = sizes.get((planned.stage, planned.kind), 1)
+                check_planned(allowed, planned, num_values=num_values)
+            except ConfigError as error:
+                named = _settings(privacy, planned)
+                raise ConfigError(f"{named}: client {index}: {error}") from error
+            # which may be charged to more splits, as the site finds out by its records
+            reading = (planned.release(allowed.by_split), planned.splits)
+            stages.setdefault(planned.stage, []).append(reading)
         to_do = {stage: len(rounds) for stage, rounds in turns[index].items()}
-        for cover in _covers(config, privacy, policy, schedules[index], to_do, client=index):
+        covered = covered_steps(_left(config, allowed, client=index), stages)
+        for cover in schedule.covered_rounds(releases, covered, to_do):
             covers.setdefault(cover["stage"], {})[index] = cover
     for of_stage in covers.values():
         quorum = max(1, math.ceil(config.runtime.quorum * len(of_stage) - 1e-9))
         schedule.check_covered(privacy, of_stage, quorum)
-
-
-def _check_release(
-    privacy: DifferentialPrivacy,
-    policy: Policy,
-    planned: PlannedRelease,
-    *,
-    client: int,
-    num_values: int,
-) -> None:
-    """Refuse what a site's policy refuses, by the names of the settings."""
-    secure = privacy.test_seed is None
-    try:
-        allowed = check_action(
-            policy, privacy.data_set, planned.action, secure_noise=secure, test_seed=not secure
-        )
-        check_planned(allowed, planned, num_values=num_values)
-    except ConfigError as error:
-        raise ConfigError(f"{_settings(privacy, planned)}: client {client}: {error}") from error
 
 
 def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
@@ -173,35 +170,14 @@ def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
     return given if name in schedule.GIVEN else f"{given} with {norm}"
 
 
-def _covers(
-    config: Config,
-    privacy: DifferentialPrivacy,
-    policy: Policy,
-    releases: schedule.Schedule,
-    to_do: Mapping[str, int],
-    *,
-    client: int,
-) -> list[dict[str, Any]]:
-    """Return the most rounds of each stage that a simulated site's budget covers.
-
-    Releases may be charged to more splits than they read, which the site finds out by its records.
-    """
-    allowed = policy.data_sets[privacy.data_set]
+def _left(config: Config, allowed: DataSetPolicy, *, client: int) -> dict[str, RenyiFilter]:
+    """What is left of a simulated site's budget, by split."""
     folder = making.simulated_site(config, client)
-    ledger, key = making.simulated_ledger(folder) if folder is not None else (None, None)
-    if ledger is not None and key is not None and ledger.exists():
-        with Ledger(ledger, key) as books:
+    if folder is not None and (files := making.simulated_ledger(folder))[0].exists():
+        with Ledger(*files) as books:
             unit = booked_unit(allowed.unit, config.dataset.person_column)
-            terms = {"epsilon": allowed.epsilon, "delta": allowed.delta}
-            left = books.filters(allowed.account, unit, **terms)
-    else:
-        fresh = RenyiFilter(epsilon=allowed.epsilon, delta=allowed.delta)
-        left = dict.fromkeys(SPLITS, fresh)
-    stages: dict[str, list[Reading]] = {}
-    for planned in releases:
-        reading = (planned.release(allowed.by_split), planned.splits)
-        stages.setdefault(planned.stage, []).append(reading)
-    return schedule.covered_rounds(releases, covered_steps(left, stages), to_do)
+            return books.filters(allowed.account, unit, **allowed.budget)
+    return dict.fromkeys(SPLITS, RenyiFilter(epsilon=allowed.epsilon, delta=allowed.delta))
 
 
 COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
@@ -377,34 +353,30 @@ def check_parts(
     """Refuse clients without the records that they are asked to train on, or with too few."""
     holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
     for index, client in enumerate(clients):
-        if holds_out and len(client.validation) == 0:
+        sizes = {"train": len(client.train), "validation": len(client.validation)}
+        if holds_out and not sizes["validation"]:
             raise ConfigError(
                 f"client {index} has no validation record, on which "
                 f"retrain.evaluate_every={config.retrain.evaluate_every} measures: set it to 0, or "
                 "raise dataset.fractions.validation="
                 f"{config.dataset.fractions['validation']:g}."
             )
-        parts = {"train": client.train, "validation": client.validation} if chooses(config) else {}
-        for name, part in parts.items():
-            if len(part) == 0:
+        for name, size in sizes.items() if chooses(config) else ():
+            if not size:
                 raise ConfigError(
                     f"client {index} has no {name} record, by which {config.algorithm.name} "
                     f"{'chooses' if name == 'validation' else 'searches'}: raise "
                     f"dataset.fractions.{name}={config.dataset.fractions[name]:g}, or give it more "
                     "records (fewer clients, a larger partition.min_size)."
                 )
-        held_out = client.validation if holds_out else ()
-        if len(client.train) + len(client.validation) == len(held_out):
+        whole = not (chooses(config) or holds_out)
+        trained = sum(sizes.values()) if whole else sizes["train"]
+        if not trained:
             raise ConfigError(
                 f"client {index} has no record to train on: raise dataset.fractions.train="
                 f"{config.dataset.fractions['train']:g}."
             )
-        smallest = {
-            "search": min(len(client.train), len(client.validation)),
-            "retrain": len(client.train)
-            if chooses(config) or holds_out
-            else len(client.train) + len(client.validation),
-        }
+        smallest = {"search": min(sizes.values()), "retrain": trained}
         for stage, network in networks.items():
             batch_size = _batch_size(config, stage)
             if smallest[stage] == 1 or batch_size == 1:
@@ -413,9 +385,8 @@ def check_parts(
 
 def check_linear_baseline(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
     """Refuse logistic regression on records that are all of one class."""
-    if prepared.server_test is None or prepared.train.is_regression:
-        return
-    if prepared.train.multi_label:
+    train = prepared.train
+    if prepared.server_test is None or train.is_regression or train.multi_label:
         return  # a label that all or none have is told without a model
     parts = (part for client in clients for part in (client.train, client.validation))
     classes = {label for part in parts for label in part.labels[part.rows].tolist()}

@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -54,10 +52,9 @@ def run_groups(
 ) -> None:
     """Search with all clients, divide them, and take each group through its own stages.
 
-    Zhang et al. (2020), FDNAS, Alg. 2. Groups run side by side, except inline, where all clients
-    share this process anyway; the server works for one of them while the others wait for replies,
-    since torch's global generator is the process's. One whose clients are too few in the end, or
-    whose target no network reaches on the hardware that they have measured, fails alone.
+    Zhang et al. (2020), FDNAS, Alg. 2. Groups run one after the other. One whose clients are too
+    few in the end, or whose target no network reaches on the hardware that they have measured,
+    fails alone.
 
     Args:
         run: Of CFDNAS.
@@ -84,13 +81,10 @@ def run_groups(
     write_atomically(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
     run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
     states = None if strategy is None else strategy.states
-    run_one = partial(_run_one, run, states=states, run_group=run_group, turn=Lock())
     with run.stage("groups"):
-        if run.config.runtime.name == "inline":  # in this thread, which Ctrl-C stops
-            reasons = list(map(run_one, groups, groups.values()))
-        else:
-            with ThreadPoolExecutor(len(groups)) as pool:
-                reasons = list(pool.map(run_one, groups, groups.values()))
+        reasons = [
+            _run_one(run, n, of, states=states, run_group=run_group) for n, of in groups.items()
+        ]
     if all(reasons):
         raise QuorumError(f"every group has failed: {'; '.join(r for r in reasons if r)}")
 
@@ -231,20 +225,10 @@ def _run_one(
     *,
     states: Mapping[str, Packed] | None,
     run_group: Callable[[Run], None],
-    turn: Lock,
 ) -> str | None:
-    """Run a group in its turns; return the reason if it fails, else None."""
+    """Run a group; return the reason if it fails, else None."""
     part, started, reason = _group_run(run, name, clients, states), time.monotonic(), None
-
-    def wait(seconds: float) -> None:
-        turn.release()
-        try:
-            time.sleep(seconds)
-        finally:
-            turn.acquire()
-
-    part.cohort.wait = wait
-    with turn, part.log as log:
+    with part.log as log:
         resumed = part.checkpoints.latest("search") is not None
         try:
             with log.attempt(resumed=resumed, circumstances=run.circumstances):

@@ -81,20 +81,18 @@ def make_schedules(
         turns = turns[:1]  # which are all clients'
     # for the whole run, also when it is resumed
     wholes = [_of_turns(rounds, own, done={}, spare=True) for own in turns]
-    groups: list[tuple[Schedule, Records]] = [(wholes[0], records)]
-    if sampling is not None:
-        groups = [(whole, [own]) for whole, own in _demanding(wholes, records)]
+    demanding = _demanding(wholes if sampling else wholes * len(records), records)
     for name in CALIBRATED:
-        for whole, declared in groups:
+        for whole, declared in demanding:
             check_own_share(privacy, _with_noise(whole, sigmas), declared)
         if sigmas[name] is None:
             needed = [
                 _calibrated(privacy, name, _with_noise(whole, sigmas), declared)
-                for whole, declared in groups
+                for whole, declared in demanding
                 if any(release.noise_name == name for release in whole)
             ]
             sigmas[name] = max([*needed, least]) if needed else None
-    for whole, declared in groups:
+    for whole, declared in demanding:
         check_own_share(privacy, _with_noise(whole, sigmas), declared)
     schedules = [
         _with_noise(_of_turns(rounds, own, done=done, spare=spare), sigmas) for own in turns
@@ -205,42 +203,41 @@ def given_noise(privacy: DifferentialPrivacy, name: str) -> str | None:
 
 
 def check_own_share(
-    privacy: DifferentialPrivacy, planned: Sequence[PlannedRelease], records: Records
+    privacy: DifferentialPrivacy, planned: Sequence[PlannedRelease], declared: Mapping[str, int]
 ) -> None:
     """Refuse given noise with which a run costs more than its baselines leave of epsilon.
 
     Args:
         privacy: Gives epsilon and the baselines' share; without a share nothing is refused.
         planned: All releases; those with noise that is not known yet do not count.
-        records: Each client's declared number of records by split.
+        declared: A client's number of records by split.
 
     Raises:
-        ConfigError: A split of a client would pay more; names the setting and what would fit.
+        ConfigError: A split would pay more; names the setting and what would fit.
     """
     target, known = privacy.own_epsilon, [p for p in planned if p.noise_multiplier is not None]
     if privacy.baseline_share is None:
         return
     for split in sorted({split for release in known for split in release.splits}):
         reading = [release for release in known if split in release.splits]
-        for declared in _unlike(records):
-            if (cost := _cost(privacy, reading, declared)) <= target:
-                continue
-            alone = {
-                name: _cost(privacy, [p for p in reading if p.noise_name == name], declared)
-                for name in sorted({p.noise_name for p in reading})
-                if given_noise(privacy, name) is not None
-            }
-            if not alone:  # calibrated noise keeps to it but for rounding
-                continue
-            dear = max(alone, key=lambda name: alone[name])
-            raise ConfigError(
-                f"{given_noise(privacy, dear)}: the {split} records of a client that declares "
-                f"{declared[split]} of them would pay {cost:.3g} of the {target:.3g} that "
-                f"privacy.baseline_share={privacy.baseline_share:g} leaves of privacy.epsilon="
-                f"{privacy.epsilon:g} for the run itself: "
-                f"{_cure(privacy, dear, planned, records)}, lower privacy.baseline_share, or raise "
-                "privacy.epsilon."
-            )
+        if (cost := _cost(privacy, reading, declared)) <= target:
+            continue
+        alone = {
+            name: _cost(privacy, [p for p in reading if p.noise_name == name], declared)
+            for name in sorted({p.noise_name for p in reading})
+            if given_noise(privacy, name) is not None
+        }
+        if not alone:  # calibrated noise keeps to it but for rounding
+            continue
+        dear = max(alone, key=lambda name: alone[name])
+        raise ConfigError(
+            f"{given_noise(privacy, dear)}: the {split} records of a client that declares "
+            f"{declared[split]} of them would pay {cost:.3g} of the {target:.3g} that "
+            f"privacy.baseline_share={privacy.baseline_share:g} leaves of privacy.epsilon="
+            f"{privacy.epsilon:g} for the run itself: "
+            f"{_cure(privacy, dear, planned, declared)}, lower privacy.baseline_share, or raise "
+            "privacy.epsilon."
+        )
 
 
 def _cost(privacy: DifferentialPrivacy, releases: Schedule, declared: Mapping[str, int]) -> float:
@@ -249,9 +246,12 @@ def _cost(privacy: DifferentialPrivacy, releases: Schedule, declared: Mapping[st
 
 
 def _calibrated(
-    privacy: DifferentialPrivacy, name: str, planned: Sequence[PlannedRelease], records: Records
+    privacy: DifferentialPrivacy,
+    name: str,
+    planned: Sequence[PlannedRelease],
+    declared: Mapping[str, int],
 ) -> float:
-    """The least noise multiplier with which all clients' splits keep a target.
+    """The least noise multiplier with which all of a client's splits keep a target.
 
     Counted as enforcement does, so that the run reaches its last step on a fresh budget.
 
@@ -259,7 +259,7 @@ def _calibrated(
         privacy: Gives the target.
         name: Name of the noise.
         planned: All releases, those with noise that is known already count as others.
-        records: Each client's declared number of records by split.
+        declared: The client's number of records by split.
     """
     own = [release for release in planned if release.noise_name == name]
     steps = sum(release.steps for release in own)
@@ -275,27 +275,26 @@ def _calibrated(
             and given is None
             and (name == "retrain" or release.noise_name != "retrain")
         ]
-        for declared in _unlike(records):
-            before = [other.release(declared) for other in others]
-            used = filter_epsilon(before, privacy.delta)
-            if used >= target:
-                named = " and ".join(dict.fromkeys(other.noise_name for other in others))
-                raise ConfigError(
-                    f"privacy.epsilon={privacy.epsilon:g}: {named} alone cost {used:.3g} of "
-                    f"{target:.3g} on the {split} records of a client that declares "
-                    f"{declared[split]} of them, which leaves nothing for {name}; raise it, "
-                    "privacy.fewest_records or the noise multipliers, or take fewer rounds."
-                )
-            try:
-                least = _least_noise(privacy, target, own[0].rate(declared), steps, before)
-                needed = max(needed, least)
-            except ValueError as error:
-                key = "privacy.epsilon" if given is None else f"privacy.{name}.epsilon"
-                raise ConfigError(
-                    f"{key}={given or privacy.own_epsilon:g}: no noise keeps {name} to the "
-                    f"{target:.3g} that it has for {steps} steps "
-                    f"at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."
-                ) from error
+        before = [other.release(declared) for other in others]
+        used = filter_epsilon(before, privacy.delta)
+        if used >= target:
+            named = " and ".join(dict.fromkeys(other.noise_name for other in others))
+            raise ConfigError(
+                f"privacy.epsilon={privacy.epsilon:g}: {named} alone cost {used:.3g} of "
+                f"{target:.3g} on the {split} records of a client that declares "
+                f"{declared[split]} of them, which leaves nothing for {name}; raise it, "
+                "privacy.fewest_records or the noise multipliers, or take fewer rounds."
+            )
+        try:
+            least = _least_noise(privacy, target, own[0].rate(declared), steps, before)
+            needed = max(needed, least)
+        except ValueError as error:
+            key = "privacy.epsilon" if given is None else f"privacy.{name}.epsilon"
+            raise ConfigError(
+                f"{key}={given or privacy.own_epsilon:g}: no noise keeps {name} to the "
+                f"{target:.3g} that it has for {steps} steps "
+                f"at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."
+            ) from error
     return needed
 
 
@@ -322,7 +321,10 @@ def _least_noise(
 
 
 def _cure(
-    privacy: DifferentialPrivacy, name: str, planned: Sequence[PlannedRelease], records: Records
+    privacy: DifferentialPrivacy,
+    name: str,
+    planned: Sequence[PlannedRelease],
+    declared: Mapping[str, int],
 ) -> str:
     """A remedy for the noise of a kind that costs more than the run's epsilon.
 
@@ -339,11 +341,10 @@ def _cure(
         later = {p.noise_name for p in others if p.noise_multiplier is None}
         filled = min((_share(privacy, kind, split, planned) for kind in later), default=2.0) / 2
         target = privacy.own_epsilon * filled
-        for declared in _unlike(records):
-            known = [p.release(declared) for p in others if p.noise_name not in later]
-            with suppress(ValueError):  # of others that cost too much alone, whose turn comes next
-                steps, rate = sum(release.steps for release in mine), mine[0].rate(declared)
-                needed = max(needed, _least_noise(privacy, target, rate, steps, known))
+        known = [p.release(declared) for p in others if p.noise_name not in later]
+        with suppress(ValueError):  # of others that cost too much alone, whose turn comes next
+            steps, rate = sum(release.steps for release in mine), mine[0].rate(declared)
+            needed = max(needed, _least_noise(privacy, target, rate, steps, known))
     if not needed:
         return "raise it"
     unit = 10 ** (math.floor(math.log10(needed)) - 2)  # of three digits, no less
@@ -405,18 +406,12 @@ def for_classes(config: Config, train: records.Records) -> Config:
     return replace(config, privacy=replace(config.privacy, scores_error=None))
 
 
-def _unlike(records: Records) -> Records:
-    """The declared numbers of records, without repetitions."""
-    return list({tuple(sorted(declared.items())): declared for declared in records}.values())
-
-
 def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     """The releases of each round for a client that takes part in it, by stage."""
     privacy = config.privacy
     assert isinstance(privacy, DifferentialPrivacy)
-    config = config.algorithm.whole_search(
-        config
-    )  # whose clients commit to their groups' rounds, too
+    # whose clients commit to their groups' rounds, too
+    config = config.algorithm.whole_search(config)
     rounds: dict[str, list[list[PlannedRelease]]] = {}
     if privacy.statistics_noise_multiplier is not None:
         rounds[STATISTICS] = [[plan.statistics_release()]]

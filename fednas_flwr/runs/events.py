@@ -7,7 +7,6 @@ rounds that count after a resume.
 
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -27,8 +26,8 @@ class EventLog(AbstractContextManager["EventLog"]):
     """Appends events to a file and hands each one to the listeners.
 
     A line is written with one flushed call, so that a killed process leaves at most one torn line,
-    the last; a log opened on such a file starts on a fresh line. `emit` may be called from several
-    threads. A listener that raises stops the caller: the line is in the file by then.
+    the last; a log opened on such a file starts on a fresh line. A listener that raises stops the
+    caller: the line is in the file by then.
 
     Args:
         path: The file to append to; it and its folder are made where missing.
@@ -43,7 +42,6 @@ class EventLog(AbstractContextManager["EventLog"]):
         if torn:
             self._file.write(b"\n")
         self._listeners = tuple(listeners)
-        self._lock = threading.Lock()
         self._start = time.monotonic()
 
     def emit(self, event: str, **fields: object) -> None:
@@ -54,17 +52,16 @@ class EventLog(AbstractContextManager["EventLog"]):
             **fields: What is to be said: numbers, strings, lists, mappings, paths, numpy arrays
                 and torch tensors, nested at will. A number that is not finite becomes null.
         """
-        with self._lock:
-            line: Event = {
-                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "elapsed": round(time.monotonic() - self._start, 3),
-                "event": event,
-                **_plain(fields),
-            }
-            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-            self._file.flush()
-            for listener in self._listeners:
-                listener(line)
+        line: Event = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "elapsed": round(time.monotonic() - self._start, 3),
+            "event": event,
+            **_plain(fields),
+        }
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        for listener in self._listeners:
+            listener(line)
 
     @contextmanager
     def attempt(self, *, resumed: bool, circumstances: Mapping[str, object]) -> Iterator[None]:

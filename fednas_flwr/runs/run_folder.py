@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ def check_writable(setting: str, folder: Path) -> None:
             raise PermissionError(errno.EACCES, f"{there} cannot be written")
 
 
-def free_bytes(config: Config, *, runs: Path = RUNS) -> int:
+def free_bytes(config: Config) -> int:
     """Return the free bytes on the disk of a run's folder, which need not exist yet."""
-    return shutil.disk_usage(_existing(_folder("run_dir", config.run_dir or str(runs)))).free
+    return shutil.disk_usage(_existing(_folder("run_dir", config.run_dir or str(RUNS)))).free
 
 
 def check_room(config: Config, num_bytes: int, remedy: str) -> None:
@@ -202,11 +203,9 @@ def _usable(setting: str, folder: Path) -> Iterator[None]:
 
 def _first_free(folder: Path) -> Path:
     """Make and return ``folder``, or ``folder_2`` and so on where that exists."""
-    number = 1
-    while True:
-        candidate = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")
-        try:
+    others = (folder.with_name(f"{folder.name}_{number}") for number in count(2))
+    for candidate in chain([folder], others):
+        with suppress(FileExistsError):
             candidate.mkdir(parents=True)
-            return candidate
-        except FileExistsError:
-            number += 1
+            break
+    return candidate

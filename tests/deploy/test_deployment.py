@@ -27,8 +27,8 @@ from fednas_flwr.deploy import deployment, server_app
 from fednas_flwr.deploy.bundle import CONFIG_KEY, write_bundle
 from fednas_flwr.deploy.client_app import make_client_app, site_config
 from fednas_flwr.deploy.deployment import (
-    EventPrinter,
     deploy,
+    print_event,
     read_event,
     read_status,
     write_run_config,
@@ -127,7 +127,7 @@ def test_status_of_a_real_listing() -> None:
 
 def test_events_are_lines_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     event = {"event": "client_failed", "client": 1, "reason": "no\nöther", "loss": None}
-    EventPrinter()(event)
+    print_event(event)
     line, rest = capsys.readouterr().out.split("\n")
     assert rest == ""
     assert read_event(line) == event

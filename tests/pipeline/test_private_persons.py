@@ -108,7 +108,7 @@ def test_another_unit_keeps_the_budget_and_a_new_budget_says_what_it_leaves_out(
     books = [str(sites / "client-0" / "ledger" / "ledger.sqlite"), "--key"]
     books.append(str(sites / "client-0" / "key"))
     capsys.readouterr()
-    assert cli.main(["ledger", "show", *books, "--account", "per-person"]) == 0
+    assert cli.main(["ledger", "show", *books]) == 0
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     left_out = "per-person does not count what was booked on records (per record), if that was of"
     assert f"{left_out} the same records." in shown

@@ -1,5 +1,4 @@
 import json
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -54,20 +53,6 @@ def test_a_torn_line_is_left_out_and_not_glued_to_the_next(tmp_path: Path, lost:
     with EventLog(path) as log:
         log.emit("warning", message="after")
     assert [event["message"] for event in read_events(path)] == [*whole, "after"]
-
-
-def test_lines_of_several_threads_do_not_mix(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
-        threads = [
-            threading.Thread(target=lambda: [log.emit("warning", message="x" * 5000) for _ in "ab"])
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(path.read_bytes().splitlines()) == len(read_events(path)) == 16
 
 
 def test_what_json_cannot_hold_writes_nothing(tmp_path: Path) -> None:

@@ -50,18 +50,14 @@ def examine(folder: Path) -> list[Finding]:
     Raises:
         ConfigError: ``provision`` did not write this folder.
     """
-    if (folder / SITE_FILE).is_file():
-        settings = read_settings(folder / SITE_FILE)
-        checks = _SITE
-    elif (folder / SERVER_FILE).is_file():
-        settings = read_settings(folder / SERVER_FILE)
-        checks = _SERVER
-    else:
+    kinds = {SITE_FILE: _SITE, SERVER_FILE: _SERVER}
+    file = next((file for file in kinds if (folder / file).is_file()), None)
+    if file is None:
         raise ConfigError(
             f"{folder} has no {SITE_FILE} or {SERVER_FILE}: give a folder of `fednas provision`."
         )
-    findings: list[Finding] = []
-    for check in checks:
+    settings, findings = read_settings(folder / file), list[Finding]()
+    for check in kinds[file]:
         name = check.__name__.rpartition("_")[2]
         try:
             findings.append(Finding(name, check(folder, settings), broken=False))
