@@ -98,7 +98,7 @@ def _is_free(port: int) -> bool:
 def test_every_page_has_a_test() -> None:
     text = Path(__file__).read_text()
     pages = [page.name for page in PAGES.glob("*.md")]
-    assert len(pages) == 9
+    assert len(pages) == 10
     assert all(f'through("{page}"' in text for page in pages)
 
 
