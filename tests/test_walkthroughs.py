@@ -98,7 +98,7 @@ def _is_free(port: int) -> bool:
 def test_every_page_has_a_test() -> None:
     text = Path(__file__).read_text()
     pages = [page.name for page in PAGES.glob("*.md")]
-    assert len(pages) == 9
+    assert len(pages) == 10
     assert all(f'through("{page}"' in text for page in pages)
 
 
@@ -113,7 +113,7 @@ def test_a_developer_adds_an_algorithm(walk: Walk) -> None:
 @pytest.mark.run
 def test_a_developer_adds_an_op(walk: Walk) -> None:
     walk.through("add_an_op.md")
-    assert "labels ['0', '1', '2']" in walk.printed
+    assert re.search(r"labels \['\d', '\d', '\d'\]", walk.printed)
     assert "turns [2, 8, 5, 5] into [2, 8, 1, 1] at stride 1" in walk.printed
 
 
