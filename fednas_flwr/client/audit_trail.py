@@ -12,14 +12,13 @@ carries, of an error that is no refusal only its kind.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fednas_flwr.base.errors import ConfigError, DamagedError, DayFullError
 from fednas_flwr.base.files import make_folder, make_key, write_atomically
 from fednas_flwr.base.memory import described
+from fednas_flwr.privacy.books import anchor
 from fednas_flwr.privacy.books.anchor import KEY_BYTES, counter_of, equal, read_key, seal, take
 from fednas_flwr.privacy.books.ledger import Ledger
 
@@ -159,7 +159,8 @@ class AuditTrail:
         if self._path is None:
             return
         cut = {k: v[:LONGEST_TEXT] if isinstance(v, str) else v for k, v in fields.items()}
-        with _locked(self._path) as descriptor:
+        make_folder(self._path.parent)
+        with anchor.locked(self._path, flags=os.O_APPEND) as descriptor:
             key, mark = self._key(), _mark_path(self._path, self._key_path)
             last = _last(descriptor, self._path, mark, key)
             time = datetime.now(UTC).isoformat(timespec="seconds")
@@ -229,18 +230,6 @@ def _place(request: Request) -> dict[str, Any]:
     place = asdict(request.header)
     del place["nonce"]
     return {"action": request.action, **place}
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """Yield the open file while no other process writes to it."""
-    make_folder(path.parent)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:

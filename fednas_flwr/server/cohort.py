@@ -31,7 +31,7 @@ from fednas_flwr.protocol.messages import Header, Reply
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
-from fednas_flwr.server.limits import honest_limits, norm
+from fednas_flwr.server.limits import distance, honest_limits
 from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
 
@@ -440,7 +440,7 @@ class Cohort:
         carried = exchange.carried(self.wire)
         records = messages.encode_states(carried)
         accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
-        sent = {name: norm(state) for name, state in messages.restore_sent(carried).items()}
+        sent = {name: distance(state, {}) for name, state in messages.restore_sent(carried).items()}
         limits = partial(honest_limits, exchange, sent=sent, classes=self._num_classes)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):

@@ -15,13 +15,14 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from fednas_flwr.privacy.mechanism.noise import (
-    KERNEL_STD,
     SecureGenerator,
     _Keystream,
     add_noise,
     noise_grid,
 )
 from fednas_flwr.privacy.mechanism.shared_noise import noise_range
+
+from .divergences import KERNEL_STD
 
 SEEDED = b"only for tests"
 

@@ -203,6 +203,17 @@ MOST_BYTES = 2**28  # a day (UTC), see policy.yaml
 _DAY_S = 86_400
 
 
+@contextmanager
+def locked(path: Path, *, flags: int = 0) -> Iterator[int]:
+    """Yield an open file, made when missing, while no other process has it locked."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def counter_of(key_path: Path) -> Path:
     """Return the counter of a site, a file beside the key of its ledger."""
     return key_path.with_name(f"{key_path.name}.day")
@@ -223,9 +234,7 @@ def take(counter: Path, num_bytes: int, *, now: float | None = None, beyond: int
         DayFullError: They are more than what is left of this day; the refusal is counted.
     """
     day = int((time.time() if now is None else now) // _DAY_S)
-    descriptor = os.open(counter, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with locked(counter) as descriptor:
         try:
             known, used, refused = map(int, os.pread(descriptor, 99, 0).split())
         except ValueError:  # it is new
@@ -234,8 +243,6 @@ def take(counter: Path, num_bytes: int, *, now: float | None = None, beyond: int
         fits = used + num_bytes <= MOST_BYTES + beyond
         used, refused = (used + num_bytes, refused) if fits else (used, refused + 1)
         os.pwrite(descriptor, f"{day:>12} {used:>20} {refused:>20}\n".encode(), 0)  # in place
-    finally:
-        os.close(descriptor)
     if not fits:
         raise DayFullError(
             "refused: requests have made this site write as much as it writes in a day (UTC): ask "

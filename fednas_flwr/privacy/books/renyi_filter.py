@@ -69,9 +69,6 @@ class RenyiFilter:
         orders: Orders above 1, fixed before anything is spent; :func:`default_orders` where none.
         totals: What each order has spent so far; zeros where none.
 
-    Raises:
-        ValueError: A value is out of range, or there are not as many totals as orders.
-
     Example:
         >>> site = RenyiFilter(epsilon=2.0, delta=1e-5)
         >>> site.spend(Release(noise_multiplier=2.0, sample_rate=0.01, steps=1000))
@@ -90,22 +87,12 @@ class RenyiFilter:
         orders: Sequence[float] | None = None,
         totals: Sequence[float] | None = None,
     ) -> None:
-        """Check the budget and start, or go on from ``totals``."""
-        renyi.check_delta(delta)
-        if not LEAST_EPSILON <= epsilon <= LARGEST_EPSILON:
-            limits = (LEAST_EPSILON, LARGEST_EPSILON)
-            raise ValueError(f"epsilon must be in {limits}, got {epsilon!r}.")
+        """Start, or go on from ``totals``."""
         self.epsilon, self.delta = float(epsilon), float(delta)
         self.orders = tuple(
             default_orders(epsilon=epsilon, delta=delta) if orders is None else orders
         )
-        if not self.orders or not all(1 < order < math.inf for order in self.orders):
-            raise ValueError(f"orders must be finite numbers above 1, got {self.orders}.")
         self._totals = [0.0] * len(self.orders) if totals is None else [float(t) for t in totals]
-        if len(self._totals) != len(self.orders) or not all(t >= 0 for t in self._totals):
-            raise ValueError(
-                f"totals must be {len(self.orders)} numbers of at least 0, got {self._totals}."
-            )
         self._offsets = [
             renyi.epsilon_at_order(order=order, divergence=0.0, delta=delta / len(self.orders))
             for order in self.orders
@@ -216,12 +203,7 @@ def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
         return 0.0
 
     def lasts(epsilon: float) -> bool:
-        budget = RenyiFilter(epsilon=epsilon, delta=delta)
-        for release in merged:
-            if not budget.affords(release):
-                return False
-            budget.spend(release)
-        return True
+        return RenyiFilter(epsilon=epsilon, delta=delta).affords(*merged)
 
     merged = renyi.merge_releases(releases)
     low, high = LEAST_EPSILON, LARGEST_EPSILON

@@ -14,7 +14,8 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import conv2d, group_norm, linear, own_linear_layers
+from fednas_flwr.privacy.self_test import Watch
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
 
@@ -55,12 +57,14 @@ def differentiate(losses_B: Tensor, by: Mapping[str, Tensor]) -> dict[str, Tenso
     return {n: g for n, g in zip(by, gradients, strict=True) if g is not None}
 
 
-def losses_of(output: Tensor, y_B: Tensor, loss: Loss) -> Tensor:
-    """Return the losses [B]; raises ValueError if the loss returns anything else."""
+def losses_of(output: Any, y_B: Tensor, loss: Loss, watch: Watch) -> Tensor:
+    """Return the losses [B], watched; raises ValueError if the loss returns anything else."""
     losses_B = loss(output, y_B)
     if losses_B.shape != (len(y_B),):
         shape = tuple(losses_B.shape)
         raise ValueError(f"the loss must be one number per record, [{len(y_B)}], got {shape}")
+    for tensor in (*(output if isinstance(output, tuple) else (output,)), losses_B):
+        watch(tensor)
     return losses_B
 
 
@@ -114,9 +118,9 @@ class RecordWeights:
 
 
 def record_gradients(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
-) -> AbstractContextManager[RecordGradients]:
-    """Return a context that gives a function from a batch to the gradients of its records.
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss, watch: Watch
+) -> RecordGradients:
+    """Return a function from a batch to the gradients of its records.
 
     Parameters that the loss does not reach are left out. Afterwards the module is as it was.
 
@@ -126,6 +130,7 @@ def record_gradients(
         parameters: The module's parameters to differentiate by, which all require gradients; no
             other parameter does.
         loss: Called with the module's output and labels; one loss per record.
+        watch: Is shown outputs and losses.
 
     Raises:
         ValueError: There are no per-sample gradients of this module.
@@ -135,13 +140,14 @@ def record_gradients(
     if not module.training:
         raise ValueError("the module must be in training mode: call train() first")
     if _takes_stack(module):
-        return _from_leaves(module, parameters, loss)
+        return partial(_from_leaves, module, parameters, loss, watch)
     layers = _layers(module, parameters)
     if any("forward" in vars(layer) for layer in layers):
         raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
     if all(map(_is_covered, layers)):
-        return _from_leaves(module, parameters, loss)
-    return _from_hooks(module, parameters, loss)
+        return partial(_from_leaves, module, parameters, loss, watch)
+    _check(module)
+    return partial(_from_hooks, module, parameters, loss, watch)
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
@@ -162,47 +168,47 @@ def refuse_batch_norm(module: nn.Module) -> None:
             )
 
 
-@contextmanager
 def _from_leaves(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
-) -> Iterator[RecordGradients]:
-    """Yield a function from a batch to the gradients of its records, by one plain backward."""
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    loss: Loss,
+    watch: Watch,
+    x_B: Tensor,
+    y_B: Tensor,
+) -> list[Group]:
+    """Return the gradients of a batch's records, by one plain backward."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-
-    def gradients(x_B: Tensor, y_B: Tensor) -> list[Group]:
-        stack = RecordWeights(len(x_B))
-        with torch.enable_grad():
-            if _takes_stack(module):
-                output = module(x_B, stack=stack)
-            else:
-                with _computed_with(stack, module, parameters):
-                    output = module(x_B)
-            joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
-            calls = {
-                f"output {i}.{j}": (names[id(weight)], *call)
-                for i, (weight, both) in enumerate(stack.factors.values())
-                for j, call in enumerate(both)
-            }
-            by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
-            by |= {key: leaf for key, (_, leaf, _) in calls.items()}
-            reached = differentiate(losses_of(output, y_B, loss), {**by, **parameters})
-        groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
-        uses = Counter(name for group in groups.values() for name in group)
-        uses.update({names[id(weight)]: 1 for weight, _ in stack.factors.values()})
-        missed = [n for n in parameters if n in reached or uses[n] > 1]
-        if missed:
-            raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
-        found: list[Group] = [(groups[key], reached[key]) for key in joined if key in reached]
-        products: dict[str, list[OuterProducts]] = {}
-        for key, (name, _, x_BI) in calls.items():
-            if key in reached:
-                products.setdefault(name, []).append(OuterProducts(reached[key], x_BI))
-        for name, (one, *others) in products.items():
-            several = sum((other.products() for other in others), one.products()) if others else one
-            found.append(([name], several))
-        return found
-
-    yield gradients
+    stack = RecordWeights(len(x_B))
+    with torch.enable_grad():
+        if _takes_stack(module):
+            output = module(x_B, stack=stack)
+        else:
+            with _computed_with(stack, module, parameters):
+                output = module(x_B)
+        joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
+        calls = {
+            f"output {i}.{j}": (names[id(weight)], *call)
+            for i, (weight, both) in enumerate(stack.factors.values())
+            for j, call in enumerate(both)
+        }
+        by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
+        by |= {key: leaf for key, (_, leaf, _) in calls.items()}
+        reached = differentiate(losses_of(output, y_B, loss, watch), {**by, **parameters})
+    groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
+    uses = Counter(name for group in groups.values() for name in group)
+    uses.update({names[id(weight)]: 1 for weight, _ in stack.factors.values()})
+    missed = [n for n in parameters if n in reached or uses[n] > 1]
+    if missed:
+        raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
+    found: list[Group] = [(groups[key], reached[key]) for key in joined if key in reached]
+    products: dict[str, list[OuterProducts]] = {}
+    for key, (name, _, x_BI) in calls.items():
+        if key in reached:
+            products.setdefault(name, []).append(OuterProducts(reached[key], x_BI))
+    for name, (one, *others) in products.items():
+        several = sum((other.products() for other in others), one.products()) if others else one
+        found.append(([name], several))
+    return found
 
 
 def _is_covered(layer: nn.Module) -> bool:
@@ -325,58 +331,29 @@ def _hooks() -> Any:
     return ModuleValidator, PerSampleModule
 
 
-@contextmanager
 def _from_hooks(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
-) -> Iterator[RecordGradients]:
-    """Yield a function from a batch to the gradients of its records; no hook remains afterwards.
-
-    Opacus' own clean-up leaves activations of dead branches and the mark of a full backward hook.
-    """
-    _check(module)
-    modules = list(module.modules())
-    marks = [submodule._is_full_backward_hook for submodule in modules]
-    owners: list[nn.Module | nn.Parameter] = [*modules, *module.parameters()]
-    names = [set(vars(owner)) for owner in owners]
-    hooked = None
-    try:
-        hooked = _hooks()[1](module, loss_reduction="sum")
-        yield partial(_hooked_gradients, hooked, parameters, loss)
-    finally:
-        if hooked is not None:
-            hooked.remove_hooks()
-        for owner, before in zip(owners, names, strict=True):
-            for name in set(vars(owner)) - before:
-                delattr(owner, name)
-        for submodule, mark in zip(modules, marks, strict=True):
-            submodule._is_full_backward_hook = mark
-
-
-def _hooked_gradients(
-    hooked: Any,
+    module: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     loss: Loss,
+    watch: Watch,
     x_B: Tensor,
     y_B: Tensor,
 ) -> list[Group]:
-    """Return the gradients [B, ...] of all parameters that the loss reaches."""
+    """Return the gradients of a batch's records, by hooks on a copy, which leave nothing behind."""
+    hooked = _hooks()[1](deepcopy(module), loss_reduction="sum")
+    copies = dict(zip(map(id, module.parameters()), hooked.parameters(), strict=True))
+    by = {name: copies[id(parameter)] for name, parameter in parameters.items()}
     own = own_linear_layers(hooked)  # which round all rows alike
     with torch.enable_grad(), warnings.catch_warnings(), own:
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         # Not backward(), which would add to .grad. Of the sums only the names are used.
-        reached = differentiate(losses_of(hooked(x_B), y_B, loss), parameters)
-    gradients = []
+        reached = differentiate(losses_of(hooked(x_B), y_B, loss, watch), by)
+    gradients: list[Group] = []
     for name in reached:
-        gradient = parameters[name].grad_sample  # type: ignore[attr-defined]
-        if gradient is None or gradient.shape != (len(x_B), *parameters[name].shape):
+        gradient = by[name].grad_sample
+        if gradient is None or gradient.shape != (len(x_B), *by[name].shape):
             raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
         gradients.append(([name], gradient))
-    for parameter in parameters.values():
-        parameter.grad_sample = None  # type: ignore[attr-defined]
-        parameter._forward_counter = 0  # type: ignore[attr-defined]
-    for submodule in hooked.modules():  # calls that the loss did not reach would be waiting here
-        vars(submodule).pop("activations", None)
-        vars(submodule).pop("max_batch_len", None)
     return gradients
 
 

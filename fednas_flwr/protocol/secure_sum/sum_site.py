@@ -10,7 +10,7 @@ import json
 import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -240,16 +240,12 @@ class SumSite:
     def _books(self) -> Iterator[sqlite3.Connection]:
         """Hold the journal's only lock; what is written is on disk at the end, or nothing is."""
         try:
-            books = connect(self._journal, wait_s=60.0)
-            books.row_factory = sqlite3.Row
-            try:
+            with closing(connect(self._journal, wait_s=60.0)) as books:
+                books.row_factory = sqlite3.Row
                 books.execute("BEGIN IMMEDIATE")
                 books.execute(_SCHEMA)
                 yield books
                 books.execute("COMMIT")
-            finally:
-                books.rollback()
-                books.close()
         except sqlite3.Error as error:
             raise OSError(
                 f"the journal {self._journal} of secure sums cannot be used, nothing is sent: "
