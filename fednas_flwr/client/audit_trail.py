@@ -186,9 +186,7 @@ def trail_of(node: Mapping[str, str]) -> AuditTrail:
 
     A node that names only half of ledger and key keeps none: it refuses everything.
     """
-    if ("audit" not in node and "ledger" not in node) or ("ledger" in node) != (
-        "ledger-key" in node
-    ):
+    if not {"audit", "ledger"} & node.keys() or ("ledger" in node) != ("ledger-key" in node):
         return AuditTrail(None)
     ledger = Path(node["ledger"]) if "ledger" in node else None
     path = Path(node.get("audit") or Path(node["ledger"]).with_name("audit.jsonl"))

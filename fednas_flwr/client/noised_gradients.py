@@ -111,9 +111,8 @@ class NoisedGradients:
     def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
         """Return :meth:`sums` where clients share the noise."""
         units = self._contributions(state, partial(self._sum_of(state), network))
-        planned, request = self._planned[state], self._request
-        grid = request.grids.get(state)
-        cells = self._guard.share(planned, request.header, units, grid=grid)
+        planned, grid = self._planned[state], self._request.grids.get(state)
+        cells = self._guard.share(planned, self._request.header, units, grid=grid)
         return cells, self._guard.expected_batch(planned)
 
     def _sum_of(self, state: str) -> TakeSum:

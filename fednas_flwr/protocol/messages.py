@@ -92,8 +92,7 @@ class Request:
     @property
     def network(self) -> Mapping[str, Any]:
         """Description of its network, by default that of the supernet."""
-        described = self.settings.described
-        return {"name": SUPERNET} if described is None else described
+        return self.settings.described or {"name": SUPERNET}
 
     @property
     def network_states(self) -> dict[str, Packed]:

@@ -13,8 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -253,11 +252,9 @@ class Cohort:
 
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
         """Make a cohort of some of the connected clients, with their own quorum and counts."""
-        part = copy(self)
-        part.run, part.num_clients, part.emit = run, len(clients), emit
-        part.wait, part.sampling = time.sleep, None
-        part.bytes_sent = part.bytes_received = part.bytes_dense = 0
-        part._limited, part._missed = set(), set()
+        part = replace(self, run=run, num_clients=len(clients), emit=emit, wait=time.sleep)
+        part.statistics, part._num_classes = self.statistics, self._num_classes
+        part._grid, part._refused = self._grid, self._refused
         part._nodes = {client: self._nodes[client] for client in clients}
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
@@ -437,7 +434,7 @@ class Cohort:
     ) -> dict[int, Sent]:
         """The messages of an exchange by client, with the functions that read the replies."""
         requests: dict[int, Sent] = {}
-        carried = exchange.carried(self.wire)
+        carried = messages.round_sent(exchange.states, action=exchange.action, wire=self.wire)
         records = messages.encode_states(carried)
         accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
         sent = {name: distance(state, {}) for name, state in messages.restore_sent(carried).items()}

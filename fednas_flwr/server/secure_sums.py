@@ -133,12 +133,13 @@ class PendingSum:
         survivors = tuple(self.survivors)
         signed = {str(client): signature for client, signature in signatures.items()}
         one = OpenMasks(context=self.context, survivors=survivors, signatures=signed, boxes={})
-        requests = {}
-        for client in survivors:
-            others = {i: boxes for i, boxes in self.boxes.items() if i != client}
-            sealed = {str(i): b[str(client)] for i, b in others.items() if str(client) in b}
-            requests[client] = replace(one, boxes=sealed)
-        return requests
+        return {
+            client: replace(
+                one,
+                boxes={str(i): b[str(client)] for i, b in self.boxes.items() if str(client) in b},
+            )
+            for client in survivors
+        }
 
     def unmask(self, opened: Mapping[int, Mapping[str, Any]]) -> Reply:
         """The reply of the total.

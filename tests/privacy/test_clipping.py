@@ -20,7 +20,6 @@ from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
-from fednas_flwr.privacy.self_test import unwatched
 from fednas_flwr.search.batch_gradients import (
     Tally,
     alpha_gradient_sum,
@@ -472,7 +471,6 @@ class EverySecondTime(nn.Module):
         return self.head(out if self.calls % 2 == 0 else x)
 
 
-@pytest.mark.usefixtures("route")
 def test_calls_that_the_loss_does_not_reach_do_not_touch_the_next_micro_batch():
     network = EverySecondTime().double()
     x, y = make_batch((4,), torch.float64, batch=5)
@@ -650,7 +648,7 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
         if as_factors:
             gradients.append((["c"], OuterProducts(first, second)))
             shapes["c"] = torch.empty(2, 3)
-        terms = clipping._Clipping(max_norm, None, None, None, unwatched)
+        terms = clipping.Clipping(max_norm)
         sums = terms._clipped_sum(gradients, shapes, factors, len(rows))
         return {n: micro_batches.from_units(total, bound=max_norm) for n, total in sums.items()}
 

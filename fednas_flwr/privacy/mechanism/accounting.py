@@ -209,7 +209,7 @@ def calibrate_noise(
         steps: As of :class:`Release`.
         others: What the same records release besides; it counts towards the target.
         accountant: ``filter_epsilon`` where a filter must last to the end of the schedule;
-            :func:`gdp_epsilon` is refused, being no bound.
+            not :func:`gdp_epsilon`, which is no bound.
 
     Returns:
         The multiplier, at least .01.
@@ -217,8 +217,6 @@ def calibrate_noise(
     Raises:
         ValueError: A value is out of range, or a multiplier of 1e5 is still too small.
     """
-    if accountant is gdp_epsilon:
-        raise ValueError("gdp_epsilon is no bound: calibrate with one, such as prv_epsilon.")
 
     def enough(sigma: float) -> bool:
         release = Release(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps)

@@ -251,8 +251,16 @@ class Clipping(Checked):
         """
         if not gradients:
             return {}
-        outer, whole = _separated(gradients, keep_factors=self.persons is None)
-        whole = sorted(whole, key=lambda group: group[1].shape[1:].numel())
+        outer: dict[str, rg.OuterProducts] = {}
+        whole: list[tuple[list[str], Tensor]] = []
+        for group, gradient in gradients:
+            if isinstance(gradient, Tensor):
+                whole.append((group, gradient))
+            elif self.persons is None:
+                outer[group[0]] = gradient
+            else:  # a mean of outer products is none
+                whole.append((group, gradient.products()))
+        whole.sort(key=lambda both: both[1].shape[1:].numel())
         names = [name for group, _ in whole for name in group]
         flat = [gradient.flatten(1) for _, gradient in whole]
         small = [matrix for matrix in flat if matrix.shape[1] < COLUMNS]
@@ -309,22 +317,6 @@ class Clipping(Checked):
         return scale_B
 
 
-def _separated(
-    gradients: Sequence[rg.Group], *, keep_factors: bool
-) -> tuple[dict[str, rg.OuterProducts], list[tuple[list[str], Tensor]]]:
-    """Return the gradients that are kept as factors, by name, and the groups of all others."""
-    outer: dict[str, rg.OuterProducts] = {}
-    whole: list[tuple[list[str], Tensor]] = []
-    for names, gradient in gradients:
-        if isinstance(gradient, Tensor):
-            whole.append((names, gradient))
-        elif keep_factors:
-            outer[names[0]] = gradient
-        else:
-            whole.append((names, gradient.products()))
-    return outer, whole
-
-
 def _norms(rows: Tensor) -> Tensor:
     """Return the norms of rows [B, ...], float64 [B]."""
     norms_B: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
@@ -349,6 +341,8 @@ def _only_trainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -
     own = list(module.parameters())
     if not chosen <= {id(parameter) for parameter in own}:
         raise ValueError("a parameter to differentiate by does not belong to the module")
+    if len(chosen) < len(parameters):
+        raise ValueError("a parameter to differentiate by is given under two names")
     changed = [p for p in own if p.requires_grad != (id(p) in chosen)]
     try:
         for parameter in changed:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -139,15 +140,16 @@ def record_gradients(
     refuse_batch_norm(module)
     if not module.training:
         raise ValueError("the module must be in training mode: call train() first")
+    records = _Records(module, parameters, loss, watch)
     if _takes_stack(module):
-        return partial(_from_leaves, module, parameters, loss, watch)
+        return records.from_leaves
     layers = _layers(module, parameters)
     if any("forward" in vars(layer) for layer in layers):
         raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
     if all(map(_is_covered, layers)):
-        return partial(_from_leaves, module, parameters, loss, watch)
+        return records.from_leaves
     _check(module)
-    return partial(_from_hooks, module, parameters, loss, watch)
+    return records.from_hooks
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
@@ -168,47 +170,69 @@ def refuse_batch_norm(module: nn.Module) -> None:
             )
 
 
-def _from_leaves(
-    module: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    loss: Loss,
-    watch: Watch,
-    x_B: Tensor,
-    y_B: Tensor,
-) -> list[Group]:
-    """Return the gradients of a batch's records, by one plain backward."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    stack = RecordWeights(len(x_B))
-    with torch.enable_grad():
-        if _takes_stack(module):
-            output = module(x_B, stack=stack)
-        else:
-            with _computed_with(stack, module, parameters):
-                output = module(x_B)
-        joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
-        calls = {
-            f"output {i}.{j}": (names[id(weight)], *call)
-            for i, (weight, both) in enumerate(stack.factors.values())
-            for j, call in enumerate(both)
-        }
-        by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
-        by |= {key: leaf for key, (_, leaf, _) in calls.items()}
-        reached = differentiate(losses_of(output, y_B, loss, watch), {**by, **parameters})
-    groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
-    uses = Counter(name for group in groups.values() for name in group)
-    uses.update({names[id(weight)]: 1 for weight, _ in stack.factors.values()})
-    missed = [n for n in parameters if n in reached or uses[n] > 1]
-    if missed:
-        raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
-    found: list[Group] = [(groups[key], reached[key]) for key in joined if key in reached]
-    products: dict[str, list[OuterProducts]] = {}
-    for key, (name, _, x_BI) in calls.items():
-        if key in reached:
-            products.setdefault(name, []).append(OuterProducts(reached[key], x_BI))
-    for name, (one, *others) in products.items():
-        several = sum((other.products() for other in others), one.products()) if others else one
-        found.append(([name], several))
-    return found
+@dataclass(frozen=True)
+class _Records:
+    """What the gradients of a batch's records are taken of; see :func:`record_gradients`."""
+
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    loss: Loss
+    watch: Watch
+
+    def from_leaves(self, x_B: Tensor, y_B: Tensor) -> list[Group]:
+        """Return the gradients of a batch's records, by one plain backward."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        stack = RecordWeights(len(x_B))
+        with torch.enable_grad():
+            if _takes_stack(self.module):
+                output = self.module(x_B, stack=stack)
+            else:
+                with _computed_with(stack, self.module, self.parameters):
+                    output = self.module(x_B)
+            joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
+            calls = {
+                f"output {i}.{j}": (names[id(weight)], *call)
+                for i, (weight, both) in enumerate(stack.factors.values())
+                for j, call in enumerate(both)
+            }
+            by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
+            by |= {key: leaf for key, (_, leaf, _) in calls.items()}
+            reached = differentiate(
+                losses_of(output, y_B, self.loss, self.watch), {**by, **self.parameters}
+            )
+        groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
+        uses = Counter(name for group in groups.values() for name in group)
+        uses.update({names[id(weight)]: 1 for weight, _ in stack.factors.values()})
+        missed = [n for n in self.parameters if n in reached or uses[n] > 1]
+        if missed:
+            raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
+        found: list[Group] = [(groups[key], reached[key]) for key in joined if key in reached]
+        products: dict[str, list[OuterProducts]] = {}
+        for key, (name, _, x_BI) in calls.items():
+            if key in reached:
+                products.setdefault(name, []).append(OuterProducts(reached[key], x_BI))
+        for name, (one, *others) in products.items():
+            several = sum((other.products() for other in others), one.products()) if others else one
+            found.append(([name], several))
+        return found
+
+    def from_hooks(self, x_B: Tensor, y_B: Tensor) -> list[Group]:
+        """Return the gradients of a batch's records, by Opacus' hooks on a copy of the module."""
+        hooked = _hooks()[1](deepcopy(self.module), loss_reduction="sum")
+        copies = dict(zip(map(id, self.module.parameters()), hooked.parameters(), strict=True))
+        by = {name: copies[id(parameter)] for name, parameter in self.parameters.items()}
+        own = own_linear_layers(hooked)  # which round all rows alike
+        with torch.enable_grad(), warnings.catch_warnings(), own:
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            # Not backward(), which would add to .grad. Of the sums only the names are used.
+            reached = differentiate(losses_of(hooked(x_B), y_B, self.loss, self.watch), by)
+        gradients: list[Group] = []
+        for name in reached:
+            gradient = by[name].grad_sample
+            if gradient is None or gradient.shape != (len(x_B), *by[name].shape):
+                raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
+            gradients.append(([name], gradient))
+        return gradients
 
 
 def _is_covered(layer: nn.Module) -> bool:
@@ -329,32 +353,6 @@ def _hooks() -> Any:
             return [tensor.flatten().view(tensor.shape) for tensor in activations], backprops
 
     return ModuleValidator, PerSampleModule
-
-
-def _from_hooks(
-    module: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    loss: Loss,
-    watch: Watch,
-    x_B: Tensor,
-    y_B: Tensor,
-) -> list[Group]:
-    """Return the gradients of a batch's records, by hooks on a copy, which leave nothing behind."""
-    hooked = _hooks()[1](deepcopy(module), loss_reduction="sum")
-    copies = dict(zip(map(id, module.parameters()), hooked.parameters(), strict=True))
-    by = {name: copies[id(parameter)] for name, parameter in parameters.items()}
-    own = own_linear_layers(hooked)  # which round all rows alike
-    with torch.enable_grad(), warnings.catch_warnings(), own:
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        # Not backward(), which would add to .grad. Of the sums only the names are used.
-        reached = differentiate(losses_of(hooked(x_B), y_B, loss, watch), by)
-    gradients: list[Group] = []
-    for name in reached:
-        gradient = by[name].grad_sample
-        if gradient is None or gradient.shape != (len(x_B), *by[name].shape):
-            raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
-        gradients.append(([name], gradient))
-    return gradients
 
 
 def _check(module: nn.Module) -> None:
