@@ -245,9 +245,9 @@ def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:
             raise _wrong_end(path, 0, marked)
         return marked
     line = whole.splitlines(keepends=True)[-1]
-    end = _follow(line, marked.number - 1, marked.previous, key)
-    if end is None:  # a crash came before the mark was moved
-        end = _follow(line, marked.number, marked.mac, key)
+    marked_end = _follow(line, marked.number - 1, marked.previous, key)
+    # or a crash came before the mark was moved
+    end = marked_end or _follow(line, marked.number, marked.mac, key)
     if end is None:
         matched = _LINE.fullmatch(line)
         raise _wrong_end(path, int(matched[2]) if matched else marked.number, marked)

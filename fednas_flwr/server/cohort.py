@@ -194,10 +194,10 @@ class Cohort:
             QuorumError: They are too few.
         """
         deadline = time.monotonic() + self.connect_s
-        nodes = sorted(grid.get_node_ids())
-        while len(nodes) < self.num_clients and time.monotonic() < deadline:
+        while len(nodes := sorted(grid.get_node_ids())) < self.num_clients:
+            if time.monotonic() >= deadline:
+                break
             time.sleep(POLL_S)
-            nodes = sorted(grid.get_node_ids())
         if len(nodes) < self.quorum:
             raise QuorumError(
                 f"{len(nodes)} of {self.num_clients} clients appeared within {self.connect_s:g} s; "
@@ -384,8 +384,7 @@ class Cohort:
             among: Clients to ask; None asks all.
             pending: The secure sum to which replies are added.
         """
-        if self._grid is None:
-            raise ValueError("call connect(grid) before ask")
+        assert self._grid is not None  # since connect
         asked = self._requests(exchange, among, None if pending is None else pending.summands)
         sent = set(self._grid.push_messages([request.message for request in asked.values()]))
         ids = {client: request.message.metadata.message_id for client, request in asked.items()}

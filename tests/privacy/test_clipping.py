@@ -731,12 +731,12 @@ def test_gradients_kept_as_factors_have_the_same_sum(bias, size, by_person, monk
 def test_a_large_linear_layer_is_kept_as_factors(monkeypatch):
     kept = []
 
-    def spy(gradients, *, keep_factors):
+    def spy(self, gradients, *rest):
         kept.extend(names for names, gradient in gradients if isinstance(gradient, OuterProducts))
-        return separated(gradients, keep_factors=keep_factors)
+        return clipped_sum(self, gradients, *rest)
 
-    separated = clipping._separated
-    monkeypatch.setattr(clipping, "_separated", spy)
+    clipped_sum = clipping.Clipping._clipped_sum
+    monkeypatch.setattr(clipping.Clipping, "_clipped_sum", spy)
     network = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, CLASSES))
     x, y = make_batch((4,), torch.float32)
     weight_sum(network, x, y)

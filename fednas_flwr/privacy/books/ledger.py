@@ -492,8 +492,6 @@ class Ledger(AbstractContextManager["Ledger"]):
             except BudgetExceededError as error:
                 where = f"data set {entry.data_set}, budget {entry.account}, split {split}"
                 raise BudgetExceededError(f"{where}: {error}") from None
-            if not all(map(math.isfinite, budget.totals)):
-                raise ValueError(f"the cost of {entry.release} cannot be computed.")
             booked["orders"] = budget.orders
         _add(totals, entry, booked["orders"])
 

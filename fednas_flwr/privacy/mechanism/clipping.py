@@ -217,10 +217,6 @@ class Clipping(Checked):
     ) -> ClippedSum:
         """Return the sum over records of their clipped gradients; zeros where there is none."""
         size, factors = self.micro_batch_size, self.class_factors
-        if len(x) != len(y):
-            raise ValueError(
-                f"expected one label per record, got {len(x)} records, {len(y)} labels"
-            )
         if self.persons is not None and size is not None and len(x) > size:
             raise ValueError(f"{len(x)} records of persons must be in one micro-batch")
         sums: dict[str, Tensor] = {}

@@ -90,19 +90,10 @@ class RecordWeights:
     def __call__(self, parameters: list[Tensor]) -> Tensor:
         """Return a leaf of stride 0, which takes no memory before its gradient is there.
 
-        Parameters that do not require gradients are joined without copies.
-
-        Raises:
-            ValueError: Some of them require gradients and others do not.
+        Parameters of which none requires gradients are joined without copies.
         """
-        trained = {parameter.requires_grad for parameter in parameters}
-        if trained == {False}:
+        if not any(parameter.requires_grad for parameter in parameters):
             return torch.cat(parameters)
-        if len(trained) > 1:
-            raise ValueError(
-                "parameters that are computed together must be differentiated by together, or none "
-                "of them: give all of them."
-            )
         key = tuple(map(id, parameters))
         if key not in self.leaves:
             joined = torch.cat([parameter.detach() for parameter in parameters])

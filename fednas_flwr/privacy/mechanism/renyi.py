@@ -97,8 +97,6 @@ def renyi_divergence(*, noise_multiplier: float, sample_rate: float, order: floa
     other rate, exceeding it by at most ``-log(p) * order / (order - 1)``, and stands in where there
     is so little noise that the integral would need more than 32,768 points.
     """
-    if not 1 < order < math.inf:
-        raise ValueError(f"order must be above 1 and finite, got {order!r}.")
     s, p = noise_multiplier, sample_rate
     width = min(s, s * s) / 4
     if p == 1 or (order + 28 * s) / width > _MAX_POINTS:
