@@ -207,6 +207,8 @@ class ReleaseGuard:
             ConfigError: The policy refuses a term, or the run has committed to another plan.
         """
         self.check_plan(plan)
+        if not self._assignment:
+            raise ValueError("a guard commits to nothing before it holds records: call hold first")
         releases = tuple(sorted(plan, key=lambda planned: planned.key))
         by_split, sizes = self._pays_by_split(), dict(sizes or {})
         commitment = Commitment(

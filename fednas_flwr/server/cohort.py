@@ -477,14 +477,8 @@ class Cohort:
         self._report(event, client, exchange, reason=reason, **more)
 
     def _report(self, event: str, client: int, exchange: Exchange, **fields: object) -> None:
-        self.emit(
-            event,
-            stage=exchange.stage,
-            round=exchange.server_round,
-            action=exchange.action,
-            client=client,
-            **fields,
-        )
+        place = {"stage": exchange.stage, "round": exchange.server_round}
+        self.emit(event, **place, action=exchange.action, client=client, **fields)
 
     def _in_order(
         self,
