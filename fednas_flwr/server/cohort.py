@@ -331,7 +331,7 @@ class Cohort:
             QuorumError: One of them did not sign, too few have opened, or the total is none of
                 honest replies.
         """
-        survivors = pending.survivors
+        survivors = pending.total.survivors
         sum_step = partial(
             Exchange,
             stage=exchange.stage,

@@ -106,11 +106,6 @@ class PendingSum:
         summands = Summands(exchange.action, sizes, summed, exchange.states)
         return PendingSum(summands, MaskedSum(tuple(clients)))
 
-    @property
-    def survivors(self) -> list[int]:
-        """Clients whose replies are in the sum."""
-        return list(self.total.survivors)
-
     def add(self, client: int, reply: Reply) -> None:
         """Add a masked reply.
 
@@ -126,11 +121,11 @@ class PendingSum:
 
     def sign_request(self) -> SignSurvivors:
         """The list that the survivors are to sign."""
-        return SignSurvivors(context=self.context, survivors=tuple(self.survivors))
+        return SignSurvivors(context=self.context, survivors=tuple(self.total.survivors))
 
     def open_requests(self, signatures: Mapping[int, str]) -> dict[int, OpenMasks]:
         """The request to each survivor to open masks, with the signatures of all."""
-        survivors = tuple(self.survivors)
+        survivors = tuple(self.total.survivors)
         signed = {str(client): signature for client, signature in signatures.items()}
         one = OpenMasks(context=self.context, survivors=survivors, signatures=signed, boxes={})
         return {
@@ -157,4 +152,4 @@ class PendingSum:
         }
         vectors = self.total.unmask(openings)
         named = dict(zip(self.summands.lengths, vectors, strict=True))
-        return self.summands.decode(named, sites=len(self.survivors))
+        return self.summands.decode(named, sites=len(self.total.survivors))

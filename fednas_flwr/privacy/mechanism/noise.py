@@ -64,19 +64,13 @@ def sample_discrete_gaussian(words: Words, count: int, *, sigma: int) -> np.ndar
     while filled < count:
         missing = count - filled
         size = min(max(LEAST_BLOCK, int(PROPOSALS_PER_SAMPLE * missing)), LARGEST_BLOCK)
-        accepted = _accepted(words, size, sigma)[:missing]
+        proposals = _discrete_laplace(words, size, sigma)
+        distances = np.abs(np.abs(proposals) - sigma).view(np.uint64)
+        keep = _bernoulli_exp(words, distances * distances, 2 * sigma**2)
+        accepted = proposals[keep][:missing]
         samples[filled : filled + len(accepted)] = accepted
         filled += len(accepted)
     return samples
-
-
-def _accepted(words: Words, size: int, sigma: int) -> np.ndarray:
-    """Return the accepted proposals of a block, int64."""
-    proposals = _discrete_laplace(words, size, sigma)
-    distances = np.abs(np.abs(proposals) - sigma).view(np.uint64)
-    keep = _bernoulli_exp(words, distances * distances, 2 * sigma**2)
-    accepted: np.ndarray = proposals[keep]
-    return accepted
 
 
 def _discrete_laplace(words: Words, size: int, sigma: int) -> np.ndarray:

@@ -50,7 +50,7 @@ Group = tuple[list[str], Tensor | OuterProducts]
 RecordGradients = Callable[[Tensor, Tensor], list[Group]]  # of features [B, ...] and labels [B]
 
 
-def differentiate(losses_B: Tensor, by: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def differentiate(losses_B: Tensor, by: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
     """Return the gradient of the losses' sum by each tensor that it depends on."""
     if not losses_B.requires_grad:
         return {}
@@ -75,17 +75,21 @@ LARGE = 2048  # numbers of a linear layer's weight from which its gradients are 
 class RecordWeights:
     """Joins parameters like ``torch.cat``, with a copy of the result for each of B records.
 
+    Args:
+        num_records: B.
+        names: Of the parameters that require gradients, by their ids.
+
     Attributes:
-        leaves: By the ids of the joined parameters: these, and the leaf [B, ...].
-        factors: By the id of a large linear layer's weight: the weight, and of every call a leaf
-            [B, O] whose gradient is that by the output, and the input [B, I].
+        leaves: By the names of the joined parameters the leaf [B, ...].
+        factors: By the name of a large linear layer's weight, of every call, a leaf [B, O] whose
+            gradient is that by the output, and the input [B, I].
     """
 
-    def __init__(self, num_records: int) -> None:
+    def __init__(self, num_records: int, names: Mapping[int, str]) -> None:
         """Join nothing yet."""
-        self.num_records = num_records
-        self.leaves: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
-        self.factors: dict[int, tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
+        self.num_records, self._names = num_records, names
+        self.leaves: dict[tuple[str, ...], Tensor] = {}
+        self.factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, parameters: list[Tensor]) -> Tensor:
         """Return a leaf of stride 0, which takes no memory before its gradient is there.
@@ -94,18 +98,18 @@ class RecordWeights:
         """
         if not any(parameter.requires_grad for parameter in parameters):
             return torch.cat(parameters)
-        key = tuple(map(id, parameters))
-        if key not in self.leaves:
+        group = tuple(self._names[id(parameter)] for parameter in parameters)
+        if group not in self.leaves:
             joined = torch.cat([parameter.detach() for parameter in parameters])
             leaf = joined.expand(self.num_records, *joined.shape).requires_grad_()
-            self.leaves[key] = (list(parameters), leaf)
-        return self.leaves[key][1]
+            self.leaves[group] = leaf
+        return self.leaves[group]
 
     def linear(self, x_BI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output [B, O] of a layer whose gradients are to be kept as factors."""
         out_BO = linear(x_BI, weight.detach(), bias)
         leaf_BO = torch.zeros_like(out_BO[:1, :1]).expand_as(out_BO).requires_grad_()
-        self.factors.setdefault(id(weight), (weight, []))[1].append((leaf_BO, x_BI.detach()))
+        self.factors.setdefault(self._names[id(weight)], []).append((leaf_BO, x_BI.detach()))
         return out_BO + leaf_BO
 
 
@@ -173,38 +177,32 @@ class _Records:
     def from_leaves(self, x_B: Tensor, y_B: Tensor) -> list[Group]:
         """Return the gradients of a batch's records, by one plain backward."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        stack = RecordWeights(len(x_B))
+        stack = RecordWeights(len(x_B), names)
         with torch.enable_grad():
             if _takes_stack(self.module):
                 output = self.module(x_B, stack=stack)
             else:
                 with _computed_with(stack, self.module, self.parameters):
                     output = self.module(x_B)
-            joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
-            calls = {
-                f"output {i}.{j}": (names[id(weight)], *call)
-                for i, (weight, both) in enumerate(stack.factors.values())
-                for j, call in enumerate(both)
-            }
-            by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
-            by |= {key: leaf for key, (_, leaf, _) in calls.items()}
-            reached = differentiate(
-                losses_of(output, y_B, self.loss, self.watch), {**by, **self.parameters}
-            )
-        groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
-        uses = Counter(name for group in groups.values() for name in group)
-        uses.update({names[id(weight)]: 1 for weight, _ in stack.factors.values()})
+            by: dict[Any, Tensor] = {**stack.leaves, **self.parameters}
+            for name, calls in stack.factors.items():
+                by |= {(name, i): leaf_BO for i, (leaf_BO, _) in enumerate(calls)}
+            reached = differentiate(losses_of(output, y_B, self.loss, self.watch), by)
+        uses = Counter([*stack.factors, *(name for group in stack.leaves for name in group)])
         missed = [n for n in self.parameters if n in reached or uses[n] > 1]
         if missed:
             raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
-        found: list[Group] = [(groups[key], reached[key]) for key in joined if key in reached]
-        products: dict[str, list[OuterProducts]] = {}
-        for key, (name, _, x_BI) in calls.items():
-            if key in reached:
-                products.setdefault(name, []).append(OuterProducts(reached[key], x_BI))
-        for name, (one, *others) in products.items():
-            several = sum((other.products() for other in others), one.products()) if others else one
-            found.append(([name], several))
+        found: list[Group] = [(list(of), reached[of]) for of in stack.leaves if of in reached]
+        for name, calls in stack.factors.items():
+            seen = [(reached.get((name, i)), x_BI) for i, (_, x_BI) in enumerate(calls)]
+            several = [
+                OuterProducts(left_BO, x_BI) for left_BO, x_BI in seen if left_BO is not None
+            ]
+            if len(several) == 1:
+                found.append(([name], several[0]))
+            elif several:
+                one, *others = (each.products() for each in several)
+                found.append(([name], sum(others, one)))
         return found
 
     def from_hooks(self, x_B: Tensor, y_B: Tensor) -> list[Group]:
