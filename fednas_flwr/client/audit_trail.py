@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from traceback import format_exception
@@ -59,6 +59,7 @@ class _End(NamedTuple):
     previous: str
 
 
+@dataclass(frozen=True)
 class AuditTrail:
     """The trail of one site; processes of several runs may write to it at once.
 
@@ -73,17 +74,10 @@ class AuditTrail:
         superlink: Address of the server that the site's node asks for work; empty if not known.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        key_path: Path = Path(),
-        *,
-        ledger: Path | None = None,
-        superlink: str = "",
-    ) -> None:
-        """See the class."""
-        self._path, self._key_path, self._ledger = path, key_path, ledger
-        self._superlink = superlink
+    path: Path | None
+    key_path: Path = Path()
+    ledger: Path | None = None
+    superlink: str = ""
 
     def asked(self, request: Request, *, flower_run: int, kept_bytes: int = 0) -> None:
         """Note a request before anything is done about it.
@@ -99,7 +93,7 @@ class AuditTrail:
         settings = json.dumps(asdict(request.settings), sort_keys=True)
         fields = {
             **_place(request),
-            "superlink": self._superlink,
+            "superlink": self.superlink,
             "flower_run": str(flower_run),
             "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
         }
@@ -115,7 +109,7 @@ class AuditTrail:
             guard: Of a private client; what its budget has paid by now, for all runs, is noted.
         """
         private = {}
-        if guard is not None and self._path is not None:
+        if guard is not None and self.path is not None:
             carried = {*reply.states, *(["metrics"] if reply.metrics else [])}
             noise = {
                 kind: planned.noise_multiplier
@@ -151,18 +145,18 @@ class AuditTrail:
         return described(error) if told else "an error at the site, whose own log says which"
 
     def _take(self, num_bytes: int, *, beyond: int = 0) -> None:
-        if self._path is not None:
-            self._key_path.parent.mkdir(parents=True, exist_ok=True)
-            take(counter_of(self._key_path), num_bytes, beyond=beyond)
+        if self.path is not None:
+            self.key_path.parent.mkdir(parents=True, exist_ok=True)
+            take(counter_of(self.key_path), num_bytes, beyond=beyond)
 
     def _append(self, event: str, **fields: Any) -> None:
-        if self._path is None:
+        if self.path is None:
             return
         cut = {k: v[:LONGEST_TEXT] if isinstance(v, str) else v for k, v in fields.items()}
-        make_folder(self._path.parent)
-        with anchor.locked(self._path, flags=os.O_APPEND) as descriptor:
-            key, mark = self._key(), _mark_path(self._path, self._key_path)
-            last = _last(descriptor, self._path, mark, key)
+        make_folder(self.path.parent)
+        with anchor.locked(self.path, flags=os.O_APPEND) as descriptor:
+            key, mark = self._key(), _mark_path(self.path, self.key_path)
+            last = _last(descriptor, self.path, mark, key)
             time = datetime.now(UTC).isoformat(timespec="seconds")
             line = {"number": last.number + 1, "time": time, "event": event, **cut}
             text = json.dumps(line).removesuffix("}")
@@ -173,12 +167,12 @@ class AuditTrail:
 
     def _key(self) -> bytes:
         """Return the key; on a new site make it."""
-        if not self._key_path.exists():
-            if self._ledger is None:
-                make_key(self._key_path, KEY_BYTES)
+        if not self.key_path.exists():
+            if self.ledger is None:
+                make_key(self.key_path, KEY_BYTES)
             else:
-                Ledger(self._ledger, self._key_path).close()
-        return read_key(self._key_path)
+                Ledger(self.ledger, self.key_path).close()
+        return read_key(self.key_path)
 
 
 def trail_of(node: Mapping[str, str]) -> AuditTrail:

@@ -49,8 +49,10 @@ def affordable(release=UNIT):
 UNITS = affordable()
 
 
-def open_ledger(folder, **options):
-    return Ledger(folder / "ledger" / "site.sqlite", folder / "key" / "site", **options)
+def open_ledger(folder, clock=time.time):
+    ledger = Ledger(folder / "ledger" / "site.sqlite", folder / "key" / "site")
+    ledger._clock = clock
+    return ledger
 
 
 def watch_steps(ledger, note):

@@ -39,7 +39,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import add
@@ -134,7 +134,6 @@ class Ledger(AbstractContextManager["Ledger"]):
         path: The ledger's file, created if missing.
         key_path: Its secret key, one for each ledger, created if missing; outside ``path``'s
             folder and readable by its owner only. The mark lies beside it.
-        clock: Seconds since 1970.
 
     Raises:
         ConfigError: The key is in the ledger's folder, readable by others, or no key.
@@ -142,20 +141,14 @@ class Ledger(AbstractContextManager["Ledger"]):
         OSError: A file cannot be opened or written, or stayed locked.
     """
 
-    def __init__(  # noqa: D107
-        self,
-        path: Path,
-        key_path: Path,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, path: Path, key_path: Path) -> None:  # noqa: D107
         self.path, key_path = path.resolve(), key_path.resolve()
         if key_path.is_relative_to(self.path.parent):
             raise ConfigError(
                 f"the key {key_path} lies in the folder of the ledger {self.path}: whoever can "
                 "write the one could replace the other; put it elsewhere."
             )
-        self._clock = clock
+        self._clock = time.time
         self._counter = anchor.counter_of(key_path)
         self._pid, self._mutex = os.getpid(), threading.Lock()
         with anchor.plain_errors(self.path):
