@@ -442,7 +442,7 @@ def test_calibrate_prints_noise_that_keeps_the_target(capsys: pytest.CaptureFixt
     ("option", "value", "words"),
     [
         ("--delta", "1", "delta"),
-        ("--rate", "0", "sample_rate must be above 0"),
+        ("--rate", "0", "sample_rate=0.0 is out of range: expected above 0, at most 1"),
         *(("--steps", number, "--steps=") for number in ("0", "1000000001", "9" * 400)),
         *(
             ("--epsilon", number, "is out of range: expected 0.001 to 1000000")
