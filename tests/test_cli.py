@@ -407,7 +407,8 @@ def ledger() -> list[str]:
     """Return the arguments that name a ledger in which two accounts have booked."""
     release = Release(noise_multiplier=2.0, sample_rate=0.05, steps=1200)
     entry = Entry("ward", "a", "the run", "search", 1, "train.search", ("train",), release, 5000)
-    with Ledger(Path("site/ledger"), Path("key"), clock=lambda: 86400.0) as ledger:
+    with Ledger(Path("site/ledger"), Path("key")) as ledger:
+        ledger._clock = lambda: 86400.0
         ledger.reserve(entry, epsilon=50.0, delta=1e-5, assignment="a")
         ledger.reserve(entry, epsilon=50.0, delta=1e-5, assignment="a")
         ledger.reserve(
@@ -437,7 +438,7 @@ def test_calibrate_prints_noise_that_keeps_the_target(capsys: pytest.CaptureFixt
     ("option", "value", "words"),
     [
         ("--delta", "1", "delta"),
-        ("--rate", "0", "sample_rate must be above 0"),
+        ("--rate", "0", "sample_rate=0.0 is out of range: expected above 0, at most 1"),
         *(("--steps", number, "--steps=") for number in ("0", "1000000001", "9" * 400)),
         *(
             ("--epsilon", number, "is out of range: expected 0.001 to 1000000")

@@ -101,7 +101,7 @@ Ledger(state / "ledger" / "ledger.sqlite", state / "keys" / "ledger.key").close(
 trail = AuditTrail(state / "trail" / "trail.jsonl", state / "keys" / "ledger.key")
 trail.refused("x", None, ValueError("y"), told=True, private=True)
 SiteKeys.at(state / "sums" / "sum.key")
-connect(state / "journal" / "sums.sqlite", wait_s=1).execute("CREATE TABLE a (b)")
+connect(state / "journal" / "sums.sqlite").execute("CREATE TABLE a (b)")
 shown_size(["key"], state / "cache", lambda: 4)
 ids = np.array([b"a" * 32, b"b" * 32])
 records = Records(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), ids, ("a", "b"))

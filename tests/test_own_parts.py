@@ -31,6 +31,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy import local_actors
 from fednas_flwr.models.networks import make_space
 from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
+from fednas_flwr.privacy.self_test import unwatched
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings.registry import OWN, TABLES
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
@@ -123,8 +124,8 @@ def test_private_gradients_are_those_of_each_record(name: str) -> None:
         alphas.requires_grad_(False)
     weights = supernet.weights()
     objective = Objective(own_loss=focal)
-    with record_gradients(supernet, weights, objective.plain_losses) as gradients:
-        found = {n: g for names, g in gradients(x, y) for n in names[:1] if len(names) == 1}
+    gradients = record_gradients(supernet, weights, objective.plain_losses, unwatched)
+    found = {n: g for names, g in gradients(x, y) for n in names[:1] if len(names) == 1}
     own = [n for n in found if ".wide." in n or ".own." in n]
     assert own
     for record in range(3):
@@ -138,8 +139,7 @@ def test_private_layers_without_known_gradients_are_refused() -> None:
     register_op("odd", lambda channels, stride: nn.PReLU(channels))
     supernet = space_of("nasbench201", ops=("odd",)).supernet().train()
     with pytest.raises(ValueError, match=r"build it of nn\.Conv2d, nn\.Linear and nn\.GroupNorm"):
-        with record_gradients(supernet, supernet.weights(), Objective().plain_losses):
-            pass
+        record_gradients(supernet, supernet.weights(), Objective().plain_losses, unwatched)
 
 
 class Mixing(nn.Module):

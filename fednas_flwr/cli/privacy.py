@@ -142,6 +142,7 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
             delta=options.delta,
             sample_rate=options.rate,
             steps=options.steps,
+            accountant=accounting.prv_epsilon,
         )
         digit = 10.0 ** (math.floor(math.log10(least)) - 4)
         sigma = float(f"{math.ceil(least / digit) * digit:.5g}")  # as it is printed

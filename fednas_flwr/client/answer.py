@@ -91,10 +91,8 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
     check_choice("private action", action, PRIVATE_ACTIONS)
     if request.statistics is not None:  # as public as weights are; standardised_within checks them
         guard.check_action("query.statistics", guard.data_set)
-    data_set = guard.data_set if settings.of_any_site else getattr(settings, "data_set", None)
-    if data_set is None:
-        raise refused("data_sets", "data set", None, "an id that this site's policy gives")
-    guard.check_action(action, data_set)
+    named = guard.data_set if settings.of_any_site else getattr(settings, "data_set", None)
+    guard.check_action(action, named)
     if isinstance(settings, Commit):
         guard.check_plan(settings.releases)
     if ACTIONS[action].is_public:

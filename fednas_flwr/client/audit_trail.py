@@ -12,15 +12,14 @@ carries, of an error that is no refusal only its kind.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from traceback import format_exception
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fednas_flwr.base.errors import ConfigError, DamagedError, DayFullError
 from fednas_flwr.base.files import make_folder, make_key, write_atomically
 from fednas_flwr.base.memory import described
+from fednas_flwr.privacy.books import anchor
 from fednas_flwr.privacy.books.anchor import KEY_BYTES, counter_of, equal, read_key, seal, take
 from fednas_flwr.privacy.books.ledger import Ledger
 
@@ -59,6 +59,7 @@ class _End(NamedTuple):
     previous: str
 
 
+@dataclass(frozen=True)
 class AuditTrail:
     """The trail of one site; processes of several runs may write to it at once.
 
@@ -73,17 +74,10 @@ class AuditTrail:
         superlink: Address of the server that the site's node asks for work; empty if not known.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        key_path: Path = Path(),
-        *,
-        ledger: Path | None = None,
-        superlink: str = "",
-    ) -> None:
-        """See the class."""
-        self._path, self._key_path, self._ledger = path, key_path, ledger
-        self._superlink = superlink
+    path: Path | None
+    key_path: Path = Path()
+    ledger: Path | None = None
+    superlink: str = ""
 
     def asked(self, request: Request, *, flower_run: int, kept_bytes: int = 0) -> None:
         """Note a request before anything is done about it.
@@ -99,7 +93,7 @@ class AuditTrail:
         settings = json.dumps(asdict(request.settings), sort_keys=True)
         fields = {
             **_place(request),
-            "superlink": self._superlink,
+            "superlink": self.superlink,
             "flower_run": str(flower_run),
             "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
         }
@@ -115,7 +109,7 @@ class AuditTrail:
             guard: Of a private client; what its budget has paid by now, for all runs, is noted.
         """
         private = {}
-        if guard is not None and self._path is not None:
+        if guard is not None and self.path is not None:
             carried = {*reply.states, *(["metrics"] if reply.metrics else [])}
             noise = {
                 kind: planned.noise_multiplier
@@ -151,17 +145,18 @@ class AuditTrail:
         return described(error) if told else "an error at the site, whose own log says which"
 
     def _take(self, num_bytes: int, *, beyond: int = 0) -> None:
-        if self._path is not None:
-            self._key_path.parent.mkdir(parents=True, exist_ok=True)
-            take(counter_of(self._key_path), num_bytes, beyond=beyond)
+        if self.path is not None:
+            self.key_path.parent.mkdir(parents=True, exist_ok=True)
+            take(counter_of(self.key_path), num_bytes, beyond=beyond)
 
     def _append(self, event: str, **fields: Any) -> None:
-        if self._path is None:
+        if self.path is None:
             return
         cut = {k: v[:LONGEST_TEXT] if isinstance(v, str) else v for k, v in fields.items()}
-        with _locked(self._path) as descriptor:
-            key, mark = self._key(), _mark_path(self._path, self._key_path)
-            last = _last(descriptor, self._path, mark, key)
+        make_folder(self.path.parent)
+        with anchor.locked(self.path, flags=os.O_APPEND) as descriptor:
+            key, mark = self._key(), _mark_path(self.path, self.key_path)
+            last = _last(descriptor, self.path, mark, key)
             time = datetime.now(UTC).isoformat(timespec="seconds")
             line = {"number": last.number + 1, "time": time, "event": event, **cut}
             text = json.dumps(line).removesuffix("}")
@@ -172,12 +167,12 @@ class AuditTrail:
 
     def _key(self) -> bytes:
         """Return the key; on a new site make it."""
-        if not self._key_path.exists():
-            if self._ledger is None:
-                make_key(self._key_path, KEY_BYTES)
+        if not self.key_path.exists():
+            if self.ledger is None:
+                make_key(self.key_path, KEY_BYTES)
             else:
-                Ledger(self._ledger, self._key_path).close()
-        return read_key(self._key_path)
+                Ledger(self.ledger, self.key_path).close()
+        return read_key(self.key_path)
 
 
 def trail_of(node: Mapping[str, str]) -> AuditTrail:
@@ -185,9 +180,7 @@ def trail_of(node: Mapping[str, str]) -> AuditTrail:
 
     A node that names only half of ledger and key keeps none: it refuses everything.
     """
-    if ("audit" not in node and "ledger" not in node) or ("ledger" in node) != (
-        "ledger-key" in node
-    ):
+    if not {"audit", "ledger"} & node.keys() or ("ledger" in node) != ("ledger-key" in node):
         return AuditTrail(None)
     ledger = Path(node["ledger"]) if "ledger" in node else None
     path = Path(node.get("audit") or Path(node["ledger"]).with_name("audit.jsonl"))
@@ -231,18 +224,6 @@ def _place(request: Request) -> dict[str, Any]:
     return {"action": request.action, **place}
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """Yield the open file while no other process writes to it."""
-    make_folder(path.parent)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:
     """Return the end of an open trail, after cutting off a line that a crash has torn.
 
@@ -258,9 +239,9 @@ def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:
             raise _wrong_end(path, 0, marked)
         return marked
     line = whole.splitlines(keepends=True)[-1]
-    end = _follow(line, marked.number - 1, marked.previous, key)
-    if end is None:  # a crash came before the mark was moved
-        end = _follow(line, marked.number, marked.mac, key)
+    marked_end = _follow(line, marked.number - 1, marked.previous, key)
+    # or a crash came before the mark was moved
+    end = marked_end or _follow(line, marked.number, marked.mac, key)
     if end is None:
         matched = _LINE.fullmatch(line)
         raise _wrong_end(path, int(matched[2]) if matched else marked.number, marked)

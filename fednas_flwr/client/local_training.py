@@ -28,9 +28,7 @@ from fednas_flwr.search.local_search import alternate
 from fednas_flwr.search.proxyless import PathNetwork, covering_paths, search_paths
 from fednas_flwr.spaces.space import Supernet
 
-Training = Callable[
-    [], tuple[opt.Optimizers, dict[str, float]]
-]  # trains; returns also what was seen
+Training = Callable[[], tuple[opt.Optimizers, dict[str, float]]]  # trains; tells what was seen
 
 
 def prepare(

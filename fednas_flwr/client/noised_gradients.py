@@ -111,9 +111,8 @@ class NoisedGradients:
     def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
         """Return :meth:`sums` where clients share the noise."""
         units = self._contributions(state, partial(self._sum_of(state), network))
-        planned, request = self._planned[state], self._request
-        grid = request.grids.get(state)
-        cells = self._guard.share(planned, request.header, units, grid=grid)
+        planned, grid = self._planned[state], self._request.grids.get(state)
+        cells = self._guard.share(planned, self._request.header, units, grid=grid)
         return cells, self._guard.expected_batch(planned)
 
     def _sum_of(self, state: str) -> TakeSum:
@@ -201,33 +200,24 @@ class NoisedGradients:
             sums = (self._weight_sum(member, x, y, **how) for member in network.members)
             named = {f"{PREFIX}.{index}": total for index, total in enumerate(sums)}
             return ClippedSum.side_by_side(named)
-        objective, weight = self._client.objective, self._auxiliary_weight
-        return clipping.clipped_gradient_sum(
-            network,
-            x,
-            y,
-            loss=partial(objective.plain_losses, auxiliary_weight=weight),
-            parameters=trainable_weights(network),
-            max_norm=self._planned["weights"].max_grad_norm,
-            class_factors=objective.class_factors,
-            **how,
-        )
+        losses, weight = self._client.objective.plain_losses, self._auxiliary_weight
+        how |= {"loss": partial(losses, auxiliary_weight=weight)} | self._terms("weights")
+        parameters = trainable_weights(network)
+        return clipping.clipped_gradient_sum(network, x, y, parameters=parameters, **how)
 
     def _alpha_sum(self, supernet: Supernet, x: Tensor, y: Tensor, **how: Any) -> ClippedSum:
         """Return the clipped sum of gradients by the alphas.
 
         ``how`` may replace the network that computes with them, and the loss of its outputs.
         """
-        return clipping.clipped_alpha_gradient_sum(
-            how.pop("network", supernet),
-            x,
-            y,
-            loss=how.pop("loss", self._client.objective.plain_losses),
-            alphas=supernet.alphas(),
-            max_norm=self._planned["alphas"].max_grad_norm,
-            class_factors=self._client.objective.class_factors,
-            **how,
-        )
+        network, alphas = how.pop("network", supernet), supernet.alphas()
+        how = {"loss": self._client.objective.plain_losses} | how | self._terms("alphas")
+        return clipping.clipped_alpha_gradient_sum(network, x, y, alphas=alphas, **how)
+
+    def _terms(self, state: str) -> dict[str, Any]:
+        """Return what a state's gradients are clipped to and weighted by."""
+        norm, objective = self._planned[state].max_grad_norm, self._client.objective
+        return {"max_norm": norm, "class_factors": objective.class_factors}
 
     def _gate_sum(
         self,

@@ -31,8 +31,8 @@ from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.states import Layout
 from fednas_flwr.search.objective import heads, log_odds
 
-# Of features [B, ...] and labels, watched: values of every record, float64 [B, V].
-Measure = Callable[[Tensor, Tensor, Watch], Tensor]
+# Of a network's outputs and of labels: values of every record [B, V].
+Measure = Callable[[Tensor, Tensor], Tensor]
 
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 
@@ -83,7 +83,8 @@ def prepare_values(
     networks: nn.Module,
     measure: Measure,
     *chosen: Any,
-    tried: Measure | None = None,
+    measured: Sequence[nn.Module] = (),
+    tried: Sequence[nn.Module] = (),
 ) -> Callable[[Tensor], Tensor]:
     """Return a function: the values [N, V] of some rows, as networks in evaluation mode give them.
 
@@ -92,13 +93,28 @@ def prepare_values(
     Args:
         client: With a guard.
         split: Of the records.
-        networks: The networks to compute with.
-        measure: The computation.
+        networks: The network to compute with, or all of the following.
+        measure: What is measured.
         chosen: Its name, and all that the server has chosen of it besides.
-        tried: One of the same kind that takes as much memory as any; None is ``measure``.
+        measured: The networks whose values stand side by side; none is ``networks`` alone.
+        tried: Those that take as much memory as any; none is ``measured``.
     """
+
+    def computation(
+        computed: Sequence[nn.Module], x: Tensor, y: Tensor, watch: Watch = unwatched
+    ) -> Tensor:
+        parts = []
+        for network in computed:
+            logits, _ = heads(network(x))
+            watch(logits)
+            parts.append(measure(logits, y).double().cpu())
+        values_BV = torch.cat(parts, dim=1)
+        watch(values_BV)
+        return values_BV
+
+    measured = measured or [networks]
     with torch.no_grad(), _measuring(networks):
-        size = rehearse(client, tried or measure, networks, *chosen)
+        size = rehearse(client, partial(computation, tried or measured), networks, *chosen)
 
     @torch.no_grad()
     def values(rows: Tensor) -> Tensor:
@@ -106,8 +122,7 @@ def prepare_values(
         with _measuring(networks):
             for part in torch.split(rows, size) if len(rows) else (rows,):
                 x, y = split.batch(part, client.device)
-                measured = measure(filled(x, size), filled(y, size), unwatched)
-                parts.append(measured[: len(part)])
+                parts.append(computation(measured, filled(x, size), filled(y, size))[: len(part)])
         return torch.cat(parts)
 
     return values
@@ -124,15 +139,11 @@ def prepare_metrics(
     objective = client.objective
     bound = 2 * objective.guessing_loss(len(client.inputs.class_names))
 
-    def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
+    def measure(logits: Tensor, y: Tensor) -> Tensor:
         """Return (loss / bound, hit) of every record, each from 0 to 1; float64 [B, 2]."""
-        logits, _ = heads(network(x))
         losses = objective.tested_losses(logits, y).double()
         losses = losses.nan_to_num(nan=bound).clamp(0, bound) / bound
-        values_B2 = torch.stack([losses, objective.hits(logits, y).double()], dim=1).cpu()
-        watch(logits)
-        watch(values_B2)
-        return values_B2
+        return torch.stack([losses, objective.hits(logits, y).double()], dim=1)
 
     split = client.split("+".join(request.releases["metrics"].splits))
     values = prepare_values(client, split, network, measure, "metrics", request.network)
@@ -154,13 +165,9 @@ def prepare_counts(client: Client, request: Request, network: nn.Module) -> Call
     positive = objective.positive_class(2)
     assert positive is not None  # of two classes there is always one
 
-    def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
-        logits, _ = heads(network(x))
+    def measure(logits: Tensor, y: Tensor) -> Tensor:
         odds_B2 = log_odds(logits.double())
-        counts = one_hot(odds_B2[:, positive], objective.members(y, positive)).cpu()
-        watch(logits)
-        watch(counts)
-        return counts
+        return one_hot(odds_B2[:, positive], objective.members(y, positive))
 
     split = client.split("+".join(planned.splits))
     values = prepare_values(client, split, network, measure, "scores", request.network)
@@ -184,15 +191,10 @@ def prepare_losses(client: Client, request: Request, network: nn.Module) -> Call
     """
     objective = client.objective
 
-    def measure(x: Tensor, y: Tensor, watch: Watch) -> Tensor:
-        logits, _ = heads(network(x))
+    def measure(logits: Tensor, y: Tensor) -> Tensor:
         losses_B, factors_B = objective.plain_losses(logits, y), objective.record_factors(y)
-        values_B1 = losses_B.double().cpu()[:, None]
-        if factors_B is not None:
-            values_B1 = values_B1 * factors_B.double().cpu()[:, None]
-        watch(logits)
-        watch(values_B1)
-        return values_B1
+        factors_B = torch.ones(()) if factors_B is None else factors_B
+        return (losses_B.double() * factors_B.double())[:, None]
 
     split = client.data.validation
     values = prepare_values(client, split, network, measure, "losses", request.network)
@@ -217,21 +219,12 @@ def prepare_rewards(
         largest: Candidates which take as much memory as any; they are tried before.
     """
 
-    def correct(measured: Sequence[nn.Module], x: Tensor, y: Tensor, watch: Watch) -> Tensor:
-        hits = []
-        for candidate in measured:
-            logits = candidate(x)
-            hits.append(client.objective.hits(logits, y))
-            watch(logits)
-        hits_BM = torch.stack(hits, dim=1).double().cpu()
-        watch(hits_BM)
-        return hits_BM
+    def correct(logits: Tensor, y: Tensor) -> Tensor:
+        return client.objective.hits(logits, y)[:, None]
 
     networks, split = nn.ModuleList([*candidates, *largest]).eval(), client.data.validation
-    measure, tried = partial(correct, candidates), partial(correct, largest)
-    values = prepare_values(
-        client, split, networks, measure, "rewards", request.network, tried=tried
-    )
+    both = {"measured": candidates, "tried": largest}
+    values = prepare_values(client, split, networks, correct, "rewards", request.network, **both)
     norm = math.sqrt(len(candidates))
     return lambda: noised_mean(client, request, "rewards", split, values, norm=norm)
 

@@ -24,7 +24,7 @@ from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import Probe
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
-from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states
+from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states, pack
 
 MOST_CELLS = 2.0**52  # of a weight that is sent, on the grid of the sum of its updates
 
@@ -66,30 +66,26 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
             print(said, file=sys.stderr)
             return {}
 
-    def moved(kind: str, norm: float, _rows: Tensor) -> ClippedSum:
+    def moved(kind: str, part: slice, norm: float, _rows: Tensor) -> ClippedSum:
         before = base[kind]
         after = update().get(kind, before)
-        difference = {d: after[d].double() - sent.double() for d, sent in before.items()}
+        difference = {d: (after[d].double() - sent.double())[part] for d, sent in before.items()}
         return clipped(difference, max_norm=norm)
-
-    def reward(trial: int, bound: float, _rows: Tensor) -> ClippedSum:
-        rewards = update().get("rewards")
-        value = torch.zeros(()) if rewards is None else rewards["float32"][trial]
-        return clipped({"float32": value}, max_norm=bound)
 
     states: dict[str, Packed] = {}
     shares: dict[str, Cells] = {}
     for kind, plan in planned.items():
-        units = Contributions(1, partial(moved, kind, plan.max_grad_norm))
-        if isinstance(settings, Probe):
-            rewards = [partial(reward, i, settings.loss_bound) for i in range(len(settings.trials))]
-            each = [guard.release(plan, header, Contributions(1, total)) for total in rewards]
-            states[kind] = {"float32": torch.stack([noised["float32"] for noised in each])}
-        elif plan.shared:
-            shares[kind] = guard.share(plan, header, units, grid=grids.get(kind))
-        else:
-            noised = guard.release(plan, header, units)
-            states[kind] = {d: base[kind][d] + noise for d, noise in noised.items()}
+        parts, norm = [slice(None)], plan.max_grad_norm
+        if isinstance(settings, Probe):  # each reward is a release
+            parts = [slice(i, i + 1) for i in range(len(settings.trials))]
+            norm = settings.loss_bound
+        units = [Contributions(1, partial(moved, kind, part, norm)) for part in parts]
+        if plan.shared:
+            shares[kind] = guard.share(plan, header, *units, grid=grids.get(kind))
+            continue
+        noised = [guard.release(plan, header, one) for one in units]
+        joined = {d: torch.cat([noise[d] for noise in noised]) for d in base[kind]}
+        states[kind] = {d: sent + joined[d] for d, sent in base[kind].items()}
     return Reply(1.0, {}, states, digests, shares=shares)
 
 
@@ -119,8 +115,8 @@ def _check_sent(base: Mapping[str, Packed], grids: Mapping[str, Grid]) -> None:
 def _sent(request: Request, network: nn.Module) -> tuple[dict[str, Packed], dict[str, str]]:
     """Return the states to which updates are differences, and all layouts' digests."""
     if isinstance(request.settings, Probe):
-        rewards = torch.zeros(len(request.settings.trials))
-        return {}, {"rewards": Layout.of({"rewards": rewards}).digest}
+        rewards = {"rewards": torch.zeros(len(request.settings.trials))}
+        return {"rewards": pack(rewards)}, {"rewards": Layout.of(rewards).digest}
     states = network_states(network)
     digests = {kind: Layout.of(states[kind]).digest for kind in request.releases}
     return {kind: request.states[kind] for kind in digests}, digests

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def structure(network: nn.Module) -> str:
     modules = [
         [
             *(name, type(module).__module__, type(module).__qualname__),
-            sorted((key, repr(value)) for key, value in _settings(module)),
+            sorted(_settings(module)),
             [
                 (key, list(p.shape), str(p.dtype))
                 for key, p in module.named_parameters(recurse=False)
@@ -122,21 +123,13 @@ def structure(network: nn.Module) -> str:
     return hashlib.sha256(json.dumps(modules).encode()).hexdigest()
 
 
-def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield the attributes of a module that are numbers, texts, or lists of them or tensors."""
+def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the attributes of a module that JSON has a form for, and tensors of whole numbers."""
     for name, value in vars(module).items():
-        if name.startswith("_") or name in PASSING:
-            continue
-        if isinstance(value, Tensor) and not value.is_floating_point():
-            yield name, value.tolist()
-        elif _is_plain(value):
-            yield name, value
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+        if not name.startswith("_") and name not in PASSING:
+            whole = isinstance(value, Tensor) and not value.is_floating_point()
+            with suppress(TypeError, ValueError):
+                yield name, json.dumps(value.tolist() if whole else value)
 
 
 def _read(path: Path, text: str) -> int | None:

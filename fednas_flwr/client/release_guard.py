@@ -172,7 +172,7 @@ class ReleaseGuard:
         """Return the expected size of a Poisson batch, by which sums are divided: public."""
         return planned.expected_batch(self.allowed.by_split)
 
-    def check_action(self, action: str, data_set: str) -> None:
+    def check_action(self, action: str, data_set: str | None) -> None:
         """Refuse an action unless the policy allows it, and another data set.
 
         Raises:

@@ -135,13 +135,13 @@ class Policy(Checked):
 
 
 def check_action(
-    policy: Policy, data_set: str, action: str, *, secure_noise: bool, test_seed: bool
+    policy: Policy, data_set: str | None, action: str, *, secure_noise: bool, test_seed: bool
 ) -> DataSetPolicy:
     """Return the policy of the data set that an action may read; refuse the action otherwise.
 
     Args:
         policy: The site's.
-        data_set: Id that the request names.
+        data_set: Id that the request names, if any; the other ids of the site are not told.
         action: What it asks.
         secure_noise: True if noise and masks come from the client's cryptographic keystream.
         test_seed: True if that keystream starts from a seed that others know.
@@ -149,7 +149,9 @@ def check_action(
     Raises:
         ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
     """
-    allowed = _data_set(policy, data_set)
+    if data_set is None or data_set not in policy.data_sets:
+        raise refused("data_sets", "data set", data_set, "an id that this site's policy gives")
+    allowed = policy.data_sets[data_set]
     if action not in allowed.actions:
         raise refused("actions", "action", action, f"one of {', '.join(sorted(allowed.actions))}")
     if allowed.secure_noise and not secure_noise:
@@ -216,13 +218,6 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
 def refused(rule: str, name: str, value: object, limit: str) -> ConfigError:
     """Return the error for a request that breaks a rule."""
     return ConfigError(f"refused by the policy, rule {rule}: {name}={show(value)}, not {limit}.")
-
-
-def _data_set(policy: Policy, data_set: str) -> DataSetPolicy:
-    """Return the policy of a data set; the other ids of the site are not told."""
-    if data_set not in policy.data_sets:
-        raise refused("data_sets", "data set", data_set, "an id that this site's policy gives")
-    return policy.data_sets[data_set]
 
 
 def load_policy(path: Path) -> Policy:

@@ -28,8 +28,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -56,8 +55,6 @@ BUDGET_SPENT = 1001  # error code of a client that leaves the run: Flower's own 
 BLOCK = 256
 SCALES = "scales:float32"  # keys of the vectors that stand for a float32 vector: <what>:<dtype>
 LARGEST = {"float16": 1.0, "int8": 127.0}  # magnitude of a rounded value
-
-Record = TypeVar("Record", ConfigRecord, MetricRecord)
 
 with warnings.catch_warnings():  # torch warns once per process: messages can only be read
     warnings.simplefilter("ignore")
@@ -95,8 +92,7 @@ class Request:
     @property
     def network(self) -> Mapping[str, Any]:
         """Description of its network, by default that of the supernet."""
-        described = self.settings.described
-        return {"name": SUPERNET} if described is None else described
+        return self.settings.described or {"name": SUPERNET}
 
     @property
     def network_states(self) -> dict[str, Packed]:
@@ -252,7 +248,7 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
         header: Header = parse(Header, text["header"], key="header")
         metrics = {
             name: float(cast(float, value))
-            for name, value in _record(content, METRICS, MetricRecord).items()
+            for name, value in content.metric_records[METRICS].items()
         }
         if len(metrics) > MOST_METRICS or any(len(name) > MOST_METRICS for name in metrics):
             raise ValueError(f"at most {MOST_METRICS} metrics, with names no longer, are taken")
@@ -268,17 +264,9 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
     return header, reply
 
 
-def _record(content: RecordDict, name: str, kind: type[Record]) -> Record:
-    """Return one record; Flower's views by kind copy all records, at every look."""
-    record = content[name]
-    if not isinstance(record, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {type(record).__name__}")
-    return record
-
-
 def _read_json(content: RecordDict, *, longest: int | None = None) -> Any:
     """Return the JSON values of a message that are beside its tensors."""
-    text = cast(str, _record(content, HEADER, ConfigRecord)[JSON])
+    text = cast(str, content.config_records[HEADER][JSON])
     if longest is not None and len(text) > longest:
         raise ValueError(f"{len(text)} characters of JSON, at most {longest} are read")
     values = json.loads(text)
@@ -288,13 +276,8 @@ def _read_json(content: RecordDict, *, longest: int | None = None) -> Any:
 
 def payload_bytes(content: RecordDict) -> int:
     """Return the number of bytes of all arrays in a message's content."""
-    return sum(
-        len(array.data) for _, record in _array_records(content) for array in record.values()
-    )
-
-
-def _array_records(content: RecordDict) -> list[tuple[str, ArrayRecord]]:
-    return [(name, r) for name, r in content.items() if isinstance(r, ArrayRecord)]
+    records = content.array_records.values()
+    return sum(len(array.data) for record in records for array in record.values())
 
 
 def _decode_states(content: RecordDict) -> dict[str, Packed]:
@@ -302,7 +285,7 @@ def _decode_states(content: RecordDict) -> dict[str, Packed]:
         name.removeprefix(STATE_PREFIX): {
             dtype: _vector(dtype, array) for dtype, array in record.items()
         }
-        for name, record in _array_records(content)
+        for name, record in content.array_records.items()
     }
 
 
@@ -311,26 +294,17 @@ def _vector(dtype: str, array: Array) -> Tensor:
 
     ``dtype`` is that of its elements, after a colon if what it holds is told before.
     """
-    offset = 10 + int.from_bytes(array.data[8:10], "little")  # magic, version, length, header
-    shape, numpy_dtype, name = _npy_header(array.data[:offset])
-    if len(shape) != 1 or numpy_dtype.hasobject or name != dtype.rpartition(":")[2]:
-        raise ValueError(f"a vector of {dtype} was expected, got {name} of shape {shape}")
+    stream = io.BytesIO(array.data)
+    version = np.lib.format.read_magic(stream)
+    shape, _, numpy_dtype = np.lib.format.read_array_header_1_0(stream)
+    values = np.frombuffer(array.data, dtype=numpy_dtype, offset=stream.tell())
+    name = numpy_dtype.name
+    if version != (1, 0) or values.shape != shape or name != dtype.rpartition(":")[2]:
+        seen = f"{values.size} of {name} in the shape {shape}"
+        raise ValueError(f"a vector of {dtype} was expected, got {seen}")
     if array.stype != "numpy.ndarray":
         raise ValueError(f"arrays travel as numpy.ndarray, got {array.stype!r}")
-    values = np.frombuffer(array.data, dtype=numpy_dtype, offset=offset)
-    if values.shape != shape:
-        raise ValueError(f"a vector of {shape[0]} elements holds {values.size}")
     return torch.from_numpy(values)
-
-
-@lru_cache(maxsize=64)  # all replies of a run have the same few headers
-def _npy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], str]:
-    """Return shape, dtype and its name, which numpy works out anew at every look."""
-    stream = io.BytesIO(header)
-    version = np.lib.format.read_magic(stream)
-    read_header = {(1, 0): np.lib.format.read_array_header_1_0}[version]
-    shape, _, numpy_dtype = read_header(stream)
-    return shape, numpy_dtype, numpy_dtype.name
 
 
 def round_reply(reply: Reply, request: Request, *, wire: str, generator: torch.Generator) -> Reply:
@@ -436,14 +410,10 @@ def round_vector(
     return values.flatten()[: len(vector)].to(getattr(torch, wire)), scales
 
 
-def restore_vector(values: Tensor, scales: Tensor) -> Tensor:
-    """Return ``values * scales``, float32 [n]."""
-    return values.float().mul_(scales.repeat_interleave(BLOCK)[: len(values)])
-
-
 def _restored(packed: Packed, key: str) -> Packed:
     rest = {dtype: v for dtype, v in packed.items() if dtype not in (key, SCALES)}
-    return {**rest, "float32": restore_vector(packed[key], packed[SCALES])}
+    scales = packed[SCALES].repeat_interleave(BLOCK)[: len(packed[key])]
+    return {**rest, "float32": packed[key].float().mul_(scales)}
 
 
 def _round_packed(

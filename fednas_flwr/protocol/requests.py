@@ -589,15 +589,12 @@ class Probe(AtSite):
         """The rewards."""
         return {"rewards": (SPLITS, len(self.trials))}
 
-    def trainings(self) -> list[LocalSearch] | list[LocalTraining]:
+    def trainings(self) -> list[Local]:
         """Return the local search or training of each trial."""
-        if self.search is not None:
-            return [replace(self.search, weights=t.weights, alphas=t.alphas) for t in self.trials]
-        assert self.training is not None
-        return [
-            replace(self.training, weights=t.weights, drop_path_prob=t.drop_path_prob)
-            for t in self.trials
-        ]
+        assert self.loop is not None  # one of the two
+        of_loop = vars(self.loop).keys()
+        changes = [{n: v for n, v in vars(t).items() if n in of_loop} for t in self.trials]
+        return [replace(self.loop, **changed) for changed in changes]
 
 
 @sr.asks("train.weights")

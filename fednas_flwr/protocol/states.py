@@ -183,16 +183,12 @@ class WeightedAverage:
         """Start with nothing added."""
         self.total_weight = 0.0
         self._sums: dict[str, Packed] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
 
     def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
         """Add one client's states, weighted by ``weight`` > 0 (a number of examples)."""
-        if not weight > 0:
-            raise ValueError(f"a weight must be positive, got {weight}")
         for name, packed in states.items():
             sums = self._sums.setdefault(name, {})
             for dtype, vector in packed.items():
-                self._dtypes[dtype] = vector.dtype
                 source = vector if vector.dtype.is_floating_point else vector.double()
                 if dtype in sums:
                     sums[dtype].add_(source, alpha=weight)
@@ -201,19 +197,13 @@ class WeightedAverage:
         self.total_weight += weight
 
     def result(self) -> dict[str, Packed]:
-        """Return the mean of the added states and give up the sums.
-
-        Raises:
-            ValueError: Nothing was added.
-        """
-        if self.total_weight == 0:
-            raise ValueError("the average of no replies is not defined")
+        """Return the mean of the added states, of one at least, and give up the sums."""
         means, self._sums = self._sums, {}
         for sums in means.values():
             for dtype, vector in sums.items():
                 vector.div_(self.total_weight)
-                if not self._dtypes[dtype].is_floating_point:
-                    sums[dtype] = vector.round().to(self._dtypes[dtype])
+                if not getattr(torch, dtype).is_floating_point:
+                    sums[dtype] = vector.round().to(getattr(torch, dtype))
         return means
 
 

@@ -13,8 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -31,7 +30,7 @@ from fednas_flwr.protocol.messages import Header, Reply
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
-from fednas_flwr.server.limits import honest_limits, norm
+from fednas_flwr.server.limits import distance, honest_limits
 from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
 from fednas_flwr.server.secure_sums import PendingSum
 
@@ -197,10 +196,10 @@ class Cohort:
             QuorumError: They are too few.
         """
         deadline = time.monotonic() + self.connect_s
-        nodes = sorted(grid.get_node_ids())
-        while len(nodes) < self.num_clients and time.monotonic() < deadline:
+        while len(nodes := sorted(grid.get_node_ids())) < self.num_clients:
+            if time.monotonic() >= deadline:
+                break
             time.sleep(POLL_S)
-            nodes = sorted(grid.get_node_ids())
         if len(nodes) < self.quorum:
             raise QuorumError(
                 f"{len(nodes)} of {self.num_clients} clients appeared within {self.connect_s:g} s; "
@@ -255,11 +254,9 @@ class Cohort:
 
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
         """Make a cohort of some of the connected clients, with their own quorum and counts."""
-        part = copy(self)
-        part.run, part.num_clients, part.emit = run, len(clients), emit
-        part.wait, part.sampling = time.sleep, None
-        part.bytes_sent = part.bytes_received = part.bytes_dense = 0
-        part._limited, part._missed = set(), set()
+        part = replace(self, run=run, num_clients=len(clients), emit=emit, wait=time.sleep)
+        part.statistics, part._num_classes = self.statistics, self._num_classes
+        part._grid, part._refused = self._grid, self._refused
         part._nodes = {client: self._nodes[client] for client in clients}
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
@@ -336,7 +333,7 @@ class Cohort:
             QuorumError: One of them did not sign, too few have opened, or the total is none of
                 honest replies.
         """
-        survivors = pending.survivors
+        survivors = pending.total.survivors
         sum_step = partial(
             Exchange,
             stage=exchange.stage,
@@ -389,8 +386,7 @@ class Cohort:
             among: Clients to ask; None asks all.
             pending: The secure sum to which replies are added.
         """
-        if self._grid is None:
-            raise ValueError("call connect(grid) before ask")
+        assert self._grid is not None  # since connect
         asked = self._requests(exchange, among, None if pending is None else pending.summands)
         sent = set(self._grid.push_messages([request.message for request in asked.values()]))
         ids = {client: request.message.metadata.message_id for client, request in asked.items()}
@@ -439,10 +435,10 @@ class Cohort:
     ) -> dict[int, Sent]:
         """The messages of an exchange by client, with the functions that read the replies."""
         requests: dict[int, Sent] = {}
-        carried = exchange.carried(self.wire)
+        carried = messages.round_sent(exchange.states, action=exchange.action, wire=self.wire)
         records = messages.encode_states(carried)
         accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
-        sent = {name: norm(state) for name, state in messages.restore_sent(carried).items()}
+        sent = {name: distance(state, {}) for name, state in messages.restore_sent(carried).items()}
         limits = partial(honest_limits, exchange, sent=sent, classes=self._num_classes)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
@@ -483,14 +479,8 @@ class Cohort:
         self._report(event, client, exchange, reason=reason, **more)
 
     def _report(self, event: str, client: int, exchange: Exchange, **fields: object) -> None:
-        self.emit(
-            event,
-            stage=exchange.stage,
-            round=exchange.server_round,
-            action=exchange.action,
-            client=client,
-            **fields,
-        )
+        place = {"stage": exchange.stage, "round": exchange.server_round}
+        self.emit(event, **place, action=exchange.action, client=client, **fields)
 
     def _in_order(
         self,

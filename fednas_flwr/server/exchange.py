@@ -16,7 +16,7 @@ from flwr.app import Message
 
 from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.messages import Reply, round_sent
+from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Settings
 from fednas_flwr.protocol.states import Layout, Packed
 from fednas_flwr.settings.names import FEWEST_VOTES, ROUND_ROBIN
@@ -107,10 +107,6 @@ class Exchange:
     def dense_reply(self) -> int:
         """Bytes of a reply of whole, unrounded states."""
         return sum(self.whole.get(name, layout).num_bytes for name, layout in self.layouts.items())
-
-    def carried(self, wire: str) -> Mapping[str, Packed]:
-        """The states as they travel."""
-        return round_sent(self.states, action=self.action, wire=wire)
 
 
 class Sent(NamedTuple):

@@ -174,22 +174,14 @@ def largest_move(
     return moved
 
 
-def norm(packed: Packed) -> float:
-    """The norm of all floats of a state."""
-    return math.hypot(*(float(torch.linalg.vector_norm(v)) for v in _floats(packed).values()))
-
-
 def distance(packed: Packed, sent: Packed) -> float:
-    """The norm of a state's difference to the one sent, of the state itself without one.
+    """The norm of the floats of a state's difference to the one sent, which may have none.
 
     The result is not finite where a value, or its square, is not.
     """
-    differences = {d: v - sent[d] if d in sent else v for d, v in _floats(packed).items()}
-    return norm(differences)
-
-
-def _floats(packed: Packed) -> Packed:
-    return {dtype: v for dtype, v in packed.items() if v.dtype.is_floating_point}
+    floats = [(dtype, v) for dtype, v in packed.items() if v.dtype.is_floating_point]
+    moved = (v - sent[dtype] if dtype in sent else v for dtype, v in floats)
+    return math.hypot(*(float(torch.linalg.vector_norm(v)) for v in moved))
 
 
 def _of_gradients(

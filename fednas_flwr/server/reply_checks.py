@@ -81,10 +81,9 @@ def accept_reply(
     metrics = ACTIONS[action].metrics
     base = exchange.states if ACTIONS[action].trains else {}
     for name, value in reply.metrics.items():
-        if name == "train_loss" and not math.isfinite(value):
-            raise ReplyError(f"train_loss={value} is not finite: lower the learning rate")
         if not math.isfinite(value):
-            raise ReplyError(f"{name}={value} is not finite")
+            cure = ": lower the learning rate" if name == "train_loss" else ""
+            raise ReplyError(f"{name}={value} is not finite{cure}")
         if name not in metrics:
             raise ReplyError(f"{name} is none of the metrics asked for, {sorted(metrics)}")
         low, high = limits.metric_range(name)

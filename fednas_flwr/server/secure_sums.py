@@ -106,11 +106,6 @@ class PendingSum:
         summands = Summands(exchange.action, sizes, summed, exchange.states)
         return PendingSum(summands, MaskedSum(tuple(clients)))
 
-    @property
-    def survivors(self) -> list[int]:
-        """Clients whose replies are in the sum."""
-        return list(self.total.survivors)
-
     def add(self, client: int, reply: Reply) -> None:
         """Add a masked reply.
 
@@ -126,19 +121,20 @@ class PendingSum:
 
     def sign_request(self) -> SignSurvivors:
         """The list that the survivors are to sign."""
-        return SignSurvivors(context=self.context, survivors=tuple(self.survivors))
+        return SignSurvivors(context=self.context, survivors=tuple(self.total.survivors))
 
     def open_requests(self, signatures: Mapping[int, str]) -> dict[int, OpenMasks]:
         """The request to each survivor to open masks, with the signatures of all."""
-        survivors = tuple(self.survivors)
+        survivors = tuple(self.total.survivors)
         signed = {str(client): signature for client, signature in signatures.items()}
         one = OpenMasks(context=self.context, survivors=survivors, signatures=signed, boxes={})
-        requests = {}
-        for client in survivors:
-            others = {i: boxes for i, boxes in self.boxes.items() if i != client}
-            sealed = {str(i): b[str(client)] for i, b in others.items() if str(client) in b}
-            requests[client] = replace(one, boxes=sealed)
-        return requests
+        return {
+            client: replace(
+                one,
+                boxes={str(i): b[str(client)] for i, b in self.boxes.items() if str(client) in b},
+            )
+            for client in survivors
+        }
 
     def unmask(self, opened: Mapping[int, Mapping[str, Any]]) -> Reply:
         """The reply of the total.
@@ -156,4 +152,4 @@ class PendingSum:
         }
         vectors = self.total.unmask(openings)
         named = dict(zip(self.summands.lengths, vectors, strict=True))
-        return self.summands.decode(named, sites=len(self.survivors))
+        return self.summands.decode(named, sites=len(self.total.survivors))

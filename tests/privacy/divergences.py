@@ -2,7 +2,7 @@
 
 import math
 
-from fednas_flwr.privacy.mechanism.noise import KERNEL_STD
+KERNEL_STD = 4.0  # cells, of the Gaussian that makes a discrete one of a continuous one
 
 
 def continuous_divergence(num_values: int, *, kernel_std: float = KERNEL_STD) -> float:

@@ -227,12 +227,6 @@ def test_every_release_counts_on_every_split_it_read() -> None:
     }
 
 
-@pytest.mark.parametrize("splits", ["train", (), []])
-def test_a_release_that_names_no_split_is_refused(splits) -> None:
-    with pytest.raises(ValueError, match="must name the splits"):
-        epsilon_per_split([(Release(1.0, 0.1, 1), splits)], DELTA)
-
-
 @pytest.mark.parametrize("accountant", [rdp_epsilon, filter_epsilon])
 @pytest.mark.parametrize("target", [0.3, 3.0, 40.0])
 def test_calibrated_noise_meets_its_target_and_no_less_would(accountant, target: float) -> None:
@@ -245,7 +239,7 @@ def test_calibrated_noise_meets_its_target_and_no_less_would(accountant, target:
 
 def test_calibration_with_the_tight_accountant_needs_less_noise() -> None:
     plan = {"target_epsilon": 1.0, "delta": DELTA, "sample_rate": 0.05, "steps": 50}
-    tight = calibrate_noise(**plan, tolerance=0.01)
+    tight = calibrate_noise(**plan, accountant=prv_epsilon)
     assert prv_epsilon([Release(tight, 0.05, 50)], DELTA) <= 1.0
     assert tight < calibrate_noise(**plan, accountant=rdp_epsilon)
 
@@ -268,11 +262,5 @@ def test_calibrated_noise_grows_with_steps_and_rate_and_shrinks_with_the_target(
 
 def test_calibration_refuses_what_cannot_be_met() -> None:
     plan = {"target_epsilon": 1.0, "delta": DELTA, "sample_rate": 0.05, "steps": 50}
-    with pytest.raises(ValueError, match="gdp_epsilon is no bound"):
-        calibrate_noise(**plan, accountant=gdp_epsilon)
-    with pytest.raises(ValueError, match="above 0"):
-        calibrate_noise(**{**plan, "target_epsilon": 0.0})
-    with pytest.raises(ValueError, match="above 0"):
-        calibrate_noise(**plan, tolerance=0.0)
     with pytest.raises(ValueError, match="no noise_multiplier"):
         calibrate_noise(**{**plan, "target_epsilon": 1e-7}, accountant=lambda r, d: 1.0)

@@ -16,12 +16,14 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError, DayFullError
+from fednas_flwr.privacy.books import anchor
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.books.ledger import Entry, Ledger
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
@@ -47,8 +49,28 @@ def affordable(release=UNIT):
 UNITS = affordable()
 
 
-def open_ledger(folder, **options):
-    return Ledger(folder / "ledger" / "site.sqlite", folder / "key" / "site", **options)
+def open_ledger(folder, clock=time.time):
+    ledger = Ledger(folder / "ledger" / "site.sqlite", folder / "key" / "site")
+    ledger._clock = clock
+    return ledger
+
+
+def watch_steps(ledger, note):
+    """Call ``note`` with the name of every step that a reservation has taken, before the next."""
+    after = {
+        ledger._rows: {"SELECT sequence, mac FROM entries ORDER": "locked", "COMMIT": "inserted"},
+        ledger._mark._connection: {"DELETE FROM mark": "committed", "COMMIT": "moved"},
+    }
+
+    def watch(connection, steps):
+        def tell(statement):
+            for name in (name for start, name in steps.items() if statement.startswith(start)):
+                note(name)
+
+        connection.set_trace_callback(tell)
+
+    for connection, steps in after.items():
+        watch(connection, steps)
 
 
 def book(folder, count=1, entry=ENTRY):
@@ -524,7 +546,8 @@ def test_threads_share_a_ledger(folder):
             outcomes.append("refused")
 
     # sleeping lets the other threads run in the middle of a reservation
-    with open_ledger(folder, checkpoint=lambda step: time.sleep(0.001)) as ledger:
+    with open_ledger(folder) as ledger:
+        watch_steps(ledger, lambda step: time.sleep(0.001))
         threads = [threading.Thread(target=reserve) for _ in range(2 * UNITS)]
         for thread in threads:
             thread.start()
@@ -541,8 +564,9 @@ def test_a_ledger_is_not_used_over_a_fork(folder, monkeypatch):
             ledger.reserve(ENTRY, **BUDGET, assignment="a")
 
 
-def test_waiting_for_another_process_ends(folder):
-    with open_ledger(folder) as holder, open_ledger(folder, wait_s=0.1) as ledger:
+def test_waiting_for_another_process_ends(folder, monkeypatch):
+    monkeypatch.setattr(anchor, "WAIT_S", 0.1)
+    with open_ledger(folder) as holder, open_ledger(folder) as ledger:
         holder._mark.lock()
         with pytest.raises(OSError, match="nothing is released: database is locked"):
             ledger.reserve(ENTRY, **BUDGET, assignment="a")
@@ -748,7 +772,7 @@ def test_flipped_bytes_never_give_budget_back(data):
         file.write_bytes(content)
         count = 0
         try:
-            with open_ledger(folder, wait_s=0.1) as ledger:
+            with patch.object(anchor, "WAIT_S", 0.1), open_ledger(folder) as ledger:
                 for _ in range(UNITS):
                     ledger.reserve(ENTRY, **BUDGET, assignment="a")
                     count += 1
@@ -784,22 +808,19 @@ def test_the_key_must_lie_outside_and_be_private(folder):
 @pytest.mark.parametrize("step", ["locked", "committed"])
 def test_a_disk_that_takes_no_more_releases_nothing(folder, step):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    reserved = []
 
     def fill(name):
-        reserved.append(name)
         if name == step:
             resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
 
     with open_ledger(folder) as ledger:
-        ledger._checkpoint = fill
+        watch_steps(ledger, fill)
         try:
             with pytest.raises(OSError, match="cannot be used, nothing is released: "):
                 ledger.reserve(ENTRY, **BUDGET, assignment="a")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            ledger._checkpoint = lambda name: None
-        assert "reserved" not in reserved
+            watch_steps(ledger, lambda name: None)
         # what could not be released is booked where the ledger was written and the mark was not
         booked = 1 if step == "committed" else 0
         assert ledger.verify() == booked
@@ -847,8 +868,9 @@ def answer_once(folder, die=None):
             os.kill(os.getpid(), signal.SIGKILL)
 
     with open_ledger(folder) as ledger:
-        ledger._checkpoint = checkpoint
+        watch_steps(ledger, checkpoint)
         ledger.reserve(ENTRY, **BUDGET, assignment="a")
+        checkpoint("reserved")
         checkpoint("drawn")
         with open(folder / "sent", "a") as sent:
             sent.write("x")

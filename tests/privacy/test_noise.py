@@ -15,13 +15,14 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from fednas_flwr.privacy.mechanism.noise import (
-    KERNEL_STD,
     SecureGenerator,
     _Keystream,
     add_noise,
     noise_grid,
 )
 from fednas_flwr.privacy.mechanism.shared_noise import noise_range
+
+from .divergences import KERNEL_STD
 
 SEEDED = b"only for tests"
 
@@ -155,11 +156,6 @@ def test_masks_at_their_ends() -> None:
     assert generator.poisson_mask(1000, probability=1.0).all()
     assert not generator.poisson_mask(1000, probability=1e-18).any()
     assert generator.poisson_mask(0, probability=0.5).shape == (0,)
-    for bad in (0.0, -0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match="probability"):
-            generator.poisson_mask(10, probability=bad)
-    with pytest.raises(ValueError, match="num_records"):
-        generator.poisson_mask(-1, probability=0.5)
 
 
 @pytest.mark.parametrize("std", [0.0, -1.0, math.nan, math.inf, 1e-101])

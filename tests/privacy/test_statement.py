@@ -22,7 +22,8 @@ def rows(tmp_path):
     """What two runs booked on one account, taking turns, and one on another."""
     clock = count(1000)
     path, key = tmp_path / "ledger" / "site.sqlite", tmp_path / "key" / "site"
-    with Ledger(path, key, clock=lambda: next(clock)) as ledger:
+    with Ledger(path, key) as ledger:
+        ledger._clock = lambda: next(clock)
         for entry in (WEIGHTS, ALPHAS, WEIGHTS, replace(WEIGHTS, run="second"), WEIGHTS):
             ledger.reserve(entry, **BUDGET, assignment="a")
         both = replace(ALPHAS, account="lab", splits=("validation", "train"))

@@ -30,7 +30,6 @@ from fednas_flwr.protocol.messages import (
     encode_request,
     encode_states,
     payload_bytes,
-    restore_vector,
     round_reply,
     round_vector,
 )
@@ -47,6 +46,11 @@ STATES = {
     "weights": {"float32": torch.randn(1000), "float64": torch.randn(3).double()},
     "buffers": {"int64": torch.tensor([2**40, -1]), "bool": torch.tensor([True, False])},
 }
+
+
+def restore_vector(values, scales):
+    """Values of a rounded vector, as a reader restores them."""
+    return values.float() * scales.repeat_interleave(BLOCK)[: len(values)]
 
 
 def assert_equal_states(left, right):

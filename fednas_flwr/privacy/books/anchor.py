@@ -28,6 +28,7 @@ from fednas_flwr.base import files
 from fednas_flwr.base.errors import DamagedError, DayFullError
 
 KEY_BYTES = 32
+WAIT_S = 60.0  # for other processes
 _SCHEMA = "CREATE TABLE IF NOT EXISTS mark (sequence INTEGER, mac TEXT, seal TEXT)"
 # What a full or failing disk, missing rights or another process cause; all else is damage.
 _NOT_DAMAGE = (
@@ -47,19 +48,18 @@ class Mark:
 
     Args:
         key_path: The key: a file of 64 hex digits, readable by its owner only.
-        wait_s: How long to wait for other processes.
 
     Raises:
         RuntimeError: There is a key but no mark.
     """
 
-    def __init__(self, key_path: Path, *, wait_s: float) -> None:  # noqa: D107
+    def __init__(self, key_path: Path) -> None:  # noqa: D107
         self.key_path, self.path = key_path, key_path.with_name(key_path.name + ".mark")
         new = not key_path.exists()
         if not new and not self.path.exists():
             raise damaged(f"the mark {self.path} is missing")
         self._key = b""
-        self._connection = connect(self.path, wait_s=wait_s)
+        self._connection = connect(self.path)
         if new:
             try:
                 self._connection.execute(_SCHEMA)
@@ -136,14 +136,12 @@ def equal(found: object, expected: str) -> bool:
     return hmac.compare_digest(found.encode(errors="surrogatepass"), expected.encode())
 
 
-def connect(path: Path, *, wait_s: float) -> sqlite3.Connection:
+def connect(path: Path) -> sqlite3.Connection:
     """Return a connection, in autocommit, whose every commit is on disk when it returns."""
     files.make_folder(path.parent)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    connection = sqlite3.connect(
-        path, timeout=wait_s, isolation_level=None, check_same_thread=False
-    )
-    deadline = time.monotonic() + wait_s
+    connection = sqlite3.connect(path, WAIT_S, isolation_level=None, check_same_thread=False)
+    deadline = time.monotonic() + WAIT_S
     try:
         while True:
             try:
@@ -174,17 +172,11 @@ def plain_errors(path: Path) -> Iterator[None]:
     """Turn errors of sqlite and of the system into one sentence about the ledger at ``path``."""
     try:
         yield
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # also of a planted file's names
-        if _code(error) not in _NOT_DAMAGE:
+    except (OSError, sqlite3.DatabaseError, UnicodeDecodeError) as error:  # of a planted file, too
+        if not isinstance(error, OSError) and _code(error) not in _NOT_DAMAGE:
             raise damaged(f"{path} or its mark cannot be read ({error})") from error
-        raise _unusable(path, error) from error
-    except OSError as error:
-        raise _unusable(path, error) from error
-
-
-def _unusable(path: Path, error: Exception) -> OSError:
-    """Return the error for files that cannot be used at the moment."""
-    return OSError(f"the ledger {path} or its mark cannot be used, nothing is released: {error}.")
+        sentence = f"the ledger {path} or its mark cannot be used, nothing is released: {error}."
+        raise OSError(sentence) from error
 
 
 def _code(error: Exception) -> int:
@@ -201,6 +193,17 @@ def read_key(path: Path) -> bytes:
 
 MOST_BYTES = 2**28  # a day (UTC), see policy.yaml
 _DAY_S = 86_400
+
+
+@contextmanager
+def locked(path: Path, *, flags: int = 0) -> Iterator[int]:
+    """Yield an open file, made when missing, while no other process has it locked."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def counter_of(key_path: Path) -> Path:
@@ -223,9 +226,7 @@ def take(counter: Path, num_bytes: int, *, now: float | None = None, beyond: int
         DayFullError: They are more than what is left of this day; the refusal is counted.
     """
     day = int((time.time() if now is None else now) // _DAY_S)
-    descriptor = os.open(counter, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with locked(counter) as descriptor:
         try:
             known, used, refused = map(int, os.pread(descriptor, 99, 0).split())
         except ValueError:  # it is new
@@ -234,8 +235,6 @@ def take(counter: Path, num_bytes: int, *, now: float | None = None, beyond: int
         fits = used + num_bytes <= MOST_BYTES + beyond
         used, refused = (used + num_bytes, refused) if fits else (used, refused + 1)
         os.pwrite(descriptor, f"{day:>12} {used:>20} {refused:>20}\n".encode(), 0)  # in place
-    finally:
-        os.close(descriptor)
     if not fits:
         raise DayFullError(
             "refused: requests have made this site write as much as it writes in a day (UTC): ask "

@@ -39,7 +39,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import add
@@ -134,9 +134,6 @@ class Ledger(AbstractContextManager["Ledger"]):
         path: The ledger's file, created if missing.
         key_path: Its secret key, one for each ledger, created if missing; outside ``path``'s
             folder and readable by its owner only. The mark lies beside it.
-        wait_s: How long to wait for other processes.
-        clock: Seconds since 1970.
-        checkpoint: For tests: called with the name of every step of a reservation.
 
     Raises:
         ConfigError: The key is in the ledger's folder, readable by others, or no key.
@@ -144,28 +141,20 @@ class Ledger(AbstractContextManager["Ledger"]):
         OSError: A file cannot be opened or written, or stayed locked.
     """
 
-    def __init__(  # noqa: D107
-        self,
-        path: Path,
-        key_path: Path,
-        *,
-        wait_s: float = 60.0,
-        clock: Callable[[], float] = time.time,
-        checkpoint: Callable[[str], None] = lambda step: None,
-    ) -> None:
+    def __init__(self, path: Path, key_path: Path) -> None:  # noqa: D107
         self.path, key_path = path.resolve(), key_path.resolve()
         if key_path.is_relative_to(self.path.parent):
             raise ConfigError(
                 f"the key {key_path} lies in the folder of the ledger {self.path}: whoever can "
                 "write the one could replace the other; put it elsewhere."
             )
-        self._clock, self._checkpoint = clock, checkpoint
+        self._clock = time.time
         self._counter = anchor.counter_of(key_path)
         self._pid, self._mutex = os.getpid(), threading.Lock()
         with anchor.plain_errors(self.path):
-            self._mark = anchor.Mark(key_path, wait_s=wait_s)
+            self._mark = anchor.Mark(key_path)
             try:
-                self._open(wait_s)
+                self._open()
             except BaseException:
                 self._mark.close()
                 raise
@@ -218,13 +207,9 @@ class Ledger(AbstractContextManager["Ledger"]):
             self._rows.execute(
                 "INSERT INTO totals VALUES (?, ?)", (text, self._mark.hmac("totals", mac, text))
             )
-            self._checkpoint("inserted")
             self._rows.execute("COMMIT")
-            self._checkpoint("committed")
             self._mark.move(last + 1, mac)
-            self._checkpoint("moved")
             self._mark.commit()
-        self._checkpoint("reserved")
 
     def commit(self, run: str, terms: str) -> None:
         """Keep what a run commits to; it does so once, before its first release.
@@ -346,12 +331,12 @@ class Ledger(AbstractContextManager["Ledger"]):
                 )
         return last
 
-    def _open(self, wait_s: float) -> None:
+    def _open(self) -> None:
         """Open the ledger; create what a new site lacks."""
         self._mark.lock()
         if not self._mark.is_empty() and not self.path.exists():
             raise anchor.damaged(f"{self.path} was deleted, or the key is another ledger's")
-        self._rows = anchor.connect(self.path, wait_s=wait_s)
+        self._rows = anchor.connect(self.path)
         try:
             if self._mark.is_empty():
                 self._rows.executescript(_SCHEMA)
@@ -383,14 +368,12 @@ class Ledger(AbstractContextManager["Ledger"]):
         while True:
             self._mark.lock()
             self._rows.execute("BEGIN IMMEDIATE")
-            self._checkpoint("locked")
             last, last_mac = self._last_row() or (0, self._mark.genesis())
             if self._is_marked(last, last_mac):
                 return last, last_mac
             self._rows.execute("ROLLBACK")
             self._mark.move(last, last_mac)
             self._mark.commit()
-            self._checkpoint("followed")
 
     def _is_marked(self, last: int, last_mac: str) -> bool:
         """Return whether the mark is at the last row, False if it is one behind; else raise."""
@@ -502,8 +485,6 @@ class Ledger(AbstractContextManager["Ledger"]):
             except BudgetExceededError as error:
                 where = f"data set {entry.data_set}, budget {entry.account}, split {split}"
                 raise BudgetExceededError(f"{where}: {error}") from None
-            if not all(map(math.isfinite, budget.totals)):
-                raise ValueError(f"the cost of {entry.release} cannot be computed.")
             booked["orders"] = budget.orders
         _add(totals, entry, booked["orders"])
 

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import add
 
 from fednas_flwr.base.errors import BudgetExceededError
 from fednas_flwr.privacy.mechanism import renyi
@@ -69,8 +70,8 @@ class RenyiFilter:
         orders: Orders above 1, fixed before anything is spent; :func:`default_orders` where none.
         totals: What each order has spent so far; zeros where none.
 
-    Raises:
-        ValueError: A value is out of range, or there are not as many totals as orders.
+    Attributes:
+        totals: The sum of the divergences at each order.
 
     Example:
         >>> site = RenyiFilter(epsilon=2.0, delta=1e-5)
@@ -90,32 +91,17 @@ class RenyiFilter:
         orders: Sequence[float] | None = None,
         totals: Sequence[float] | None = None,
     ) -> None:
-        """Check the budget and start, or go on from ``totals``."""
-        renyi.check_delta(delta)
-        if not LEAST_EPSILON <= epsilon <= LARGEST_EPSILON:
-            limits = (LEAST_EPSILON, LARGEST_EPSILON)
-            raise ValueError(f"epsilon must be in {limits}, got {epsilon!r}.")
+        """Start, or go on from ``totals``."""
         self.epsilon, self.delta = float(epsilon), float(delta)
         self.orders = tuple(
             default_orders(epsilon=epsilon, delta=delta) if orders is None else orders
         )
-        if not self.orders or not all(1 < order < math.inf for order in self.orders):
-            raise ValueError(f"orders must be finite numbers above 1, got {self.orders}.")
-        self._totals = [0.0] * len(self.orders) if totals is None else [float(t) for t in totals]
-        if len(self._totals) != len(self.orders) or not all(t >= 0 for t in self._totals):
-            raise ValueError(
-                f"totals must be {len(self.orders)} numbers of at least 0, got {self._totals}."
-            )
+        self.totals = tuple(totals or [0.0] * len(self.orders))
         self._offsets = [
             renyi.epsilon_at_order(order=order, divergence=0.0, delta=delta / len(self.orders))
             for order in self.orders
         ]
         self.budgets = tuple(self.epsilon - offset for offset in self._offsets)
-
-    @property
-    def totals(self) -> tuple[float, ...]:
-        """The sum of the divergences at each order."""
-        return tuple(self._totals)
 
     def affords(self, *releases: Release) -> bool:
         """True if all of ``releases`` fit into the remaining budget; spends nothing."""
@@ -135,7 +121,7 @@ class RenyiFilter:
                 f"{self._epsilon(totals):.4g} at delta={self.delta:g}; the budget is "
                 f"{self.epsilon:.4g}, of which {self.spent():.4g} is spent."
             )
-        self._totals = totals
+        self.totals = totals
 
     def spent(self) -> float:
         """Return the least epsilon with which these orders would have afforded what was spent.
@@ -143,14 +129,14 @@ class RenyiFilter:
         At most the budget. It is how much of the promise was used, and not a guarantee of its own
         for someone who stops when it reads well.
         """
-        return self._epsilon(self._totals) if any(self._totals) else 0.0
+        return self._epsilon(self.totals) if any(self.totals) else 0.0
 
-    def _after(self, *releases: Release) -> list[float]:
+    def _after(self, *releases: Release) -> tuple[float, ...]:
         """Return the totals as they would be with ``releases``."""
-        totals = self._totals
+        totals = self.totals
         for release in releases:
             costs = (renyi.cost(release, order) for order in self.orders)
-            totals = [total + cost for total, cost in zip(totals, costs, strict=True)]
+            totals = tuple(map(add, totals, costs))
         return totals
 
     def _fits(self, totals: Sequence[float]) -> bool:
@@ -216,12 +202,7 @@ def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
         return 0.0
 
     def lasts(epsilon: float) -> bool:
-        budget = RenyiFilter(epsilon=epsilon, delta=delta)
-        for release in merged:
-            if not budget.affords(release):
-                return False
-            budget.spend(release)
-        return True
+        return RenyiFilter(epsilon=epsilon, delta=delta).affords(*merged)
 
     merged = renyi.merge_releases(releases)
     low, high = LEAST_EPSILON, LARGEST_EPSILON

@@ -44,11 +44,10 @@ Tensor suffixes: B records of a micro-batch, E edges, O ops, K op weights of an 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +57,7 @@ from fednas_flwr.privacy.mechanism import micro_batches as mb
 from fednas_flwr.privacy.mechanism import record_gradients as rg
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.self_test import Watch, unwatched
+from fednas_flwr.settings.parser import Between, Checked, Where
 
 COLUMNS = 2048  # of gradients that are turned into float64 at a time
 SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
@@ -84,11 +84,7 @@ def clipped_gradient_sum(
     *,
     loss: rg.Loss,
     parameters: Mapping[str, nn.Parameter],
-    max_norm: float,
-    micro_batch_size: int | None = None,
-    class_factors: Tensor | None = None,
-    persons: Tensor | None = None,
-    watch: Watch = unwatched,
+    **terms: Any,
 ) -> ClippedSum:
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
 
@@ -106,16 +102,7 @@ def clipped_gradient_sum(
         loss: Called with the module's output and labels; returns one loss per record, not a mean.
         parameters: The module's parameters to differentiate by, under the names of the result; all
             others (frozen alphas) are held fixed.
-        max_norm: R, at least 1e-100 and finite.
-        micro_batch_size: How many records are computed at a time, made-up ones included, which fill
-            the last micro-batch and contribute nothing; None means all. Changes memory and
-            rounding, not the sum.
-        class_factors: Public factors f in (0, 1], one per class; multiply after clipping, since
-            clipping would cancel what is multiplied before. None means 1.
-        persons: Whose each record is, int64 [B], ascending from 0: g_i and f_i are then the means
-            over the records of a person i, whose presence changes the sum by at most R. All records
-            must be in one micro-batch. None: every record counts for itself.
-        watch: Is shown all that the sum is made of, record by record, for the self-test.
+        **terms: Of :class:`Clipping`: R, and maybe more.
 
     Returns:
         float64 tensors shaped like the parameters, on their device.
@@ -139,11 +126,9 @@ def clipped_gradient_sum(
         >>> sums["weight"]
         tensor([[1.5000]], dtype=torch.float64)
     """
-    clipping = _Clipping(max_norm, micro_batch_size, class_factors, persons, watch)
-    with (
-        _only_trainable(module, parameters),
-        rg.record_gradients(module, parameters, _watched(loss, watch)) as gradients,
-    ):
+    clipping = Clipping(**terms)
+    with _only_trainable(module, parameters):
+        gradients = rg.record_gradients(module, parameters, loss, clipping.watch)
         return clipping.sum(x, y, gradients, parameters)
 
 
@@ -154,12 +139,8 @@ def clipped_alpha_gradient_sum(
     *,
     loss: rg.Loss,
     alphas: Mapping[str, Tensor],
-    max_norm: float,
     relaxation: Relaxation | None = None,
-    micro_batch_size: int | None = None,
-    class_factors: Tensor | None = None,
-    persons: Tensor | None = None,
-    watch: Watch = unwatched,
+    **terms: Any,
 ) -> ClippedSum:
     """Return ``sum_i f_i min(1, R / ||h_i||) h_i`` over a batch, by kind of cell.
 
@@ -176,12 +157,8 @@ def clipped_alpha_gradient_sum(
         y: Labels int64 [B].
         loss: As for :func:`clipped_gradient_sum`.
         alphas: Architecture parameters [E, O] by kind of cell.
-        max_norm: R, at least 1e-100 and finite.
         relaxation: Chosen without looking at records; None is the softmax over all ops.
-        micro_batch_size: As for :func:`clipped_gradient_sum`.
-        class_factors: As for :func:`clipped_gradient_sum`.
-        persons: As for :func:`clipped_gradient_sum`.
-        watch: As for :func:`clipped_gradient_sum`.
+        **terms: As for :func:`clipped_gradient_sum`.
 
     Returns:
         float64 tensors shaped like the alphas, on their device. Nothing else has changed.
@@ -191,17 +168,16 @@ def clipped_alpha_gradient_sum(
 
     Guarantee: sensitivity R under adding or removing one record; see the head of this module.
     """
-    clipping = _Clipping(max_norm, micro_batch_size, class_factors, persons, watch)
+    clipping = Clipping(**terms)
     rg.refuse_batch_norm(supernet)
     op_weights, by_alphas = relaxation or _softmax(alphas)
-    loss = _watched(loss, watch)
 
     def gradients(x_B: Tensor, y_B: Tensor) -> list[rg.Group]:
         leaves = {
             kind: w_EK.detach().to(alphas[kind].dtype).repeat(len(x_B), 1, 1).requires_grad_()
             for kind, w_EK in op_weights.items()
         }
-        losses_B = rg.losses_of(supernet(x_B, leaves), y_B, loss)
+        losses_B = rg.losses_of(supernet(x_B, leaves), y_B, loss, clipping.watch)
         found = rg.differentiate(losses_B, leaves)
         return [([kind], by_alphas(kind, grad_BEK.double())) for kind, grad_BEK in found.items()]
 
@@ -209,35 +185,38 @@ def clipped_alpha_gradient_sum(
         return clipping.sum(x, y, gradients, alphas)
 
 
+def _are_shares(factors: Tensor) -> bool:
+    return bool(((factors > 0) & (factors <= 1)).all())
+
+
 @dataclass(frozen=True)
-class _Clipping:
-    """Terms of a clipped sum over records; see :func:`clipped_gradient_sum`."""
+class Clipping(Checked):
+    """Terms of a clipped sum over records.
 
-    max_norm: float
-    micro_batch_size: int | None
-    class_factors: Tensor | None
-    persons: Tensor | None
-    watch: Watch
+    Attributes:
+        max_norm: R, at least 1e-100 and finite.
+        micro_batch_size: How many records are computed at a time, made-up ones included, which fill
+            the last micro-batch and contribute nothing; None means all. Changes memory and
+            rounding, not the sum.
+        class_factors: Public factors f in (0, 1], one per class; multiply after clipping, since
+            clipping would cancel what is multiplied before. None means 1.
+        persons: Whose each record is, int64 [B], ascending from 0: g_i and f_i are then the means
+            over the records of a person i, whose presence changes the sum by at most R. All records
+            must be in one micro-batch. None: every record counts for itself.
+        watch: Is shown all that the sum is made of, record by record, for the self-test.
+    """
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        size, factors = self.micro_batch_size, self.class_factors
-        if not SMALLEST_MAX_NORM <= self.max_norm < math.inf:
-            raise ValueError(f"max_norm must be at least 1e-100 and finite, got {self.max_norm}")
-        if size is not None and size < 1:
-            raise ValueError(f"micro_batch_size must be at least 1, got {size}")
-        if factors is not None and not bool(((factors > 0) & (factors <= 1)).all()):
-            raise ValueError(f"class_factors must be in (0, 1], got {factors.tolist()}")
+    max_norm: Annotated[float, Between(SMALLEST_MAX_NORM)]
+    micro_batch_size: Annotated[int, Between(1)] | None = None
+    class_factors: Annotated[Tensor, Where(_are_shares, "in (0, 1]")] | None = None
+    persons: Tensor | None = None
+    watch: Watch = unwatched
 
     def sum(
         self, x: Tensor, y: Tensor, gradients: rg.RecordGradients, by: Mapping[str, Tensor]
     ) -> ClippedSum:
         """Return the sum over records of their clipped gradients; zeros where there is none."""
         size, factors = self.micro_batch_size, self.class_factors
-        if len(x) != len(y):
-            raise ValueError(
-                f"expected one label per record, got {len(x)} records, {len(y)} labels"
-            )
         if self.persons is not None and size is not None and len(x) > size:
             raise ValueError(f"{len(x)} records of persons must be in one micro-batch")
         sums: dict[str, Tensor] = {}
@@ -268,8 +247,16 @@ class _Clipping:
         """
         if not gradients:
             return {}
-        outer, whole = _separated(gradients, keep_factors=self.persons is None)
-        whole = sorted(whole, key=lambda group: group[1].shape[1:].numel())
+        outer: dict[str, rg.OuterProducts] = {}
+        whole: list[tuple[list[str], Tensor]] = []
+        for group, gradient in gradients:
+            if isinstance(gradient, Tensor):
+                whole.append((group, gradient))
+            elif self.persons is None:
+                outer[group[0]] = gradient
+            else:  # a mean of outer products is none
+                whole.append((group, gradient.products()))
+        whole.sort(key=lambda both: both[1].shape[1:].numel())
         names = [name for group, _ in whole for name in group]
         flat = [gradient.flatten(1) for _, gradient in whole]
         small = [matrix for matrix in flat if matrix.shape[1] < COLUMNS]
@@ -326,40 +313,10 @@ class _Clipping:
         return scale_B
 
 
-def _separated(
-    gradients: Sequence[rg.Group], *, keep_factors: bool
-) -> tuple[dict[str, rg.OuterProducts], list[tuple[list[str], Tensor]]]:
-    """Return the gradients that are kept as factors, by name, and the groups of all others."""
-    outer: dict[str, rg.OuterProducts] = {}
-    whole: list[tuple[list[str], Tensor]] = []
-    for names, gradient in gradients:
-        if isinstance(gradient, Tensor):
-            whole.append((names, gradient))
-        elif keep_factors:
-            outer[names[0]] = gradient
-        else:
-            whole.append((names, gradient.products()))
-    return outer, whole
-
-
 def _norms(rows: Tensor) -> Tensor:
     """Return the norms of rows [B, ...], float64 [B]."""
     norms_B: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms_B
-
-
-def _watched(loss: rg.Loss, watch: Watch) -> rg.Loss:
-    """Return the loss; outputs and losses are watched."""
-    if watch is unwatched:
-        return loss
-
-    def watched(output: Any, y_B: Tensor) -> Tensor:
-        losses_B: Tensor = loss(output, y_B)
-        for tensor in (*(output if isinstance(output, tuple) else (output,)), losses_B):
-            watch(tensor)
-        return losses_B
-
-    return watched
 
 
 def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:

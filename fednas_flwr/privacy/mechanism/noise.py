@@ -17,8 +17,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import threading
 from collections.abc import Callable
+from itertools import count
 from typing import NoReturn
 
 import numpy as np
@@ -34,7 +34,6 @@ LEAST_BLOCK, LARGEST_BLOCK = 2**13, 2**16  # proposals that are made together
 PROPOSALS_PER_SAMPLE = 2.2
 LARGEST_SIGMA = 2**26
 LARGEST_GEOMETRIC = 62  # (62 * 2^26)^2 still fits a word
-KERNEL_STD = 4.0
 
 
 def sample_discrete_gaussian(words: Words, count: int, *, sigma: int) -> np.ndarray:
@@ -65,19 +64,13 @@ def sample_discrete_gaussian(words: Words, count: int, *, sigma: int) -> np.ndar
     while filled < count:
         missing = count - filled
         size = min(max(LEAST_BLOCK, int(PROPOSALS_PER_SAMPLE * missing)), LARGEST_BLOCK)
-        accepted = _accepted(words, size, sigma)[:missing]
+        proposals = _discrete_laplace(words, size, sigma)
+        distances = np.abs(np.abs(proposals) - sigma).view(np.uint64)
+        keep = _bernoulli_exp(words, distances * distances, 2 * sigma**2)
+        accepted = proposals[keep][:missing]
         samples[filled : filled + len(accepted)] = accepted
         filled += len(accepted)
     return samples
-
-
-def _accepted(words: Words, size: int, sigma: int) -> np.ndarray:
-    """Return the accepted proposals of a block, int64."""
-    proposals = _discrete_laplace(words, size, sigma)
-    distances = np.abs(np.abs(proposals) - sigma).view(np.uint64)
-    keep = _bernoulli_exp(words, distances * distances, 2 * sigma**2)
-    accepted: np.ndarray = proposals[keep]
-    return accepted
 
 
 def _discrete_laplace(words: Words, size: int, sigma: int) -> np.ndarray:
@@ -182,9 +175,8 @@ class SecureGenerator:
     def __init__(self, test_seed: bytes | None = None) -> None:
         """Keep the test seed, if there is one."""
         self._test_seed = test_seed
-        self._draws = 0
+        self._draws = count(1)  # of which each is given once, whatever thread asks
         self._pid = os.getpid()
-        self._lock = threading.Lock()
 
     @property
     def is_secure(self) -> bool:
@@ -220,15 +212,7 @@ class SecureGenerator:
 
         Returns:
             A bool tensor of length ``num_records`` on the CPU.
-
-        Raises:
-            ValueError: A value is out of range.
         """
-        if num_records < 0 or not 0 < probability <= 1:
-            raise ValueError(
-                f"a mask needs num_records >= 0 and a probability above 0 and at most 1, got "
-                f"num_records={num_records!r} and probability={probability!r}."
-            )
         if probability == 1:
             return torch.ones(num_records, dtype=torch.bool)
         words = _Keystream(self._next_key()).words(num_records)
@@ -240,11 +224,8 @@ class SecureGenerator:
             return os.urandom(32)
         if os.getpid() != self._pid:
             raise RuntimeError("a test seed would repeat its draws in a forked process.")
-        with self._lock:
-            self._draws += 1
-            draw = self._draws
         seed = hashlib.sha256(self._test_seed).digest()
-        return hashlib.sha256(seed + draw.to_bytes(8, "big")).digest()
+        return hashlib.sha256(seed + next(self._draws).to_bytes(8, "big")).digest()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse pickle and copy: a copy with a test seed would repeat its draws."""

@@ -14,7 +14,9 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import conv2d, group_norm, linear, own_linear_layers
+from fednas_flwr.privacy.self_test import Watch
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
 
@@ -47,7 +50,7 @@ Group = tuple[list[str], Tensor | OuterProducts]
 RecordGradients = Callable[[Tensor, Tensor], list[Group]]  # of features [B, ...] and labels [B]
 
 
-def differentiate(losses_B: Tensor, by: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def differentiate(losses_B: Tensor, by: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
     """Return the gradient of the losses' sum by each tensor that it depends on."""
     if not losses_B.requires_grad:
         return {}
@@ -55,12 +58,14 @@ def differentiate(losses_B: Tensor, by: Mapping[str, Tensor]) -> dict[str, Tenso
     return {n: g for n, g in zip(by, gradients, strict=True) if g is not None}
 
 
-def losses_of(output: Tensor, y_B: Tensor, loss: Loss) -> Tensor:
-    """Return the losses [B]; raises ValueError if the loss returns anything else."""
+def losses_of(output: Any, y_B: Tensor, loss: Loss, watch: Watch) -> Tensor:
+    """Return the losses [B], watched; raises ValueError if the loss returns anything else."""
     losses_B = loss(output, y_B)
     if losses_B.shape != (len(y_B),):
         shape = tuple(losses_B.shape)
         raise ValueError(f"the loss must be one number per record, [{len(y_B)}], got {shape}")
+    for tensor in (*(output if isinstance(output, tuple) else (output,)), losses_B):
+        watch(tensor)
     return losses_B
 
 
@@ -70,53 +75,48 @@ LARGE = 2048  # numbers of a linear layer's weight from which its gradients are 
 class RecordWeights:
     """Joins parameters like ``torch.cat``, with a copy of the result for each of B records.
 
+    Args:
+        num_records: B.
+        names: Of the parameters that require gradients, by their ids.
+
     Attributes:
-        leaves: By the ids of the joined parameters: these, and the leaf [B, ...].
-        factors: By the id of a large linear layer's weight: the weight, and of every call a leaf
-            [B, O] whose gradient is that by the output, and the input [B, I].
+        leaves: By the names of the joined parameters the leaf [B, ...].
+        factors: By the name of a large linear layer's weight, of every call, a leaf [B, O] whose
+            gradient is that by the output, and the input [B, I].
     """
 
-    def __init__(self, num_records: int) -> None:
+    def __init__(self, num_records: int, names: Mapping[int, str]) -> None:
         """Join nothing yet."""
-        self.num_records = num_records
-        self.leaves: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
-        self.factors: dict[int, tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
+        self.num_records, self._names = num_records, names
+        self.leaves: dict[tuple[str, ...], Tensor] = {}
+        self.factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, parameters: list[Tensor]) -> Tensor:
         """Return a leaf of stride 0, which takes no memory before its gradient is there.
 
-        Parameters that do not require gradients are joined without copies.
-
-        Raises:
-            ValueError: Some of them require gradients and others do not.
+        Parameters of which none requires gradients are joined without copies.
         """
-        trained = {parameter.requires_grad for parameter in parameters}
-        if trained == {False}:
+        if not any(parameter.requires_grad for parameter in parameters):
             return torch.cat(parameters)
-        if len(trained) > 1:
-            raise ValueError(
-                "parameters that are computed together must be differentiated by together, or none "
-                "of them: give all of them."
-            )
-        key = tuple(map(id, parameters))
-        if key not in self.leaves:
+        group = tuple(self._names[id(parameter)] for parameter in parameters)
+        if group not in self.leaves:
             joined = torch.cat([parameter.detach() for parameter in parameters])
             leaf = joined.expand(self.num_records, *joined.shape).requires_grad_()
-            self.leaves[key] = (list(parameters), leaf)
-        return self.leaves[key][1]
+            self.leaves[group] = leaf
+        return self.leaves[group]
 
     def linear(self, x_BI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output [B, O] of a layer whose gradients are to be kept as factors."""
         out_BO = linear(x_BI, weight.detach(), bias)
         leaf_BO = torch.zeros_like(out_BO[:1, :1]).expand_as(out_BO).requires_grad_()
-        self.factors.setdefault(id(weight), (weight, []))[1].append((leaf_BO, x_BI.detach()))
+        self.factors.setdefault(self._names[id(weight)], []).append((leaf_BO, x_BI.detach()))
         return out_BO + leaf_BO
 
 
 def record_gradients(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
-) -> AbstractContextManager[RecordGradients]:
-    """Return a context that gives a function from a batch to the gradients of its records.
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss, watch: Watch
+) -> RecordGradients:
+    """Return a function from a batch to the gradients of its records.
 
     Parameters that the loss does not reach are left out. Afterwards the module is as it was.
 
@@ -126,6 +126,7 @@ def record_gradients(
         parameters: The module's parameters to differentiate by, which all require gradients; no
             other parameter does.
         loss: Called with the module's output and labels; one loss per record.
+        watch: Is shown outputs and losses.
 
     Raises:
         ValueError: There are no per-sample gradients of this module.
@@ -134,18 +135,20 @@ def record_gradients(
     refuse_batch_norm(module)
     if not module.training:
         raise ValueError("the module must be in training mode: call train() first")
+    records = _Records(module, parameters, loss, watch)
     own = _calling_layers(module) if _takes_stack(module) else module
     layers = _layers(own, parameters)
     if any("forward" in vars(layer) for layer in layers):
         raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
     if all(map(_is_covered, layers)):
-        return _from_leaves(module, parameters, loss)
+        return records.from_leaves
     if own is not module:
         raise ValueError(
             "an op of your own has layers whose gradients are not known for each record: build it "
             "of nn.Conv2d, nn.Linear and nn.GroupNorm."
         )
-    return _from_hooks(module, parameters, loss)
+    _check(module)
+    return records.from_hooks
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
@@ -166,48 +169,64 @@ def refuse_batch_norm(module: nn.Module) -> None:
             )
 
 
-@contextmanager
-def _from_leaves(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
-) -> Iterator[RecordGradients]:
-    """Yield a function from a batch to the gradients of its records, by one plain backward."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
+@dataclass(frozen=True)
+class _Records:
+    """What the gradients of a batch's records are taken of; see :func:`record_gradients`."""
 
-    def gradients(x_B: Tensor, y_B: Tensor) -> list[Group]:
-        stack = RecordWeights(len(x_B))
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    loss: Loss
+    watch: Watch
+
+    def from_leaves(self, x_B: Tensor, y_B: Tensor) -> list[Group]:
+        """Return the gradients of a batch's records, by one plain backward."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        stack = RecordWeights(len(x_B), names)
         with torch.enable_grad():
-            if _takes_stack(module):
-                with _computed_with(stack, _calling_layers(module), parameters):
-                    output = module(x_B, stack=stack)
+            if _takes_stack(self.module):
+                with _computed_with(stack, _calling_layers(self.module), self.parameters):
+                    output = self.module(x_B, stack=stack)
             else:
-                with _computed_with(stack, module, parameters):
-                    output = module(x_B)
-            joined = {f"leaf {i}": both for i, both in enumerate(stack.leaves.values())}
-            calls = {
-                f"output {i}.{j}": (names[id(weight)], *call)
-                for i, (weight, both) in enumerate(stack.factors.values())
-                for j, call in enumerate(both)
-            }
-            by: dict[str, Tensor] = {key: leaf for key, (_, leaf) in joined.items()}
-            by |= {key: leaf for key, (_, leaf, _) in calls.items()}
-            reached = differentiate(losses_of(output, y_B, loss), {**by, **parameters})
-        groups = {key: [names[id(p)] for p in parts] for key, (parts, _) in joined.items()}
-        uses = Counter(name for group in groups.values() for name in group)
-        uses.update({names[id(weight)]: 1 for weight, _ in stack.factors.values()})
-        missed = [n for n in parameters if n in reached or uses[n] > 1]
+                with _computed_with(stack, self.module, self.parameters):
+                    output = self.module(x_B)
+            by: dict[Any, Tensor] = {**stack.leaves, **self.parameters}
+            for name, calls in stack.factors.items():
+                by |= {(name, i): leaf_BO for i, (leaf_BO, _) in enumerate(calls)}
+            reached = differentiate(losses_of(output, y_B, self.loss, self.watch), by)
+        uses = Counter([*stack.factors, *(name for group in stack.leaves for name in group)])
+        missed = [n for n in self.parameters if n in reached or uses[n] > 1]
         if missed:
             raise RuntimeError(f"no per-sample gradient of every use of {missed[0]}")
-        found: list[Group] = [(groups[key], reached[key]) for key in joined if key in reached]
-        products: dict[str, list[OuterProducts]] = {}
-        for key, (name, _, x_BI) in calls.items():
-            if key in reached:
-                products.setdefault(name, []).append(OuterProducts(reached[key], x_BI))
-        for name, (one, *others) in products.items():
-            several = sum((other.products() for other in others), one.products()) if others else one
-            found.append(([name], several))
+        found: list[Group] = [(list(of), reached[of]) for of in stack.leaves if of in reached]
+        for name, calls in stack.factors.items():
+            seen = [(reached.get((name, i)), x_BI) for i, (_, x_BI) in enumerate(calls)]
+            several = [
+                OuterProducts(left_BO, x_BI) for left_BO, x_BI in seen if left_BO is not None
+            ]
+            if len(several) == 1:
+                found.append(([name], several[0]))
+            elif several:
+                one, *others = (each.products() for each in several)
+                found.append(([name], sum(others, one)))
         return found
 
-    yield gradients
+    def from_hooks(self, x_B: Tensor, y_B: Tensor) -> list[Group]:
+        """Return the gradients of a batch's records, by Opacus' hooks on a copy of the module."""
+        hooked = _hooks()[1](deepcopy(self.module), loss_reduction="sum")
+        copies = dict(zip(map(id, self.module.parameters()), hooked.parameters(), strict=True))
+        by = {name: copies[id(parameter)] for name, parameter in self.parameters.items()}
+        own = own_linear_layers(hooked)  # which round all rows alike
+        with torch.enable_grad(), warnings.catch_warnings(), own:
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            # Not backward(), which would add to .grad. Of the sums only the names are used.
+            reached = differentiate(losses_of(hooked(x_B), y_B, self.loss, self.watch), by)
+        gradients: list[Group] = []
+        for name in reached:
+            gradient = by[name].grad_sample
+            if gradient is None or gradient.shape != (len(x_B), *by[name].shape):
+                raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
+            gradients.append(([name], gradient))
+        return gradients
 
 
 def _is_covered(layer: nn.Module) -> bool:
@@ -333,61 +352,6 @@ def _hooks() -> Any:
             return [tensor.flatten().view(tensor.shape) for tensor in activations], backprops
 
     return ModuleValidator, PerSampleModule
-
-
-@contextmanager
-def _from_hooks(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss
-) -> Iterator[RecordGradients]:
-    """Yield a function from a batch to the gradients of its records; no hook remains afterwards.
-
-    Opacus' own clean-up leaves activations of dead branches and the mark of a full backward hook.
-    """
-    _check(module)
-    modules = list(module.modules())
-    marks = [submodule._is_full_backward_hook for submodule in modules]
-    owners: list[nn.Module | nn.Parameter] = [*modules, *module.parameters()]
-    names = [set(vars(owner)) for owner in owners]
-    hooked = None
-    try:
-        hooked = _hooks()[1](module, loss_reduction="sum")
-        yield partial(_hooked_gradients, hooked, parameters, loss)
-    finally:
-        if hooked is not None:
-            hooked.remove_hooks()
-        for owner, before in zip(owners, names, strict=True):
-            for name in set(vars(owner)) - before:
-                delattr(owner, name)
-        for submodule, mark in zip(modules, marks, strict=True):
-            submodule._is_full_backward_hook = mark
-
-
-def _hooked_gradients(
-    hooked: Any,
-    parameters: Mapping[str, nn.Parameter],
-    loss: Loss,
-    x_B: Tensor,
-    y_B: Tensor,
-) -> list[Group]:
-    """Return the gradients [B, ...] of all parameters that the loss reaches."""
-    own = own_linear_layers(hooked)  # which round all rows alike
-    with torch.enable_grad(), warnings.catch_warnings(), own:
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        # Not backward(), which would add to .grad. Of the sums only the names are used.
-        reached = differentiate(losses_of(hooked(x_B), y_B, loss), parameters)
-    gradients = []
-    for name in reached:
-        gradient = parameters[name].grad_sample  # type: ignore[attr-defined]
-        if gradient is None or gradient.shape != (len(x_B), *parameters[name].shape):
-            raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
-        gradients.append(([name], gradient))
-    for parameter in parameters.values():
-        parameter.grad_sample = None  # type: ignore[attr-defined]
-        parameter._forward_counter = 0  # type: ignore[attr-defined]
-    for submodule in hooked.modules():  # calls that the loss did not reach would be waiting here
-        vars(submodule).pop("activations", None)
-        vars(submodule).pop("max_batch_len", None)
-    return gradients
 
 
 def _check(module: nn.Module) -> None:

@@ -13,21 +13,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
 
 from fednas_flwr.settings import names
+from fednas_flwr.settings.parser import Between, Checked
 
 _ROUNDING = 1 + 1e-9
 _MAX_POINTS = 2**15
-_RANGES = (
-    ("noise_multiplier", names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER),
-    ("sample_rate", 0.0, 1.0),
-)
 
 
 @dataclass(frozen=True)
-class Release:
+class Release(Checked):
     """A Poisson-subsampled Gaussian mechanism, repeated: what one row of a ledger books.
 
     Each step draws every record with probability ``sample_rate``, sums vectors of L2 norm at most
@@ -39,26 +37,18 @@ class Release:
         steps: Number of repetitions, at least 1.
 
     Raises:
-        ValueError: A value is outside its range or of another type.
+        ConfigError: A value is outside its range.
 
     Example:
         >>> Release(noise_multiplier=1.0, sample_rate=0.01, steps=100).steps
         100
     """
 
-    noise_multiplier: float
-    sample_rate: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        """Refuse values that are no such mechanism; requests come from outside."""
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            real = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (real and low <= value <= high and value > 0):
-                raise ValueError(f"{name} must be above 0 and in [{low}, {high}], got {value!r}.")
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise ValueError(f"steps must be a whole number of at least 1, got {self.steps!r}.")
+    noise_multiplier: Annotated[
+        float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+    ]
+    sample_rate: Annotated[float, Between(0, 1, above=True)]
+    steps: Annotated[int, Between(1)]
 
 
 def poisson_rate(batch_size: float | None, num_records: int) -> float:
@@ -107,8 +97,6 @@ def renyi_divergence(*, noise_multiplier: float, sample_rate: float, order: floa
     other rate, exceeding it by at most ``-log(p) * order / (order - 1)``, and stands in where there
     is so little noise that the integral would need more than 32,768 points.
     """
-    if not 1 < order < math.inf:
-        raise ValueError(f"order must be above 1 and finite, got {order!r}.")
     s, p = noise_multiplier, sample_rate
     width = min(s, s * s) / 4
     if p == 1 or (order + 28 * s) / width > _MAX_POINTS:

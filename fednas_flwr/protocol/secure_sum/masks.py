@@ -203,14 +203,9 @@ def split(secret: bytes, points: Iterable[int], *, threshold: int) -> dict[int, 
 
     Args:
         secret: 32 bytes.
-        points: Different numbers of 1 to 2^31.
-        threshold: Number of parts that rebuild the secret, at least 1.
+        points: Different numbers from 1.
+        threshold: Number of parts that rebuild the secret, from 1 to that of the points.
     """
-    points = list(points)
-    if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(points)) == len(points):
-        raise ValueError(f"{threshold} of {len(points)} points cannot hold {len(secret)} bytes.")
-    if not all(1 <= x <= 2**31 for x in points):
-        raise ValueError(f"points must be from 1 to 2^31, got {points}.")
     polynomial = [int.from_bytes(secret, "big")]
     polynomial += [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     parts = {}

@@ -10,7 +10,7 @@ import json
 import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,10 +117,8 @@ class SumSite:
             ConfigError: The participants are too few, not in order, not of the roster or without
                 this site; or the context was answered before.
         """
-        asked, others = tuple(participants), len(self.roster.sites)
-        if list(asked) != sorted(set(asked)) or not all(0 <= i < others for i in asked):
-            raise _refused("participants", list(asked), f"indices of the {others} sites, ascending")
-        self._check_members("participants", asked)
+        asked = tuple(participants)
+        self._check_members("participants", asked, range(len(self.roster.sites)))
         exchange = Context(roster=self.terms.roster, participants=asked, **place)
         context = exchange.digest
         seed = secrets.token_bytes(masks.SECRET_BYTES)
@@ -146,10 +144,7 @@ class SumSite:
         listed = tuple(survivors)
         with self._books() as books:
             row = self._row(books, context)
-            asked = json.loads(row["participants"])
-            if list(listed) != sorted(set(listed)) or not set(listed) <= set(asked):
-                raise _refused("survivors", list(listed), f"some of {asked}, ascending")
-            self._check_members("survivors", listed)
+            self._check_members("survivors", listed, json.loads(row["participants"]))
             if row["survivors"] is not None:
                 raise ConfigError(
                     "refused: a list of survivors was signed for this request before; a site signs "
@@ -222,9 +217,11 @@ class SumSite:
     def _secret(self, other: int) -> bytes:
         return self._keys.shared_secret(self.roster.sites[other])
 
-    def _check_members(self, what: str, members: tuple[int, ...]) -> None:
-        """Refuse a list without this site, or with fewer than the policy's ``least_sites``."""
+    def _check_members(self, what: str, members: Sequence[int], sites: Sequence[int]) -> None:
+        """Refuse a list that is not some of the sites, this one too, ``least_sites`` or more."""
         least = self.terms.least_sites
+        if list(members) != sorted(set(members) & set(sites)):
+            raise _refused(what, list(members), f"some of the {len(sites)} sites, ascending")
         if self.index not in members or len(members) < least:
             limit = f"{least} or more, with this site, {self.index}, among them"
             raise _refused(what, list(members), limit)
@@ -240,16 +237,12 @@ class SumSite:
     def _books(self) -> Iterator[sqlite3.Connection]:
         """Hold the journal's only lock; what is written is on disk at the end, or nothing is."""
         try:
-            books = connect(self._journal, wait_s=60.0)
-            books.row_factory = sqlite3.Row
-            try:
+            with closing(connect(self._journal)) as books:
+                books.row_factory = sqlite3.Row
                 books.execute("BEGIN IMMEDIATE")
                 books.execute(_SCHEMA)
                 yield books
                 books.execute("COMMIT")
-            finally:
-                books.rollback()
-                books.close()
         except sqlite3.Error as error:
             raise OSError(
                 f"the journal {self._journal} of secure sums cannot be used, nothing is sent: "

@@ -63,14 +63,6 @@ def test_parts_below_the_threshold_are_uniform_whatever_the_secret():
         assert chisquare(np.bincount(firsts, minlength=256)).pvalue > 1e-7
 
 
-@pytest.mark.parametrize(
-    ("points", "threshold"), [([1, 2], 3), ([1, 1], 1), ([0, 1], 1), ([1], 0), ([], 0)]
-)
-def test_secrets_that_cannot_be_split(points, threshold):
-    with pytest.raises(ValueError, match="cannot hold|must be from 1"):
-        split(bytes(32), points, threshold=threshold)
-
-
 def test_wrong_parts_never_give_the_secret():
     secret = b"s" * 32
     parts = split(secret, [1, 2, 3], threshold=2)
