@@ -59,7 +59,7 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
     from fednas_flwr.base.randomness import make_generator
     from fednas_flwr.models.networks import make_device, make_space
     from fednas_flwr.spaces.costs import measure_space, space_costs, timed_space
-    from fednas_flwr.spaces.latency_tables import to_json
+    from fednas_flwr.spaces.latency_tables import Conditions, to_json
 
     space = timed_space(
         make_space(
@@ -69,14 +69,10 @@ def measure_latency(options: argparse.Namespace, overrides: list[str]) -> int:
         )
     )
     generator = make_generator(config.seed, "latency")
-    table, predictions = measure_space(
-        space,
-        device=make_device(config.runtime.device),
-        threads=config.runtime.threads,
-        batch_size=options.batch_size,
-        passes=options.passes,
-        genotypes=[space.random_genotype(generator) for _ in range(3)],
-    )
+    device, threads = make_device(config.runtime.device), config.runtime.threads
+    under = Conditions(device, threads, options.batch_size, options.passes)
+    genotypes = [space.random_genotype(generator) for _ in range(3)]
+    table, predictions = measure_space(space, under, genotypes)
     write_atomically(options.output, to_json(table))
     costs = space_costs(space, table)
     print(

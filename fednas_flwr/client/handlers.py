@@ -41,7 +41,7 @@ from fednas_flwr.search.batch_gradients import Batch, periodic_gradients
 from fednas_flwr.search.candidate import Candidate, Pool, all_alike
 from fednas_flwr.search.local_search import train_candidates
 from fednas_flwr.spaces.costs import measure_space, timed_space
-from fednas_flwr.spaces.latency_tables import to_json
+from fednas_flwr.spaces.latency_tables import Conditions, to_json
 from fednas_flwr.spaces.space import Supernet
 
 Handler = Callable[[Client, Request, Any], Reply]
@@ -120,13 +120,8 @@ def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) 
 
     The table is ``properties["latency"]``, as ``latency_tables`` writes it. No record is read.
     """
-    table, _ = measure_space(
-        timed_space(client.make_space()),
-        device=client.device,
-        threads=client.threads,
-        batch_size=asked.batch_size,
-        passes=asked.passes,
-    )
+    under = Conditions(client.device, client.threads, asked.batch_size, asked.passes)
+    table, _ = measure_space(timed_space(client.make_space()), under)
     return Reply(num_examples=1, properties={"latency": to_json(table)})
 
 

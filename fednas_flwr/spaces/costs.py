@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -82,76 +82,66 @@ class HardwareLoss:
     ``scale`` has no unit). Plain values, as they travel to clients.
 
     Attributes:
-        target: T.
-        unit: Unit of the target and the costs, one of ``UNITS``.
-        form: One of ``LOSSES``.
-        scale: ``a`` of the multiplicative form, ``lambda`` of the additive one.
-        exponent: ``b`` of the multiplicative form.
+        terms: Target T, its unit, the form and its constants; without the file of a table.
         fixed: Cost of the layers that all networks share.
         per_op: Cost of every op of every block; None where a block does not offer it.
     """
 
-    target: float
-    unit: str
-    form: str
-    scale: float
-    exponent: float
+    terms: Hardware
     fixed: float
     per_op: list[list[float | None]]
 
     @classmethod
-    def of(
-        cls,
-        costs: Costs,
-        *,
-        target: float,
-        unit: str,
-        form: str,
-        scale: float,
-        exponent: float = 1.0,
-    ) -> HardwareLoss:
+    def of(cls, costs: Costs, terms: Hardware) -> HardwareLoss:
         """Build the loss of a supernet's costs.
 
         Raises:
             ConfigError: The unit is not that of the costs, or :meth:`check` refuses the loss.
         """
-        if unit != costs.unit:
+        if terms.unit != costs.unit:
             raise ConfigError(
-                f"hardware.unit={unit}, but the costs are in {costs.unit}: give the target in "
-                f"{costs.unit}, from {costs.lowest:.4g} to {costs.highest:.4g}."
+                f"hardware.unit={terms.unit}, but the costs are in {costs.unit}: give the target "
+                f"in {costs.unit}, from {costs.lowest:.4g} to {costs.highest:.4g}."
             )
         per_op = [[None if math.isnan(c) else c for c in row] for row in costs.per_op_EO.tolist()]
-        loss = cls(target, unit, form, scale, exponent, costs.fixed, per_op)
+        loss = cls(replace(terms, table=None), costs.fixed, per_op)
         loss.check()
         return loss
+
+    @property
+    def form(self) -> str:
+        """One of ``LOSSES``."""
+        return self.terms.loss
 
     @cached_property
     def costs(self) -> Costs:
         """The costs of the supernet."""
         rows = [[math.nan if c is None else c for c in row] for row in self.per_op]
-        return Costs(self.unit, self.fixed, torch.tensor(rows, dtype=torch.float64))
+        return Costs(self.terms.unit, self.fixed, torch.tensor(rows, dtype=torch.float64))
 
     def check(self) -> None:
         """Raise ConfigError if no network reaches the target, or a logarithm is not positive."""
-        costs = self.costs
+        costs, target, unit = self.costs, self.terms.target, self.terms.unit
         check_choice("hardware.loss", self.form, LOSSES)
-        if not costs.lowest <= self.target <= costs.highest:
+        if not costs.lowest <= target <= costs.highest:
             raise ConfigError(
-                f"hardware.target={self.target:g} {self.unit} cannot be reached: networks of this "
-                f"space cost {costs.lowest:.4g} to {costs.highest:.4g} {self.unit}."
+                f"hardware.target={target:g} {unit} cannot be reached: networks of this space cost "
+                f"{costs.lowest:.4g} to {costs.highest:.4g} {unit}."
             )
         if self.form == "multiplicative" and costs.lowest <= 1:
             raise ConfigError(
-                f"hardware.loss=multiplicative needs costs above 1 {self.unit}, of which it takes "
-                f"logarithms, but networks cost {costs.lowest:.4g} {self.unit} on: set "
+                f"hardware.loss=multiplicative needs costs above 1 {unit}, of which it takes "
+                f"logarithms, but networks cost {costs.lowest:.4g} {unit} on: set "
                 "hardware.loss=additive, or measure larger batches."
             )
 
     def __call__(self, task_loss: Tensor, cost: Tensor) -> Tensor:
         """Return the loss."""
+        target, scale = self.terms.target, self.terms.scale
         if self.form == "multiplicative":
-            return task_loss * self.scale * (cost.log() / math.log(self.target)) ** self.exponent
-        return task_loss + self.scale * (cost - self.target) / self.target
+            ratio = cost.log() / math.log(target)
+            return task_loss * scale * ratio**self.terms.exponent
+        return task_loss + scale * (cost - target) / target
 
 
 def count_parameters(network: nn.Module) -> int:
@@ -192,13 +182,7 @@ def timed_space(space: SearchSpace) -> MBConvSpace:
 
 
 def measure_space(
-    space: MBConvSpace,
-    *,
-    device: torch.device,
-    threads: int,
-    batch_size: int,
-    passes: int,
-    genotypes: Sequence[Genotype] = (),
+    space: MBConvSpace, under: lt.Conditions, genotypes: Sequence[Genotype] = ()
 ) -> tuple[lt.LatencyTable, list[Prediction]]:
     """Measure the latency of every different layer of a space; see ``latency_tables``.
 
@@ -209,11 +193,8 @@ def measure_space(
     table, measured = lt.measure_latency(
         [*plan.before, *candidates, *plan.after],
         functools.partial(make_layer, norm=space.norm),
-        device=device,
-        threads=threads,
-        batch_size=batch_size,
+        under,
         norm=space.norm,
-        passes=passes,
         networks=[(space.network(genotype), space.input_shape) for genotype in genotypes],
     )
     costs = space_costs(space, table)
@@ -230,13 +211,8 @@ def measure_network(
     """
     if (table.machine, table.device) != (lt.machine_name(device), device.type):
         return None
-    (timing,) = lt.time_modules(
-        [(space.network(genotype), space.input_shape)],
-        batch_size=table.batch_size,
-        device=device,
-        threads=table.threads,
-        passes=NETWORK_PASSES,
-    )
+    under = lt.Conditions(device, table.threads, table.batch_size, NETWORK_PASSES)
+    (timing,) = lt.time_modules([(space.network(genotype), space.input_shape)], under)
     return timing.median_ms
 
 
@@ -302,14 +278,7 @@ def hardware_loss(hardware: Hardware | None, space: SearchSpace) -> HardwareLoss
     if hardware is None:
         return None
     assert isinstance(space, MBConvSpace)  # as the configuration has it
-    return HardwareLoss.of(
-        space_costs(space, load_table(hardware)),
-        target=hardware.target,
-        unit=hardware.unit,
-        form=hardware.loss,
-        scale=hardware.scale,
-        exponent=hardware.exponent,
-    )
+    return HardwareLoss.of(space_costs(space, load_table(hardware)), hardware)
 
 
 def cost_by(space: SearchSpace, table: str | None) -> Callable[[Genotype], float]:

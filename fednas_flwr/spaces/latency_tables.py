@@ -45,6 +45,23 @@ def is_line(text: str) -> bool:
 Line = Annotated[str, Where(is_line, "a line of text")]
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """What layers are timed under.
+
+    Attributes:
+        device: Where they run; modules are moved there.
+        threads: Of torch; the number is set for the time of the measurement only.
+        batch_size: Examples of one forward, 1 or more.
+        passes: Measurements of each, 2 or more.
+    """
+
+    device: torch.device
+    threads: int
+    batch_size: int
+    passes: int
+
+
 class Timing(NamedTuple):
     """Milliseconds of one forward of a batch, over repeated runs.
 
@@ -125,12 +142,9 @@ class LatencyTable(Checked):
 def measure_latency(
     layers: Iterable[Layer],
     make: Callable[[Layer], nn.Module],
+    under: Conditions,
     *,
-    device: torch.device,
-    threads: int,
-    batch_size: int,
     norm: str,
-    passes: int,
     networks: Sequence[Sized] = (),
 ) -> tuple[LatencyTable, list[Timing]]:
     """Return the table of all different layers, and the times of whole networks.
@@ -141,27 +155,19 @@ def measure_latency(
     Args:
         layers: What to time; duplicates are measured once.
         make: Returns the module of a layer.
-        device: Where to run.
-        threads: Of torch; the number is set for the time of the measurement only.
-        batch_size: Examples of one forward, 1 or more.
+        under: What they are timed under.
         norm: What ``make`` builds with; for the record.
-        passes: Measurements of each layer, 2 or more.
         networks: What else to time.
     """
     different = list(dict.fromkeys(layers))
-    timings = time_modules(
-        [*((make(layer), layer.input_shape) for layer in different), *networks],
-        batch_size=batch_size,
-        device=device,
-        threads=threads,
-        passes=passes,
-    )
+    sized = [*((make(layer), layer.input_shape) for layer in different), *networks]
+    timings = time_modules(sized, under)
     table = LatencyTable(
-        machine=machine_name(device),
-        device=device.type,
-        clock=_clock(device, threads).__name__,
-        threads=threads,
-        batch_size=batch_size,
+        machine=machine_name(under.device),
+        device=under.device.type,
+        clock=_clock(under).__name__,
+        threads=under.threads,
+        batch_size=under.batch_size,
         norm=norm,
         torch=torch.__version__,
         layers=[MeasuredLayer(*key, *t) for key, t in zip(different, timings, strict=False)],
@@ -169,14 +175,7 @@ def measure_latency(
     return table, timings[len(different) :]
 
 
-def time_modules(
-    modules: Sequence[Sized],
-    *,
-    batch_size: int,
-    device: torch.device,
-    threads: int,
-    passes: int,
-) -> list[Timing]:
+def time_modules(modules: Sequence[Sized], under: Conditions) -> list[Timing]:
     """Return the times of modules' forwards in evaluation mode, without gradients.
 
     One run at a time, right after some of the other modules: a layer that is repeated finds its
@@ -186,43 +185,40 @@ def time_modules(
 
     Args:
         modules: Each with the shape of one example.
-        batch_size: Examples of one forward.
-        device: Where to run; modules are moved there.
-        threads: Of torch.
-        passes: Measurements of each, 2 or more.
+        under: What they are timed under.
     """
     from torch.utils.benchmark import Timer  # looks for CUDA, and warns, when it is imported
 
     runs = []
     for module, shape in modules:
-        x = torch.randn(batch_size, *shape, device=device)
+        x = torch.randn(under.batch_size, *shape, device=under.device)
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)  # as inside the networks
-        runs.append(functools.partial(module.to(device).eval(), x))
+        runs.append(functools.partial(module.to(under.device).eval(), x))
     times: list[list[float]] = [[] for _ in runs]
     with torch.inference_mode():
-        for _ in range(passes):
+        for _ in range(under.passes):
             for index, found in enumerate(times):
                 others = [runs[index - 1 - k] for k in range(min(RUN_BEFORE, len(runs) - 1))]
                 timer = Timer(
                     "run()",
                     setup="for other in others: other()",
                     globals={"run": runs[index], "others": others},
-                    num_threads=threads,
-                    timer=_clock(device, threads),
+                    num_threads=under.threads,
+                    timer=_clock(under),
                 )
                 found.append(1e3 * timer.timeit(1).mean)
     return [summarise(found) for found in times]
 
 
-def _clock(device: torch.device, threads: int) -> Callable[[], float]:
+def _clock(under: Conditions) -> Callable[[], float]:
     """Return the processor time of one thread, which other programs do not stretch, else the time.
 
     torch's own timer waits for a GPU.
     """
     from torch.utils.benchmark import timer
 
-    return process_time if device.type == "cpu" and threads == 1 else timer
+    return process_time if under.device.type == "cpu" and under.threads == 1 else timer
 
 
 def summarise(times_ms: list[float]) -> Timing:

@@ -23,6 +23,7 @@ from fednas_flwr.search.proxyless import (
     rescale,
     uniform_alphas,
 )
+from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.optimizers import Adam
 from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 from fednas_flwr.spaces.latency_tables import from_json
@@ -75,9 +76,7 @@ def ask(make_site, networks):
 def hardware(networks, form):
     costs = space_costs(networks.space, None)
     target = (costs.lowest + costs.highest) / 2
-    return HardwareLoss.of(
-        costs, target=target, unit="multiply_adds", form=form, scale=0.5, exponent=0.7
-    )
+    return HardwareLoss.of(costs, Hardware(None, "multiply_adds", target, form, 0.5, 0.7))
 
 
 def clipped(split, gradients_of, norm):
@@ -218,8 +217,12 @@ def differing(make_site):
     return make_site(committed=EVERYTHING), make_site(committed=EVERYTHING, hold=none)
 
 
-COSTLY = {"form": "additive", "target": 1.0, "unit": "ms", "scale": 1.0, "exponent": 1.0}
-COSTLY |= {"fixed": 0.5}
+TERMS = {"table": None, "unit": "ms", "target": 1.1, "loss": "additive", "scale": 1.0}
+TERMS |= {"exponent": 1.0}
+
+
+def costly(per_op: object, fixed: float = 0.5, **terms: object) -> dict[str, object]:
+    return {"hardware": {"terms": TERMS | terms, "fixed": fixed, "per_op": per_op}}
 
 
 @pytest.mark.parametrize(
@@ -227,19 +230,16 @@ COSTLY |= {"fixed": 0.5}
     [
         {"gates": "three"},
         {"gates": ["two"]},
-        {"hardware": COSTLY | {"per_op": [[0.0, 1.0]]}},
-        {
-            "hardware": COSTLY
-            | {"form": "multiplicative", "fixed": 3.0, "target": 3.5, "per_op": []}
-        },
-        {"hardware": COSTLY | {"per_op": [[1.0] * 7] * 6, "target": 3.0, "scale": "x"}},
+        costly([[0.0, 1.0]], target=1.0),
+        costly([], fixed=3.0, target=3.5, loss="multiplicative"),
+        costly([[1.0] * 7] * 6, target=3.0, scale="x"),
         {"hardware": "x"},
-        {"hardware": COSTLY | {"per_op": [[1.0] * 7] * 6, "target": 3.0}},
-        {"hardware": COSTLY | {"per_op": [[1.0] * 7, [1.0]], "target": 3.0}},
-        {"hardware": COSTLY | {"per_op": [[0.1] * 7] * 6, "target": 1.1, "form": "x"}},
-        {"hardware": COSTLY | {"per_op": [["0.1"] * 7] * 6, "target": 1.1}},
-        {"hardware": COSTLY | {"per_op": [[math.nan] * 7] * 6, "target": 1.1}},
-        {"hardware": COSTLY | {"per_op": [[0.1] * 7] * 6, "target": 1.1, "further": 1}},
+        costly([[1.0] * 7] * 6, target=3.0),
+        costly([[1.0] * 7, [1.0]], target=3.0),
+        costly([[0.1] * 7] * 6, loss="x"),
+        costly([["0.1"] * 7] * 6),
+        costly([[math.nan] * 7] * 6),
+        costly([[0.1] * 7] * 6, further=1),
         {"alphas": {"lr": "x", "weight_decay": 0.0}},
         {"warm_up": None},
         {"warm_up": 1},
@@ -265,7 +265,7 @@ def test_everything_that_the_server_says_of_costs_is_rehearsed(make_site, networ
     site = make_site(committed=EVERYTHING)
     loss = hardware(networks, "multiplicative")
     for scale in (0.5, 0.5, 2.0):
-        given = replace(loss, scale=scale)
+        given = replace(loss, terms=replace(loss.terms, scale=scale))
         site.ask("train.search", **LOCAL | {"hardware": given, "steps": 1})
     rehearsed = [json.loads(key) for key in site.client.rehearsed]
     assert len({str(chosen[0]) for kind, *chosen in rehearsed if kind.startswith("gates")}) == 2

@@ -63,6 +63,7 @@ from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.search.candidate import all_alike
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
+from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces import SEARCH_SPACES
 from fednas_flwr.spaces.costs import HardwareLoss, space_costs
@@ -154,9 +155,7 @@ def of_supernet(action, kit):
         costs = space_costs(kit.space, None)
         target = (costs.lowest + costs.highest) / 2
         losses = [
-            HardwareLoss.of(
-                costs, target=target, unit="multiply_adds", form=form, scale=0.5, exponent=0.7
-            )
+            HardwareLoss.of(costs, Hardware(None, "multiply_adds", target, form, 0.5, 0.7))
             for form in ("additive", "multiplicative")
         ]
         paths = [

@@ -29,6 +29,7 @@ from fednas_flwr.search.proxyless import (
     offered_ops,
     uniform_alphas,
 )
+from fednas_flwr.settings import Hardware
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.darts import DARTSSpace
 
@@ -36,7 +37,7 @@ from ..small_spaces import PATH_COSTS as COSTS
 from ..small_spaces import PATH_SPACE as SPACE
 
 MULTIPLICATIVE, ADDITIVE = (
-    HardwareLoss.of(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
+    HardwareLoss.of(COSTS, Hardware(None, "ms", 8.0, form, 0.7, 0.6))
     for form in ("multiplicative", "additive")
 )
 

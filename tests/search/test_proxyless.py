@@ -20,6 +20,7 @@ from fednas_flwr.search.proxyless import (
     search_paths,
     uniform_alphas,
 )
+from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.mbconv import NEVER
@@ -154,7 +155,7 @@ def test_a_full_alpha_step_is_adams_on_the_gate_gradient(supernet):
 @pytest.mark.parametrize("form", ["additive", "multiplicative"])
 def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
     """Mode full, by the chain rule on CE and on E through softmax(alphas)."""
-    hardware = HardwareLoss.of(COSTS, target=8.0, unit="ms", form=form, scale=0.7, exponent=0.6)
+    hardware = HardwareLoss.of(COSTS, Hardware(None, "ms", 8.0, form, 0.7, 0.6))
     batch = next(batches(1))
     alphas = supernet.alphas()["blocks"].detach().requires_grad_()
     paths = draw_paths(alphas, mode="full", generator=make_generator(0, "paths"))
@@ -171,7 +172,7 @@ def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
 
 
 def test_a_low_target_makes_cheap_ops_likely(supernet):
-    hardware = HardwareLoss.of(COSTS, target=5.0, unit="ms", form="additive", scale=50.0)
+    hardware = HardwareLoss.of(COSTS, Hardware(None, "ms", 5.0, "additive", 50.0, 1.0))
     before = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()
     search(supernet, steps=60, hardware=hardware)
     after = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.spaces import latency_tables
 from fednas_flwr.spaces.latency_tables import (
+    Conditions,
     LatencyTable,
     MeasuredLayer,
     Timing,
@@ -54,18 +56,16 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
         module.number = len(made) - 1
         return module
 
-    assert latency_tables._clock(CPU, 2).__name__ == "timer"  # two threads: wall time
-    assert latency_tables._clock(CPU, 1).__name__ == "process_time"
+    under = Conditions(CPU, threads=2, batch_size=4, passes=5)
+    assert latency_tables._clock(under).__name__ == "timer"  # two threads: wall time
+    assert latency_tables._clock(replace(under, threads=1)).__name__ == "process_time"
     monkeypatch.setattr(latency_tables, "_clock", lambda *_: timer)
     threads = torch.get_num_threads()
     table, timings = measure_latency(
         [SMALL, LARGE, SMALL, LARGE, SMALL],
         remember,
-        device=CPU,
-        threads=2,
-        batch_size=4,
+        under,
         norm="group",
-        passes=5,
         networks=[(nn.Flatten(), (2, 3))],
     )
     assert len(timings) == 1

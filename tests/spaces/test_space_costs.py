@@ -10,6 +10,7 @@ import torch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.spaces.costs import count_multiply_adds, measure_space, space_costs
+from fednas_flwr.spaces.latency_tables import Conditions
 from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 
 SPACE = MBConvSpace(
@@ -42,14 +43,8 @@ def test_a_measured_table_predicts_networks() -> None:
 
     The aim of 15 % is measured by `fednas latency measure` and the report of a run.
     """
-    table, predictions = measure_space(
-        SPACE,
-        device=torch.device("cpu"),
-        threads=1,
-        batch_size=4,
-        passes=5,
-        genotypes=genotypes(2),
-    )
+    under = Conditions(torch.device("cpu"), threads=1, batch_size=4, passes=5)
+    table, predictions = measure_space(SPACE, under, genotypes(2))
     plan = SPACE.plan
     layers = {*plan.before, *plan.after, *(layer for row in plan.blocks for layer in row)} - {None}
     assert set(table.timings) == layers
