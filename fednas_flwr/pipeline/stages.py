@@ -112,7 +112,7 @@ def _run_from_search(run: Run) -> None:
     network, states = retrain(run, description, configuration)
     if "export" in config.stages:
         with run.stage("export"):
-            model = Model(network, run.prepared.inputs, description)
+            model = Model(network, run.prepared.inputs, description, config.dataset.transform)
             export_safetensors(model, run.folder)
             path, difference = export_onnx(model, run.folder)
             files = ["model.safetensors", path.name]

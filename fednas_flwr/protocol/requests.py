@@ -285,7 +285,7 @@ class ClientProperties(Identity, total=False):
     keeps_model: Annotated[bool, Where(bool, "true")]
     input_shape: Shape
     image_shape: Shape
-    scattering: Shape
+    transform: list[Line]
     schema: list[Column]
     mean: list[Annotated[float, Between(-LARGEST_NUMBER, LARGEST_NUMBER, above=True)]]
     std: list[Annotated[float, Between(0, LARGEST_NUMBER, above=True)]]

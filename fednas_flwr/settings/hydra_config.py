@@ -52,6 +52,8 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     files = [text for text in overrides if text.startswith("config=")]
     if files:
         return _repeated(files[-1].removeprefix("config="), overrides)
+    if not any(text.startswith(("search_space=", "experiment=null")) for text in overrides):
+        overrides = [*overrides, *(OF_FEATURES if _names_backbone(overrides) else ())]
     with _initialized():
         try:
             tree = _plain(compose(PRIMARY, for_hydra(overrides)))

@@ -324,6 +324,9 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+OF_IMAGES = (
+    "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std"  # not of features
+)
 # Settings by the value that another one needs to have, where there is such and it has an effect.
 NEEDS = {
     "algorithm.rule=mixed_level": "algorithm.validation_weight",
@@ -348,8 +351,8 @@ NEEDS = {
     "privacy.rate=null": "algorithm.batch_size algorithm.search.batch_size",
     "privacy.retrain.rate=null": "retrain.batch_size",
     "privacy.retrain.noise_walk=null": "retrain.weights.lr retrain.weights.min_lr",
-    "dataset.scattering=null": "dataset.crop_padding dataset.flip dataset.cutout dataset.mean "
-    "dataset.std",
+    "dataset.scattering=null": OF_IMAGES,
+    "dataset.backbone=null": f"{OF_IMAGES} dataset.scattering dataset.image_size",
     "partition.fractions=[]": "partition.alpha partition.min_size",
 }
 
