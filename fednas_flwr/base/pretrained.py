@@ -99,7 +99,7 @@ class Pretrained(nn.Module):
         return digest.hexdigest()
 
     def load_weights(self, path: Path | None) -> None:
-        """Take public weights; a classifier of other classes stays as it is.
+        """Take public weights; a classifier of other classes begins with zeros.
 
         Args:
             path: File of safetensors, or of a state dict; None fetches them from the Hub.
@@ -123,7 +123,8 @@ class Pretrained(nn.Module):
                 f"{len(wrong)} tensors are missing, unknown or of another shape "
                 f"({listed(wrong, 3)}); give the file of that network."
             )
-        self.network.load_state_dict(fits, strict=False)
+        new = {key: torch.zeros_like(own[key]) for key in own.keys() - fits}
+        self.network.load_state_dict({**fits, **new})
 
     def _read(self, path: Path | None) -> Mapping[str, Tensor]:
         """Return a state dict; nothing in a file is executed."""

@@ -28,7 +28,7 @@ from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings import data_settings as ds
 
-BACKBONE, SCATTERING = "backbone", "scattering"
+BACKBONE, SCATTERING = KINDS = ("backbone", "scattering")
 _TOGETHER = 64  # images that are transformed together
 Description = tuple[str, ...]  # kind and sizes of a transform; of a backbone with its hash
 
@@ -48,7 +48,7 @@ class Backbone(Pretrained):
             super().__init__(name, image_size=image_size)
         self.requires_grad_(False).eval()
         side = self.image_size
-        self.output_shape = tuple(self(torch.zeros(1, 3, side, side)).shape[1:])
+        self.output_shape = tuple(super().forward(torch.zeros(1, 3, side, side)).shape[1:])
 
     def train(self, mode: bool = True) -> Backbone:
         """Stay in evaluation mode."""
@@ -56,8 +56,7 @@ class Backbone(Pretrained):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float32 ``[B, K]`` of images ``[B, C, H, W]`` scaled to 0..1."""
-        features = super().forward(x)
-        return functional.layer_norm(features, features.shape[1:])
+        return functional.layer_norm(super().forward(x), self.output_shape)
 
 
 def transform_of(dataset: Dataset) -> Description:

@@ -200,7 +200,7 @@ def pooled_baselines(
     x, y = arrays(train)
     x_test, y_test = arrays([test])
     models = {"linear": LogisticRegression(max_iter=1000)}
-    if test.features.dim() == 2:
+    if test.features.dim() == 2 and len(test.mean) == test.features.shape[1]:  # else of images
         models["trees"] = HistGradientBoostingClassifier(random_state=0)
     results = {}
 

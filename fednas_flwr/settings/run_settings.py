@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.data_settings import Dataset, Partition
+from fednas_flwr.settings.data_settings import Dataset, ImageSize, Partition
 from fednas_flwr.settings.parser import (
     Between,
     Checked,
@@ -458,10 +458,23 @@ class GivenNetwork(AlgorithmSettings):
     """Base of those that do not search: they train a network that is given by name.
 
     Attributes:
-        network: A name of ``models.networks.FIXED_NETWORKS``, where no genotype is given.
+        network: A name of ``models.networks.FIXED_NETWORKS``, where no genotype is given; with
+            ``weights`` one of timm or torchvision.
+        weights: File of public weights with which training begins, of safetensors or a state dict,
+            at the server; null begins anew. To train a head alone, name ``dataset.backbone`` and
+            take ``linear``.
+        image_size: Side in pixels to which that network's images are brought; null is that of its
+            public training.
     """
 
     network: str
+    weights: Text | None
+    image_size: ImageSize | None
+
+    @property
+    def has_norm(self) -> bool:
+        """True if ``retrain.norm`` is of the named network."""
+        return self.weights is None and self.network in opt.NORMED_NETWORKS
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
 from fednas_flwr.settings import Config, DPCells, GivenNetwork
 from fednas_flwr.settings.data_settings import Numbers
 from fednas_flwr.settings.incompatible import (
+    begins_with_weights,
     by_record,
     chooses,
     chooses_rates,
@@ -29,7 +30,6 @@ from fednas_flwr.settings.incompatible import (
     searches,
 )
 from fednas_flwr.settings.names import FEWEST_VOTES
-from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.registry import Rule, algorithm_of, spelled
 
 
@@ -186,10 +186,16 @@ RULES: tuple[Rule, ...] = (
         _fixed,
         NETWORK,
     ),
+    Rule("retrain.norm", lambda c: _fixed(c) and not c.algorithm.has_norm, NETWORK),
     Rule(
-        "retrain.norm retrain.fixed_norm",
-        lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,
+        "retrain.fixed_norm",
+        lambda c: _fixed(c) and not (c.algorithm.has_norm or begins_with_weights(c)),
         NETWORK,
+    ),
+    Rule(
+        "algorithm.image_size",
+        lambda c: _fixed(c) and not begins_with_weights(c),
+        "algorithm.weights=null",
     ),
     Rule(
         "retrain.fixed_norm",
@@ -344,7 +350,7 @@ NEEDS = {
     "privacy.retrain.rate privacy.retrain.noise_walk privacy.micro_batch_size "
     "privacy.fewest_records",  # else clients train by epochs and contribute one update
     # Those that take the place of others, where they are given.
-    "genotype=null": "algorithm.network",
+    "genotype=null": "algorithm.network algorithm.weights algorithm.image_size",
     "algorithm.configurations=[]": "algorithm.num_configurations",
     "algorithm.ranges=null": "algorithm.weights.lr algorithm.weights.momentum "
     "algorithm.weights.weight_decay",
