@@ -145,6 +145,78 @@ class Pretrained(nn.Module):
             ) from error
 
 
+class Frozen(Pretrained):
+    """From images to the pooled features of a frozen network, normalised over those of a record.
+
+    Its batch norm is in evaluation mode everywhere.
+
+    Attributes:
+        output_shape: ``(K,)`` of one record.
+        stage_widths: Channels of the output of each of :meth:`stages`.
+    """
+
+    def __init__(self, name: str, image_size: int | None) -> None:
+        """Build the network; weights are loaded afterwards."""
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            super().__init__(name, image_size=image_size)
+        self.requires_grad_(False).eval()
+        self.stage_widths: list[int] = []
+        side = self.image_size
+
+        def tell(stage: nn.Module, _: Any, out: Tensor) -> None:
+            self.stage_widths.append(out.shape[-1 if out.dim() == 3 else 1])
+
+        hooks = [stage.register_forward_hook(tell) for stage in self.stages()]
+        features = super().forward(torch.zeros(1, 3, side, side, device="cpu"))
+        self.output_shape = tuple(features.shape[1:])
+        for hook in hooks:
+            hook.remove()
+
+    def stages(self) -> list[nn.Module]:
+        """Return the parts that compute one after the other: its sequences, or those of the one."""
+        parts = [part for part in self.network.children() if isinstance(part, nn.Sequential)]
+        return [*parts] if len(parts) > 2 else [*max(parts, key=lambda part: len(part))]
+
+    def train(self, mode: bool = True) -> Frozen:
+        """Stay in evaluation mode."""
+        return super().train(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return float32 ``[B, K]`` of images ``[B, C, H, W]`` scaled to 0..1."""
+        return functional.layer_norm(super().forward(x), self.output_shape)
+
+
+def load_frozen(
+    name: str, image_size: int | None, path: Path | None, *, empty: bool = False
+) -> Frozen:
+    """Return a frozen network with its weights, which are read once per process.
+
+    Args:
+        name: See :class:`Pretrained`.
+        image_size: The same.
+        path: See :meth:`Pretrained.load_weights`.
+        empty: True for a network of its own, into which weights are loaded later.
+
+    Raises:
+        ConfigError: They cannot be read, or are not of that network.
+    """
+    if empty:
+        return Frozen(name, image_size)
+    changed_ns = path.stat().st_mtime_ns if path is not None and path.is_file() else 0
+    return _loaded(name, image_size, path, changed_ns)
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(name: str, image_size: int | None, path: Path | None, changed_ns: int) -> Frozen:
+    """Return a network by its file, which was changed at a time in ns."""
+    frozen = Frozen(name, image_size)
+    frozen.load_weights(path)
+    return frozen
+
+
+forget_frozen = _loaded.cache_clear
+
+
 def _is_of_timm(name: str) -> bool:
     """Return whether timm has a network; if not, torchvision does.
 

@@ -7,22 +7,18 @@ own: they cost no privacy.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
-from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.memory import check_fits
-from fednas_flwr.base.pretrained import Pretrained
+from fednas_flwr.base.pretrained import Frozen, load_frozen
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.settings import Dataset, expanded
@@ -31,32 +27,6 @@ from fednas_flwr.settings import data_settings as ds
 BACKBONE, SCATTERING = KINDS = ("backbone", "scattering")
 _TOGETHER = 64  # images that are transformed together
 Description = tuple[str, ...]  # kind and sizes of a transform; of a backbone with its hash
-
-
-class Backbone(Pretrained):
-    """From images to the pooled features of a frozen network, normalised over those of a record.
-
-    Its batch norm is in evaluation mode everywhere.
-
-    Attributes:
-        output_shape: ``(K,)`` of one record.
-    """
-
-    def __init__(self, name: str, image_size: int | None) -> None:
-        """Build the network; weights are loaded afterwards."""
-        with torch.random.fork_rng(devices=[]):
-            super().__init__(name, image_size=image_size)
-        self.requires_grad_(False).eval()
-        side = self.image_size
-        self.output_shape = tuple(super().forward(torch.zeros(1, 3, side, side)).shape[1:])
-
-    def train(self, mode: bool = True) -> Backbone:
-        """Stay in evaluation mode."""
-        return super().train(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return float32 ``[B, K]`` of images ``[B, C, H, W]`` scaled to 0..1."""
-        return functional.layer_norm(super().forward(x), self.output_shape)
 
 
 def transform_of(dataset: Dataset) -> Description:
@@ -78,7 +48,7 @@ def transform_of(dataset: Dataset) -> Description:
 
 def make_transform(
     described: Description, shape: Sequence[int], settings: ds.Transform | None = None
-) -> Scattering | Backbone | None:
+) -> Scattering | Frozen | None:
     """Return a described transform of images of a shape; None of an empty description.
 
     Args:
@@ -101,29 +71,21 @@ def make_transform(
         )
     if isinstance(settings, ds.Backbone):
         return load_backbone(settings)
-    return Backbone(sizes[0], int(sizes[1]))
+    return load_frozen(sizes[0], int(sizes[1]), None, empty=True)
 
 
-def load_backbone(settings: ds.Backbone) -> Backbone:
+def load_backbone(settings: ds.Backbone) -> Frozen:
     """Return the frozen network with its weights, which are read once per process.
 
     Raises:
         ConfigError: They cannot be read, or are not of that network.
     """
     path = settings.weights and expanded("dataset.backbone.weights", settings.weights)
-    return _loaded(settings, path, path.stat().st_mtime_ns if path and path.is_file() else 0)
-
-
-@functools.lru_cache(maxsize=2)
-def _loaded(settings: ds.Backbone, path: Path | None, changed_ns: int) -> Backbone:
-    """Return a backbone by its file, which was changed at a time in ns."""
-    backbone = Backbone(settings.name, settings.image_size)
-    backbone.load_weights(path)
-    return backbone
+    return load_frozen(settings.name, settings.image_size, path or None)
 
 
 @torch.no_grad()
-def transformed(records: Records, transform: Scattering | Backbone) -> Records:
+def transformed(records: Records, transform: Scattering | Frozen) -> Records:
     """Return the records with float32 features in place of uint8 images.
 
     A note tells how large they are, and how long they have taken.
@@ -132,7 +94,7 @@ def transformed(records: Records, transform: Scattering | Backbone) -> Records:
         ConfigError: Features don't fit in memory.
     """
     shape, number = transform.output_shape, len(records)
-    kind = BACKBONE if isinstance(transform, Backbone) else SCATTERING
+    kind = BACKBONE if isinstance(transform, Frozen) else SCATTERING
     remedy = "scales or angles, or " if kind == SCATTERING else ""
     check_fits(
         4 * number * math.prod(shape),

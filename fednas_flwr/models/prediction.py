@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import load_json
-from fednas_flwr.data.features import Backbone, make_transform
+from fednas_flwr.base.pretrained import Frozen
+from fednas_flwr.data.features import make_transform
 from fednas_flwr.data.raw import Label, names_of, read_raw
 from fednas_flwr.data.records import Inputs, normalised
 from fednas_flwr.search.objective import CLASSIFICATION, Objective
@@ -262,7 +263,7 @@ def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module
     description, inputs = read_metadata(path)
     network, tensors = make_network(description), load_file(path)
     model = Model(network, inputs, description)
-    if isinstance(model.transform, Backbone):
+    if isinstance(model.transform, Frozen):
         own = {f"{TRANSFORM}{name}" for name in model.transform.state_dict()}
         frozen = {name.removeprefix(TRANSFORM): tensors.pop(name) for name in own}
         model.transform.load_state_dict(frozen)

@@ -134,6 +134,11 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "features, with algorithm.network=linear",
     ),
     (
+        lambda c: c.search_space.name == "adapters" and c.runtime.name == "deployment",
+        "search_space=adapters with runtime=deployment is not possible yet, as a server must not "
+        "name files of a site: name the backbone in every site's dataset.yaml, for its features",
+    ),
+    (
         lambda c: is_private(c) and c.evaluation.personalised,
         "evaluation.personalised=true with privacy=dp: an accuracy after local training without "
         "noise is an exact function of the records; leave it out",

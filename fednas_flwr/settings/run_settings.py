@@ -94,6 +94,25 @@ class BlockSpace(SearchSpaceSettings):
 
 
 @dataclass(frozen=True)
+class AdapterSettings(SearchSpaceSettings):
+    """The adapters of a frozen network that was trained on public images (``spaces.adapters``).
+
+    Attributes:
+        backbone: Name of the network in timm or torchvision.
+        weights: Its file, of safetensors or a state dict; exported models hold it.
+        image_size: Side in pixels to which images are brought; null is that of its training.
+        mean: That of ``dataset``, which is undone for the network's own.
+        std: As ``mean``.
+    """
+
+    backbone: Text
+    weights: Text
+    image_size: ImageSize | None
+    mean: list[float]
+    std: list[opt.Positive]
+
+
+@dataclass(frozen=True)
 class DPCells(SearchSpaceSettings):
     """The DP-friendly space and the sizes of its supernet, also those of derived networks.
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.base.pretrained import Pretrained
-from fednas_flwr.data.features import Backbone, load_backbone, transform_of
+from fednas_flwr.base.pretrained import Frozen, Pretrained, forget_frozen
+from fednas_flwr.data.features import load_backbone, transform_of
 from fednas_flwr.data.prepared import make_data, make_server_data
 from fednas_flwr.data.summary import reading_notes, summary
 from fednas_flwr.deploy.dry_run import estimate
@@ -192,17 +192,19 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
     """In ONNX, too, which the export compares with torch; and the weights' file may be gone."""
     gone = tmp_path / "gone.safetensors"
     gone.write_bytes(weights.read_bytes())
-    config = compose_config(*HEADS, "search_space.skip=linear", *overrides(gone), f"run_dir={tmp_path / 'run'}")
+    config = compose_config(
+        *HEADS, "search_space.skip=linear", *overrides(gone), f"run_dir={tmp_path / 'run'}"
+    )
     result = run(config)
     gone.unlink()
-    load_backbone.__globals__["_loaded"].cache_clear()
+    forget_frozen()
     central = result.scores["central"]
     model, images = load(result.folder), np.load(made_data)
     predictions = model.predict(images["x_test"])
     names = [model.class_names[label] for label in images["y_test"]]
     right = [label == name for label, name in zip(predictions.labels, names, strict=True)]
     assert sum(right) / len(right) == pytest.approx(central["accuracy"])
-    assert isinstance(model.transform, Backbone)
+    assert isinstance(model.transform, Frozen)
     for event in map(json.loads, (result.folder / "events.jsonl").read_text().splitlines()):
         if event["event"] == "round":
             assert event["bytes_sent"] < 1e6  # frozen weights never travel
