@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import io
 import lzma
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ LINEAR = (*GIVEN, "algorithm.network=linear")
 PRIVATE = ("privacy=dp", "privacy.micro_batch_size=256")
 SHARED = ("secure_sum={least_sites: 3, colluding: 1}",)
 BUDGETS = {1: 1.24, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
-ADAPTERS = "experiment=search/adapters"
+ADAPTERS = ("search_space=adapters", "retrain=mbconv_small", "retrain.norm=group")
 ROUNDS = ("retrain.rounds=10", "retrain.batch_size=32")
 COLUMNS = [
     TEST_ACCURACY,
@@ -94,10 +95,10 @@ def jobs(data: dict[str, Path], *, images: int, pixels: int) -> Iterator[Job]:
                 yield Job(table, {**group, "K": clients, "epsilon": epsilon}, private, seed)
         rows = {
             "head": (*LINEAR, features, *ROUNDS),
-            "adapters, searched": (ADAPTERS, *places, "rounds=3", *ROUNDS),
+            "adapters, searched": (*ADAPTERS, *places, "rounds=3", *ROUNDS),
             "adapters, random places": (
-                *(ADAPTERS, *places, "algorithm=zero_cost", "rounds=1", "algorithm.draws=1"),
-                *("search_space=adapters", "retrain=mbconv_small", *ROUNDS),
+                *("algorithm=zero_cost", "algorithm.draws=1", *ADAPTERS, *places),
+                *("rounds=1", *ROUNDS),
             ),
             "fine-tuned": (*tuned, *ROUNDS),
             "from scratch": (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30"),
@@ -165,7 +166,8 @@ def make(job: Job) -> None:
         sent = [event["bytes_sent"] + event["bytes_received"] for event in rounds]
         return {"cpu": cpu_seconds() - started, "message_kb": sent[-1] / 1000}
 
-    name = "_".join(str(value).replace(" ", "-") for value in job.group.values())
+    texts = (re.sub(r"[ ,]+", "-", str(value)) for value in job.group.values())
+    name = "_".join(texts)
     measure(
         RESULTS / f"{job.table}.json",
         RUNS / f"{job.table}_{name}_s{job.seed}",

@@ -78,6 +78,8 @@ def make_client(
     device = make_device(config.runtime.device)
 
     def build_network(description: Description) -> nn.Module:
+        if site and (description.get("weights") or hasattr(config.search_space, "weights")):
+            raise ConfigError("refused: a server must not name files of a site.")
         if description["name"] == "supernet":
             return supernet_space(config, prepared).supernet()
         return make_network(description)
