@@ -1,7 +1,7 @@
 """Table: pretrained networks: frozen features, adapters, fine-tuning and training from scratch.
 
     python scripts/table_pretrained.py --data <folder> [--jobs 1] [--table pretrained_few]
-        [--images 50000] [--pixels 96]
+        [--images 50000] [--pixels 96] [--only head ...]
 
 ``<folder>`` has cifar10_jpeg60k.npz.xz (``{train,test}_{bytes,off}``, ``y_{train,test}``: JPEG, so
 that accuracies are 2 to 4 points below those of lossless images) and breastmnist/breastmnist.npz.
@@ -83,7 +83,8 @@ def jobs(data: dict[str, Path], *, images: int, pixels: int) -> Iterator[Job]:
     breast = ("dataset=npz", f"dataset.root={data['breast']}", SPLITS, "evaluation.positive='0'")
     few = (*cifar, "dataset.limit_train=2000", "dataset.limit_test=2000", "clients=4")
     for seed in SEEDS:
-        of_one = (*LINEAR, *cifar, features, f"dataset.limit_train={images}")
+        limits = (f"dataset.limit_train={images}", f"dataset.limit_test={max(2000, images // 5)}")
+        of_one = (*LINEAR, *cifar, features, *limits)
         table, group = "pretrained_private", {"images": images, "pixels": pixels}
         for clients in (1, 8):
             shared = SHARED if clients > 1 else ()
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--table", choices=[*TITLES], help="one of them; all without it")
     parser.add_argument("--images", type=int, default=50_000, help="of pretrained_private")
     parser.add_argument("--pixels", type=int, default=96, help="side of enlarged images")
+    parser.add_argument("--only", nargs="*", help="rows by their column training; all without it")
     options = parser.parse_args()
     data = {
         "cifar": decoded(options.data / "cifar10_jpeg60k.npz.xz", RUNS / "cifar10.npz"),
@@ -154,7 +156,10 @@ def main() -> None:
             against={"training": "head"} if table != "pretrained_private" else None,
         )
     made = jobs(data, images=options.images, pixels=options.pixels)
-    make_all(make, [job for job in made if job.table in asked], at_a_time=options.jobs)
+    chosen = [job for job in made if job.table in asked]
+    if options.only is not None:
+        chosen = [job for job in chosen if job.group.get("training") in options.only]
+    make_all(make, chosen, at_a_time=options.jobs)
 
 
 def make(job: Job) -> None:

