@@ -42,6 +42,10 @@ NEEDS = {  # what a file needs beside itself
     "privacy=dp": ["algorithm=dp_fnas", *GROUP],
     "runtime=deployment": ["runtime.superlink=site"],
     "partition=saved": ["partition.file=partition.json"],
+    "search_space=adapters": [
+        *("search_space.backbone=resnet18", "search_space.weights=weights.pth"),
+        "retrain=mbconv_small",
+    ],
     "aggregate=trimmed_mean": ["runtime.quorum=1"],
     **dict.fromkeys(
         [f"server_optimizer={name}" for name in ("adam", "yogi", "adagrad")], ["algorithm=fedavg"]

@@ -61,6 +61,10 @@ RUNS = [  # together they have every class of settings
         *MBCONV,
     ],
     ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
+    [
+        *("search_space=adapters", "retrain=mbconv", "search_space.backbone=a"),
+        *("search_space.weights=b", "dataset.backbone={name: a, weights: b}"),
+    ],
     ["algorithm=fedavg", "dataset=csv", "server_optimizer=adam"],
     [
         *("algorithm=zero_cost", "algorithm.shortlist={keep: 2, scores: [zen]}", "secure_sum=null"),
@@ -69,6 +73,7 @@ RUNS = [  # together they have every class of settings
     ["algorithm=successive_halving", "algorithm.pool.limits.parameters=1000000"],
 ]
 FREE = {  # numbers of any size
+    ("AdapterSettings", "mean"),
     ("ImageFolder", "mean"),
     ("Images", "mean"),
     ("DifferentialPrivacy", "test_seed"),

@@ -187,8 +187,8 @@ class Client:
         declared, inputs, train = self.moments is None, self.inputs, self.data.train
         return {
             "input_shape": list(train.features.shape[1:]),
-            "image_shape": list(inputs.shape if inputs.scattering else ()),
-            "scattering": list(inputs.scattering),
+            "image_shape": list(inputs.shape if inputs.transform else ()),
+            "transform": list(inputs.transform),
             "schema": [asdict(column) for column in inputs.schema],
             "mean": list(train.mean) if declared else [],
             "std": list(train.std) if declared else [],

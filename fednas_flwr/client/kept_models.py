@@ -65,7 +65,7 @@ def check(client: Client, request: Request, asked: KeepModel) -> Path:
         signed["sha256"] = hashlib.sha256(model).hexdigest()
         write_atomically(new / SIGNATURE_FILE, json.dumps(signed, indent=2) + "\n")
         inputs = _read(client, new / MODEL_FILE).inputs
-        for name in ("class_names", "schema", "shape", "scattering", "multi_label"):
+        for name in ("class_names", "schema", "shape", "transform", "multi_label"):
             if getattr(inputs, name) != getattr(client.inputs, name):
                 raise ConfigError(f"refused: the model's {name} is not that of this site's data.")
     except BaseException:

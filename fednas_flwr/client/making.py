@@ -19,7 +19,7 @@ from fednas_flwr.client.client import Client, KeptModels
 from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import make_client_data
-from fednas_flwr.data.npz import holds_encoded
+from fednas_flwr.data.npz import reads_encoded
 from fednas_flwr.data.records import Records, assignment_digest
 from fednas_flwr.data.statistics import column_moments
 from fednas_flwr.models.networks import Description, make_device, make_network, supernet_space
@@ -78,6 +78,8 @@ def make_client(
     device = make_device(config.runtime.device)
 
     def build_network(description: Description) -> nn.Module:
+        if site and (description.get("weights") or hasattr(config.search_space, "weights")):
+            raise ConfigError("refused: a server must not name files of a site.")
         if description["name"] == "supernet":
             return supernet_space(config, prepared).supernet()
         return make_network(description)
@@ -386,7 +388,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
         return
     settings = config.dataset
     declared = settings.declared
-    if isinstance(settings, Npz) and not (settings.place and holds_encoded(settings.place)):
+    if isinstance(settings, Npz) and not reads_encoded(settings):
         declared = {"class_names": declared["class_names"]}  # the form of plain arrays is theirs
     missing = [f"dataset.{name}" for name, is_given in declared.items() if not is_given]
     if missing:

@@ -23,6 +23,7 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, sync
+from fednas_flwr.data.features import make_transform, transform_of, transformed
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.readers import DATA_SETS, check_sites
@@ -35,7 +36,6 @@ from fednas_flwr.data.records import (
     join_sites,
     select_records,
 )
-from fednas_flwr.data.scattering import make_transform, transformed
 from fednas_flwr.data.site_tables import join_tables, read_site_tables
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.settings import Dataset, expanded
@@ -54,6 +54,7 @@ _ARRAYS = dict.fromkeys(("features", "labels", "ids", "columns"), Any)  # fields
 _SHAPE_NOTHING = {
     *("cache", "root", "download", "fractions", "split_key", "linear_baseline", "table"),
     *("target_range", "mean", "std", "crop_padding", "flip", "cutout", "statistics", "ranges"),
+    *("scattering", "backbone"),  # whose description counts
 }
 
 
@@ -69,7 +70,7 @@ class Prepared:
             declared, and not known yet.
         std: As ``mean``; all above 0.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
-        scattering: Scales and angles of the transform that made features of images; else empty.
+        transform: Description of what made features of images; empty where they are the records'.
         target: As ``Inputs.target``: 0 and 1 until what clients find is known.
     """
 
@@ -78,7 +79,7 @@ class Prepared:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     intensity: tuple[float, ...] = ()
-    scattering: tuple[int, ...] = ()
+    transform: tuple[str, ...] = ()
     target: tuple[float, ...] = ()
 
     @property
@@ -108,7 +109,7 @@ class Prepared:
             form=train.form,
             id_column=train.id_column if train.schema else "",
             intensity=self.intensity,
-            scattering=self.scattering,
+            transform=self.transform,
         )
 
     @property
@@ -136,7 +137,7 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
     Raises:
         ConfigError: A setting is missing, without effect, or not met by the data.
     """
-    name, entry = dataset.name, DATA_SETS[dataset.name]
+    name, entry, transform = dataset.name, DATA_SETS[dataset.name], transform_of(dataset)
 
     @functools.cache
     def read(path: Path) -> RecordsPair:
@@ -152,6 +153,7 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
     if entry.by_content:
         files = digest_records(read(source))
     shaping = {k: v for k, v in asdict(dataset).items() if k not in _SHAPE_NOTHING}
+    shaping["transform"] = transform
     key = hashlib.blake2b(
         json.dumps([_CACHE_VERSION, sites, shaping, files]).encode(), digest_size=10
     )
@@ -173,7 +175,7 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
         mean,
         std,
         intensity=intensity_of(dataset),
-        scattering=scattering_of(dataset),
+        transform=transform,
         target=_target(parts["train"], dataset, mean),
     )
 
@@ -212,16 +214,11 @@ def _built(dataset: Dataset, read: RecordsPair) -> dict[str, Records]:
     parts = {"train": _limited(train, dataset.limit_train)}
     if dataset.server_test and test is not None:
         parts["server_test"] = _limited(test, dataset.limit_test)
-    if (sizes := scattering_of(dataset)) != ():
-        transform = make_transform(parts["train"], *sizes)
-        parts = {part: transformed(records, transform) for part, records in parts.items()}
+    shape, settings = tuple(parts["train"].features.shape[1:]), dataset.transform
+    made = make_transform(transform_of(dataset), shape, settings)
+    if made is not None:
+        parts = {part: transformed(records, made) for part, records in parts.items()}
     return parts
-
-
-def scattering_of(dataset: Dataset) -> tuple[int, ...]:
-    """Scales and angles of the transform that makes features of images; else empty."""
-    sizes = dataset.scattering if isinstance(dataset, Images) else None
-    return () if sizes is None else (sizes.scales, sizes.angles)
 
 
 def intensity_of(dataset: Dataset) -> tuple[float, ...]:
@@ -326,7 +323,7 @@ def _normalisation(
     Raises:
         ConfigError: The settings do not fit the records.
     """
-    if scattering_of(dataset):
+    if dataset.transform is not None:
         return (0.0,), (1.0,)  # features are normalised as they are
     mean, std = (dataset.mean, dataset.std) if isinstance(dataset, Images) else ([], [])
     statistics, is_table = dataset.column_statistics, records.features.is_floating_point()

@@ -18,6 +18,7 @@ import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.base.memory import check_fits
+from fednas_flwr.data.features import load_backbone
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.settings.data_settings import EncodedImages
 
@@ -85,7 +86,10 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
                 else:
                     yield i, result
 
-    size, is_known = settings.image_size, None not in (settings.image_size, settings.channels)
+    size = settings.image_size
+    if settings.backbone is not None:
+        size = load_backbone(settings.backbone).image_size
+    is_known = None not in (size, settings.channels)
     headers = [] if is_known else [header for _, header in whole(_header)]
     sizes = Counter(header.size for header in headers)
     channels = settings.channels or (3 if any(h.mode == "colour" for h in headers) else 1)

@@ -18,7 +18,7 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.data.decoding import decode_images
 from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.records import Records, RecordsPair, readable
-from fednas_flwr.settings.data_settings import Arrays, Npz
+from fednas_flwr.settings.data_settings import Arrays, Dataset, ImageFolder, LabelledImages, Npz
 
 _Features = np.ndarray | list[tuple[str, bytes]]  # images or rows, or encoded images with names
 
@@ -55,9 +55,11 @@ def read_arrays(path: Path, setting: str = "") -> dict[str, np.ndarray]:
         ) from error
 
 
-def holds_encoded(path: Path) -> bool:
-    """True if the images of an npz file are encoded, by the names of its arrays."""
-    with zipfile.ZipFile(path) as archive:
+def reads_encoded(settings: Dataset) -> bool:
+    """True if a data set's images are encoded, of an npz file by the names of its arrays."""
+    if not isinstance(settings, Npz) or settings.place is None:
+        return isinstance(settings, ImageFolder | LabelledImages)
+    with zipfile.ZipFile(settings.place) as archive:
         return any(name.endswith("_bytes.npy") for name in archive.namelist())
 
 

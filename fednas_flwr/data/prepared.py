@@ -23,7 +23,8 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.base.randomness import derive_seed
-from fednas_flwr.data.datasets import Prepared, intensity_of, prepare, scattering_of
+from fednas_flwr.data.datasets import Prepared, intensity_of, prepare
+from fednas_flwr.data.features import BACKBONE, transform_of
 from fednas_flwr.data.readers import check_sites
 from fednas_flwr.data.records import Records, check_alike, select_records
 from fednas_flwr.settings import Config, expanded
@@ -109,18 +110,16 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
             images that is not theirs.
     """
     settings = config.dataset
-    names = ("input_shape", "image_shape", "scattering", "schema", "class_names")
-    shape, image_shape, scattering, schema, classes, mean, std, target = (
+    names = ("input_shape", "image_shape", "transform", "schema", "class_names")
+    shape, image_shape, transform, schema, classes, mean, std, target = (
         tuple(properties[name]) for name in (*names, "mean", "std", "target")
     )
-    if (sizes := scattering_of(settings)) not in ((), scattering):
-        of_run, of_sites = (
-            show(dict(zip(("scales", "angles"), of, strict=False)) or None)
-            for of in (sizes, scattering)
-        )
+    own = transform_of(settings)
+    if own != transform and (own or transform[0] == BACKBONE):
         raise ConfigError(
-            f"the run has scattering={of_run}, but its sites scattering={of_sites}: set the same "
-            "in every site's dataset.yaml (scattering), or leave it to these with "
+            f"the run has the features {show(list(own)) or None}, but its sites "
+            f"{show(list(transform))}: set the same scattering or backbone in the run's dataset "
+            "and in every site's dataset.yaml; scattering is left to these with "
             "dataset.scattering=null."
         )
     label = ""
@@ -128,7 +127,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
         label = settings.label
     form = [len(classes)] if properties["multi_label"] else []
     empty = Records(
-        torch.empty(0, *shape, dtype=torch.float32 if schema or scattering else torch.uint8),
+        torch.empty(0, *shape, dtype=torch.float32 if schema or transform else torch.uint8),
         torch.empty(0, *form, dtype=torch.float32 if target else torch.int64),
         np.empty(0, "S32"),
         classes,
@@ -138,7 +137,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     )
     # mean and std, by which the sites standardise, are the exported model's, too
     if not settings.server_test or settings.place is None:
-        return Prepared(empty, None, mean, std, intensity_of(settings), scattering, target)
+        return Prepared(empty, None, mean, std, intensity_of(settings), transform, target)
     server = prepare(replace(settings, server_test=False))
     test = server.train
     check_alike(
@@ -146,7 +145,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     )
     empty = replace(empty, label=test.label, label_separator=test.label_separator)
     return Prepared(
-        empty, test, mean or server.mean, std or server.std, server.intensity, scattering, target
+        empty, test, mean or server.mean, std or server.std, server.intensity, transform, target
     )
 
 

@@ -83,7 +83,7 @@ class Inputs(Checked):
         form: How a table's cells are written: what was set, and what training found.
         id_column: Name of a table's column that says whose each record is; no feature.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
-        scattering: Scales and angles of the transform that makes the network's features of images;
+        transform: Description of what makes the network's features of images (``data.features``);
             empty where it takes the images.
     """
 
@@ -99,7 +99,7 @@ class Inputs(Checked):
     form: TableForm = ANY_FORM
     id_column: str = ""
     intensity: tuple[float, ...] = ()
-    scattering: tuple[int, ...] = ()
+    transform: tuple[str, ...] = ()
 
     @property
     def is_table(self) -> bool:
@@ -117,7 +117,10 @@ class Inputs(Checked):
         Raises:
             ConfigError: The text says none.
         """
-        inputs: Inputs = parse(Inputs, json.loads(text), key="inputs", defaults=True)
+        values = json.loads(text)
+        if isinstance(values, dict) and (sizes := values.pop("scattering", ())):  # as it once was
+            values["transform"] = ["scattering", *map(str, sizes)]
+        inputs: Inputs = parse(Inputs, values, key="inputs", defaults=True)
         return inputs
 
 

@@ -12,21 +12,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.memory import check_fits
-from fednas_flwr.data.records import Records
 
-_TOGETHER = 64  # images that are transformed together
 GROUPS = 27  # of paths of a channel that are normalised together
 YCBCR = (  # from red, green and blue (ITU-R BT.601, full range), without the offset of Cb and Cr
     (0.299, 0.587, 0.114),
@@ -165,49 +158,6 @@ class Scattering(nn.Module):
         """Return the low-passed signal at the coarsest resolution, without its border."""
         along_columns = signal @ self.get_buffer(f"columns{resolution}")
         return self.get_buffer(f"rows{resolution}") @ along_columns
-
-
-def make_transform(records: Records, scales: int, angles: int) -> Scattering:
-    """Return the transform of some images.
-
-    Raises:
-        ConfigError: The records are no images or too small, or their features don't fit in memory.
-    """
-    shape = tuple(records.features.shape[1:])
-    transform = Scattering(shape, scales=scales, angles=angles)
-    check_fits(
-        4 * len(records) * math.prod(transform.output_shape),
-        f"dataset.scattering of {len(records)} images",
-        "lower dataset.scattering.scales or angles, or set dataset.limit_train",
-    )
-    return transform
-
-
-@torch.no_grad()
-def transformed(records: Records, transform: Scattering) -> Records:
-    """Return the records with float32 ``[N, C K, h, w]`` features in place of uint8 images.
-
-    A note tells how large they are, and how long they have taken.
-    """
-    started = time.monotonic()
-    features = torch.empty(len(records), *transform.output_shape)
-    size_mb = 4 * features.numel() / 1e6
-    console = Console(stderr=True)
-    for rows in track(
-        torch.split(torch.arange(len(records)), _TOGETHER),
-        description=f"scattering features of {len(records)} images, {size_mb:.0f} MB",
-        console=console,
-        disable=not console.is_terminal,
-    ):
-        features[rows] = transform(records.features[rows].float() / 255)
-    took = time.monotonic() - started
-    note = f"scattering features: {tuple(transform.output_shape)}, {size_mb:.0f} MB, {took:.1f} s"
-    return replace(
-        records,
-        features=features,
-        image_shape=tuple(records.features.shape[1:]),
-        notes=(*records.notes, note),
-    )
 
 
 def _filtered(spectrum: Tensor, filters_LMN: Tensor, step: int) -> Tensor:

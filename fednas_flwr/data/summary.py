@@ -27,6 +27,7 @@ from fednas_flwr.data.records import (
 from fednas_flwr.settings.names import QUANTILES, SPLITS
 
 FEWEST = 20  # training records below which a client is called small
+FEW_IMAGES = 5_000  # below which a pretrained network is suggested
 RARE = 0.3  # of an equal share of all classes, below which one is called rare
 _MOST = 12  # names in one sentence
 
@@ -185,6 +186,11 @@ def _suggestions(prepared: Prepared) -> list[str]:
     lines = []
     if len(prepared.input_shape) == 1:
         lines.append("search_space=mlp_small, which is for tables")
+    if records.features.dtype == torch.uint8 and len(records) < FEW_IMAGES:
+        lines.append(
+            "dataset.backbone.name=<timm or torchvision model>, since its features are better than "
+            "what so few images teach a network from scratch"
+        )
     counts = torch.tensor(count_labels(records.labels, prepared.num_classes))
     shares = counts / max(1, len(records))
     rare = int(shares.argmin())

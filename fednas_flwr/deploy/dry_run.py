@@ -22,6 +22,7 @@ import torch
 from flwr.app import Message
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.features import KINDS
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, places, this_node
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
@@ -85,6 +86,7 @@ class Estimate:
         free_bytes: What the disk of the run's folder has free.
         privacy: (epsilon, delta) and what they protect; empty without.
         at_once: Clients that are computed side by side.
+        features: Sizes and times of features of images.
     """
 
     stages: tuple[StageEstimate, ...]
@@ -94,6 +96,7 @@ class Estimate:
     free_bytes: int
     privacy: str
     at_once: int
+    features: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Return the lines that ``fednas run --dry-run`` prints."""
@@ -133,6 +136,7 @@ def estimate(config: Config) -> Estimate:
             gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             privacy=_promised(run),
             at_once=grid.at_once,
+            features=tuple(n for n in run.prepared.train.notes if n.startswith(KINDS)),
         )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fednas_flwr.base.files import replacing
 from fednas_flwr.data.records import CATEGORY, Column, Inputs, feature_names
-from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, THRESHOLD, Model
+from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, THRESHOLD, TRANSFORM, Model
 
 ONNX_FILE = "model.onnx"
 INPUTS_KEY = "fednas_inputs"
@@ -34,6 +34,8 @@ def export_safetensors(model: Model, folder: Path) -> Path:
     """Write all tensors of the network and, as metadata, its description and its inputs."""
     path = folder / MODEL_FILE
     state = model.network.state_dict()
+    if model.transform is not None:
+        state |= model.transform.state_dict(prefix=TRANSFORM)  # of scattering nothing
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     # One entry: safetensors writes several in an order that changes from process to process.
     about = {"network": model.description, "inputs": json.loads(model.inputs.to_json())}

@@ -207,7 +207,7 @@ def pooled_baselines(
     trees: Any = ensemble.HistGradientBoostingClassifier
     if objective.predicts_numbers:
         models, trees = {"linear": linear_model.Ridge()}, ensemble.HistGradientBoostingRegressor
-    if test.features.dim() == 2:
+    if test.features.dim() == 2 and len(test.mean) == test.features.shape[1]:  # else of images
         models["trees"] = trees(random_state=0)
     results = {}
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, check_choice, unknown_choice
+from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_metadata, read_model
@@ -28,7 +29,7 @@ from fednas_flwr.settings import (
     conf_folder,
     expanded,
 )
-from fednas_flwr.settings.names import Norm
+from fednas_flwr.settings.names import BATCH, Norm
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RESNETS
 from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces import space_entry
@@ -36,6 +37,7 @@ from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_j
 from fednas_flwr.spaces.operations import every_second, make_norm
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
+FINE_TUNED = "fine_tuned"  # name of a network that begins with public weights
 POOL = "pool"  # name of the network that holds several derived ones
 Description = Mapping[str, Any]  # what a network is built from, JSON values only
 
@@ -90,9 +92,17 @@ def seeded_supernet(config: Config, space: SearchSpace) -> Supernet:
 
 
 def seeded_network(config: Config, description: Description) -> nn.Module:
-    """Return the network of a description, initialised from the run's seed."""
+    """Return the network of a description, initialised from the run's seed or a file of weights.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not of that network.
+    """
     with seeded(config.seed, "network"):
-        return make_network(description)
+        network = make_network(description)
+    if isinstance(network, FineTuned):
+        weights: str = config.algorithm.weights  # type: ignore[attr-defined]
+        network.load_weights(expanded("algorithm.weights", weights))
+    return network
 
 
 def given_genotype(config: Config) -> Genotype | None:
@@ -124,9 +134,14 @@ def describe_network(
     if genotype is None:
         if not isinstance(config.algorithm, GivenNetwork):
             raise ValueError("only fedavg and fedex have a network without a genotype")
-        check_choice("algorithm.network", config.algorithm.network, FIXED_NETWORKS)
-        description = {"name": config.algorithm.network, **shapes}
-        if config.algorithm.network in NORMED_NETWORKS:
+        given = config.algorithm
+        if given.weights is not None:
+            moments = {"mean": list(prepared.mean), "std": list(prepared.std), "norm": BATCH}
+            sizes = {"architecture": given.network, "image_size": given.image_size}
+            return {"name": FINE_TUNED, **sizes, **shapes, **moments}
+        check_choice("algorithm.network", given.network, FIXED_NETWORKS)
+        description = {"name": given.network, **shapes}
+        if given.has_norm:
             description["norm"] = config.retrain.norm
         return description
     return describe_derived(
@@ -223,8 +238,10 @@ def make_network(description: Description) -> nn.Module:
             make_network({**alone, "name": "derived", "genotype": genotype})
             for genotype in description["genotypes"]
         )
+    if name == FINE_TUNED:
+        return FineTuned(description)
     if name != "derived":
-        raise unknown_choice("network", name, ["derived", POOL, *FIXED_NETWORKS])
+        raise unknown_choice("network", name, ["derived", POOL, FINE_TUNED, *FIXED_NETWORKS])
     space, genotype = described_space(description)
     return space.network(genotype, auxiliary=description["auxiliary"])
 
@@ -265,6 +282,22 @@ def load_description(run_folder: Path) -> Description:
         ConfigError: The folder holds no exported model.
     """
     return read_metadata(run_folder / MODEL_FILE)[0]
+
+
+class FineTuned(Pretrained):
+    """A network of timm or torchvision that takes images as a data set normalises them."""
+
+    def __init__(self, description: Description) -> None:
+        """Build the newly initialised network; raises as :class:`Pretrained`."""
+        sizes = {"image_size": description["image_size"], "num_classes": description["num_classes"]}
+        _image_shape(description["architecture"], tuple(description["input_shape"]))
+        super().__init__(description["architecture"], **sizes)
+        self.shift, self.scale = description["mean"], description["std"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits of normalised images ``[B, C, H, W]``."""
+        scale, shift = (x.new_tensor(of)[:, None, None] for of in (self.scale, self.shift))
+        return super().forward(x * scale + shift)
 
 
 # The baselines of the papers' tables: networks that are given, not searched.

@@ -21,12 +21,15 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import load_json
+from fednas_flwr.base.pretrained import Frozen
+from fednas_flwr.data.features import make_transform
 from fednas_flwr.data.raw import Label, names_of, read_raw
 from fednas_flwr.data.records import Inputs, normalised
-from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, objective_of
+from fednas_flwr.settings.data_settings import Transform
 
 MODEL_FILE = "model.safetensors"
+TRANSFORM = "transform."  # before the names of a backbone's tensors in that file
 METADATA_KEY = "fednas_model"  # in that file, what it is built from and what its inputs are
 BATCH_SIZE = 256
 THRESHOLD = 0.5  # probability from which a record has a label, of several, unless one is given
@@ -143,6 +146,8 @@ class Model(nn.Module):
         network: Takes normalised records, returns logits; put into evaluation mode.
         inputs: What raw records are.
         description: What the network is built from.
+        backbone: Settings of the transform, of which a backbone's weights are read; None where
+            they are loaded later.
 
     Attributes:
         network: As the argument.
@@ -152,17 +157,18 @@ class Model(nn.Module):
     """
 
     def __init__(
-        self, network: nn.Module, inputs: Inputs, description: Mapping[str, Any] | None = None
+        self,
+        network: nn.Module,
+        inputs: Inputs,
+        description: Mapping[str, Any] | None = None,
+        backbone: Transform | None = None,
     ) -> None:
         """Put the network into evaluation mode."""
         super().__init__()
         self.network = network
         self.inputs = inputs
         self.description = dict(description or {})
-        self.transform: Scattering | None = None
-        if inputs.scattering:
-            scales, angles = inputs.scattering
-            self.transform = Scattering(inputs.shape, scales=scales, angles=angles)
+        self.transform = make_transform(inputs.transform, inputs.shape, backbone)
         self.eval()
 
     @property
@@ -271,9 +277,16 @@ def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module
         ConfigError: There is no such file, or its metadata do not say what it holds.
     """
     description, inputs = read_metadata(path)
-    network = make_network(description)
-    network.load_state_dict(load_file(path))
-    return Model(network, inputs, description)
+    network, tensors = make_network(description), load_file(path)
+    model = Model(network, inputs, description)
+    if isinstance(model.transform, Frozen):
+        own = {f"{TRANSFORM}{name}" for name in model.transform.state_dict()}
+        frozen = {name.removeprefix(TRANSFORM): tensors.pop(name) for name in own}
+        model.transform.load_state_dict(frozen)
+        if model.transform.digest != inputs.transform[-1]:
+            raise ConfigError(f"{path} holds another backbone than its metadata say.")
+    network.load_state_dict(tensors)
+    return model
 
 
 def read_metadata(path: Path) -> tuple[dict[str, Any], Inputs]:

@@ -24,7 +24,9 @@ import torch
 from fednas_flwr.algorithms.fedavg.strategy import planned_rounds
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.models.networks import FIXED_NETWORKS, described_space
+from fednas_flwr.data.features import transform_of
+from fednas_flwr.data.npz import reads_encoded
+from fednas_flwr.models.networks import FINE_TUNED, FIXED_NETWORKS, described_space
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.schedule import paying
 from fednas_flwr.runs.events import Event
@@ -39,6 +41,7 @@ from fednas_flwr.settings import (
     conf_folder,
     with_runtime,
 )
+from fednas_flwr.settings.data_settings import EncodedImages, Images
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import BATCH, BEST, FOUND, LINEAR, NO_SKIP, QUANTILES
 from fednas_flwr.settings.optimizers import RESNETS, Configuration
@@ -87,7 +90,8 @@ def prepare_baselines(config: Config) -> list[Path]:
 def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
     """Return a run folder for every candidate, made where it is missing.
 
-    They are the found network, ``found``, of a table also with a linear skip, and the baselines.
+    They are the found network, ``found``, of a table or features also with a linear skip, the
+    baselines, and the backbone that is named, trained as a whole.
     Each is trained without validation records, on which it is then measured.
 
     Args:
@@ -110,7 +114,8 @@ def delivered(config: Config, candidate: Candidate) -> Config:
     """Return the configuration by which a run trains the candidate that it delivers."""
     own = _candidates(config)[candidate.name]
     retrain = replace(own.retrain, rounds=_rounds(config))
-    return replace(own, retrain=retrain, dataset=config.dataset, run_dir=config.run_dir)
+    dataset = replace(own.dataset, linear_baseline=config.dataset.linear_baseline)
+    return replace(own, retrain=retrain, dataset=dataset, run_dir=config.run_dir)
 
 
 def _candidates(config: Config) -> dict[str, Config]:
@@ -119,6 +124,7 @@ def _candidates(config: Config) -> dict[str, Config]:
     derived = read_run(folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
     others = dict(_baselines(alike, num_random(config), derived, linear=True))
+    others |= dict(_fine_tuned(alike))
     found = {"found": replace(alike, stages=STAGES)}
     if len(derived["network"]["input_shape"]) == 1 and config.search_space.skip == NO_SKIP:
         space = replace(config.search_space, skip=LINEAR)
@@ -136,6 +142,20 @@ def _candidates(config: Config) -> dict[str, Config]:
         else own
         for name, own in (found | others).items()
     }
+
+
+def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield the training of the backbone as a whole, on images, if its weights are in a file."""
+    dataset = config.dataset
+    if not isinstance(dataset, Images) or dataset.backbone is None or not dataset.backbone.weights:
+        return
+    size, backbone = int(transform_of(dataset)[2]), dataset.backbone
+    given = {"network": backbone.name, "weights": backbone.weights, "image_size": size}
+    dataset = replace(dataset, backbone=None, scattering=None)
+    if isinstance(dataset, EncodedImages) and reads_encoded(dataset):
+        dataset = replace(dataset, image_size=size)
+    algorithm = _shipped("fedavg", **given)
+    yield FINE_TUNED, replace(config, algorithm=algorithm, dataset=dataset, stages=STAGES)
 
 
 def _rounds(config: Config) -> int:

@@ -50,7 +50,7 @@ CONNECT_S = 60.0  # for simulated clients, which are there from the start
 COMMIT = Exchange("query.commit", stage="commit", settings=Commit(data_set="", releases=()))
 PROPERTIES = ("splits", "budget", "secure_noise", "unit")  # that a private client must tell
 SITE_PROPERTIES = (  # that each real site must tell, from which the server builds networks
-    *("input_shape", "image_shape", "scattering"),
+    *("input_shape", "image_shape", "transform"),
     *("schema", "mean", "std", "class_names", "multi_label", "target"),
 )
 

@@ -251,6 +251,8 @@ def check_buildable(config: Config) -> Made:
     description = nets.describe_network(config, prepared, genotype)
     with torch.device("meta"):
         network = nets.make_network(description)
+    if description["name"] == nets.FINE_TUNED:
+        nets.seeded_network(config, description)  # which reads its weights
     _check_memory(config, "retrain", network)
     if "retrain" in config.stages:
         networks["retrain"] = network

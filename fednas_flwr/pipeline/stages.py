@@ -111,7 +111,8 @@ def _run_from_search(run: Run) -> None:
     network, states = retrain(run, description, configuration)
     if "export" in config.stages:
         with run.stage("export"):
-            model = Model(network, run.prepared.inputs, description)
+            made = description | ({"weights": None} if "weights" in description else {})
+            model = Model(network, run.prepared.inputs, made, config.dataset.transform)
             export_safetensors(model, run.folder)
             path, difference = export_onnx(model, run.folder)
             files = ["model.safetensors", path.name]

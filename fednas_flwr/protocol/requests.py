@@ -273,7 +273,7 @@ class ClientProperties(Identity, total=False):
     keeps_model: Annotated[bool, ps.Where(bool, "true")]
     input_shape: Shape
     image_shape: Shape
-    scattering: Shape
+    transform: list[Line]
     schema: list[Column]
     mean: list[Coordinate]
     std: list[Annotated[float, ps.Between(0, LARGEST_NUMBER, above=True)]]

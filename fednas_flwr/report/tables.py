@@ -82,13 +82,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
     """Return name and value of everything that says what was run."""
     config, started = run.settings, run.last("run_started")
     versions = started.get("versions") or {}
+    steps = [  # of the networks' weights; those that a file gives have none
+        ((config.get(group) or {}).get("weights"), stage)
+        for group, stage in (("algorithm", "search"), ("retrain", "retraining"))
+    ]
     rates = [
-        f"{group['weights']['lr']:g} in {stage}"
-        for group, stage in (
-            (config.get("algorithm"), "search"),
-            (config.get("retrain"), "retraining"),
-        )
-        if isinstance(group, dict) and (group.get("weights") or {}).get("lr") is not None
+        f"{weights['lr']:g} in {stage}"
+        for weights, stage in steps
+        if isinstance(weights, dict) and weights.get("lr") is not None
     ]
     searched = sentence("search_privacy", config, run.privacy) if run.rounds("search") else ""
     facts = [

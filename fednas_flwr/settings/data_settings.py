@@ -80,6 +80,25 @@ class Scattering(Checked):
 
 
 @dataclass(frozen=True)
+class Backbone(Checked):
+    """A frozen network that was trained on public images (``data.features``).
+
+    Attributes:
+        name: Name of its architecture in timm or torchvision, such as ``tf_efficientnet_lite0``;
+            ``torchvision/<name>`` where both have one of that name.
+        weights: Its file, of safetensors or a state dict; null fetches it from the Hub.
+        image_size: Side in pixels to which images are brought; null is that of its training.
+    """
+
+    name: Text
+    weights: Text | None = None
+    image_size: ImageSize | None = None
+
+
+Transform = Scattering | Backbone
+
+
+@dataclass(frozen=True)
 class CellAccuracies(Checked):
     """A published table of all cells of NAS-Bench-201.
 
@@ -143,6 +162,11 @@ class Dataset(Checked):
         return getattr(self, "id_column", None) or ""
 
     @property
+    def transform(self) -> Transform | None:
+        """Sizes of what makes features of images; None where networks take the records."""
+        return None
+
+    @property
     def augmentation(self) -> dict[str, Any]:
         """Augmentation of training images, by setting; none unless there are images."""
         return {"crop_padding": 0, "flip": False, "cutout": 0}
@@ -195,6 +219,8 @@ class Images(Dataset):
         cutout: Side of the square that is blanked in training images, in pixels.
         scattering: Fixed features of images in their place, made before anything is learnt, with
             which private training loses less; null keeps the images.
+        backbone: The same by a frozen network that was trained on public images, as few images
+            learn more from; in place of ``scattering``.
     """
 
     mean: list[float]
@@ -203,11 +229,17 @@ class Images(Dataset):
     flip: bool
     cutout: CountOrZero
     scattering: Scattering | None
+    backbone: Backbone | None
+
+    @property
+    def transform(self) -> Transform | None:
+        """Sizes of what makes features of images; None where networks take the images."""
+        return self.backbone or self.scattering
 
     @property
     def augmentation(self) -> dict[str, Any]:
         """Augmentation of training images, by setting; none of features that are made once."""
-        if self.scattering is not None:
+        if self.transform is not None:
             return super().augmentation
         return {name: getattr(self, name) for name in super().augmentation}
 
@@ -218,7 +250,7 @@ class EncodedImages(Images):
 
     Attributes:
         image_size: Side in pixels to which encoded images are resized (bilinear, to a square); null
-            keeps their size, which must be the same for all.
+            keeps their size, which must be the same for all. A backbone decides it by itself.
         channels: 1 or 3, of encoded images; null is 3 if any image is in colour.
         class_names: Names of the classes in their order; empty finds them in the data.
         corrupt: Records that cannot be read: ``refuse`` ends the run and names them, ``skip``
@@ -236,7 +268,8 @@ class EncodedImages(Images):
     @property
     def declared(self) -> dict[str, bool]:
         """Settings that the records would otherwise decide, with whether each is given."""
-        sizes = {name: getattr(self, name) is not None for name in ("image_size", "channels")}
+        size = self.image_size is not None or self.backbone is not None
+        sizes = {"image_size": size, "channels": self.channels is not None}
         return {"class_names": bool(self.class_names), **sizes}
 
 

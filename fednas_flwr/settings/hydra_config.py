@@ -43,7 +43,8 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
 
     An override replaces single values; ``key={}`` empties a mapping. Whether there is such a
     setting, the parser of settings knows. ``config=<file>`` takes the settings of a finished run in
-    place of ``conf/``.
+    place of ``conf/``. Where a backbone is named, the search space is that of its features, unless
+    another is chosen.
 
     Raises:
         ConfigError: An override is malformed, or names a file that does not exist.
@@ -52,9 +53,12 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     files = [text for text in overrides if text.startswith("config=")]
     if files:
         return _repeated(files[-1].removeprefix("config="), overrides)
+    named = any(text.startswith("dataset.backbone") and text[-5:] != "=null" for text in overrides)
+    chosen = any(text.startswith("search_space=") for text in overrides)
+    of_features = ["search_space=mlp_small"] if named and not chosen else []
     with _initialized():
         try:
-            tree = _plain(compose(PRIMARY, for_hydra(overrides)))
+            tree = _plain(compose(PRIMARY, for_hydra([*overrides, *of_features])))
         except (HydraException, OmegaConfBaseException, OSError) as error:
             raise _composition_error(error, overrides) from error
     tree.pop("sweep", None)  # is Hydra's business

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.names import CLIENT, FLOAT32, MOST_SITES
-from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
 from fednas_flwr.settings.run_settings import SecureSumSettings, TrimmedMeanSettings
 
@@ -60,6 +59,11 @@ def retrains(config: Config) -> bool:
 def chooses(config: Config) -> bool:
     """Return whether rounds of the algorithm's own, and not FedAvg's alone, ask clients."""
     return searches(config) or algorithm_of(config).retraining is not None
+
+
+def begins_with_weights(config: Config) -> bool:
+    """Return whether the given network begins with public weights."""
+    return isinstance(config.algorithm, GivenNetwork) and config.algorithm.weights is not None
 
 
 def retrains_by_gradients(config: Config) -> bool:
@@ -122,6 +126,17 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         lambda c: is_private(c) and c.training.oversample,
         "training.oversample=true with privacy=dp: a record that is drawn several times costs "
         "more than is booked; set training.class_factors={{<class>: <public factor>}} instead",
+    ),
+    (
+        lambda c: is_private(c) and c.genotype is None and begins_with_weights(c),
+        "algorithm.weights={c.algorithm.weights} with privacy=dp is not possible, as such networks "
+        "have batch normalisation: set dataset.backbone.name={c.algorithm.network}, its frozen "
+        "features, with algorithm.network=linear",
+    ),
+    (
+        lambda c: c.search_space.name == "adapters" and c.runtime.name == "deployment",
+        "search_space=adapters with runtime=deployment is not possible yet, as a server must not "
+        "name files of a site: name the backbone in every site's dataset.yaml, for its features",
     ),
     (
         lambda c: is_private(c) and c.evaluation.personalised,
@@ -322,9 +337,7 @@ def _norms(config: Config) -> dict[str, str]:
     """Return the settings of norms that the networks have that see records."""
     algorithm, norms = config.algorithm, {}
     without_norm = (
-        isinstance(algorithm, GivenNetwork)
-        and algorithm.network not in NORMED_NETWORKS
-        and config.genotype is None
+        isinstance(algorithm, GivenNetwork) and not algorithm.has_norm and config.genotype is None
     )
     if "retrain" in config.stages and not without_norm:
         norms["retrain.norm"] = config.retrain.norm

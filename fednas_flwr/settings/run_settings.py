@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings import parser as ps
-from fednas_flwr.settings.data_settings import Dataset, Partition
+from fednas_flwr.settings.data_settings import Dataset, ImageSize, Partition
 
 STAGES = ("search", "retrain", "evaluate", "export")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
@@ -83,6 +83,25 @@ class BlockSpace(SearchSpaceSettings):
     skeleton: str
     candidates: str
     width: Annotated[float, ps.Between(0, 16, above=True)]
+
+
+@dataclass(frozen=True)
+class AdapterSettings(SearchSpaceSettings):
+    """The adapters of a frozen network that was trained on public images (``spaces.adapters``).
+
+    Attributes:
+        backbone: Name of the network in timm or torchvision.
+        weights: Its file, of safetensors or a state dict; exported models hold it.
+        image_size: Side in pixels to which images are brought; null is that of its training.
+        mean: That of ``dataset``, which is undone for the network's own.
+        std: As ``mean``.
+    """
+
+    backbone: ps.Text
+    weights: ps.Text
+    image_size: ImageSize | None
+    mean: list[float]
+    std: list[opt.Positive]
 
 
 @dataclass(frozen=True)
@@ -460,10 +479,23 @@ class GivenNetwork(AlgorithmSettings):
     """Base of those that do not search: they train a network that is given by name.
 
     Attributes:
-        network: A name of ``models.networks.FIXED_NETWORKS``, where no genotype is given.
+        network: A name of ``models.networks.FIXED_NETWORKS``, where no genotype is given; with
+            ``weights`` one of timm or torchvision.
+        weights: File of public weights with which training begins, of safetensors or a state dict,
+            at the server; null begins anew. To train a head alone, name ``dataset.backbone`` and
+            take ``linear``.
+        image_size: Side in pixels to which that network's images are brought; null is that of its
+            public training.
     """
 
     network: str
+    weights: ps.Text | None
+    image_size: ImageSize | None
+
+    @property
+    def has_norm(self) -> bool:
+        """True if ``retrain.norm`` is of the named network."""
+        return self.weights is None and self.network in opt.NORMED_NETWORKS
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from fednas_flwr.settings import Config, DPCells, GivenNetwork
 from fednas_flwr.settings import incompatible as facts
 from fednas_flwr.settings.data_settings import Numbers
 from fednas_flwr.settings.names import FEWEST_VOTES
-from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.settings.registry import Rule, algorithm_of, spelled
 
 
@@ -179,10 +178,16 @@ RULES: tuple[Rule, ...] = (
         _fixed,
         NETWORK,
     ),
+    Rule("retrain.norm", lambda c: _fixed(c) and not c.algorithm.has_norm, NETWORK),
     Rule(
-        "retrain.norm retrain.fixed_norm",
-        lambda c: _fixed(c) and c.algorithm.network not in NORMED_NETWORKS,
+        "retrain.fixed_norm",
+        lambda c: _fixed(c) and not (c.algorithm.has_norm or facts.begins_with_weights(c)),
         NETWORK,
+    ),
+    Rule(
+        "algorithm.image_size",
+        lambda c: _fixed(c) and not facts.begins_with_weights(c),
+        "algorithm.weights=null",
     ),
     Rule(
         "retrain.fixed_norm",
@@ -317,6 +322,9 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+OF_IMAGES = (
+    "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std"  # not of features
+)
 # Settings by the value that another one needs to have, where there is such and it has an effect.
 NEEDS = {
     "algorithm.rule=mixed_level": "algorithm.validation_weight",
@@ -334,15 +342,15 @@ NEEDS = {
     "privacy.retrain.rate privacy.retrain.noise_walk privacy.micro_batch_size "
     "privacy.fewest_records",  # else clients train by epochs and contribute one update
     # Those that take the place of others, where they are given.
-    "genotype=null": "algorithm.network",
+    "genotype=null": "algorithm.network algorithm.weights algorithm.image_size",
     "algorithm.configurations=[]": "algorithm.num_configurations",
     "algorithm.ranges=null": "algorithm.weights.lr algorithm.weights.momentum "
     "algorithm.weights.weight_decay",
     "privacy.rate=null": "algorithm.batch_size algorithm.search.batch_size",
     "privacy.retrain.rate=null": "retrain.batch_size",
     "privacy.retrain.noise_walk=null": "retrain.weights.lr retrain.weights.min_lr",
-    "dataset.scattering=null": "dataset.crop_padding dataset.flip dataset.cutout dataset.mean "
-    "dataset.std",
+    "dataset.scattering=null": OF_IMAGES,
+    "dataset.backbone=null": f"{OF_IMAGES} dataset.scattering dataset.image_size",
     "partition.fractions=[]": "partition.alpha partition.min_size",
 }
 

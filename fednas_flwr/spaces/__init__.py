@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fednas_flwr.base.errors import check_choice
 from fednas_flwr.settings import BlockSpace, CellSpace, DPCells, SearchSpaceSettings
 from fednas_flwr.settings.registry import TABLES, imported, register
+from fednas_flwr.settings.run_settings import AdapterSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +77,11 @@ def _dp_cells(name: str, *, widths: Sequence[int], **settings: Any) -> SearchSpa
     return DP_CELL_SPACES[name](widths=tuple(widths), **settings)
 
 
+register(
+    "search_space",
+    "adapters",
+    SpaceEntry(AdapterSettings, partial(_imported, "adapters:AdapterSpace")),
+)
 register("search_space", "darts", SpaceEntry(CellSpace, partial(_imported, "darts:DARTSSpace")))
 register("search_space", "dp_cells", SpaceEntry(DPCells, partial(_dp_cells, "dp_cells")))
 register(

@@ -145,7 +145,7 @@ SHARED_CLIENT = {"settings_digest": "other"}
 SHARED_INPUTS = {
     "class_names": ("a", "b"),
     "schema": (Column("age", "number"),),
-    "scattering": (2, 8),
+    "transform": ("scattering", "2", "8"),
     "multi_label": True,
     "target": (0.0, 1.0, -2.0, 2.0),
 }

@@ -109,9 +109,11 @@ def test_as_many_features_without_names_are_not_the_same_columns(named_first):
 def test_the_inputs_of_a_model_that_was_written_before_a_key_existed_are_read():
     inputs = Inputs((2,), (Column("age"), Column("size")), (0.0, 0.0), (1.0, 1.0), ("a", "b"))
     values = json.loads(inputs.to_json())
-    for name in ("label", "multi_label", "label_separator", "intensity", "scattering"):
+    for name in ("label", "multi_label", "label_separator", "intensity", "transform"):
         del values[name]
     assert Inputs.from_json(json.dumps(values)) == inputs
+    older = Inputs.from_json(json.dumps({**values, "scattering": [2, 8]}))
+    assert older.transform == ("scattering", "2", "8")
     del values["mean"]
     with pytest.raises(ConfigError, match=r"inputs\.mean is missing"):
         Inputs.from_json(json.dumps(values))

@@ -119,7 +119,9 @@ def test_prepared_features_are_those_of_the_raw_images(tmp_path: Path) -> None:
         assert torch.equal(x, made.features[[1, 3]])
         assert torch.equal(y, raw.labels[[1, 3]])
     (note,) = reading_notes(features)
-    assert re.fullmatch(r"scattering features: \(\d+, \d+, \d+\), \d+ MB, [\d.]+ s", note)
+    assert re.fullmatch(
+        r"scattering features: \(\d+, \d+, \d+\), \d+ MB, [\d.]+ s, [\d.]+ s per 1,000 images", note
+    )
     again = prepared(**settings, scattering={"scales": 1, "angles": 3})
     assert again.input_shape == (4, 4, 4)
     assert not features.uses_own_statistics

@@ -464,7 +464,7 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(
     properties = {
         "input_shape": [3, 8, 8],
         "image_shape": [],
-        "scattering": [],
+        "transform": [],
         "schema": [],
         "mean": [0.5, 0.5, 0.5],
         "std": [0.5, 0.5, 0.5],
@@ -503,7 +503,9 @@ def test_a_transform_that_the_run_names_and_sites_do_not_share_is_refused(
     for context in grid._contexts.values():
         cache = str(tmp_path / "cache")
         context.node_config |= {"dataset": str(tmp_path / "dataset.yaml"), "cache": cache}
-    with pytest.raises(ConfigError, match=r"^the run has scattering=.*, but its sites scattering="):
+    with pytest.raises(
+        ConfigError, match=r"^the run has the features .*scattering.*, but its sites "
+    ):
         server_app.serve(config, grid, listeners=[], resumed=False)
     assert "round" not in {event["event"] for event in read_events(folder / "events.jsonl")}
 

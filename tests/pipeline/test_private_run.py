@@ -794,7 +794,7 @@ def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(
     assert run.error is None
     model = load(run.folder)
     assert model.inputs.shape == (3, 8, 8)
-    assert model.inputs.scattering == (1, 2)
+    assert model.inputs.transform == ("scattering", "1", "2")
     assert model.input_shape == (9, 4, 4)
     images = np.random.default_rng(0).integers(0, 255, (5, 3, 8, 8), dtype=np.uint8)
     assert model.predict(images).probabilities.shape == (5, 3)

@@ -1,0 +1,123 @@
+"""Public features of images: a fixed transform in front of all networks, and a part of the model.
+
+They are made once per image and cached. Scattering (``data.scattering``) has nothing learnt in it;
+a backbone is a network that was trained on public images. Neither depends on any record but its
+own: they cost no privacy.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.memory import check_fits
+from fednas_flwr.base.pretrained import Frozen, load_frozen
+from fednas_flwr.data.records import Records
+from fednas_flwr.data.scattering import Scattering
+from fednas_flwr.settings import Dataset, expanded
+from fednas_flwr.settings import data_settings as ds
+
+BACKBONE, SCATTERING = KINDS = ("backbone", "scattering")
+_TOGETHER = 64  # images that are transformed together
+Description = tuple[str, ...]  # kind and sizes of a transform; of a backbone with its hash
+
+
+def transform_of(dataset: Dataset) -> Description:
+    """Describe what makes features of images; empty where networks take the records.
+
+    It is ``("scattering", scales, angles)`` or ``("backbone", name, image size, hash)``.
+
+    Raises:
+        ConfigError: The backbone's weights cannot be read.
+    """
+    settings = dataset.transform
+    if isinstance(settings, ds.Scattering):
+        return SCATTERING, str(settings.scales), str(settings.angles)
+    if settings is None:
+        return ()
+    backbone = load_backbone(settings)
+    return BACKBONE, settings.name, str(backbone.image_size), backbone.digest
+
+
+def make_transform(
+    described: Description, shape: Sequence[int], settings: ds.Transform | None = None
+) -> Scattering | Frozen | None:
+    """Return a described transform of images of a shape; None of an empty description.
+
+    Args:
+        described: From :func:`transform_of`.
+        shape: ``(C, H, W)`` of an image.
+        settings: Those of the transform, which name a backbone's weights; None leaves these out.
+
+    Raises:
+        ConfigError: The records are no images, or too small.
+    """
+    if not described:
+        return None
+    kind, *sizes = described
+    if kind == SCATTERING:
+        return Scattering(shape, scales=int(sizes[0]), angles=int(sizes[1]))
+    if len(shape) != 3:
+        raise ConfigError(
+            f"dataset.backbone={sizes[0]} needs images, but the records have the shape "
+            f"{tuple(shape)}: set dataset.backbone=null."
+        )
+    if isinstance(settings, ds.Backbone):
+        return load_backbone(settings)
+    return load_frozen(sizes[0], int(sizes[1]), None, empty=True)
+
+
+def load_backbone(settings: ds.Backbone) -> Frozen:
+    """Return the frozen network with its weights, which are read once per process.
+
+    Raises:
+        ConfigError: They cannot be read, or are not of that network.
+    """
+    path = settings.weights and expanded("dataset.backbone.weights", settings.weights)
+    return load_frozen(settings.name, settings.image_size, path or None)
+
+
+@torch.no_grad()
+def transformed(records: Records, transform: Scattering | Frozen) -> Records:
+    """Return the records with float32 features in place of uint8 images.
+
+    A note tells how large they are, and how long they have taken.
+
+    Raises:
+        ConfigError: Features don't fit in memory.
+    """
+    shape, number = transform.output_shape, len(records)
+    kind = BACKBONE if isinstance(transform, Frozen) else SCATTERING
+    remedy = "scales or angles, or " if kind == SCATTERING else ""
+    check_fits(
+        4 * number * math.prod(shape),
+        f"dataset.{kind} of {number} images",
+        (f"lower dataset.{kind}.{remedy}" if remedy else "") + "set dataset.limit_train",
+    )
+    started = time.monotonic()
+    features = torch.empty(number, *shape)
+    size_mb = 4 * features.numel() / 1e6
+    console = Console(stderr=True)
+    for rows in track(
+        torch.split(torch.arange(number), _TOGETHER),
+        description=f"{kind} features of {number} images, {size_mb:.0f} MB",
+        console=console,
+        disable=not console.is_terminal,
+    ):
+        features[rows] = transform(records.features[rows].float() / 255)
+    took = time.monotonic() - started
+    each = f"{1000 * took / max(1, number):.1f} s per 1,000 images"
+    note = f"{kind} features: {shape}, {size_mb:.0f} MB, {took:.1f} s, {each}"
+    return replace(
+        records,
+        features=features,
+        image_shape=tuple(records.features.shape[1:]),
+        notes=(*records.notes, note),
+    )

@@ -1,0 +1,176 @@
+"""The search space of adapters: which stages of a frozen network get one, and of what kind.
+
+A network that was trained on public images stays as it is. After each of its stages there is
+nothing, a low-rank map (Hu et al. 2022, arXiv 2106.09685) or a bottleneck with a ReLU (Houlsby et
+al. 2019, arXiv 1902.00751) of 4 or 16 channels, added to the stage's output; a linear classifier
+reads the pooled features. Adapters and classifier begin with zeros, so that the first network is
+the frozen one. They alone are trained, travel, and lie in checkpoints; the exported model holds the
+frozen tensors, too. :class:`AdapterSpace` gives the supernet and the derived network.
+
+Tensor suffixes: B batch, E stages, O ops, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from fednas_flwr.base.pretrained import Frozen, load_frozen
+from fednas_flwr.spaces.genotype import Genotype
+from fednas_flwr.spaces.operations import Choice, SkipNetwork, drop_path
+from fednas_flwr.spaces.space import CELL, SearchSpace
+
+OPS = ("none", "low_rank_4", "low_rank_16", "bottleneck_4", "bottleneck_16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSpace(SearchSpace):
+    """Adapters in one frozen network, for images of one shape.
+
+    Attributes:
+        input_shape: (channels, height, width) of an image.
+        num_classes: Number of classes.
+        backbone: Name of the frozen network in timm or torchvision.
+        weights: Its file; None leaves the frozen tensors to ``load_state_dict``.
+        image_size: Side in pixels with which it computes; None for that of its training.
+        mean: Of the images' normalisation, per channel, which is undone; empty is .5.
+        std: As ``mean``.
+        norm: Of no effect: adapters have none, and the frozen network keeps its own.
+    """
+
+    name: ClassVar[str] = "adapters"
+    ops: ClassVar[tuple[str, ...]] = OPS
+
+    backbone: str
+    weights: str | None
+    image_size: int | None
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def frozen(self) -> Frozen:
+        """Return the frozen network, the same object at each call."""
+        path = None if self.weights is None else Path(self.weights).expanduser()
+        return load_frozen(self.backbone, self.image_size, path, empty=path is None)
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
+        """The stages, a chain."""
+        return tuple((stage, stage + 1) for stage in range(len(self.frozen().stages())))
+
+    @property
+    def outputs(self) -> range:  # type: ignore[override]
+        """The end of the chain."""
+        return range(len(self.edges), len(self.edges) + 1)
+
+    def body(self) -> AdaptedNetwork:
+        """Build the body of a supernet."""
+        return AdaptedNetwork(self, [self.ops] * len(self.edges))
+
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> AdaptedNetwork:
+        """Build the derived network."""
+        return AdaptedNetwork(self, [(edge.op,) for edge in genotype.cells[CELL]])
+
+
+class AdaptedNetwork(SkipNetwork):
+    """A frozen network with adapters after its stages, and a classifier of its own."""
+
+    def __init__(self, space: AdapterSpace, rows: Sequence[Sequence[str]]) -> None:
+        """Build the adapters of each stage by their ops."""
+        super().__init__()
+        frozen = space.frozen()
+        self._frozen = (frozen,)  # in a tuple: none of this network's parameters or buffers
+        self._moments = [[*values] or [0.5] for values in (space.mean, space.std)]
+        widths = frozen.stage_widths
+        self.adapters = nn.ModuleList(
+            Choice(row, partial(Adapter, width)) for row, width in zip(rows, widths, strict=True)
+        )
+        self.classifier = nn.Linear(frozen.output_shape[0], space.num_classes)
+        nn.init.zeros_(self.classifier.weight)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return logits [B, classes] of normalised images [B, C, H, W].
+
+        Args:
+            x: The images.
+            op_weights: Weight of every op after every stage, ``{"cell": [E, O] or [B, E, O]}``;
+                None computes the first op of each.
+        """
+        mean, std = (x.new_tensor(values)[:, None, None] for values in self._moments)
+        weights_EO = None if op_weights is None else op_weights[CELL]
+        hooks = [
+            stage.register_forward_hook(partial(self._adapted, weights_EO, index))
+            for index, stage in enumerate(self._frozen[0].stages())
+        ]
+        try:
+            features = self._frozen[0](x * std + mean)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return self.joined(self.classifier(features), x)
+
+    def _adapted(
+        self, weights_EO: Tensor | None, index: int, stage: nn.Module, _: Any, out: Tensor
+    ) -> Tensor:
+        """Return the output of a stage with what its adapters add to it."""
+        choice: Any = self.adapters[index]
+        total = out
+        for column in range(len(choice.names)):
+            if (op := choice.op(column)) is not None:
+                added = drop_path(op(out), self.dropped)
+                if weights_EO is not None:
+                    weight = weights_EO[..., index, column]
+                    added = weight.reshape(-1, *[1] * (out.dim() - 1)) * added
+                total = total + added
+        return total
+
+    def choices(self) -> list[nn.Module]:
+        """Return the adapters of each stage."""
+        return list(self.adapters)
+
+    def chain(self) -> list[nn.Module]:
+        """Return the stages of the frozen network."""
+        return self._frozen[0].stages()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> AdaptedNetwork:
+        """Move the frozen tensors along with the own ones."""
+        self._frozen[0]._apply(fn)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Put the frozen tensors into the state dict, which the exported model is made of."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._frozen[0].state_dict(destination=destination, prefix=f"{prefix}frozen.")
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Take the frozen tensors from a state dict."""
+        start = f"{prefix}frozen."
+        named = {key: tensor for key, tensor in state_dict.items() if key.startswith(start)}
+        self._frozen[0].load_state_dict({key[len(start) :]: t for key, t in named.items()})
+        super()._load_from_state_dict(
+            {key: t for key, t in state_dict.items() if key not in named}, prefix, *rest
+        )
+
+
+class Adapter(nn.Sequential):
+    """A map down to a few channels and back, [B, C, H, W] or [B, T, C] to the same shape."""
+
+    def __init__(self, width: int, op: str) -> None:
+        """Build an op of ``OPS`` but ``none``; the way back begins with zeros."""
+        kind, _, rank = op.rpartition("_")
+        down, up = nn.Linear(width, int(rank), bias=False), nn.Linear(int(rank), width, bias=False)
+        nn.init.zeros_(up.weight)
+        super().__init__(down, nn.ReLU() if kind == "bottleneck" else nn.Identity(), up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what is added."""
+        down, between, up = self
+        last = x if x.dim() == 3 else x.permute(0, 2, 3, 1)
+        added: Tensor = up(between(down(last)))
+        return added if x.dim() == 3 else added.permute(0, 3, 1, 2)

