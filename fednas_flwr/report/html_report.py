@@ -7,6 +7,7 @@ script, the figures' JSON and the cells' SVG are put in as they are, and none of
 holds text that a client wrote.
 """
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, Run, is_noised, read_
 from fednas_flwr.settings.names import SPLITS
 
 WIDEST_IN_PAIRS = 640
+PARTS = {"style": "style.css", "script": "script.js", "drawing": "figures.js"}
 CHARTS = {  # label, title of the axis, what the axis shows, legend entries by metric
     "loss": ("Loss", "loss", "", {"train_loss": "train", "validation_loss": "validation"}),
     "accuracy": (
@@ -52,26 +54,34 @@ def render_report(run_folder: Path) -> str:
         ConfigError: The folder holds no events.jsonl.
     """
     run = read_run(run_folder)
-    partition, genotype = run.last("partition"), run.last("derived").get("genotype")
+    derived, genotype = run.last("derived"), run.last("derived").get("genotype")
     alphas, edges = plots.alphas(run.alphas(), genotype), cells.derived_edges(run.alphas())
     warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
     warnings.update(paragraphs("undecided", edges))
     stages = [_stage(run, name) for name in tables.STAGES if run.rounds(name)]
+    class_curves = plots.class_curves(run)
     figures = {name: figure for stage in stages for name, figure in stage["figures"].items()}
     figures |= {f"alphas_{kind}": shown["figure"] for kind, shown in alphas["kinds"].items()}
+    figures |= {name: figure for name, (_, figure) in class_curves.items()}
     optional = {
-        "partition": plots.partition(partition),
-        "clients": plots.client_accuracy(run.last("evaluated")),
+        "leaderboard": plots.leaderboard(run),
+        "partition": plots.partition(run.last("partition")),
+        "clients": plots.client_accuracy(run),
         "reliability": plots.reliability(run),
+        "importance": plots.importance(run),
+        "epsilon": plots.epsilon(run),
         **{f"traffic_{stage}": plots.traffic(run.rounds(stage)) for stage in tables.STAGES},
     }
     figures |= {name: figure for name, figure in optional.items() if figure is not None}
+    figures |= plots.effects(run)
     steps = {kind: shown["steps"] for kind, shown in alphas["kinds"].items()}
     config = run.folder / CONFIG_FILE
+    layers = derived.get("layers") or []
+    used = {layer["kind"] for layer in layers if layer.get("kind")}
     pictures = [
         (kind, *cells.cell_svg(edges, title=f"{kind} cell"))
         for kind, edges in (genotype or {}).get("cells", {}).items()
-        if edges
+        if edges and (kind in used or not used)
     ]
     return templates.render(
         "report.html.j2",
@@ -81,22 +91,27 @@ def render_report(run_folder: Path) -> str:
         METRICS=METRICS,
         SPLITS=SPLITS,
         edges=edges,
-        partition=partition,
+        partition=run.last("partition"),
         is_noised=is_noised,
         zip=zip,
-        config_text=config.read_text(encoding="utf-8") if config.exists() else "",
+        config_text=_without_paths(config.read_text(encoding="utf-8")) if config.exists() else "",
         stages=stages,
+        layers=layers,
         cells=pictures,
         narrow_cells=all(width <= WIDEST_IN_PAIRS for _, _, width in pictures),
         alphas=alphas,
+        class_curves=class_curves,
         warnings=warnings.most_common(),
         figures=figures,
         figures_json=templates.as_json(figures),
         alphas_json=templates.as_json({"rounds": alphas["rounds"], "kinds": steps}),
-        style=Markup(templates.read_part("style.css")),
-        script=Markup(templates.read_part("script.js")),
-        drawing=Markup(templates.read_part("figures.js")),
+        **{part: Markup(templates.read_part(file)) for part, file in PARTS.items()},
     )
+
+
+def _without_paths(text: str) -> str:
+    """A configuration without the folders of this machine: only the last part of each path."""
+    return re.sub(r"(?m)(?<=: )(['\"]?)[/~]\S*/(?=\S)", r"\1…/", text)
 
 
 def _stage(run: Run, name: str) -> dict[str, Any]:

@@ -7,19 +7,22 @@ light or dark page, and the numbers inside the partition's picture where there i
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from statistics import fmean
 from typing import Any
 
-from fednas_flwr.report.templates import quantiles
+from fednas_flwr.report.templates import as_date, as_unit, quantiles, wilson
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.numbers import Run
+from fednas_flwr.runs.leaderboard import compared
+from fednas_flwr.runs.numbers import SCORES, Run
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Figure = dict[str, Any]
 
 CATEGORIES: Figure = {"type": "category", "showgrid": False}  # an axis of names
 DOWNWARDS = CATEGORIES | {"autorange": "reversed"}
-BLUE, ORANGE, GREEN = "#3b82f6", "#e8842c", "#2ea36b"
+BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#e8842c", "#2ea36b", "#8b98a9"
+COLOURS = (BLUE, ORANGE, GREEN, "#9a5bd0", "#d64b6a", "#1d9fb0", "#a38a1c", GREY)
 MOST_MARKERS = 60
 MOST_SLIDER_STEPS = 60
 LONGEST_NAME = 18
@@ -33,7 +36,7 @@ def curves(
     percent: bool = False,
     log: bool = False,
 ) -> Figure | None:
-    """Return metrics over rounds; a round without the metric is a gap.
+    """Return metrics over rounds, of two rounds or more; a round without the metric is a gap.
 
     Args:
         rounds: ``round`` events by ascending round.
@@ -46,14 +49,124 @@ def curves(
     traces = []
     for (metric, label), colour in zip(series.items(), (BLUE, ORANGE), strict=False):
         values = [event["metrics"].get(metric) for event in rounds]
-        if any(value is not None for value in values):
+        if sum(value is not None for value in values) > 1:
             traces.append(_line(numbers, values, label, colour))
     if not traces:
         return None
     look: Figure = {"tickformat": ".0%", "rangemode": "tozero"} if percent else {}
     look |= {"type": "log", "dtick": 1, "exponentformat": "power"} if log else {}
-    layout = axes(x="round", y=title, yaxis=look, showlegend=len(series) > 1)
+    layout = axes(x="round", y=title, yaxis=look, showlegend=len(traces) > 1)
     return {"data": traces, "layout": layout}
+
+
+def leaderboard(run: Run) -> Figure | None:
+    """Return the models that a run has compared as bars with 95 % intervals, its own on top."""
+    score, key = run.score, "accuracy" if run.score == SCORES[0] else "test"
+    rows = [row for row in compared(run) if row[key] is not None]
+    if not rows:
+        return None
+    values = [row[key] for row in rows]
+    ends = [row["interval"] or (row[key], row[key]) for row in rows]
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
+    share = score.unit == "share"
+    look = {"tickformat": ".0%"} if share else {}
+    end = 1 if score.sign > 0 else 1.1 * high
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": _distinct([_short(row["network"]) for row in rows]),
+        "x": values,
+        "text": [as_unit(value, score.unit) for value in values],
+        "error_x": {
+            "array": [high - value for value, (_, high) in zip(values, ends, strict=True)],
+            "arrayminus": [value - low for value, (low, _) in zip(values, ends, strict=True)],
+        },
+        "customdata": [f"{as_unit(a, score.unit)} to {as_unit(b, score.unit)}" for a, b in ends],
+        "hovertemplate": "%{y}: %{text}, 95 % %{customdata}<extra></extra>",
+        "marker": {"color": [BLUE, *[GREY] * (len(rows) - 1)]},
+    }
+    layout = axes(
+        x=f"{score.label} on test records",
+        y="",
+        xaxis={"range": [max(0, math.floor(10 * low - 0.5) / 10), end], **look},
+        yaxis=DOWNWARDS,
+        height=60 + 25 * len(rows),
+        showlegend=False,
+    )
+    return {"data": [bars], "layout": layout}
+
+
+def importance(run: Run) -> Figure | None:
+    """Return by how much the score falls where a column's values are shuffled, with intervals."""
+    columns = (run.scores("central").get("importance") or {}).get("columns", [])[:MOST_SHOWN]
+    if not columns:
+        return None
+    drops = [column["drop"] for column in columns]
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": _distinct([_short(column["name"]) for column in columns]),
+        "x": drops,
+        "text": [f"{drop:+.3f}".replace("-", "−") for drop in drops],
+        "error_x": {
+            "array": [c["interval"][1] - c["drop"] for c in columns],
+            "arrayminus": [c["drop"] - c["interval"][0] for c in columns],
+        },
+        "marker": {"color": BLUE},
+    }
+    x = {"range": [min(0, *(c["interval"][0] for c in columns)), columns[0]["interval"][1] * 1.05]}
+    title = f"loss of {run.score.label} without the column"
+    height = 60 + 22 * len(columns)
+    return {
+        "data": [bars],
+        "layout": axes(x=title, y="", xaxis=x, yaxis=DOWNWARDS, height=height, showlegend=False),
+    }
+
+
+def effects(run: Run) -> dict[str, Figure]:
+    """Return the mean probability of the positive class over values of a column, by its name."""
+    found = {}
+    for place, effect in enumerate((run.scores("central").get("importance") or {}).get("effects", [])):
+        xs, ys = effect["x"], effect["y"]
+        line = _line(xs, ys, "probability", BLUE)
+        if effect["kind"] != "number":
+            xs = xs if effect["kind"] == "category" else [as_date(days) for days in xs]
+            line = {"type": "bar", "x": xs, "y": ys, "marker": {"color": BLUE}}
+        look = {"tickformat": ".0%", "range": [0, 1]}
+        layout = axes(x=_short(effect["name"]), y="", yaxis=look, height=190, showlegend=False)
+        found[f"effect_{place}"] = {"data": [line], "layout": layout}
+    return found
+
+
+def epsilon(run: Run) -> Figure | None:
+    """Return epsilon over the rounds of the client that spends most."""
+    points = (run.privacy or {}).get("growth") or []
+    if len(points) < 2:
+        return None
+    rounds, values = zip(*points, strict=True)
+    line = _line(list(rounds), list(values), "epsilon", BLUE)
+    layout = axes(x="round", y="epsilon", yaxis={"rangemode": "tozero"}, showlegend=False)
+    return {"data": [line], "layout": layout}
+
+
+def class_curves(run: Run) -> dict[str, tuple[str, Figure]]:
+    """Return ROC and precision-recall curves of the classes that scores are of, by short name."""
+    curves, names = run.scores("central").get("curves") or {}, run.class_names
+    titles = {
+        "roc": ("ROC", "false positive rate", "true positive rate"),
+        "precision_recall": ("Precision and recall", "recall", "precision"),
+    }
+    found = {}
+    for kind, by_class in curves.items():
+        heading, x, y = titles[kind]
+        traces = [
+            _line(xs, ys, _short(names[int(c)]), colour) | {"mode": "lines"}
+            for (c, (xs, ys)), colour in zip(by_class.items(), cycle(COLOURS))  # noqa: B905
+        ]
+        look = {"range": [0, 1.02], "tickformat": ".0%"}
+        layout = axes(x=x, y=y, xaxis=look, yaxis=look, showlegend=len(traces) > 1)
+        found[kind] = heading, {"data": traces, "layout": layout}
+    return found
 
 
 def percentiles(run: Run, stage: str) -> Figure | None:
@@ -76,7 +189,7 @@ def traffic(rounds: Sequence[Event]) -> Figure | None:
         ("bytes_received", "received", ORANGE),
     ):
         values = [event[key] / 1e6 for event in rounds]
-        if any(values):
+        if any(values[1:]):
             traces.append(_line(numbers, values, label, colour))
             if label == "received":  # both directions are often equal: keep the line below visible
                 traces[-1]["line"]["dash"] = "dash"
@@ -110,40 +223,46 @@ def partition(event: Event) -> Figure | None:
     return {"data": [trace], "layout": layout}
 
 
-def client_accuracy(event: Event) -> Figure | None:
-    """Return the test accuracy of every client as bars, with the mean and the server's as lines.
+def client_accuracy(run: Run) -> Figure | None:
+    """Return the test accuracy of every client with its 95 % interval, and the mean as a line.
 
     Of more than ``MOST_SHOWN`` clients the bars are quantiles, from the worst to the best.
     The axis runs from 0 to 1, and further where noise has carried an accuracy out of that range; it
     begins at a tenth above 0 where all accuracies are above that, so that they can be told apart.
     """
-    clients = [c for c in event.get("clients") or [] if c.get("accuracy") is not None]
-    if not clients:
+    clients = run.client_results()
+    if len(clients) < 2:
         return None
     names = [str(client["client"]) for client in clients]
     values = [client["accuracy"] for client in clients]
-    sizes = [client.get("num_examples") for client in clients]
+    sizes = [f"<br>{client['num_examples']:,} test records" for client in clients]
     mean, who = fmean(values), "client"
-    if len(values) > MOST_SHOWN:
-        values, sizes = quantiles(values), [None] * len(QUANTILES)
+    if many := len(values) > MOST_SHOWN:
+        values, sizes = quantiles(values), [""] * len(QUANTILES)
         names, who = [f"{share:.0%}" for share in QUANTILES], "quantile"
-    data: list[Figure] = [
-        {
-            "type": "bar",
-            "name": who,
-            "x": names,
-            "y": values,
-            "customdata": ["" if n is None else f"<br>{n:,} test records" for n in sizes],
-            "hovertemplate": f"{who} %{{x}}: %{{y:.1%}}%{{customdata}}<extra></extra>",
-            "marker": {"color": BLUE, "opacity": 0.7},
-        },
-        _level(names, mean, "mean of the clients", ORANGE, "dash"),
-    ]
-    central = (event.get("central") or {}).get("accuracy")
+    bars = {
+        "type": "bar",
+        "name": who,
+        "x": names,
+        "y": values,
+        "customdata": sizes,
+        "hovertemplate": f"{who} %{{x}}: %{{y:.1%}}%{{customdata}}<extra></extra>",
+        "marker": {"color": BLUE},
+    }
+    lowest = min(values)
+    if not many and not run.is_private:
+        ends = [wilson(client["accuracy"], client["num_examples"]) for client in clients]
+        lows, highs = zip(*ends, strict=True)
+        up = [high - value for value, high in zip(values, highs, strict=True)]
+        down = [value - low for value, low in zip(values, lows, strict=True)]
+        bars["error_y"] = {"array": up, "arrayminus": down}
+        lowest = min(lows)
+    data: list[Figure] = [bars, _level(names, mean, "mean of the clients", ORANGE, "dash")]
+    central = run.scores("central").get("accuracy")
     if central is not None:
         data.append(_level(names, central, "server's test set", GREEN, "dot"))
-    lowest = min([*values, *([] if central is None else [central])])
-    start = max(0, math.floor(10 * lowest - 1) / 10) if lowest >= 0 else lowest
+        lowest = min(lowest, central)
+    start = max(0, math.floor(10 * lowest) / 10) if lowest >= 0 else lowest
     shares = {"tickformat": ".0%", "range": [start, max(1, *values)]}
     return {"data": data, "layout": axes(x=who, y="test accuracy", xaxis=CATEGORIES, yaxis=shares)}
 
@@ -170,9 +289,10 @@ def alphas(events: Sequence[Event], genotype: Mapping[str, Any] | None) -> Figur
     for kind in newest["alphas"]:
         shares = [[_softmax(row) for row in event["alphas"][kind]] for event in chosen]
         labels = edge_labels(len(shares[-1]))
-        most = max(value for step in shares for row in step for value in row)
+        values = [value for step in shares for row in step for value in row]
+        ends = min(values), max(values)
         kept = (genotype or {}).get("cells", {}).get(kind, [])
-        figure = _alpha_figure(labels, newest["ops"], shares[-1], most, kept)
+        figure = _alpha_figure(labels, newest["ops"], shares[-1], ends, kept)
         kinds[kind] = {"figure": figure, "steps": shares}
     return {"rounds": [event["round"] for event in chosen], "kinds": kinds}
 
@@ -280,7 +400,7 @@ def _alpha_figure(
     labels: list[str],
     ops: list[str],
     shares: list[list[float]],
-    most: float,
+    ends: tuple[float, float],
     kept: Sequence[Mapping[str, Any]],
 ) -> Figure:
     cells = heat(ops, labels, shares, "%{y}<br>%{x}: %{z:.3f}<extra></extra>")
@@ -303,12 +423,12 @@ def _alpha_figure(
         yaxis=DOWNWARDS,
         height=130 + 24 * len(labels),
         showlegend=False,
-        coloraxis=colours(0, most, title="share"),
+        coloraxis=colours(*ends, title="share"),
     )
     return {"data": [cells, chosen] if marks else [cells], "layout": layout}
 
 
-def _line(x: list[int], y: Sequence[float | None], name: str, colour: str) -> Figure:
+def _line(x: Sequence[float], y: Sequence[float | None], name: str, colour: str) -> Figure:
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(x) <= MOST_MARKERS else "lines",
@@ -321,15 +441,14 @@ def _line(x: list[int], y: Sequence[float | None], name: str, colour: str) -> Fi
 
 
 def _level(names: list[str], value: float, name: str, colour: str, dash: str) -> Figure:
-    """Return a horizontal line, or a point where a single client leaves no room for a line."""
+    """Return a horizontal line."""
     return {
         "type": "scatter",
-        "mode": "lines" if len(names) > 1 else "markers",
+        "mode": "lines",
         "name": name,
         "x": names,
         "y": [value] * len(names),
         "line": {"color": colour, "dash": dash, "width": 2},
-        "marker": {"color": colour, "size": 10},
         "hovertemplate": f"{name}: %{{y:.1%}}<extra></extra>",
     }
 

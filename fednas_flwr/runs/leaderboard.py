@@ -8,14 +8,13 @@ these records decide; test records do not.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, FINALISTS_FOLDER, Run, read_run
-from fednas_flwr.settings.names import ACCURACY, LINEAR, LOG_LOSS
+from fednas_flwr.settings.names import ACCURACY, LINEAR
 
 FINALISTS = 2  # beside the linear model
 
@@ -44,16 +43,14 @@ class Candidate:
 
     def row(self) -> dict[str, Any]:
         """What a leaderboard shows of it; None where it has not been measured."""
-        central, metric = self.run.scores("central"), self.run.main_metric
-        interval = (central.get("intervals") or {}).get(metric)
-        numbers = self.run.numbers()
+        central, score, numbers = self.run.scores("central"), self.run.score, self.run.numbers()
         return {
             "network": self.name,
-            "metric": metric,
+            "metric": score.name,
             "validation": abs(self.values[0]) if self.values else None,
             "standard_error": _spread(self.values) if self.values else None,
-            "test": central.get("loss" if metric == LOG_LOSS else metric),
-            "interval": interval,
+            "test": score.of(central),
+            "interval": (central.get("intervals") or {}).get(score.name),
             "accuracy": self.run.accuracy(),
             "rounds": len(self.run.rounds("retrain")),
             "parameters": numbers["num_parameters"],
@@ -64,8 +61,22 @@ class Candidate:
         }
 
 
-def compared(run: Run) -> list[Candidate]:
-    """The networks that a run has compared, its own first, the best of the others next."""
+def compared(run: Run) -> list[dict[str, Any]]:
+    """The rows of the models that a run has compared, its own first, the best of the others next.
+
+    The models of pooled records come last.
+    """
+    networks = [one.row() for one in _networks(run)]
+    pooled = {"linear": "linear model", "trees": "boosted trees"}
+    empty = dict.fromkeys(networks[0] if networks else ()) | {"reason": ""}
+    return networks + [
+        empty | {"network": f"{words}, pooled", "test": value, "accuracy": scores.get(ACCURACY)}
+        for model, words in pooled.items()
+        if (scores := run.scores(model)) and (value := run.test_score(model)) is not None
+    ]
+
+
+def _networks(run: Run) -> list[Candidate]:
     choice = chosen(run.folder)
     name = f"delivered ({choice.name})" if choice else "found"
     own = [Candidate(name, run, run)] if run.last("evaluated") else []
@@ -118,10 +129,8 @@ def _scored(folder: Path) -> dict[str, Run]:
 
 
 def _values(run: Run) -> list[float]:
-    evaluated: Mapping[str, Any] = run.last("evaluated")
-    sign = -1.0 if evaluated.get("metric", ACCURACY) == LOG_LOSS else 1.0
-    values = evaluated.get("validation") or []
-    return [math.nan if value is None else sign * value for value in values]
+    values = run.last("evaluated").get("validation") or []
+    return [math.nan if value is None else run.score.sign * value for value in values]
 
 
 def _spread(values: list[float]) -> float:

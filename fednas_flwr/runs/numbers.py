@@ -50,6 +50,9 @@ class Score:
         hub: Its name on the Hugging Face Hub, in the metadata of a model card.
         models: The models whose scores stand among the results of a run; on the report's tables
             of scores each model has all that it was measured by.
+        key: Its key in an ``evaluated`` event, where that is not its name.
+        sign: -1 if less is better, else 1.
+        chance: What a model that knows nothing has; None where that depends on the classes.
     """
 
     name: str
@@ -57,19 +60,26 @@ class Score:
     unit: Unit = "score"
     hub: str = ""
     models: tuple[str, ...] = ("central", "linear", "trees")
+    key: str = ""
+    sign: int = 1
+    chance: float | None = None
+
+    def of(self, measured: Mapping[str, Any]) -> float | None:
+        """Its value in an evaluation; None where it was not measured."""
+        value: float | None = measured.get(self.key or self.name)
+        return value
 
 
 SCORES = (
     Score("accuracy", "accuracy", "share", hub="accuracy"),
     Score("f1", "F1", hub="f1"),
-    Score("auroc", "AUROC", hub="roc_auc"),
+    Score("auroc", "AUROC", hub="roc_auc", chance=0.5),
     Score("average_precision", "average precision", models=("central",)),
     Score("majority", "share of the most frequent class", "share", models=()),
     Score("sensitivity", "sensitivity", models=()),
     Score("specificity", "specificity", models=()),
-    Score(LOG_LOSS, "log loss", models=()),
+    Score(LOG_LOSS, "log loss", models=(), key="loss", sign=-1),
 )
-LABELS = {score.name: score.label for score in SCORES}
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,6 @@ class Metric:
         label: Its name for readers, the same everywhere.
         unit: What it is measured in; larger shares and scores are better, and less of all else.
         read: What measures it.
-        tile: True if the page shows it as a tile.
         compared: True if several runs are compared by it.
     """
 
@@ -89,7 +98,6 @@ class Metric:
     label: str
     unit: Unit
     read: Callable[["Run"], float | None]
-    tile: bool = True
     compared: bool = True
 
     @property
@@ -130,9 +138,10 @@ class Run:
         return self.last("evaluated").get(model) or {}
 
     @property
-    def main_metric(self) -> str:
-        """The score that networks are compared by."""
-        return str(self.last("evaluated").get("metric") or ACCURACY)
+    def score(self) -> Score:
+        """What networks are compared by."""
+        name = self.last("evaluated").get("metric") or ACCURACY
+        return next(score for score in SCORES if score.name == name)
 
     @property
     def class_names(self) -> list[str]:
@@ -338,6 +347,11 @@ class Run:
         )
         return sent, received, dense
 
+    def answers(self, *stages: str) -> int:
+        """How often clients have answered in the rounds of some stages, once each round."""
+        rounds = [event for stage in stages for event in self.rounds(stage)]
+        return sum(len(event.get("clients") or {}) for event in rounds)
+
     def accuracy(self) -> float | None:
         """Return the test accuracy, by the clients where no server tests."""
         central = self.scores("central").get("accuracy")
@@ -353,32 +367,37 @@ class Run:
         return [read_run(file.parent) for file in folders]
 
     def test_score(self, model: str = "central") -> float | None:
-        """A model's :attr:`main_metric` on the server's test set."""
-        name = "loss" if self.main_metric == LOG_LOSS else self.main_metric
-        value: float | None = self.scores(model).get(name)
-        return (
-            self.accuracy() if value is None and (model, name) == ("central", ACCURACY) else value
-        )
+        """A model's :attr:`score` on the server's test set; else the clients' accuracy."""
+        value, score = self.score.of(self.scores(model)), self.score
+        return self.accuracy() if (model, value, score) == ("central", None, SCORES[0]) else value
 
-    def no_worse(self) -> list[tuple[str, float]]:
-        """Simpler models that are as good as the run's by its :attr:`main_metric`, with theirs."""
-        own, central, sign = self.test_score(), self.scores("central"), 1
-        if self.main_metric == LOG_LOSS:
-            sign = -1
-        shares = central if self.main_metric == ACCURACY else {}
+    def simpler(self) -> dict[str, float]:
+        """The :attr:`score` of each model that a searched network has to beat, best first."""
+        central = self.scores("central") if self.score == SCORES[0] else {}
         others = {
-            "the most frequent class": shares.get("majority"),
-            "a linear model on the same input": self.test_score("linear"),
-            "its linear skip alone": shares.get("without_cells"),
-            "boosted trees": self.test_score("trees"),
+            "the most frequent class": central.get("majority"),
+            "a linear model on pooled records": self.test_score("linear"),
+            "its linear skip alone": central.get("without_cells"),
+            "boosted trees on pooled records": self.test_score("trees"),
         }
         for other in self.baselines():
-            if other.folder.name == LINEAR:
-                others["a linear model on the same input"] = other.test_score()
-        if (self.last("derived").get("network") or {}).get("name") == LINEAR:
-            del others["a linear model on the same input"]
+            if other.folder.name == LINEAR and not self.delivers_linear:
+                others["a linear model of the clients"] = other.test_score()
+        if self.score.chance is not None:
+            others["chance"] = self.score.chance
         measured = [(name, value) for name, value in others.items() if value is not None]
-        return [(n, v) for n, v in measured if own is not None and sign * v >= sign * own]
+        return dict(sorted(measured, key=lambda pair: -self.score.sign * pair[1]))
+
+    @property
+    def delivers_linear(self) -> bool:
+        """True if the network is a linear model, which then beats none."""
+        return (self.last("derived").get("network") or {}).get("name") == LINEAR
+
+    def no_worse(self) -> list[tuple[str, float]]:
+        """Simpler models that are as good as the run's by its :attr:`score`, with theirs."""
+        own, sign = self.test_score(), self.score.sign
+        others = [] if own is None or self.delivers_linear else self.simpler().items()
+        return [(name, value) for name, value in others if sign * value >= sign * own]
 
     def metric(self, name: str) -> float | None:
         """Read one of :data:`METRICS`, or the search's loss; None where it was not measured."""
@@ -455,14 +474,13 @@ def _seconds(stage: str) -> Callable[[Run], float | None]:
 
 
 def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
-    """List the scores of one model; of a simpler one the page has the first alone as a tile."""
+    """List the scores of one model."""
     return [
         Metric(
             f"{model}_{score.name}",
             f"{prefix} {score.label}",
             score.unit,
             _evaluated(model, score.name),
-            tile=model == "central" or score == SCORES[0],
             compared=compared,
         )
         for score in SCORES
@@ -484,7 +502,6 @@ METRICS = [
         "accuracy of its linear skip alone",
         "share",
         _evaluated("central", "without_cells"),
-        tile=False,
         compared=False,
     ),
     Metric("client_accuracy", "mean accuracy over clients", "share", Run.client_accuracy),
@@ -498,12 +515,12 @@ METRICS = [
     *_scores("trees", "boosted trees,", compared=False),
     Metric("num_parameters", "parameters", "count", _derived("num_parameters")),
     Metric("multiply_adds", "multiply-adds", "count", _derived("multiply_adds")),
-    Metric("search_seconds", "time of search", "seconds", _seconds("search"), tile=False),
-    Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain"), tile=False),
-    Metric("exchanges", "exchanges", "number", Run.exchanges, tile=False, compared=False),
+    Metric("search_seconds", "time of search", "seconds", _seconds("search")),
+    Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain")),
+    Metric("exchanges", "exchanges", "number", Run.exchanges, compared=False),
     Metric("traffic_mb", "traffic", "megabytes", Run.traffic_mb),
-    Metric("epsilon", "epsilon", "number", Run.epsilon, tile=False),
-    Metric("clients_lost", "clients lost", "number", Run.clients_lost, tile=False),
+    Metric("epsilon", "epsilon", "number", Run.epsilon),
+    Metric("clients_lost", "clients lost", "number", Run.clients_lost),
 ]
 
 

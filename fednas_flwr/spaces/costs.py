@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -182,6 +182,37 @@ def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int
     network.train(was_training)
     flops: int = counter.get_total_flops()
     return flops // 2
+
+
+@torch.no_grad()
+def layers_of(
+    network: nn.Module, input_shape: tuple[int, ...], genotype: Genotype | None
+) -> list[dict[str, Any]]:
+    """The parts of a network in the order of computation: name, kind of cell, shape, parameters."""
+    layers: list[dict[str, Any]] = []
+    cells = {} if genotype is None else genotype.cells
+
+    def note(name: str, module: nn.Module, output: Any) -> None:
+        wiring = getattr(module, "wiring", None)
+        kind = next((k for k, edges in cells.items() if wiring and [*edges] == [*wiring]), "")
+        if isinstance(output, Tensor):
+            size = {"shape": list(output.shape[1:]), "parameters": count_parameters(module)}
+            layers.append({"name": name, "kind": kind, **size})
+
+    hooks = []
+    for name, part in network.named_children():
+        several = isinstance(part, nn.ModuleList)
+        for number, module in enumerate(part if several else [part], 1):
+            label = f"{name.removesuffix('s')} {number}" if several else name
+            label = type(module).__name__ if label.isdigit() else label.replace("_", " ")
+            hook = module.register_forward_hook(lambda m, _, out, label=label: note(label, m, out))
+            hooks.append(hook)
+    was_training = network.training
+    network.eval()(torch.zeros(1, *input_shape))
+    network.train(was_training)
+    for hook in hooks:
+        hook.remove()
+    return layers
 
 
 class Prediction(NamedTuple):
