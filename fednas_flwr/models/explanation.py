@@ -62,9 +62,10 @@ def importance(
     generator = make_generator(seed, "importance")
     chosen = torch.randperm(len(split), generator=generator)[:MOST_RECORDS].sort().values
     x_NF, labels_N = split.batch(chosen, "cpu")
-    known = np.unique(sites, return_inverse=True)[1] if len(sites) else np.zeros(len(split))
-    sites_N = torch.from_numpy(known)[chosen]
-    number, places, columns = len(chosen), _places(schema), []
+    names = sites if len(sites) else np.zeros(len(split))
+    sites_N = torch.from_numpy(np.unique(names, return_inverse=True)[1])[chosen]
+    number, places = len(chosen), _places(schema)
+    columns: list[dict[str, Any]] = []
     rows_RN = torch.randint(number, (PERMUTATIONS, number), generator=generator)
     for name, own in places.items():
         drops = []
@@ -159,7 +160,7 @@ def _settings(
     if column.kind == CATEGORY:
         return list(column.categories), list(torch.eye(len(own)))
     steps = torch.linspace(0.05, 0.95, POINTS)
-    grid = own_NF[:, 0].quantile(steps).unique()
+    grid = torch.unique(own_NF[:, 0].quantile(steps))
     values = grid.double() * split.std[own[0]] + split.mean[own[0]]
     present = torch.zeros(len(own))  # and not missing
     settings = [present.index_put((torch.tensor(0),), value) for value in grid]

@@ -31,8 +31,8 @@ from fednas_flwr.client.making import make_objective
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
 from fednas_flwr.data.prepared import make_data, sites_of
 from fednas_flwr.models import metrics, networks
-from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.explanation import importance, mistakes
+from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.metrics import (
     best_threshold,
     detailed,

@@ -25,7 +25,7 @@ BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#e8842c", "#2ea36b", "#8b98a9"
 COLOURS = (BLUE, ORANGE, GREEN, "#9a5bd0", "#d64b6a", "#1d9fb0", "#a38a1c", GREY)
 MOST_MARKERS = 60
 MOST_SLIDER_STEPS = 60
-LONGEST_NAME = 18
+LONGEST_NAME = 24
 
 
 def curves(
@@ -126,7 +126,9 @@ def importance(run: Run) -> Figure | None:
 def effects(run: Run) -> dict[str, Figure]:
     """Return the mean probability of the positive class over values of a column, by its name."""
     found = {}
-    for place, effect in enumerate((run.scores("central").get("importance") or {}).get("effects", [])):
+    for place, effect in enumerate(
+        (run.scores("central").get("importance") or {}).get("effects", [])
+    ):
         xs, ys = effect["x"], effect["y"]
         line = _line(xs, ys, "probability", BLUE)
         if effect["kind"] != "number":
@@ -161,7 +163,7 @@ def class_curves(run: Run) -> dict[str, tuple[str, Figure]]:
         heading, x, y = titles[kind]
         traces = [
             _line(xs, ys, _short(names[int(c)]), colour) | {"mode": "lines"}
-            for (c, (xs, ys)), colour in zip(by_class.items(), cycle(COLOURS))  # noqa: B905
+            for (c, (xs, ys)), colour in zip(by_class.items(), cycle(COLOURS), strict=False)
         ]
         look = {"range": [0, 1.02], "tickformat": ".0%"}
         layout = axes(x=x, y=y, xaxis=look, yaxis=look, showlegend=len(traces) > 1)
@@ -181,7 +183,7 @@ def percentiles(run: Run, stage: str) -> Figure | None:
 
 
 def traffic(rounds: Sequence[Event]) -> Figure | None:
-    """Return the megabytes that the server sent and received in each round."""
+    """Return the megabytes that the server sent and received in each round, if they differ."""
     numbers = [event["round"] for event in rounds]
     traces = []
     for key, label, colour in (
@@ -189,7 +191,7 @@ def traffic(rounds: Sequence[Event]) -> Figure | None:
         ("bytes_received", "received", ORANGE),
     ):
         values = [event[key] / 1e6 for event in rounds]
-        if any(values[1:]):
+        if len(set(values)) > 1:
             traces.append(_line(numbers, values, label, colour))
             if label == "received":  # both directions are often equal: keep the line below visible
                 traces[-1]["line"]["dash"] = "dash"

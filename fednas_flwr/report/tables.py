@@ -194,7 +194,11 @@ def leaderboard_table(run: Run) -> Table | None:
         ("parameters", True, lambda row: count(row["parameters"])),
         ("rounds", True, lambda row: count(row["rounds"])),
         ("time", True, lambda row: duration(row["seconds"])),
-        ("epsilon", run.is_private, lambda row: epsilon_text(row["epsilon"]) if row["rounds"] else DASH),
+        (
+            "epsilon",
+            run.is_private,
+            lambda row: epsilon_text(row["epsilon"]) if row["rounds"] else DASH,
+        ),
         ("", any(row["reason"] for row in models), lambda row: row["reason"]),
     ]
     shown = [(head, cell) for head, known, cell in columns if known]

@@ -234,7 +234,12 @@ def _sentences() -> Any:
 def _environment(**options: Any) -> Environment:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, **options)  # noqa: S701
     environment.filters |= FORMATS
-    environment.globals |= {"DASH": DASH, "QUANTILES": QUANTILES, "overall": overall, "wilson": wilson}
+    environment.globals |= {
+        "DASH": DASH,
+        "QUANTILES": QUANTILES,
+        "overall": overall,
+        "wilson": wilson,
+    }
     return environment
 
 

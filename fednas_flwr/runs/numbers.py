@@ -396,8 +396,11 @@ class Run:
     def no_worse(self) -> list[tuple[str, float]]:
         """Simpler models that are as good as the run's by its :attr:`score`, with theirs."""
         own, sign = self.test_score(), self.score.sign
-        others = [] if own is None or self.delivers_linear else self.simpler().items()
-        return [(name, value) for name, value in others if sign * value >= sign * own]
+        if own is None or self.delivers_linear:
+            return []
+        return [
+            (name, value) for name, value in self.simpler().items() if sign * (value - own) >= 0
+        ]
 
     def metric(self, name: str) -> float | None:
         """Read one of :data:`METRICS`, or the search's loss; None where it was not measured."""
