@@ -82,7 +82,11 @@ def importance(
             drops.append(before - after)
         drop_R = torch.cat(drops) * (-1 if metric == LOG_LOSS else 1)
         ends = drop_R.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-        row = {"name": name, "drop": float(drop_R.nanmean()), "interval": ends.tolist()}
+        row: dict[str, Any] = {
+            "name": name,
+            "drop": float(drop_R.nanmean()),
+            "interval": ends.tolist(),
+        }
         columns += [row] if bool(ends.isfinite().all()) else []
     columns.sort(key=lambda row: -row["drop"])
     numbers = [column.name for column in schema if column.kind != CATEGORY]
@@ -96,8 +100,8 @@ def importance(
     probabilities_NC = objective.probabilities(network(x_NF))
     positive = objective.positive_class(probabilities_NC.shape[1])
     effects = []
-    for row in columns[:EFFECTS] if positive is not None else ():
-        column, own = next(c for c in schema if c.name == row["name"]), places[row["name"]]
+    for name in [row["name"] for row in columns[: EFFECTS if positive is not None else 0]]:
+        column, own = next(c for c in schema if c.name == name), places[name]
         values, settings = _settings(column, x_NF[:, own], own, split)
         shares = []
         for setting in settings:

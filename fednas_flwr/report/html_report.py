@@ -12,8 +12,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.report import cells, plots, tables, templates
 from fednas_flwr.report.templates import paragraphs, rounds_text, sentence
@@ -21,7 +19,6 @@ from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, Run, is_noised, read_
 from fednas_flwr.settings.names import SPLITS
 
 WIDEST_IN_PAIRS = 640
-PARTS = {"style": "style.css", "script": "script.js", "drawing": "figures.js"}
 CHARTS = {  # label, title of the axis, what the axis shows, legend entries by metric
     "loss": ("Loss", "loss", "", {"train_loss": "train", "validation_loss": "validation"}),
     "accuracy": (
@@ -105,7 +102,7 @@ def render_report(run_folder: Path) -> str:
         figures=figures,
         figures_json=templates.as_json(figures),
         alphas_json=templates.as_json({"rounds": alphas["rounds"], "kinds": steps}),
-        **{part: Markup(templates.read_part(file)) for part, file in PARTS.items()},
+        **templates.page_parts(),
     )
 
 

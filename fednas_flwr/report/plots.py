@@ -14,7 +14,7 @@ from typing import Any
 from fednas_flwr.report.templates import as_date, as_unit, quantiles, wilson
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import SCORES, Run
+from fednas_flwr.runs.numbers import SCORES, Metric, Run, Unit
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Figure = dict[str, Any]
@@ -59,41 +59,65 @@ def curves(
     return {"data": traces, "layout": layout}
 
 
-def leaderboard(run: Run) -> Figure | None:
-    """Return the models that a run has compared as bars with 95 % intervals, its own on top."""
-    score, key = run.score, "accuracy" if run.score == SCORES[0] else "test"
-    rows = [row for row in compared(run) if row[key] is not None]
-    if not rows:
-        return None
-    values = [row[key] for row in rows]
-    ends = [row["interval"] or (row[key], row[key]) for row in rows]
-    low, high = min(low for low, _ in ends), max(high for _, high in ends)
-    share = score.unit == "share"
-    look = {"tickformat": ".0%"} if share else {}
-    end = 1 if score.sign > 0 else 1.1 * high
-    bars = {
+def bars(
+    names: Sequence[str],
+    values: Sequence[float],
+    ends: Sequence[tuple[float, float]],
+    title: str,
+    unit: Unit,
+    *,
+    from_zero: bool = False,
+) -> Figure:
+    """Return horizontal bars with 95 % intervals, the first in another colour.
+
+    The axis begins at a tenth below all intervals, so that they can be told apart.
+
+    Args:
+        names: Of the bars, from above.
+        values: Their lengths.
+        ends: Their intervals, ``(value, value)`` for none.
+        title: What the values are.
+        unit: Of the values.
+        from_zero: True if the axis begins at 0 or below, as that of differences.
+    """
+    low, high = min(map(min, ends)), max(map(max, ends))
+    start = min(0.0, low) if from_zero else max(0.0, math.floor(10 * low - 0.5) / 10)
+    end = 1 if unit == "share" and high > 0.5 else high + 0.05 * (high - start)
+    trace = {
         "type": "bar",
         "orientation": "h",
-        "y": _distinct([_short(row["network"]) for row in rows]),
+        "y": _distinct([_short(name) for name in names]),
         "x": values,
-        "text": [as_unit(value, score.unit) for value in values],
+        "text": [as_unit(value, unit).replace("-", "−") for value in values],
         "error_x": {
             "array": [high - value for value, (_, high) in zip(values, ends, strict=True)],
             "arrayminus": [value - low for value, (low, _) in zip(values, ends, strict=True)],
         },
-        "customdata": [f"{as_unit(a, score.unit)} to {as_unit(b, score.unit)}" for a, b in ends],
+        "customdata": [f"{as_unit(a, unit)} to {as_unit(b, unit)}" for a, b in ends],
         "hovertemplate": "%{y}: %{text}, 95 % %{customdata}<extra></extra>",
-        "marker": {"color": [BLUE, *[GREY] * (len(rows) - 1)]},
+        "marker": {"color": [BLUE, *[BLUE if from_zero else GREY] * (len(names) - 1)]},
     }
+    look = {"tickformat": ".0%"} if unit == "share" else {}
     layout = axes(
-        x=f"{score.label} on test records",
+        x=title,
         y="",
-        xaxis={"range": [max(0, math.floor(10 * low - 0.5) / 10), end], **look},
+        xaxis={"range": [start, end], **look},
         yaxis=DOWNWARDS,
-        height=60 + 25 * len(rows),
+        height=60 + 25 * len(names),
         showlegend=False,
     )
-    return {"data": [bars], "layout": layout}
+    return {"data": [trace], "layout": layout}
+
+
+def leaderboard(run: Run) -> Figure | None:
+    """Return the models that a run has compared, its own on top."""
+    score, key = run.score, "accuracy" if run.score == SCORES[0] else "test"
+    rows = [row for row in compared(run) if row[key] is not None]
+    if not rows:
+        return None
+    ends = [row["interval"] or (row[key], row[key]) for row in rows]
+    names, values = [row["network"] for row in rows], [row[key] for row in rows]
+    return bars(names, values, ends, f"{score.label} on test records", score.unit)
 
 
 def importance(run: Run) -> Figure | None:
@@ -101,26 +125,34 @@ def importance(run: Run) -> Figure | None:
     columns = (run.scores("central").get("importance") or {}).get("columns", [])[:MOST_SHOWN]
     if not columns:
         return None
-    drops = [column["drop"] for column in columns]
-    bars = {
-        "type": "bar",
-        "orientation": "h",
-        "y": _distinct([_short(column["name"]) for column in columns]),
-        "x": drops,
-        "text": [f"{drop:+.3f}".replace("-", "−") for drop in drops],
-        "error_x": {
-            "array": [c["interval"][1] - c["drop"] for c in columns],
-            "arrayminus": [c["drop"] - c["interval"][0] for c in columns],
-        },
-        "marker": {"color": BLUE},
-    }
-    x = {"range": [min(0, *(c["interval"][0] for c in columns)), columns[0]["interval"][1] * 1.05]}
+    names, drops = [c["name"] for c in columns], [c["drop"] for c in columns]
     title = f"loss of {run.score.label} without the column"
-    height = 60 + 22 * len(columns)
-    return {
-        "data": [bars],
-        "layout": axes(x=title, y="", xaxis=x, yaxis=DOWNWARDS, height=height, showlegend=False),
+    return bars(names, drops, [c["interval"] for c in columns], title, "score", from_zero=True)
+
+
+def pareto(points: Sequence[tuple[str, float, float]], cost: Metric, score: Metric) -> Figure:
+    """Return scores over costs, and the front: those that no other beats in both, as a line."""
+    ordered = sorted(points, key=lambda point: (point[1], -point[2]))
+    front = [p for i, p in enumerate(ordered) if all(p[2] > other[2] for other in ordered[:i])]
+    look = {"tickformat": ".0%"} if score.unit == "share" else {}
+    names, xs, ys = zip(*ordered, strict=True)
+    dots = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": xs,
+        "y": ys,
+        "customdata": names,
+        "hovertemplate": "%{customdata}: %{y} at %{x}<extra></extra>",
+        "marker": {"size": 9, "color": BLUE},
     }
+    line = _line([x for _, x, _ in front], [y for *_, y in front], "front", ORANGE)
+    layout = axes(
+        x=cost.label + (" (MB)" if cost.unit == "megabytes" else ""),
+        y=score.label,
+        yaxis=look,
+        showlegend=False,
+    )
+    return {"data": [line | {"mode": "lines", "hoverinfo": "skip"}, dots], "layout": layout}
 
 
 def effects(run: Run) -> dict[str, Figure]:

@@ -174,7 +174,7 @@ class Form:
 FORMS: dict[Unit, Form] = {
     "share": Form(percent, " (%)", scale=100, decimals=1),
     "score": Form(score, decimals=3),
-    "count": Form(count, " (M)", scale=1e-6),
+    "count": Form(count, " (k)", scale=1e-3),
     "seconds": Form(duration, " (s)"),
     "megabytes": Form(megabytes, " (MB)"),
     "number": Form(count),
@@ -200,6 +200,7 @@ FORMATS = {  # filters
     "largest": largest,
     "counted": lambda values: Counter(values).most_common(),
     "summed": lambda events, key: sum(event.get(key) or 0 for event in events),
+    "tex": lambda text: re.sub(r"([&%$#_{}])", r"\\\1", text).replace("±", r"$\pm$"),
     "figures": lambda value, number: DASH if value is None else f"{value:.{number}g}",
     "total": lambda parts: sum(parts.values() if isinstance(parts, dict) else parts),
 }
@@ -246,6 +247,12 @@ def _environment(**options: Any) -> Environment:
 def read_part(name: str) -> str:
     """Read a file of ``page/``: template, style or script."""
     return (resources.files("fednas_flwr.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def page_parts() -> dict[str, Markup]:
+    """Style and scripts of a page."""
+    parts = {"style": "style.css", "script": "script.js", "drawing": "figures.js"}
+    return {part: Markup(read_part(name)) for part, name in parts.items()}  # noqa: S704
 
 
 def as_json(value: object) -> Markup:

@@ -13,7 +13,14 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, FINALISTS_FOLDER, Run, read_run
+from fednas_flwr.runs.numbers import (
+    BASELINES_FOLDER,
+    CLIENTS_LINEAR,
+    EVENTS_FILE,
+    FINALISTS_FOLDER,
+    Run,
+    read_run,
+)
 from fednas_flwr.settings.names import ACCURACY, LINEAR
 
 FINALISTS = 2  # beside the linear model
@@ -64,15 +71,15 @@ class Candidate:
 def compared(run: Run) -> list[dict[str, Any]]:
     """The rows of the models that a run has compared, its own first, the best of the others next.
 
-    The models of pooled records come last.
+    Models that need no search come last.
     """
     networks = [one.row() for one in _networks(run)]
-    pooled = {"linear": "linear model", "trees": "boosted trees"}
     empty = dict.fromkeys(networks[0] if networks else ()) | {"reason": ""}
+    by_accuracy = run.score.name == ACCURACY
     return networks + [
-        empty | {"network": f"{words}, pooled", "test": value, "accuracy": scores.get(ACCURACY)}
-        for model, words in pooled.items()
-        if (scores := run.scores(model)) and (value := run.test_score(model)) is not None
+        empty | {"network": name, "test": value, "accuracy": value if by_accuracy else None}
+        for name, value in run.simpler().items()
+        if name != CLIENTS_LINEAR and networks
     ]
 
 

@@ -30,6 +30,7 @@ BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a
     "variants",
 )
 EVENTS_FILE = "events.jsonl"
+CLIENTS_LINEAR = "the clients' linear model"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
 EVENT_FIELDS = {"alphas": {"cells"}, "round": {"bytes_dense"}}  # that runs of older versions lack
@@ -376,13 +377,13 @@ class Run:
         central = self.scores("central") if self.score == SCORES[0] else {}
         others = {
             "the most frequent class": central.get("majority"),
-            "a linear model on pooled records": self.test_score("linear"),
+            "the pooled linear model": self.test_score("linear"),
             "its linear skip alone": central.get("without_cells"),
-            "boosted trees on pooled records": self.test_score("trees"),
+            "pooled boosted trees": self.test_score("trees"),
         }
         for other in self.baselines():
             if other.folder.name == LINEAR and not self.delivers_linear:
-                others["a linear model of the clients"] = other.test_score()
+                others[CLIENTS_LINEAR] = other.test_score()
         if self.score.chance is not None:
             others["chance"] = self.score.chance
         measured = [(name, value) for name, value in others.items() if value is not None]
@@ -476,7 +477,7 @@ def _seconds(stage: str) -> Callable[[Run], float | None]:
     return lambda run: run.stage_seconds().get(stage)
 
 
-def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
+def _scores(model: str, prefix: str) -> list[Metric]:
     """List the scores of one model."""
     return [
         Metric(
@@ -484,7 +485,6 @@ def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
             f"{prefix} {score.label}",
             score.unit,
             _evaluated(model, score.name),
-            compared=compared,
         )
         for score in SCORES
         if model in score.models
@@ -492,7 +492,7 @@ def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
 
 
 METRICS = [
-    *_scores("central", "test", compared=True),
+    *_scores("central", "test"),
     Metric(
         "accuracy_without_skip",
         "accuracy without its linear skip",
@@ -514,8 +514,8 @@ METRICS = [
         "share",
         Run.personalised_accuracy,
     ),
-    *_scores("linear", "linear model,", compared=False),
-    *_scores("trees", "boosted trees,", compared=False),
+    *_scores("linear", "linear model,"),
+    *_scores("trees", "boosted trees,"),
     Metric("num_parameters", "parameters", "count", _derived("num_parameters")),
     Metric("multiply_adds", "multiply-adds", "count", _derived("multiply_adds")),
     Metric("search_seconds", "time of search", "seconds", _seconds("search")),
