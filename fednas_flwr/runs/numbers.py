@@ -394,15 +394,6 @@ class Run:
         """True if the network is a linear model, which then beats none."""
         return (self.last("derived").get("network") or {}).get("name") == LINEAR
 
-    def no_worse(self) -> list[tuple[str, float]]:
-        """Simpler models that are as good as the run's by its :attr:`score`, with theirs."""
-        own, sign = self.test_score(), self.score.sign
-        if own is None or self.delivers_linear:
-            return []
-        return [
-            (name, value) for name, value in self.simpler().items() if sign * (value - own) >= 0
-        ]
-
     def metric(self, name: str) -> float | None:
         """Read one of :data:`METRICS`, or the search's loss; None where it was not measured."""
         if name != SEARCH_LOSS:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -195,18 +195,26 @@ def layers_of(
     def note(name: str, module: nn.Module, output: Any) -> None:
         wiring = getattr(module, "wiring", None)
         kind = next((k for k, edges in cells.items() if wiring and [*edges] == [*wiring]), "")
+        kind = kind or (next(iter(cells), "") if len(cells) == 1 and "stage" in name else "")
         if isinstance(output, Tensor):
             size = {"shape": list(output.shape[1:]), "parameters": count_parameters(module)}
             layers.append({"name": name, "kind": kind, **size})
 
-    hooks = []
-    for name, part in network.named_children():
-        several = isinstance(part, nn.ModuleList)
-        for number, module in enumerate(part if several else [part], 1):
-            label = f"{name.removesuffix('s')} {number}" if several else name
-            label = type(module).__name__ if label.isdigit() else label.replace("_", " ")
-            hook = module.register_forward_hook(lambda m, _, out, label=label: note(label, m, out))
-            hooks.append(hook)
+    def parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        inside = dict(module.named_children())
+        if isinstance(module, nn.ModuleList) or name in ("", "skeleton"):
+            for label, part in inside.items():
+                numbered = (
+                    f"{name.removesuffix('s')} {int(label) + 1}" if label.isdigit() else label
+                )
+                yield from parts(numbered if name else label, part)
+        elif not isinstance(module, nn.Identity):
+            yield name.replace("_", " "), module
+
+    hooks = [
+        module.register_forward_hook(lambda m, _, out, name=name: note(name, m, out))
+        for name, module in parts("", network)
+    ]
     was_training = network.training
     network.eval()(torch.zeros(1, *input_shape))
     network.train(was_training)
