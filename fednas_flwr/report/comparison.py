@@ -140,7 +140,8 @@ class Comparison:
         shown = {
             metric: cells
             for metric, cells in columns.items()
-            if {*cells} != {DASH} and (metric.name == self.metric or len({*cells}) > several)
+            if {*cells} != {DASH}
+            and (metric.name == self.metric or len({c.partition(" ±")[0] for c in cells}) > several)
         }
         settings = self.settings() if len(self.settings()) <= MOST_SETTINGS else []
         head = ["", *map(_title, shown), *settings, "seeds"]

@@ -9,9 +9,14 @@ holds text that a client wrote.
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import escape
+
+from fednas_flwr.base.errors import check_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.report import cells, plots, tables, templates
 from fednas_flwr.report.templates import paragraphs, rounds_text, sentence
@@ -56,21 +61,7 @@ def render_report(run_folder: Path) -> str:
     warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
     warnings.update(paragraphs("undecided", edges))
     stages = [_stage(run, name) for name in tables.STAGES if run.rounds(name)]
-    class_curves = plots.class_curves(run)
-    figures = {name: figure for stage in stages for name, figure in stage["figures"].items()}
-    figures |= {f"alphas_{kind}": shown["figure"] for kind, shown in alphas["kinds"].items()}
-    figures |= {name: figure for name, (_, figure) in class_curves.items()}
-    optional = {
-        "leaderboard": plots.leaderboard(run),
-        "partition": plots.partition(run.last("partition")),
-        "clients": plots.client_accuracy(run),
-        "reliability": plots.reliability(run),
-        "importance": plots.importance(run),
-        "epsilon": plots.epsilon(run),
-        **{f"traffic_{stage}": plots.traffic(run.rounds(stage)) for stage in tables.STAGES},
-    }
-    figures |= {name: figure for name, figure in optional.items() if figure is not None}
-    figures |= plots.effects(run)
+    figures = all_figures(run, stages, alphas)
     steps = {kind: shown["steps"] for kind, shown in alphas["kinds"].items()}
     config = run.folder / CONFIG_FILE
     layers = derived.get("layers") or []
@@ -97,13 +88,65 @@ def render_report(run_folder: Path) -> str:
         cells=pictures,
         narrow_cells=all(width <= WIDEST_IN_PAIRS for _, _, width in pictures),
         alphas=alphas,
-        class_curves=class_curves,
+        class_curves=plots.class_curves(run),
         warnings=warnings.most_common(),
         figures=figures,
         figures_json=templates.as_json(figures),
         alphas_json=templates.as_json({"rounds": alphas["rounds"], "kinds": steps}),
         **templates.page_parts(),
     )
+
+
+def all_figures(
+    run: Run, stages: Sequence[dict[str, Any]], alphas: plots.Figure
+) -> dict[str, plots.Figure]:
+    """Every picture of a run by name; none that would be empty."""
+    figures = {name: figure for stage in stages for name, figure in stage["figures"].items()}
+    figures |= {f"alphas_{kind}": shown["figure"] for kind, shown in alphas["kinds"].items()}
+    figures |= {name: figure for name, (_, figure) in plots.class_curves(run).items()}
+    optional = {
+        "leaderboard": plots.leaderboard(run),
+        "partition": plots.partition(run.last("partition")),
+        "clients": plots.client_accuracy(run),
+        "reliability": plots.reliability(run),
+        "importance": plots.importance(run),
+        "epsilon": plots.epsilon(run),
+        **{f"traffic_{stage}": plots.traffic(run.rounds(stage)) for stage in tables.STAGES},
+    }
+    figures |= {name: figure for name, figure in optional.items() if figure is not None}
+    return figures | plots.effects(run)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a report, which Jupyter shows.
+
+    Attributes:
+        figure: In the terms of plotly.js: ``plotly.graph_objects.Figure(picture.figure)`` has it.
+    """
+
+    figure: plots.Figure
+
+    def _repr_html_(self) -> str:
+        parts = templates.page_parts()
+        page = templates.render("picture.html.j2", figure=templates.as_json(self.figure), **parts)
+        height = self.figure["layout"]["height"] + 20
+        frame = f'<iframe style="width:100%;border:0" height="{height}" srcdoc="{{}}"></iframe>'
+        return frame.format(escape(page))
+
+
+def picture_of(run_folder: Path, name: str) -> Picture:
+    """A picture of a run's report by its name.
+
+    Raises:
+        ConfigError: The run has no such picture.
+    """
+    run = read_run(run_folder)
+    stages = [_stage(run, stage) for stage in tables.STAGES if run.rounds(stage)]
+    alphas = plots.alphas(run.alphas(), run.last("derived").get("genotype"))
+    figures = all_figures(run, stages, alphas)
+    check_choice("plot", name, figures)
+    return Picture(figures[name])
 
 
 def _without_paths(text: str) -> str:

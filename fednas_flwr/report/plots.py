@@ -11,7 +11,7 @@ from itertools import cycle
 from statistics import fmean
 from typing import Any
 
-from fednas_flwr.report.templates import as_date, as_unit, quantiles, wilson
+from fednas_flwr.report.templates import as_date, as_unit, count, quantiles, wilson
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
 from fednas_flwr.runs.numbers import SCORES, Metric, Run, Unit
@@ -269,7 +269,7 @@ def client_accuracy(run: Run) -> Figure | None:
         return None
     names = [str(client["client"]) for client in clients]
     values = [client["accuracy"] for client in clients]
-    sizes = [f"<br>{client['num_examples']:,} test records" for client in clients]
+    sizes = [f"<br>{count(client.get('num_examples'))} test records" for client in clients]
     mean, who = fmean(values), "client"
     if many := len(values) > MOST_SHOWN:
         values, sizes = quantiles(values), [""] * len(QUANTILES)
@@ -285,7 +285,7 @@ def client_accuracy(run: Run) -> Figure | None:
     }
     lowest = min(values)
     if not many and not run.is_private:
-        ends = [wilson(client["accuracy"], client["num_examples"]) for client in clients]
+        ends = [wilson(client["accuracy"], client.get("num_examples")) for client in clients]
         lows, highs = zip(*ends, strict=True)
         up = [high - value for value, high in zip(values, highs, strict=True)]
         down = [value - low for value, low in zip(values, lows, strict=True)]

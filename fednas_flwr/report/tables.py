@@ -252,7 +252,7 @@ def client_table(run: Run) -> Table | None:
     for client in clients:
         row = [FORMS[kind.unit].text(kind.of(client)) for kind in shown]
         if with_interval:
-            low, high = wilson(client["accuracy"], client["num_examples"])
+            low, high = wilson(client["accuracy"], client.get("num_examples"))
             row.insert(1, f"{percent(low)} to {percent(high)}")
         rows.append([str(client["client"]), *row, count(client.get("num_examples"))])
     head = ["client", *(kind.label for kind in shown), "records"]

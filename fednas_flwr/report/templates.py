@@ -47,13 +47,15 @@ def quantiles(values: Sequence[float]) -> list[float]:
     return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES]
 
 
-def wilson(share: float, number: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share of ``number`` records (Wilson 1927).
+def wilson(share: float, number: int | None, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share of ``number`` records (Wilson 1927); all of [0, 1] of unknown.
 
     Example:
         >>> [round(end, 3) for end in wilson(0.8, 10)]
         [0.49, 0.943]
     """
+    if not number:
+        return 0.0, 1.0
     scale = 1 + z**2 / number
     centre = (share + z**2 / (2 * number)) / scale
     half = z * math.sqrt(share * (1 - share) / number + z**2 / (4 * number**2)) / scale

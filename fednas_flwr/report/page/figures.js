@@ -162,7 +162,7 @@ const drawFigure = (() => {
       const points = trace.x.map((v, i) => ({ x: v, y: trace.y[i], text: trace.text?.[i] ?? "",
         customdata: Array.isArray(trace.customdata) ? trace.customdata[i] : "" }));
       const seen = points.filter((p) => p.y !== null && Number.isFinite(py(p.y)));
-      const whisker = (x1, y1, x2, y2) => make(svg, "line", { x1, y1, x2, y2, class: "whisker",
+      const whisker = (x1, y1, x2, y2) => make(svg, "line", { x1, y1, x2, y2, "pointer-events": "none",
         stroke: trace.type === "bar" ? look.text : colour, "stroke-width": 1.5 });
       const whiskers = () => points.forEach((p, i) => {
         const [x, y] = [trace.error_x, trace.error_y];
