@@ -9,6 +9,7 @@ Tensor suffixes: N records, F features, C classes.
 
 from __future__ import annotations
 
+import io
 from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
@@ -120,21 +121,20 @@ def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict
         logits_NC: Of the records.
         labels_N: Their classes.
     """
-    from torchvision.io import encode_png
-    from torchvision.transforms.v2.functional import resize
+    from torchvision.transforms.v2.functional import to_pil_image
 
     sure_N, called_N = logits_NC.double().softmax(1).max(1)
     wrong = torch.nonzero(called_N != labels_N).flatten()
     rows = wrong[sure_N[wrong].argsort(descending=True)][:MISTAKES].tolist()
     found = []
     for row in rows:
-        image = records.features[row]
-        if max(image.shape[1:]) > LARGEST_MISTAKE:
-            image = resize(image, [LARGEST_MISTAKE, LARGEST_MISTAKE], antialias=True)
-        png = encode_png(image if image.shape[0] in (1, 3) else image[:1])
+        pixels, file = records.features[row], io.BytesIO()
+        image = to_pil_image(pixels if len(pixels) in (1, 3) else pixels[:1])
+        image.thumbnail((LARGEST_MISTAKE, LARGEST_MISTAKE))
+        image.save(file, "PNG")
         found.append(
             {
-                "png": b64encode(png.numpy().tobytes()).decode(),
+                "png": b64encode(file.getvalue()).decode(),
                 "true": records.class_names[int(labels_N[row])],
                 "predicted": records.class_names[int(called_N[row])],
                 "probability": float(sure_N[row]),
