@@ -17,17 +17,15 @@ from typing import Any
 
 from markupsafe import Markup
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml, terminal
+from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
 from fednas_flwr.report.plots import bars, pareto
 from fednas_flwr.report.tables import GROUPS, TEST_SEED
 from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, sentence
-from fednas_flwr.report.terminal import print_line
+from fednas_flwr.report.terminal import print_line, print_table
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import (
     BESIDE,
@@ -294,14 +292,9 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     head, rows = comparison.table()
     at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
     for start in range(0, len(rows), at_once):
-        table = Table(title="mean ± standard deviation over seeds", show_header=False)
-        table.add_column(style="bold", overflow="fold")
-        shown = rows[start : start + at_once]
-        for _ in shown:
-            table.add_column(justify="right", overflow="fold")
-        for title, *cells in zip(head, *shown, strict=True):
-            table.add_row(*(Text(terminal(cell)) for cell in (title, *cells)))
-        console.print(table)
+        shown = list(zip(head, *rows[start : start + at_once], strict=True))
+        title = "mean ± standard deviation over seeds"
+        print_table(title, shown[0], shown[1:], numbers=True, console=console)
     for text in comparison.warnings:
         print_line(console, text, "yellow")
     for run in comparison.not_counted:
