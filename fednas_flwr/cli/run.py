@@ -120,17 +120,17 @@ def go_on(name: str) -> int:
     asked = read_yaml(record, str(record))["hydra"]["overrides"]["task"]
     jobs = hydra.expand_sweep(hydra.for_hydra(asked))
     for number, overrides in enumerate(jobs):
-        of_job = sorted(Path(name).glob(f"{number}_*"))
-        if of_job and is_complete(of_job[0]):
+        own = "_".join(text for text in overrides if any(text not in job for job in jobs))
+        new = f"{number}_{re.sub('[=/]', '-', own).replace('+', '')}"
+        folder = next(Path(name).glob(f"{number}_*"), Path(name) / new)
+        if is_complete(folder):
             continue
-        print(f"job {number + 1} of {len(jobs)}: {' '.join(overrides)}", flush=True)
+        print(f"job {number + 1} of {len(jobs)}: {folder.name}", flush=True)
+        (folder / ERROR_FILE).unlink(missing_ok=True)
         try:
-            if of_job and (of_job[0] / EVENTS_FILE).is_file():
-                (of_job[0] / ERROR_FILE).unlink(missing_ok=True)
-                api.run(str(of_job[0]), quiet=False)
+            if (folder / EVENTS_FILE).is_file():
+                api.run(str(folder), quiet=False)
             else:
-                folder = of_job[0] if of_job else Path(name) / f"{number}_{'_'.join(overrides)}"
-                (folder / ERROR_FILE).unlink(missing_ok=True)
                 api.run(replace(configured(overrides), run_dir=str(folder)), quiet=False)
         except Exception as error:
             fail(error, debug=False)
