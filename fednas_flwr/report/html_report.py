@@ -9,7 +9,6 @@ holds text that a client wrote.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def render_report(run_folder: Path) -> str:
     warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
     warnings.update(paragraphs("undecided", edges))
     stages = [_stage(run, name) for name in tables.STAGES if run.rounds(name)]
-    figures = all_figures(run, stages, alphas)
+    figures = all_figures(run)
     steps = {kind: shown["steps"] for kind, shown in alphas["kinds"].items()}
     config = run.folder / CONFIG_FILE
     layers = derived.get("layers") or []
@@ -97,10 +96,10 @@ def render_report(run_folder: Path) -> str:
     )
 
 
-def all_figures(
-    run: Run, stages: Sequence[dict[str, Any]], alphas: plots.Figure
-) -> dict[str, plots.Figure]:
+def all_figures(run: Run) -> dict[str, plots.Figure]:
     """Every picture of a run by name; none that would be empty."""
+    alphas = plots.alphas(run.alphas(), run.last("derived").get("genotype"))
+    stages = [_stage(run, name) for name in tables.STAGES if run.rounds(name)]
     figures = {name: figure for stage in stages for name, figure in stage["figures"].items()}
     figures |= {f"alphas_{kind}": shown["figure"] for kind, shown in alphas["kinds"].items()}
     figures |= {name: figure for name, (_, figure) in plots.class_curves(run).items()}
@@ -141,10 +140,7 @@ def picture_of(run_folder: Path, name: str) -> Picture:
     Raises:
         ConfigError: The run has no such picture.
     """
-    run = read_run(run_folder)
-    stages = [_stage(run, stage) for stage in tables.STAGES if run.rounds(stage)]
-    alphas = plots.alphas(run.alphas(), run.last("derived").get("genotype"))
-    figures = all_figures(run, stages, alphas)
+    figures = all_figures(read_run(run_folder))
     check_choice("plot", name, figures)
     return Picture(figures[name])
 

@@ -14,7 +14,7 @@ from typing import Any
 from fednas_flwr.report.templates import as_date, as_unit, count, quantiles, wilson
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import SCORES, Metric, Run, Unit
+from fednas_flwr.runs.numbers import GUESSES, SCORES, Metric, Run, Unit
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Figure = dict[str, Any]
@@ -110,9 +110,14 @@ def bars(
 
 
 def leaderboard(run: Run) -> Figure | None:
-    """Return the models that a run has compared, its own on top."""
+    """Return the models that a run has compared, its own on top.
+
+    Without guesses that are worse than every network: then differences between those can be seen.
+    """
     score, key = run.score, "accuracy" if run.score == SCORES[0] else "test"
     rows = [row for row in compared(run) if row[key] is not None]
+    least = min((score.sign * row[key] for row in rows if row["rounds"] is not None), default=0)
+    rows = [row for row in rows if row["network"] not in GUESSES or score.sign * row[key] >= least]
     if not rows:
         return None
     ends = [row["interval"] or (row[key], row[key]) for row in rows]
@@ -336,32 +341,15 @@ def reliability(run: Run) -> Figure | None:
     calibration = run.scores("central").get("calibration") or {}
     if not calibration.get("bins"):
         return None
-    confidence, accuracy, numbers = zip(*calibration["bins"], strict=True)
+    confidence, accuracy, numbers = map(list, zip(*calibration["bins"], strict=True))
+    hover = "%{x:.1%}: %{y:.1%} of %{customdata:,}<extra></extra>"
+    network = _line(confidence, accuracy, "the network", BLUE)
+    ideal = _line([0, 1], [0, 1], "calibrated", ORANGE) | {"mode": "lines"}
+    ideal["line"]["dash"] = "dash"
     look = {"range": [0, 1.02], "tickformat": ".0%"}
     titles = {"x": "probability of what is predicted", "y": "share that is right"}
-    return {
-        "data": [
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "calibrated",
-                "x": [0, 1],
-                "y": [0, 1],
-                "line": {"color": ORANGE, "dash": "dash"},
-            },
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": "the network",
-                "x": list(confidence),
-                "y": list(accuracy),
-                "customdata": list(numbers),
-                "hovertemplate": "%{x:.1%}: %{y:.1%} of %{customdata:,}<extra></extra>",
-                "line": {"color": BLUE},
-            },
-        ],
-        "layout": axes(**titles, xaxis=look, yaxis=look),
-    }
+    shown = [ideal, network | {"customdata": numbers, "hovertemplate": hover}]
+    return {"data": shown, "layout": axes(**titles, xaxis=look, yaxis=look)}
 
 
 def exploration(phases: Sequence[Event]) -> dict[str, tuple[str, Figure | None]]:

@@ -31,6 +31,7 @@ BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a
 )
 EVENTS_FILE = "events.jsonl"
 CLIENTS_LINEAR = "the clients' linear model"
+GUESSES = MAJORITY, CHANCE = "the most frequent class", "chance"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
 EVENT_FIELDS = {"alphas": {"cells"}, "round": {"bytes_dense"}}  # that runs of older versions lack
@@ -376,7 +377,7 @@ class Run:
         """The :attr:`score` of each model that a searched network has to beat, best first."""
         central = self.scores("central") if self.score == SCORES[0] else {}
         others = {
-            "the most frequent class": central.get("majority"),
+            MAJORITY: central.get("majority"),
             "the pooled linear model": self.test_score("linear"),
             "its linear skip alone": central.get("without_cells"),
             "pooled boosted trees": self.test_score("trees"),
@@ -385,7 +386,7 @@ class Run:
             if other.folder.name == LINEAR and not self.delivers_linear:
                 others[CLIENTS_LINEAR] = other.test_score()
         if self.score.chance is not None:
-            others["chance"] = self.score.chance
+            others[CHANCE] = self.score.chance
         measured = [(name, value) for name, value in others.items() if value is not None]
         return dict(sorted(measured, key=lambda pair: -self.score.sign * pair[1]))
 
