@@ -361,7 +361,7 @@ def test_commands_of_every_day_come_first(capsys: pytest.CaptureFixture[str]) ->
         cli.main(["--help"])
     text = capsys.readouterr().out
     daily, _, expert = text.partition("for experts:")
-    assert all(f"  {name} " in daily for name in cli.DAILY)
+    assert all(f"    {name} " in daily for name in cli.DAILY)
     assert "  audit " in expert
     assert "None" not in text
 

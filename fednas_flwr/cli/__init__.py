@@ -86,7 +86,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     parser.epilog = "every day:"
     for name in sorted(commands.choices, key=lambda name: name not in DAILY):
         parser.epilog += "\n\nfor experts:" if name == "lookup" else ""
-        parser.epilog += f"\n  {name:12} {commands.choices[name].description}"
+        parser.epilog += f"\n    {name:12} {commands.choices[name].description}"
     options, overrides = parser.parse_known_args(arguments)
     if overrides and not options.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")

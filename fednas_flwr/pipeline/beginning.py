@@ -411,8 +411,9 @@ def _growth(
     schedule, records = schedules[most["client"]], tuple(sorted(most["records"].items()))
     rounds = {stage: len(asked) for stage, asked in turns[most["client"]].items()}
     points: list[tuple[int, float | None]] = []
-    for share in range(1, GROWTH_POINTS + 1):
-        left = reached = round(sum(rounds.values()) * share / GROWTH_POINTS)
+    whole = sum(rounds.values())
+    for reached in sorted({round(whole * k / GROWTH_POINTS) for k in range(1, GROWTH_POINTS + 1)}):
+        left = reached
         done = {}
         for stage, number in rounds.items():
             done[stage] = min(left, number) / max(1, number)
