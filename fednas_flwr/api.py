@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fednas_flwr.algorithms.base import RoundStrategy
     from fednas_flwr.data.records import RecordsPair
     from fednas_flwr.models.prediction import Model
+    from fednas_flwr.report.html_report import Picture
     from fednas_flwr.runs.events import Listener
     from fednas_flwr.spaces.genotype import Genotype
     from fednas_flwr.spaces.space import SearchSpace
@@ -66,7 +67,18 @@ class Result:
         from fednas_flwr.runs.leaderboard import candidates, compared
         from fednas_flwr.runs.numbers import read_run
 
-        return [one.row() for one in candidates(self.folder) or compared(read_run(self.folder))]
+        chosen = [one.row() for one in candidates(self.folder)]
+        return chosen or compared(read_run(self.folder))
+
+    def plot(self, name: str = "leaderboard") -> Picture:
+        """A picture of the report, which Jupyter shows: ``clients``, ``roc``, ``retrain_loss``, ...
+
+        Raises:
+            ConfigError: The run has no such picture; the message names those that it has.
+        """
+        from fednas_flwr.report.html_report import picture_of
+
+        return picture_of(self.folder, name)
 
     @cached_property
     def genotype(self) -> Genotype | None:

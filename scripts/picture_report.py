@@ -1,4 +1,4 @@
-"""A picture of a run's report as a browser shows it, for the README: numbers, baselines, the cell.
+"""A picture of a run's report as a browser shows it first, for the README.
 
     python scripts/picture_report.py <run folder> [--output scripts/results/report.png]
 
@@ -13,8 +13,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-WIDTH, HEIGHT = 1000, 1250
-LEFT_OUT = "#use, #run, #search, #retrain, nav { display: none }"  # what comes before the cell
+WIDTH, HEIGHT = 1280, 720
 
 
 def main() -> None:
@@ -33,7 +32,6 @@ def main() -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.goto(report.resolve().as_uri())
         page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
-        page.add_style_tag(content=LEFT_OUT)
         page.screenshot(path=options.output)
         browser.close()
     print(options.output)

@@ -86,7 +86,7 @@ def main() -> None:
 
 def scores(run: Run) -> dict[str, float | None]:
     """Test scores of a run's leaderboard, by the columns' names."""
-    known, choice, metric = candidates(run.folder), chosen(run.folder), run.main_metric
+    known, choice, metric = candidates(run.folder), chosen(run.folder), run.score.name
     short = {one.name: one.short.scores("central").get(metric) for one in known}
     long = {one.name: one.row()["test"] for one in known}
     simple = max(

@@ -26,7 +26,6 @@ In a page a table stands between ``<!-- table:NAME -->`` and ``<!-- /table:NAME 
 import argparse
 import fcntl
 import json
-import math
 import os
 import re
 import sys
@@ -35,11 +34,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from scipy import stats  # type: ignore[import-untyped,unused-ignore]
-
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.report.comparison import markdown_table
+from fednas_flwr.report.comparison import markdown_table, paired_difference
 from fednas_flwr.report.templates import DASH, duration, mean_and_deviation
 
 RUN_FIELDS = {"settings", "group", "seed", "commit", "machine", "seconds", "metrics"}
@@ -184,14 +180,12 @@ def _difference(
     name, scale = column["metric"], column.get("scale", 1)
     of_other = {other["seed"]: other["metrics"][name] for other in others}
     pairs = [(run["metrics"][name], of_other.get(run["seed"])) for run in runs]
-    differences = np.array(
-        [scale * (own - other) for own, other in pairs if own is not None and other is not None]
-    )
-    if runs is others or len(differences) < 2:
+    both = [(own, other) for own, other in pairs if own is not None and other is not None]
+    if runs is others or len(both) < 2:
         return DASH
-    mean, decimals = differences.mean(), column.get("decimals", 1)
-    error = differences.std(ddof=1) / math.sqrt(len(differences))
-    reach = error * stats.t.ppf(0.975, len(differences) - 1)
+    decimals = column.get("decimals", 1)
+    mean, reach = paired_difference([scale * (own - other) for own, other in both])
+    assert reach is not None
     shown = (f"{value:+.{decimals}f}" for value in (mean, mean - reach, mean + reach))
     return "{} ({} to {})".format(*shown)
 

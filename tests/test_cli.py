@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from fednas_flwr import api, cli
 from fednas_flwr.base.errors import ConfigError
@@ -28,6 +31,7 @@ from fednas_flwr.privacy.books.ledger import Entry, Ledger
 from fednas_flwr.privacy.mechanism.accounting import prv_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.registry import algorithms
@@ -319,7 +323,8 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(
     output = capsys.readouterr()
     jobs = sorted(path.name for path in Path("sweep").iterdir() if path.is_dir())
     assert jobs == ["0_seed-1", "1_seed-2", "2_seed-3"]
-    assert "job 2_seed-3" in output.out
+    assert "job 1 of 3: 0_seed-1" in output.out
+    assert re.search(r"job 3 of 3, [\d.:]+ \w+ left: 2_seed-3", output.out)
     assert "2 of 3 jobs completed; sweep folder: " in output.out
     assert "ZeroDivisionError: disk is full" in output.err
     assert output.err.endswith("fednas: 1 job failed: 1_seed-2.\n")
@@ -328,6 +333,37 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(
     assert "1, 3" in capsys.readouterr().out
     table = json.loads(Path("table/compare.json").read_text())
     assert "1_seed-2" in json.dumps(table)
+
+    # What is missing is done where the sweep is continued, and nothing else is touched.
+    monkeypatch.setitem(handlers.ANSWERS, "train.search", search)
+    times = {job: (Path("sweep") / job / "events.jsonl").stat().st_mtime_ns for job in jobs[::2]}
+    shutil.rmtree(Path("sweep") / jobs[1])
+    assert cli.main(["run", "resume=sweep"]) == 0
+    said = capsys.readouterr().out
+    assert "job 2 of 3: " in said
+    assert "job 1 of 3" not in said
+    assert "3 of 3 jobs completed; sweep folder: sweep" in said
+    assert times == {
+        job: (Path("sweep") / job / "events.jsonl").stat().st_mtime_ns for job in jobs[::2]
+    }
+    done = sorted(path.name for path in Path("sweep").iterdir() if path.is_dir())
+    assert len(done) == 3
+    assert read_run(Path("sweep") / done[1]).config["seed"] == 2
+
+
+def test_the_name_of_a_jobs_folder_has_no_slash() -> None:
+    text = OmegaConf.create({"name": "${without_slash:experiment-search/halving}"})
+    assert text.name == "experiment-search_halving"
+
+
+def test_commands_of_every_day_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    daily, _, expert = text.partition("for experts:")
+    assert all(f"    {name} " in daily for name in cli.DAILY)
+    assert "  audit " in expert
+    assert "None" not in text
 
 
 @pytest.mark.run

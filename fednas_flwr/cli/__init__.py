@@ -30,6 +30,7 @@ from fednas_flwr.base.memory import described
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Handler = Callable[[argparse.Namespace, list[str]], int]
 
+DAILY = ("run", "data", "report", "watch", "compare", "predict", "export")
 RUN_FAILED = 1
 USER_ERROR = 2
 INCONCLUSIVE = 3  # of `fednas audit`
@@ -73,12 +74,19 @@ def _main(arguments: Sequence[str] | None) -> int:
         arguments.insert(0, "run")
         os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace(" run ", " ", 1)
     parser = argparse.ArgumentParser(
-        prog="fednas", description="Federated neural architecture search on Flower."
+        prog="fednas",
+        usage="%(prog)s [-h] [--version] command ...",
+        description="Federated neural architecture search on Flower.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fednas {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", help=argparse.SUPPRESS)
     for module in (run, results, privacy, machines):
         module.add_commands(commands)
+    parser.epilog = "every day:"
+    for name in sorted(commands.choices, key=lambda name: name not in DAILY):
+        parser.epilog += "\n\nfor experts:" if name == "lookup" else ""
+        parser.epilog += f"\n    {name:12} {commands.choices[name].description}"
     options, overrides = parser.parse_known_args(arguments)
     if overrides and not options.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
@@ -104,7 +112,7 @@ def add_command(
     summary, _, epilog = (inspect.getdoc(handler) or "").partition("\n\n")
     parser = commands.add_parser(
         name,
-        help=summary[:1].lower() + summary[1:].removesuffix("."),
+        description=summary[:1].lower() + summary[1:].removesuffix("."),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=not takes_overrides,

@@ -30,7 +30,7 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "doctor", doctor)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
     latency = commands.add_parser(
-        "latency", help="what the ops of a search space cost on a machine"
+        "latency", description="what the ops of a search space cost on a machine"
     )
     actions = latency.add_subparsers(dest="action", required=True, metavar="action")
     parser = add_command(actions, "predict", predict_latency)

@@ -59,7 +59,9 @@ def add_commands(commands: Commands) -> None:
         approval.add_argument(
             f"--{name}", type=Path, default=default, help=f"{meaning} (default: %(default)s)"
         )
-    ledger = commands.add_parser("ledger", help="what a site has booked of its privacy budgets")
+    ledger = commands.add_parser(
+        "ledger", description="what a site has booked of its privacy budgets"
+    )
     actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
     show = add_command(actions, "show", show_ledger)
     show.add_argument("--delta", type=float, default=1e-5, help="of epsilon (default: %(default)g)")

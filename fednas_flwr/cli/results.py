@@ -46,6 +46,13 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "compare", compare)
     parser.add_argument("run_folders", type=Path, nargs="+", help="run folders or sweeps")
     parser.add_argument("--output", type=Path, help="folder for compare.csv, .md, .json and .html")
+    parser.add_argument("--against", help="name of the group that differences by seed are from")
+    for kind in ("csv", "markdown", "latex"):
+        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"table as {kind}")
+    parser.add_argument("--curves", type=Path, metavar="FILE", help=".pdf, .svg or .png: see below")
+    parser.add_argument("--metric", default="train_loss", help="of --curves (default: train_loss)")
+    parser.add_argument("--stage", default="retrain", choices=("search", "retrain"))
+    parser.add_argument("--over", default="rounds", choices=("rounds", "time", "traffic"))
     parser = add_command(commands, "lookup", lookup)
     parser.add_argument("run_folders", type=Path, nargs="+", help="run folders or sweeps")
     parser.add_argument(
@@ -173,14 +180,27 @@ def watch(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def compare(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print a table of several runs, mean over seeds."""
-    from fednas_flwr.report.comparison import compare_runs, print_comparison, write_comparison
+    """Print a table of several runs, mean over seeds; or write it, a page or curves.
 
-    comparison = compare_runs(options.run_folders)
-    print_comparison(comparison)
-    if options.output is not None:
-        for path in write_comparison(comparison, options.output):
-            print(path)
+    --curves draws --metric, as rounds tell it (train_loss, validation_accuracy, ...), of --stage
+    --over rounds, time or traffic: mean and deviation over seeds. --against NAME adds the
+    difference of runs with the same seed and its 95 % interval.
+    """
+    from fednas_flwr.base.files import write_atomically
+    from fednas_flwr.report import comparison as c
+
+    comparison = c.compare_runs(options.run_folders, against=options.against)
+    c.print_comparison(comparison)
+    writers = {"csv": c.as_csv, "markdown": c.as_markdown, "latex": c.as_latex}
+    for kind, write in writers.items():
+        if path := getattr(options, kind):
+            print(write_atomically(path, write(comparison)))
+    if options.curves is not None:
+        how = {name: getattr(options, name) for name in ("metric", "stage", "over")}
+        c.write_curves(options.run_folders, options.curves, **how)
+        print(options.curves)
+    for path in [] if options.output is None else c.write_comparison(comparison, options.output):
+        print(path)
     return 0
 
 

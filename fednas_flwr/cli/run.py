@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +14,9 @@ from typing import Any
 
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice
-from fednas_flwr.base.foreign import terminal
+from fednas_flwr.base.foreign import read_yaml, terminal
 from fednas_flwr.cli import RUN_FAILED, Commands, add_command, fail, take_files
+from fednas_flwr.report.templates import duration
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
 from fednas_flwr.settings import Config
 from fednas_flwr.settings import hydra_config as hydra
@@ -22,7 +24,9 @@ from fednas_flwr.settings.configuration import check_names, parse_config
 from fednas_flwr.settings.data_settings import CSV
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
+SWEEP_FILE = "multirun.yaml"  # Hydra's, in the folder of a sweep
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
+_jobs: dict[str, float] = {"total": 0, "start": 0.0}  # of the sweep in this process
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
 
 
@@ -48,8 +52,18 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
                             algorithm.weights.lr=.05; shown by `fednas run --cfg job`
       config=<file>         the config.yaml of a run in place of conf/, to repeat it
       resume=<run folder>   continue a run that was stopped; its own configuration is used
+      resume=<sweep folder> finish the jobs of a sweep that are missing or have failed
       resume=auto           continue the newest unfinished run of these overrides, else begin one
       -m key=a,b            sweep: one run per combination, each in its own folder
+
+    Examples:
+      fednas run                                           real digits, 3 clients, a minute
+      fednas run experiment=search/recommended             the search that we recommend
+      fednas run experiment=search/recommended dataset=csv dataset.root=patients.csv
+          dataset.label=died search_space=mlp_small        the same on a table of yours
+      fednas run experiment=search/recommended_private privacy.epsilon=8
+      fednas run algorithm=fed_darts clients=10 partition=dirichlet rounds=20 seed=2
+      fednas run -m algorithm=fed_darts,feathers seed=1,2,3
 
     Options and overrides are those of Hydra: -m with hydra/launcher=joblib hydra/sweeper=optuna
     (extra `sweeps`), --cfg job --resolve, --info, --package, hydra.searchpath, +key,
@@ -74,8 +88,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             raise ConfigError(
                 f"{resumes[0]} takes no other setting: the run's own configuration is used."
             )
-        api.run(resumes[0].removeprefix("resume="), quiet=False)
-        return 0
+        return go_on(resumes[0].removeprefix("resume="))
     if asked.multirun:
         return sweep(asked)
     if asked.informs:
@@ -96,6 +109,32 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     api.run(config, quiet=False)
     return 0
+
+
+def go_on(name: str) -> int:
+    """Continue a run, or finish the jobs of a sweep that are missing; returns the exit code."""
+    record = Path(name) / SWEEP_FILE
+    if not record.is_file():
+        api.run(name, quiet=False)
+        return 0
+    asked = read_yaml(record, str(record))["hydra"]["overrides"]["task"]
+    jobs = hydra.expand_sweep(hydra.for_hydra(asked))
+    for number, overrides in enumerate(jobs):
+        own = "_".join(text for text in overrides if any(text not in job for job in jobs))
+        new = f"{number}_{re.sub('[=/]', '-', own).replace('+', '')}"
+        folder = next(Path(name).glob(f"{number}_*"), Path(name) / new)
+        if is_complete(folder):
+            continue
+        print(f"job {number + 1} of {len(jobs)}: {folder.name}", flush=True)
+        (folder / ERROR_FILE).unlink(missing_ok=True)
+        try:
+            if (folder / EVENTS_FILE).is_file():
+                api.run(str(folder), quiet=False)
+            else:
+                api.run(replace(configured(overrides), run_dir=str(folder)), quiet=False)
+        except Exception as error:
+            fail(error, debug=False)
+    return _tell_end(Path(name))
 
 
 def configured(overrides: Sequence[str], *, tell: bool = True) -> Config:
@@ -128,7 +167,9 @@ def sweep(asked: hydra.Arguments) -> int:
                 f"sweep.metric={','.join(planned.metrics)} has no effect with hydra/sweeper=basic: "
                 "set hydra/sweeper=optuna or remove it."
             )
-        _check_jobs(hydra.expand_sweep(overrides))
+        jobs = hydra.expand_sweep(overrides)
+        _check_jobs(jobs)
+        _jobs.update(total=len(jobs), start=time.monotonic())
     else:
         check_names(planned.known, hydra.given_settings(fixed).typed)
     names = [text.partition("=")[0] for text in fixed]
@@ -161,7 +202,7 @@ def run_job(tree: Any) -> float | list[float] | None:
     """
     take_files()  # in a process of the launcher
     overrides, folder = hydra.current_job()
-    print(f"job {folder.name}", flush=True)
+    print(_place(folder), flush=True)
     try:
         config = replace(configured(overrides), run_dir=str(folder))
         api.run(config, quiet=False)
@@ -175,6 +216,16 @@ def run_job(tree: Any) -> float | list[float] | None:
     if len(reached) < len(values):
         return None
     return reached[0] if isinstance(metric, str) else reached
+
+
+def _place(folder: Path) -> str:
+    """Say which job of how many begins, and when all might have ended, where that is known."""
+    total, start, number = _jobs["total"], _jobs["start"], int(folder.name.partition("_")[0])
+    if not total:
+        return f"job {folder.name}"
+    left = (time.monotonic() - start) / number * (total - number) if number else None
+    ends = "" if left is None else f", {duration(left)} left"
+    return f"job {number + 1} of {total}{ends}: {folder.name}"
 
 
 def _direction(name: str) -> str:

@@ -81,8 +81,13 @@ def _in_classes(prepared: Prepared) -> Records:
 
 def client_names(records: Records, settings: ds.Partition) -> list[str]:
     """Names of the clients: the values of the column that divides them; empty without one."""
+    return list(map(str, np.unique(sites_of(records, settings)).tolist()))
+
+
+def sites_of(records: Records, settings: ds.Partition) -> np.ndarray:
+    """The column that divides records over clients; empty without one."""
     column = str(getattr(settings, "column", "site" if settings.name == "sites" else ""))
-    return list(map(str, np.unique(records.columns.get(column, np.empty(0))).tolist()))
+    return records.columns.get(column, np.empty(0))
 
 
 def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:

@@ -31,6 +31,7 @@ BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for roun
 UNSEEN = -1e300  # logit of a class without training records: its log odds are all the same
 BINS = 100  # of probabilities, in which thresholds are sought
 CALIBRATION_BINS = 10
+MOST_CURVES, CURVE_POINTS = 10, 50  # classes, and points of each
 RESAMPLED = 50  # resamples of validation records, by which candidates are compared
 RANKS, LARGEST_RANK = 400, 10.0  # bins of log odds, and where they end
 RESAMPLES = 1000  # of the bootstrap
@@ -416,6 +417,30 @@ def per_class(
     ]
 
 
+def curves(logits_NC: Tensor, labels_N: Tensor, *, objective: Objective) -> dict[str, Any]:
+    """Return ``roc`` and ``precision_recall``, ``{class: [x, y]}``, of the scored classes.
+
+    Empty of more than ``MOST_CURVES`` classes; a class that no record or every one has is left out.
+    Each has at most ``CURVE_POINTS`` points.
+    """
+    from sklearn.metrics import precision_recall_curve, roc_curve
+
+    found: dict[str, dict[str, Any]] = {"roc": {}, "precision_recall": {}}
+    classes, ranks_NC = objective.scored_classes(logits_NC.shape[1]), objective.ranks(logits_NC)
+    for c in classes if len(classes) <= MOST_CURVES and bool(ranks_NC.isfinite().all()) else ():
+        member_N = objective.members(labels_N, c)
+        if bool(member_N.any()) and not bool(member_N.all()):
+            precision, recall, _ = precision_recall_curve(member_N, ranks_NC[:, c])
+            for kind, pair in (
+                ("roc", roc_curve(member_N, ranks_NC[:, c])[:2]),
+                ("precision_recall", (recall, precision)),
+            ):
+                last = len(pair[0]) - 1
+                at = sorted({round(k * last / (CURVE_POINTS - 1)) for k in range(CURVE_POINTS)})
+                found[kind][str(c)] = [values[at].round(4).tolist() for values in pair]
+    return found
+
+
 def intervals(
     measure: Callable[[Tensor], Mapping[str, Tensor]], num_records: int, *, seed: int
 ) -> dict[str, list[float]]:
@@ -464,6 +489,16 @@ def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
     return results
 
 
+def weighted_scores(
+    logits_NC: Tensor, labels_N: Tensor, weights_RN: Tensor, *, objective: Objective
+) -> dict[str, Tensor]:
+    """Every one of ``names.METRICS`` under each weighting of the records, float64 [R]."""
+    scores = objective.weighted_scores(logits_NC, labels_N, weights_RN)
+    for name, of_record in ((ACCURACY, objective.hits), (LOG_LOSS, objective.plain_losses)):
+        scores[name] = weights_RN @ of_record(logits_NC, labels_N).double() / weights_RN.sum(1)
+    return scores
+
+
 def detailed(
     logits_NC: Tensor,
     labels_N: Tensor,
@@ -495,12 +530,10 @@ def detailed(
     num_classes = logits_NC.shape[1]
     probabilities_NC = objective.probabilities(logits_NC.double())
     positive = objective.positive_class(num_classes)
-    hit_N = objective.hits(logits_NC, labels_N).double()
     is_positive_N = None if positive is None else objective.members(labels_N, positive)
 
     def measure(weights_RN: Tensor) -> dict[str, Tensor]:
-        numbers = {"accuracy": weights_RN @ hit_N / weights_RN.sum(1)}
-        numbers |= objective.weighted_scores(logits_NC, labels_N, weights_RN)
+        numbers = weighted_scores(logits_NC, labels_N, weights_RN, objective=objective)
         if is_positive_N is not None and threshold is not None:
             shares_N = probabilities_NC[:, positive]
             numbers |= at_threshold(shares_N, is_positive_N, threshold, weights_RN)
@@ -514,6 +547,7 @@ def detailed(
     results: dict[str, Any] = metrics | {
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,
+        "curves": curves(logits_NC, labels_N, objective=objective),
         "intervals": intervals(measure, len(labels_N), seed=seed),
         "positive": positive,
         "threshold": threshold,

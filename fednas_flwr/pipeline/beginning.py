@@ -36,6 +36,7 @@ from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.lookup import CellTable
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import Event, EventLog
+from fednas_flwr.runs.numbers import of_splits
 from fednas_flwr.runs.run_folder import PARTITION_FILE
 from fednas_flwr.server.cohort import Cohort, Emit, QuorumError, ignore_events
 from fednas_flwr.server.exchange import Exchange
@@ -53,6 +54,7 @@ SITE_PROPERTIES = (  # that each real site must tell, from which the server buil
     *("input_shape", "image_shape", "transform"),
     *("schema", "mean", "std", "class_names", "multi_label", "target"),
 )
+GROWTH_POINTS = 6  # of the curve of epsilon over rounds
 
 
 def begin(
@@ -281,6 +283,7 @@ def commit(
         data_set=privacy.data_set,
         schedule=[asdict(planned) for planned in of_all],
         clients=clients,
+        growth=_growth(clients, schedules, turns, privacy.delta),
         drawn=sampling and {"by": sampling.by, "per_round": sampling.per_round},
     )
     if any(rounds for stage, rounds in done.items() if stage != STATISTICS):
@@ -396,6 +399,33 @@ def _epsilon(
     read = [(planned.release(dict(records)), planned.splits) for planned in releases]
     epsilon = max(epsilon_per_split(read, delta, ACCOUNTANTS[PRV]).values(), default=0.0)
     return epsilon if math.isfinite(epsilon) else None
+
+
+def _growth(
+    clients: Sequence[Event],
+    schedules: Sequence[Schedule],
+    turns: Sequence[Mapping[str, Sequence[int]]],
+    delta: float,
+) -> list[tuple[int, float | None]]:
+    """Rounds, counted from the run's first, and epsilon by then, of the client that spends most."""
+    if not clients:
+        return []
+    most = max(clients, key=lambda client: of_splits(client, PRV) or math.inf)
+    schedule, records = schedules[most["client"]], tuple(sorted(most["records"].items()))
+    rounds = {stage: len(asked) for stage, asked in turns[most["client"]].items()}
+    points: list[tuple[int, float | None]] = []
+    whole = sum(rounds.values())
+    for reached in sorted({round(whole * k / GROWTH_POINTS) for k in range(1, GROWTH_POINTS + 1)}):
+        left = reached
+        done = {}
+        for stage, number in rounds.items():
+            done[stage] = min(left, number) / max(1, number)
+            left -= min(left, number)
+        steps = [math.ceil(p.steps * done.get(p.stage, 1)) for p in schedule]
+        pairs = zip(schedule, steps, strict=True)
+        released = tuple(replace(planned, steps=number) for planned, number in pairs if number)
+        points.append((reached, _epsilon(released, records, delta)))
+    return points
 
 
 def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Cohort:

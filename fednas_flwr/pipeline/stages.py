@@ -30,8 +30,9 @@ from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.making import make_objective
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
-from fednas_flwr.data.prepared import make_data
+from fednas_flwr.data.prepared import make_data, sites_of
 from fednas_flwr.models import metrics, networks
+from fednas_flwr.models.explanation import importance, mistakes
 from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.noised_scores import BINS, NoisedScores, scores_of_counts
 from fednas_flwr.models.prediction import MODEL_FILE, Model
@@ -58,7 +59,7 @@ from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import ACCURACY, AUROC, R2
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import own_parts
-from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
+from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters, layers_of
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.operations import SkipNetwork
 
@@ -200,6 +201,7 @@ def describe(
             num_parameters=count_parameters(network),
             multiply_adds=count_multiply_adds(network, run.prepared.input_shape),
             cost=cost_of(run.config, run.prepared, genotype),
+            layers=layers_of(network, run.prepared.input_shape, genotype),
         )
     return description
 
@@ -263,6 +265,18 @@ def _evaluate(
             if isinstance(network, SkipNetwork) and network.skip is not None and has_accuracy:
                 central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
+            if schema := prepared.server_test.schema:
+                central["importance"] = importance(
+                    network.eval(),
+                    test,
+                    schema,
+                    objective=objective,
+                    metric=metric,
+                    sites=sites_of(prepared.server_test, config.partition),
+                    seed=config.seed,
+                )
+            elif test.features.dtype == torch.uint8 and not objective.multi_label:
+                central["mistakes"] = mistakes(prepared.server_test, logits, labels)
         baselines = _baselines(run, objective) if pools_records(config) else {}
         data_set = data_set_of(config)
         results: dict[str, Any] = {"clients": [], "personalised": []}

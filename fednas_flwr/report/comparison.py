@@ -1,31 +1,32 @@
 """Several runs side by side: groups that differ only in the seed, with mean and deviation.
 
-`compare_runs` reads run folders or folders that hold them (a sweep); `print_comparison` and
-`write_comparison` show the result. A run that cannot be counted is listed with the reason.
+`compare_runs` reads run folders or folders that hold them (a sweep); `print_comparison`,
+`write_comparison`, `latex` and `write_curves` show the result. A run that cannot be counted is
+listed with the reason. Differences are of runs with the same seed, with Student's t.
 """
 
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from markupsafe import Markup
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml, terminal
+from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
-from fednas_flwr.report.plots import Figure, axes
-from fednas_flwr.report.tables import TEST_SEED
+from fednas_flwr.report.plots import bars, pareto
+from fednas_flwr.report.tables import GROUPS, TEST_SEED
 from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, sentence
-from fednas_flwr.report.terminal import print_line
+from fednas_flwr.report.terminal import print_line, print_table
+from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import (
     BESIDE,
     CONFIG_FILE,
@@ -38,8 +39,16 @@ from fednas_flwr.runs.numbers import (
 )
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18
+MOST_SETTINGS = 6  # that have columns
 NOT_SETTINGS = ("seed", "run_dir", "resume")
 COLUMNS = [metric for metric in METRICS if metric.compared]
+COSTS = ("multiply_adds", "num_parameters", "retrain_seconds", "traffic_mb", "epsilon")
+OVER: dict[str, Callable[[Sequence[Event]], float]] = {
+    "rounds": lambda events: events[-1]["round"],
+    "time": lambda events: sum(event["seconds"] for event in events),
+    "traffic": lambda events: sum(e["bytes_sent"] + e["bytes_received"] for e in events) / 1e6,
+}
+LABELS_OVER = {"rounds": "round", "time": "seconds", "traffic": "MB in both directions"}
 BEST_FILE = "optimization_results.yaml"  # of Hydra's Optuna sweeper, in the folder of a sweep
 
 
@@ -70,6 +79,7 @@ class Group:
     """Runs that differ only in the seed.
 
     Attributes:
+        name: What tells this group from the others, in few words.
         settings: The settings that tell this group from the others.
         seeds: The seeds, ascending.
         folders: The run folders, in the order of the seeds.
@@ -77,15 +87,12 @@ class Group:
         metrics: What the runs have reached.
     """
 
+    name: str
     settings: dict[str, Any]
     seeds: tuple[Any, ...]
     folders: tuple[str, ...]
     test_seed: bool
     metrics: dict[str, Statistics]
-
-    def name(self) -> str:
-        """The settings in one line."""
-        return ", ".join(f"{key}={_setting_text(value)}" for key, value in self.settings.items())
 
 
 @dataclass(frozen=True)
@@ -98,36 +105,90 @@ class Comparison:
         best: What an optimising sweep found best, one line per trial; its groups come first.
         groups: The groups of finished runs.
         not_counted: ``folder`` and ``reason`` of every run that is in no group.
+        metric: What the runs are compared by first, a name of ``METRICS``.
+        warnings: Where a score and accuracy disagree, a sentence each.
+        against: The name of the group that the others' differences are from; None for none.
     """
 
     best: tuple[str, ...]
     groups: tuple[Group, ...]
     not_counted: tuple[dict[str, str], ...]
+    metric: str = COLUMNS[0].name
+    warnings: tuple[str, ...] = ()
+    against: str | None = None
 
     def settings(self) -> list[str]:
         """The names of the settings that tell the groups apart."""
         return list(self.groups[0].settings) if self.groups else []
 
-    def titles(self) -> list[str]:
-        """Return the table's head."""
-        return [*self.settings(), "seeds", *map(_title, COLUMNS)]
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return head and rows of text, one per group: results first, then settings.
 
-    def rows(self) -> list[list[str]]:
-        """Return one row of text per group; ``(2 of 3)`` marks a mean that lacks a seed."""
+        Without results that no group has reached, or that are the same in all of them;
+        ``(2 of 3)`` marks a mean that lacks a seed.
+        """
+        score = self.metric.partition("_")[2]
+        ours = (self.metric, f"linear_{score}", f"trees_{score}")
+        columns = {
+            metric: [_cell(group, metric) for group in self.groups]
+            for metric in sorted(COLUMNS, key=lambda metric: metric.name != self.metric)
+            if metric.name in ours or not metric.name.startswith(("linear_", "trees_"))
+        }
+        several = len(self.groups) > 1
+        shown = {
+            metric: cells
+            for metric, cells in columns.items()
+            if {*cells} != {DASH}
+            and (metric.name == self.metric or len({c.partition(" ±")[0] for c in cells}) > several)
+        }
+        settings = self.settings() if len(self.settings()) <= MOST_SETTINGS else []
+        head = ["", *map(_title, shown), *settings, "seeds"]
+        if self.against is not None:
+            head.insert(2, f"difference from {self.against} (95 %)")
         rows = []
-        for group in self.groups:
-            cells = [_setting_text(value) for value in group.settings.values()]
-            cells.append(", ".join(str(seed) for seed in group.seeds))
-            for metric in COLUMNS:
-                form, values = FORMS[metric.unit], group.metrics[metric.name].values
-                text = mean_and_deviation(values, scale=form.scale, decimals=form.decimals)
-                unsafe = group.test_seed and metric.name == "epsilon"
-                cells.append(f"{text} ({TEST_SEED})" if unsafe else text)
-            rows.append(cells)
-        return rows
+        for place, group in enumerate(self.groups):
+            row = [group.name, *(cells[place] for cells in shown.values())]
+            if self.against is not None:
+                row.insert(2, self.difference(group))
+            values = [_setting_text(group.settings[name]) for name in settings]
+            rows.append([*row, *values, ", ".join(map(str, group.seeds))])
+        return head, rows
+
+    def difference(self, group: Group) -> str:
+        """The mean difference from the group ``against`` over the seeds that both have."""
+        other = next(one for one in self.groups if one.name == self.against)
+        pairs = [
+            (value, reference)
+            for seed, value in zip(group.seeds, group.metrics[self.metric].values, strict=True)
+            for s, reference in zip(other.seeds, other.metrics[self.metric].values, strict=True)
+            if s == seed and value is not None and reference is not None
+        ]
+        if group is other or not pairs:
+            return DASH
+        form = FORMS[next(m.unit for m in COLUMNS if m.name == self.metric)]
+        mean, half = paired_difference([form.scale * (a - b) for a, b in pairs])
+        digits = form.decimals or 3
+        text = f"{mean:+.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+        return text.replace("-", "−")
 
 
-def compare_runs(folders: Iterable[Path]) -> Comparison:
+def paired_difference(differences: Sequence[float]) -> tuple[float, float | None]:
+    """The mean of differences and half of its 95 % interval by Student's t; None of one alone."""
+    from scipy.stats import t  # type: ignore[import-untyped,unused-ignore]
+
+    number = len(differences)
+    if number < 2:
+        return fmean(differences), None
+    return fmean(differences), float(t.ppf(0.975, number - 1)) * stdev(differences) / sqrt(number)
+
+
+def _cell(group: Group, metric: Metric) -> str:
+    form, values = FORMS[metric.unit], group.metrics[metric.name].values
+    text = mean_and_deviation(values, scale=form.scale, decimals=form.decimals)
+    return f"{text} ({TEST_SEED})" if group.test_seed and metric.name == "epsilon" else text
+
+
+def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comparison:
     """Return the runs grouped by their settings.
 
     Two runs belong together when their configurations differ in nothing but seed, run_dir and
@@ -135,9 +196,10 @@ def compare_runs(folders: Iterable[Path]) -> Comparison:
 
     Args:
         folders: Run folders, or folders that hold run folders at any depth.
+        against: The name of the group that differences are from.
 
     Raises:
-        ConfigError: A folder does not exist, or there is no run in it.
+        ConfigError: A folder does not exist, or there is no run in it; or no group has the name.
     """
     folders = list(folders)
     members: dict[str, dict[Any, Run]] = {}
@@ -160,11 +222,41 @@ def compare_runs(folders: Iterable[Path]) -> Comparison:
     trials = [trial for folder in folders for trial in _best_trials(folder)]
     groups.sort(key=lambda runs: _rank(runs[0], trials))
     shown = _distinguishing([_settings(group[0]) for group in groups])
+    names = _names(groups, shown, {path.resolve() for path in folders})
+    if against is not None:
+        check_choice("--against", against, names)
+    runs = [run for group in groups for run in group]
+    score = f"central_{runs[0].score.name}" if runs else COLUMNS[0].name
+    reached = any(run.numbers().get(score) is not None for run in runs)
+    said = [(run.folder.name, sentence("disagrees", run)) for run in runs]
     return Comparison(
         best=tuple(f"best trial: {_trial_text(*trial)}" for trial in trials),
-        groups=tuple(_group(runs, shown) for runs in groups),
+        groups=tuple(_group(runs, shown, name) for runs, name in zip(groups, names, strict=True)),
         not_counted=tuple(not_counted),
+        metric=score if reached or not runs else "client_accuracy",
+        warnings=tuple(f"{folder}: {text}" for folder, text in said if text),
+        against=against,
     )
+
+
+def _names(groups: Sequence[Sequence[Run]], shown: Sequence[str], given: set[Path]) -> list[str]:
+    """Few words for each group: its folder's name where that was given, else what differs most."""
+    if all(len(runs) == 1 and runs[0].folder.resolve() in given for runs in groups):
+        folders = [runs[0].folder.resolve().name for runs in groups]
+        if len({*folders}) == len(groups):
+            return folders
+    rows = [
+        {name: _setting_text(_settings(runs[0]).get(name)) for name in shown} for runs in groups
+    ]
+    used: list[str] = []
+    for name in sorted(shown, key=lambda name: -len({row[name] for row in rows})):
+        if len({tuple(row[n] for n in used) for row in rows}) < len(rows) or not used:
+            used.append(name)
+    return [
+        ", ".join(row[n] if n in GROUPS else f"{n.rpartition('.')[2]}={row[n]}" for n in used)
+        or "run"
+        for row in rows
+    ]
 
 
 def _best_trials(folder: Path) -> list[tuple[dict[str, Any], list[float]]]:
@@ -197,18 +289,14 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     console = console or Console()
     for line in comparison.best:
         print_line(console, line, "bold")
-    rows = comparison.rows()
+    head, rows = comparison.table()
     at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
     for start in range(0, len(rows), at_once):
-        table = Table(title="mean ± standard deviation over seeds", show_header=False)
-        table.add_column(style="bold", overflow="fold")
-        shown = rows[start : start + at_once]
-        for _ in shown:
-            table.add_column(justify="right", overflow="fold")
-        for title, *cells in zip(comparison.titles(), *shown, strict=True):
-            if any(cell != DASH for cell in cells):
-                table.add_row(*(Text(terminal(cell)) for cell in (title, *cells)))
-        console.print(table)
+        shown = list(zip(head, *rows[start : start + at_once], strict=True))
+        title = "mean ± standard deviation over seeds"
+        print_table(title, shown[0], shown[1:], numbers=True, console=console)
+    for text in comparison.warnings:
+        print_line(console, text, "yellow")
     for run in comparison.not_counted:
         print_line(console, f"{run['folder']}: {run['reason']}", "yellow")
 
@@ -221,8 +309,8 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents = {
-        "csv": _csv(comparison),
-        "md": _markdown(comparison),
+        "csv": as_csv(comparison),
+        "md": as_markdown(comparison),
         "json": json.dumps(asdict(comparison), indent=2, allow_nan=False) + "\n",
         "html": _html(comparison),
     }
@@ -282,10 +370,11 @@ def _distinguishing(settings: Sequence[dict[str, Any]]) -> list[str]:
     return shown or [name for name in ("algorithm", "dataset", "partition") if name in names]
 
 
-def _group(runs: list[Run], shown: list[str]) -> Group:
+def _group(runs: list[Run], shown: list[str], name: str) -> Group:
     settings = _settings(runs[0])
     numbers = [run.numbers() for run in runs]
     return Group(
+        name=name,
         settings={name: settings.get(name) for name in shown},
         seeds=tuple(run.config.get("seed") for run in runs),
         folders=tuple(str(run.folder) for run in runs),
@@ -309,7 +398,8 @@ def _setting_text(value: Any) -> str:
     return DASH if value is None else str(value)
 
 
-def _csv(comparison: Comparison) -> str:
+def as_csv(comparison: Comparison) -> str:
+    """The groups' plain numbers, in the units of the metrics' names."""
     titles = [f"{metric.name}_{kind}" for metric in COLUMNS for kind in ("mean", "deviation")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -323,8 +413,15 @@ def _csv(comparison: Comparison) -> str:
     return text.getvalue()
 
 
-def _markdown(comparison: Comparison) -> str:
-    table = Markup("\n".join(markdown_table(comparison.titles(), comparison.rows())))
+def as_latex(comparison: Comparison) -> str:
+    """The table for a paper, with the package booktabs."""
+    head, rows = comparison.table()
+    return templates.render("compare.tex.j2", head=head, rows=rows)
+
+
+def as_markdown(comparison: Comparison) -> str:
+    """The table, and what was not counted."""
+    table = Markup("\n".join(markdown_table(*comparison.table())))
     text = templates.render("compare.md.j2", comparison=comparison, table=table)
     return text.strip() + "\n"
 
@@ -336,32 +433,83 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 
 
 def _html(comparison: Comparison) -> str:
-    """One offline page: the table, and a picture of each metric that was reached."""
-    figures = (_figure(comparison.groups, metric) for metric in COLUMNS)
+    """One offline page in the report's style: a chart, the table, and what costs what."""
+    groups = comparison.groups
+    by_name = {metric.name: metric for metric in COLUMNS}
+    main = by_name[comparison.metric]
+    found = [(group, group.metrics[main.name]) for group in groups]
+    reached = [(group, one) for group, one in found if one.mean is not None]
+    figures = {}
+    if reached:
+        ends = [_interval(group, one) for group, one in reached]
+        means = [one.mean or 0.0 for _, one in reached]
+        names = [group.name for group, _ in reached]
+        figures["results"] = bars(names, means, ends, main.label, main.unit)
+    for name in COSTS:
+        points = [
+            (group.name, cost, one.mean)
+            for group, one in reached
+            if (cost := group.metrics[name].mean) is not None and one.mean is not None
+        ]
+        if len({cost for _, cost, _ in points}) > 1:
+            figures[name] = pareto(points, by_name[name], main)
     return templates.render(
         "compare.html.j2",
         comparison=comparison,
-        drawing=Markup(templates.read_part("figures.js")),
-        figures=templates.as_json([figure for figure in figures if figure is not None]),
+        figures=figures,
+        figures_json=templates.as_json(figures),
+        **templates.page_parts(),
     )
 
 
-def _figure(groups: Sequence[Group], metric: Metric) -> Figure | None:
-    """Mean and deviation of each group, None where no run has reached the metric."""
-    found = [group.metrics[metric.name] for group in groups]
-    if all(one.mean is None for one in found):
-        return None
-    scale = FORMS[metric.unit].scale
+def _interval(group: Group, found: Statistics) -> tuple[float, float]:
+    """The 95 % interval over seeds; of one seed that of the test records, where there is one."""
+    reached = [value for value in found.values if value is not None]
+    mean, half = paired_difference(reached)
+    return (mean, mean) if half is None else (mean - half, mean + half)
 
-    def scaled(values: Iterable[float | None]) -> list[float | None]:
-        return [None if value is None else value * scale for value in values]
 
-    points = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [group.name() for group in groups],
-        "y": scaled(one.mean for one in found),
-        "marker": {"size": 9},
-        "error_y": {"array": scaled(one.deviation for one in found)},
-    }
-    return {"data": [points], "layout": axes(x="", y=_title(metric))}
+def write_curves(
+    folders: Iterable[Path], path: Path, *, metric: str, over: str = "rounds", stage: str = "search"
+) -> None:
+    """Draw a metric of the rounds, mean and deviation over seeds, into a PDF, SVG or PNG file.
+
+    Args:
+        folders: As of :func:`compare_runs`.
+        path: The file.
+        metric: Of ``round`` events, such as ``validation_accuracy``.
+        over: ``rounds``, ``time`` in seconds or ``traffic`` in MB, of the stage until then.
+        stage: ``search`` or ``retrain``.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or no run has the metric.
+    """
+    try:
+        from matplotlib.figure import Figure as Picture
+    except ImportError as error:
+        raise ConfigError(
+            "--curves needs matplotlib: install fednas_flwr[plots], or use compare.html."
+        ) from error
+    picture = Picture(figsize=(6, 4), layout="constrained")
+    axes = picture.subplots()
+    for group in compare_runs(folders).groups:
+        runs = [read_run(Path(folder)).rounds(stage) for folder in group.folders]
+        runs = [[e for e in rounds if e["metrics"].get(metric) is not None] for rounds in runs]
+        columns = list(zip(*runs, strict=False))  # of the rounds that all seeds have
+        if not columns:
+            continue
+        x = [fmean(OVER[over](rounds[: k + 1]) for rounds in runs) for k in range(len(columns))]
+        means = [fmean(e["metrics"][metric] for e in events) for events in columns]
+        spreads = [
+            stdev(e["metrics"][metric] for e in events) if len(events) > 1 else 0
+            for events in columns
+        ]
+        axes.plot(x, means, label=group.name)
+        low, high = ([m + k * s for m, s in zip(means, spreads, strict=True)] for k in (-1, 1))
+        axes.fill_between(x, low, high, alpha=0.2)
+    if not axes.lines:
+        raise ConfigError(f"no run has the metric {metric} in its rounds of {stage}.")
+    axes.set(xlabel=LABELS_OVER[over], ylabel=metric.replace("_", " "))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    picture.savefig(path)

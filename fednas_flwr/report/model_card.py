@@ -15,6 +15,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import tables, templates
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.events import records_of
 from fednas_flwr.runs.numbers import SCORES, Run, flat_settings, read_run
 
@@ -31,7 +32,7 @@ def write_model_card(run_folder: Path) -> Path:
     Raises:
         ConfigError: The folder holds no events.jsonl.
     """
-    place = json.dumps(str(run_folder), ensure_ascii=False)
+    place = json.dumps(run_folder.resolve().name, ensure_ascii=False)
     return write_atomically(run_folder / "MODEL_CARD.md", _card(read_run(run_folder), place))
 
 
@@ -86,7 +87,7 @@ def _metadata(run: Run) -> ModelCardData:
         if score.hub and numbers[f"central_{score.name}"] is not None
     ]
     return ModelCardData(
-        model_name=terminal(tables.title(run)),
+        model_name=terminal(sentence("title", run)),
         library_name="fednas_flwr",
         pipeline_tag=task,
         tags=["federated-learning", "neural-architecture-search", "onnx"],

@@ -7,22 +7,25 @@ light or dark page, and the numbers inside the partition's picture where there i
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from statistics import fmean
 from typing import Any
 
-from fednas_flwr.report.templates import quantiles
+from fednas_flwr.report.templates import as_date, as_unit, count, quantiles, wilson
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.numbers import Run
+from fednas_flwr.runs.leaderboard import compared
+from fednas_flwr.runs.numbers import GUESSES, SCORES, Metric, Run, Unit
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Figure = dict[str, Any]
 
 CATEGORIES: Figure = {"type": "category", "showgrid": False}  # an axis of names
 DOWNWARDS = CATEGORIES | {"autorange": "reversed"}
-BLUE, ORANGE, GREEN = "#3b82f6", "#e8842c", "#2ea36b"
+BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#e8842c", "#2ea36b", "#8b98a9"
+COLOURS = (BLUE, ORANGE, GREEN, "#9a5bd0", "#d64b6a", "#1d9fb0", "#a38a1c", GREY)
 MOST_MARKERS = 60
 MOST_SLIDER_STEPS = 60
-LONGEST_NAME = 18
+LONGEST_NAME = 24
 
 
 def curves(
@@ -33,7 +36,7 @@ def curves(
     percent: bool = False,
     log: bool = False,
 ) -> Figure | None:
-    """Return metrics over rounds; a round without the metric is a gap.
+    """Return metrics over rounds, of two rounds or more; a round without the metric is a gap.
 
     Args:
         rounds: ``round`` events by ascending round.
@@ -46,14 +49,163 @@ def curves(
     traces = []
     for (metric, label), colour in zip(series.items(), (BLUE, ORANGE), strict=False):
         values = [event["metrics"].get(metric) for event in rounds]
-        if any(value is not None for value in values):
+        if sum(value is not None for value in values) > 1:
             traces.append(_line(numbers, values, label, colour))
     if not traces:
         return None
     look: Figure = {"tickformat": ".0%", "rangemode": "tozero"} if percent else {}
     look |= {"type": "log", "dtick": 1, "exponentformat": "power"} if log else {}
-    layout = axes(x="round", y=title, yaxis=look, showlegend=len(series) > 1)
+    layout = axes(x="round", y=title, yaxis=look, showlegend=len(traces) > 1)
     return {"data": traces, "layout": layout}
+
+
+def bars(
+    names: Sequence[str],
+    values: Sequence[float],
+    ends: Sequence[tuple[float, float]],
+    title: str,
+    unit: Unit,
+    *,
+    from_zero: bool = False,
+) -> Figure:
+    """Return horizontal bars with 95 % intervals, the first in another colour.
+
+    The axis begins at a tenth below all intervals, so that they can be told apart.
+
+    Args:
+        names: Of the bars, from above.
+        values: Their lengths.
+        ends: Their intervals, ``(value, value)`` for none.
+        title: What the values are.
+        unit: Of the values.
+        from_zero: True if the axis begins at 0 or below, as that of differences.
+    """
+    low, high = min(map(min, ends)), max(map(max, ends))
+    start = min(0.0, low) if from_zero else max(0.0, math.floor(10 * low - 0.5) / 10)
+    end = 1 if unit == "share" and high > 0.5 else high + 0.05 * (high - start)
+    trace = {
+        "type": "bar",
+        "orientation": "h",
+        "y": _distinct([_short(name) for name in names]),
+        "x": values,
+        "text": [as_unit(value, unit).replace("-", "−") for value in values],
+        "error_x": {
+            "array": [high - value for value, (_, high) in zip(values, ends, strict=True)],
+            "arrayminus": [value - low for value, (low, _) in zip(values, ends, strict=True)],
+        },
+        "customdata": [f"{as_unit(a, unit)} to {as_unit(b, unit)}" for a, b in ends],
+        "hovertemplate": "%{y}: %{text}, 95 % %{customdata}<extra></extra>",
+        "marker": {"color": [BLUE, *[BLUE if from_zero else GREY] * (len(names) - 1)]},
+    }
+    look = {"tickformat": ".0%"} if unit == "share" else {}
+    layout = axes(
+        x=title,
+        y="",
+        xaxis={"range": [start, end], **look},
+        yaxis=DOWNWARDS,
+        height=60 + 25 * len(names),
+        showlegend=False,
+    )
+    return {"data": [trace], "layout": layout}
+
+
+def leaderboard(run: Run) -> Figure | None:
+    """Return the models that a run has compared, its own on top.
+
+    Without guesses that are worse than every network: then differences between those can be seen.
+    """
+    score, key = run.score, "accuracy" if run.score == SCORES[0] else "test"
+    rows = [row for row in compared(run) if row[key] is not None]
+    least = min((score.sign * row[key] for row in rows if row["rounds"] is not None), default=0)
+    rows = [row for row in rows if row["network"] not in GUESSES or score.sign * row[key] >= least]
+    if not rows:
+        return None
+    ends = [row["interval"] or (row[key], row[key]) for row in rows]
+    names, values = [row["network"] for row in rows], [row[key] for row in rows]
+    return bars(names, values, ends, f"{score.label} on test records", score.unit)
+
+
+def importance(run: Run) -> Figure | None:
+    """Return by how much the score falls where a column's values are shuffled, with intervals."""
+    columns = (run.scores("central").get("importance") or {}).get("columns", [])[:MOST_SHOWN]
+    if not columns:
+        return None
+    names, drops = [c["name"] for c in columns], [c["drop"] for c in columns]
+    title = f"loss of {run.score.label} without the column"
+    return bars(names, drops, [c["interval"] for c in columns], title, "score", from_zero=True)
+
+
+def pareto(points: Sequence[tuple[str, float, float]], cost: Metric, score: Metric) -> Figure:
+    """Return scores over costs, and the front: those that no other beats in both, as a line."""
+    ordered = sorted(points, key=lambda point: (point[1], -point[2]))
+    front = [p for i, p in enumerate(ordered) if all(p[2] > other[2] for other in ordered[:i])]
+    look = {"tickformat": ".0%"} if score.unit == "share" else {}
+    names, xs, ys = zip(*ordered, strict=True)
+    dots = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": xs,
+        "y": ys,
+        "customdata": names,
+        "hovertemplate": "%{customdata}: %{y} at %{x}<extra></extra>",
+        "marker": {"size": 9, "color": BLUE},
+    }
+    line = _line([x for _, x, _ in front], [y for *_, y in front], "front", ORANGE)
+    layout = axes(
+        x=cost.label + (" (MB)" if cost.unit == "megabytes" else ""),
+        y=score.label,
+        yaxis=look,
+        showlegend=False,
+    )
+    return {"data": [line | {"mode": "lines", "hoverinfo": "skip"}, dots], "layout": layout}
+
+
+def effects(run: Run) -> dict[str, Figure]:
+    """Return the mean probability of the positive class over values of a column, by its name."""
+    found = {}
+    for place, effect in enumerate(
+        (run.scores("central").get("importance") or {}).get("effects", [])
+    ):
+        xs, ys = effect["x"], effect["y"]
+        line = _line(xs, ys, "probability", BLUE)
+        if effect["kind"] != "number":
+            xs = xs if effect["kind"] == "category" else [as_date(days) for days in xs]
+            line = {"type": "bar", "x": xs, "y": ys, "marker": {"color": BLUE}}
+        look = {"tickformat": ".0%", "range": [0, 1]}
+        layout = axes(x=_short(effect["name"]), y="", yaxis=look, height=190, showlegend=False)
+        found[f"effect_{place}"] = {"data": [line], "layout": layout}
+    return found
+
+
+def epsilon(run: Run) -> Figure | None:
+    """Return epsilon over the rounds of the client that spends most."""
+    points = (run.privacy or {}).get("growth") or []
+    if len(points) < 2:
+        return None
+    rounds, values = zip(*points, strict=True)
+    line = _line(list(rounds), list(values), "epsilon", BLUE)
+    layout = axes(x="round", y="epsilon", yaxis={"rangemode": "tozero"}, showlegend=False)
+    return {"data": [line], "layout": layout}
+
+
+def class_curves(run: Run) -> dict[str, tuple[str, Figure]]:
+    """Return ROC and precision-recall curves of the classes that scores are of, by short name."""
+    curves, names = run.scores("central").get("curves") or {}, run.class_names
+    titles = {
+        "roc": ("ROC", "false positive rate", "true positive rate"),
+        "precision_recall": ("Precision and recall", "recall", "precision"),
+    }
+    found = {}
+    for kind, by_class in curves.items():
+        heading, x, y = titles[kind]
+        traces = [
+            _line(xs, ys, _short(names[int(c)]), colour) | {"mode": "lines"}
+            for (c, (xs, ys)), colour in zip(by_class.items(), cycle(COLOURS), strict=False)
+        ]
+        look = {"range": [0, 1.02], "tickformat": ".0%"}
+        layout = axes(x=x, y=y, xaxis=look, yaxis=look, showlegend=len(traces) > 1)
+        found[kind] = heading, {"data": traces, "layout": layout}
+    return found
 
 
 def percentiles(run: Run, stage: str) -> Figure | None:
@@ -68,7 +220,7 @@ def percentiles(run: Run, stage: str) -> Figure | None:
 
 
 def traffic(rounds: Sequence[Event]) -> Figure | None:
-    """Return the megabytes that the server sent and received in each round."""
+    """Return the megabytes that the server sent and received in each round, if they differ."""
     numbers = [event["round"] for event in rounds]
     traces = []
     for key, label, colour in (
@@ -76,7 +228,7 @@ def traffic(rounds: Sequence[Event]) -> Figure | None:
         ("bytes_received", "received", ORANGE),
     ):
         values = [event[key] / 1e6 for event in rounds]
-        if any(values):
+        if len(set(values)) > 1:
             traces.append(_line(numbers, values, label, colour))
             if label == "received":  # both directions are often equal: keep the line below visible
                 traces[-1]["line"]["dash"] = "dash"
@@ -110,40 +262,46 @@ def partition(event: Event) -> Figure | None:
     return {"data": [trace], "layout": layout}
 
 
-def client_accuracy(event: Event) -> Figure | None:
-    """Return the test accuracy of every client as bars, with the mean and the server's as lines.
+def client_accuracy(run: Run) -> Figure | None:
+    """Return the test accuracy of every client with its 95 % interval, and the mean as a line.
 
     Of more than ``MOST_SHOWN`` clients the bars are quantiles, from the worst to the best.
     The axis runs from 0 to 1, and further where noise has carried an accuracy out of that range; it
     begins at a tenth above 0 where all accuracies are above that, so that they can be told apart.
     """
-    clients = [c for c in event.get("clients") or [] if c.get("accuracy") is not None]
-    if not clients:
+    clients = run.client_results()
+    if len(clients) < 2:
         return None
     names = [str(client["client"]) for client in clients]
     values = [client["accuracy"] for client in clients]
-    sizes = [client.get("num_examples") for client in clients]
+    sizes = [f"<br>{count(client.get('num_examples'))} test records" for client in clients]
     mean, who = fmean(values), "client"
-    if len(values) > MOST_SHOWN:
-        values, sizes = quantiles(values), [None] * len(QUANTILES)
+    if many := len(values) > MOST_SHOWN:
+        values, sizes = quantiles(values), [""] * len(QUANTILES)
         names, who = [f"{share:.0%}" for share in QUANTILES], "quantile"
-    data: list[Figure] = [
-        {
-            "type": "bar",
-            "name": who,
-            "x": names,
-            "y": values,
-            "customdata": ["" if n is None else f"<br>{n:,} test records" for n in sizes],
-            "hovertemplate": f"{who} %{{x}}: %{{y:.1%}}%{{customdata}}<extra></extra>",
-            "marker": {"color": BLUE, "opacity": 0.7},
-        },
-        _level(names, mean, "mean of the clients", ORANGE, "dash"),
-    ]
-    central = (event.get("central") or {}).get("accuracy")
+    bars = {
+        "type": "bar",
+        "name": who,
+        "x": names,
+        "y": values,
+        "customdata": sizes,
+        "hovertemplate": f"{who} %{{x}}: %{{y:.1%}}%{{customdata}}<extra></extra>",
+        "marker": {"color": BLUE},
+    }
+    lowest = min(values)
+    if not many and not run.is_private:
+        ends = [wilson(client["accuracy"], client.get("num_examples")) for client in clients]
+        lows, highs = zip(*ends, strict=True)
+        up = [high - value for value, high in zip(values, highs, strict=True)]
+        down = [value - low for value, low in zip(values, lows, strict=True)]
+        bars["error_y"] = {"array": up, "arrayminus": down}
+        lowest = min(lows)
+    data: list[Figure] = [bars, _level(names, mean, "mean of the clients", ORANGE, "dash")]
+    central = run.scores("central").get("accuracy")
     if central is not None:
         data.append(_level(names, central, "server's test set", GREEN, "dot"))
-    lowest = min([*values, *([] if central is None else [central])])
-    start = max(0, math.floor(10 * lowest - 1) / 10) if lowest >= 0 else lowest
+        lowest = min(lowest, central)
+    start = max(0, math.floor(10 * lowest) / 10) if lowest >= 0 else lowest
     shares = {"tickformat": ".0%", "range": [start, max(1, *values)]}
     return {"data": data, "layout": axes(x=who, y="test accuracy", xaxis=CATEGORIES, yaxis=shares)}
 
@@ -170,9 +328,10 @@ def alphas(events: Sequence[Event], genotype: Mapping[str, Any] | None) -> Figur
     for kind in newest["alphas"]:
         shares = [[_softmax(row) for row in event["alphas"][kind]] for event in chosen]
         labels = edge_labels(len(shares[-1]))
-        most = max(value for step in shares for row in step for value in row)
+        values = [value for step in shares for row in step for value in row]
+        ends = min(values), max(values)
         kept = (genotype or {}).get("cells", {}).get(kind, [])
-        figure = _alpha_figure(labels, newest["ops"], shares[-1], most, kept)
+        figure = _alpha_figure(labels, newest["ops"], shares[-1], ends, kept)
         kinds[kind] = {"figure": figure, "steps": shares}
     return {"rounds": [event["round"] for event in chosen], "kinds": kinds}
 
@@ -182,25 +341,14 @@ def reliability(run: Run) -> Figure | None:
     calibration = run.scores("central").get("calibration") or {}
     if not calibration.get("bins"):
         return None
-    confidence, accuracy, numbers = zip(*calibration["bins"], strict=True)
+    confidence, accuracy, numbers = map(list, zip(*calibration["bins"], strict=True))
+    hover = "%{x:.1%}: %{y:.1%} of %{customdata:,}<extra></extra>"
+    network = _line(confidence, accuracy, "the network", BLUE)
+    ideal = _diagonal("calibrated", [0, 1])
     look = {"range": [0, 1.02], "tickformat": ".0%"}
     titles = {"x": "probability of what is predicted", "y": "share that is right"}
-    return {
-        "data": [
-            _diagonal("calibrated", [0, 1]),
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": "the network",
-                "x": list(confidence),
-                "y": list(accuracy),
-                "customdata": list(numbers),
-                "hovertemplate": "%{x:.1%}: %{y:.1%} of %{customdata:,}<extra></extra>",
-                "line": {"color": BLUE},
-            },
-        ],
-        "layout": axes(**titles, xaxis=look, yaxis=look),
-    }
+    shown = [ideal, network | {"customdata": numbers, "hovertemplate": hover}]
+    return {"data": shown, "layout": axes(**titles, xaxis=look, yaxis=look)}
 
 
 def predictions(run: Run) -> Figure | None:
@@ -291,7 +439,7 @@ def _alpha_figure(
     labels: list[str],
     ops: list[str],
     shares: list[list[float]],
-    most: float,
+    ends: tuple[float, float],
     kept: Sequence[Mapping[str, Any]],
 ) -> Figure:
     cells = heat(ops, labels, shares, "%{y}<br>%{x}: %{z:.3f}<extra></extra>")
@@ -314,12 +462,12 @@ def _alpha_figure(
         yaxis=DOWNWARDS,
         height=130 + 24 * len(labels),
         showlegend=False,
-        coloraxis=colours(0, most, title="share"),
+        coloraxis=colours(*ends, title="share"),
     )
     return {"data": [cells, chosen] if marks else [cells], "layout": layout}
 
 
-def _line(x: list[int], y: Sequence[float | None], name: str, colour: str) -> Figure:
+def _line(x: Sequence[float], y: Sequence[float | None], name: str, colour: str) -> Figure:
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(x) <= MOST_MARKERS else "lines",
@@ -332,15 +480,14 @@ def _line(x: list[int], y: Sequence[float | None], name: str, colour: str) -> Fi
 
 
 def _level(names: list[str], value: float, name: str, colour: str, dash: str) -> Figure:
-    """Return a horizontal line, or a point where a single client leaves no room for a line."""
+    """Return a horizontal line."""
     return {
         "type": "scatter",
-        "mode": "lines" if len(names) > 1 else "markers",
+        "mode": "lines",
         "name": name,
         "x": names,
         "y": [value] * len(names),
         "line": {"color": colour, "dash": dash, "width": 2},
-        "marker": {"color": colour, "size": 10},
         "hovertemplate": f"{name}: %{{y:.1%}}<extra></extra>",
     }
 

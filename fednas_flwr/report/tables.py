@@ -8,12 +8,13 @@ never left out of a maximum. Every epsilon is rounded up. Sentences are macros o
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from fednas_flwr.report.templates import (
     DASH,
     FORMS,
+    as_date,
     as_unit,
     count,
     duration,
@@ -22,10 +23,11 @@ from fednas_flwr.report.templates import (
     quantiles,
     score,
     sentence,
+    wilson,
 )
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import LABELS, METRICS, SCORES, UNITS, Run, of_splits
+from fednas_flwr.runs.numbers import METRICS, SCORES, Run, of_splits
 from fednas_flwr.settings.names import GDP, MOST_SHOWN, PRV, QUANTILES, RDP
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
@@ -53,15 +55,6 @@ SHOWN = {  # what a reader asks first; all settings stand in the configuration
 }
 
 
-def title(run: Run) -> str:
-    """Return the page's title: algorithm and data, else the folder's name."""
-    if not run.config:
-        return f"Run {run.folder.resolve().name}"
-    searched = "algorithm" in run.settings
-    what = run.group("algorithm").get("name", DASH) if searched else "Given genotype"
-    return f"{what} on {run.group('dataset').get('name', DASH)}"
-
-
 def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
     """Label and text of each metric of these names that the run has reached."""
     rows = []
@@ -74,8 +67,10 @@ def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
 
 
 def scores(run: Run) -> list[tuple[str, str]]:
-    """Label and text of all that says how good the run's model and simpler ones are."""
-    return reached(run, [m.name for m in METRICS if m.is_score or m.unit == "error"])
+    """Label and text of all that says how good the run's model is; simpler ones have a table."""
+    simpler = ("linear_", "trees_")
+    names = [metric.name for metric in METRICS if metric.is_score or metric.unit == "error"]
+    return reached(run, [name for name in names if not name.startswith(simpler)])
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -101,7 +96,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("data", ". ".join(run.last("data").get("found") or [])),
         *((name, str(started.get(name) or "")) for name in ("commit", "machine", "device")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("folder", str(run.folder.resolve())),
+        ("folder", run.folder.resolve().name),
     ]
     return [(name, value) for name, value in facts if value]
 
@@ -131,7 +126,10 @@ def column_rows(run: Run) -> list[list[str]]:
     for column in (c for c in inputs["schema"] if c["kind"] != "category"):
         mean, std = next(pairs)
         also = ", with a feature that says if it is missing" if column["indicator"] else ""
-        rows[column["name"]] = [column["name"], column["kind"] + also, f"{mean:.6g}, {std:.6g}"]
+        text = f"{mean:.6g}, {std:.6g}"
+        if column["kind"] == "date":
+            text = f"{as_date(mean)}, {std:.3g} days"
+        rows[column["name"]] = [column["name"], column["kind"] + also, text]
     for column in (c for c in inputs["schema"] if c["kind"] == "category"):
         rows[column["name"]] = [column["name"], f"one of {', '.join(column['categories'])}", DASH]
     return [rows[column["name"]] for column in inputs["schema"]]
@@ -157,13 +155,13 @@ def score_table(run: Run) -> Table | None:
     shown = [model for model, values in measured.items() if values]
     rows = []
     for kind in SCORES:
-        if central.get(kind.name) is None:
+        if kind.of(central) is None:
             continue
         low_high = (central.get("intervals") or {}).get(kind.name)
         text = FORMS[kind.unit].text
         interval = f"{text(low_high[0])} to {text(low_high[1])}" if low_high else DASH
-        others = [text(measured[model].get(kind.name)) for model in shown[1:]]
-        rows.append([kind.label, text(central[kind.name]), interval, *others])
+        others = [text(kind.of(measured[model])) for model in shown[1:]]
+        rows.append([kind.label, text(kind.of(central)), interval, *others])
     rows += [
         [name, score(value), DASH, *[DASH] * (len(shown) - 1)]
         for name, value in (central.get("own") or {}).items()
@@ -173,37 +171,45 @@ def score_table(run: Run) -> Table | None:
 
 
 def leaderboard_table(run: Run) -> Table | None:
-    """Return the networks that a run has compared; None of a run that has compared none."""
-    networks = compared(run)
-    if len(networks) < 2:
+    """Return the models that a run has compared; None of a run that has compared none."""
+    models, score = compared(run), run.score
+    if len(models) < 2:
         return None
-    rows = [one.row() for one in networks]
-    label, by_accuracy = LABELS[run.main_metric], run.main_metric == SCORES[0].name
-    alone = by_accuracy or run.is_regression
-    chose = any(row["validation"] is not None for row in rows)
-    text = FORMS[UNITS[run.main_metric]].text
-    head = ["network", *([f"validation {label} ± error"] if chose else [])]
-    head += [f"test {label} (95 %)", *([] if alone else ["test accuracy"])]
-    head += ["parameters", "rounds", "time", *(["epsilon"] if run.is_private else []), ""]
-    cells = []
-    for row in rows:
-        low_high, validation = row["interval"], row["validation"]
-        interval = f" ({text(low_high[0])} – {text(low_high[1])})" if low_high else ""
-        error = f" ± {text(row['standard_error'])}" if validation is not None else ""
-        test = row["accuracy"] if by_accuracy else row["test"]
-        line = [row["network"], *([f"{text(validation)}{error}"] if chose else [])]
-        line += [text(test) + interval, *([] if alone else [percent(row["accuracy"])])]
-        line += [count(row["parameters"]), count(row["rounds"]), duration(row["seconds"])]
-        if run.is_private:
-            line.append(epsilon_text(row["epsilon"]))
-        cells.append([*line, row["reason"]])
-    for model in ("linear", "trees"):
-        if scores := run.scores(model):
-            value = scores.get(run.main_metric)
-            line = [f"{MODELS[model]} on pooled records", *([DASH] if chose else []), text(value)]
-            line += [] if alone else [percent(scores.get("accuracy"))]
-            cells.append(line + [""] * (len(head) - len(line)))
-    return "Networks that were compared", head, cells
+    text, by_accuracy = FORMS[score.unit].text, score == SCORES[0]
+
+    def validation(row: dict[str, Any]) -> str:
+        if row["validation"] is None:
+            return DASH
+        return f"{text(row['validation'])} ± {text(row['standard_error'])}"
+
+    def test(row: dict[str, Any]) -> str:
+        low_high = row["interval"]
+        ends = f" ({text(low_high[0])} – {text(low_high[1])})" if low_high else ""
+        return text(row["accuracy"] if by_accuracy else row["test"]) + ends
+
+    chose = any(row["validation"] is not None for row in models)
+    columns: list[tuple[str, bool, Callable[[dict[str, Any]], str]]] = [
+        ("network", True, lambda row: row["network"]),
+        (f"validation {score.label} ± error", chose, validation),
+        (f"test {score.label} (95 %)", True, test),
+        (
+            "test accuracy",
+            not (by_accuracy or run.is_regression),
+            lambda row: percent(row["accuracy"]),
+        ),
+        ("parameters", True, lambda row: count(row["parameters"])),
+        ("rounds", True, lambda row: count(row["rounds"])),
+        ("time", True, lambda row: duration(row["seconds"])),
+        (
+            "epsilon",
+            run.is_private,
+            lambda row: epsilon_text(row["epsilon"]) if row["rounds"] else DASH,
+        ),
+        ("", any(row["reason"] for row in models), lambda row: row["reason"]),
+    ]
+    shown = [(head, cell) for head, known, cell in columns if known]
+    head = [title for title, _ in shown]
+    return "Models that were compared", head, [[cell(row) for _, cell in shown] for row in models]
 
 
 def class_table(run: Run) -> Table | None:
@@ -231,12 +237,15 @@ def confusion_table(run: Run) -> Table | None:
 
 
 def client_table(run: Run) -> Table | None:
-    """Return the scores on each client's own test records, where clients tell them."""
-    clients = run.client_results()
-    shown = [s for s in SCORES if any(client.get(s.name) is not None for client in clients)]
-    if shown in ([], [SCORES[0]]):
+    """Return the scores on each client's own test records, where clients tell them.
+
+    Accuracies have the 95 % interval of Wilson (1927), unless noise hides how many were right.
+    """
+    clients: Sequence[Mapping[str, Any]] = run.client_results()
+    shown = [s for s in SCORES if any(s.of(client) is not None for client in clients)]
+    if not shown:
         return None
-    if len(clients) > MOST_SHOWN:
+    if many := len(clients) > MOST_SHOWN:
         names = [*(kind.name for kind in shown), "num_examples"]
         values = {n: [c[n] for c in clients if c.get(n) is not None] for n in names}
         columns = {name: quantiles(known) for name, known in values.items()}
@@ -244,15 +253,16 @@ def client_table(run: Run) -> Table | None:
             {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in columns.items()}}
             for i, share in enumerate(QUANTILES)
         ]
-    rows = [
-        [
-            str(client["client"]),
-            *(FORMS[kind.unit].text(client.get(kind.name)) for kind in shown),
-            count(client.get("num_examples")),
-        ]
-        for client in clients
-    ]
+    with_interval = not many and not run.is_private
+    rows = []
+    for client in clients:
+        row = [FORMS[kind.unit].text(kind.of(client)) for kind in shown]
+        if with_interval:
+            low, high = wilson(client["accuracy"], client.get("num_examples"))
+            row.insert(1, f"{percent(low)} to {percent(high)}")
+        rows.append([str(client["client"]), *row, count(client.get("num_examples"))])
     head = ["client", *(kind.label for kind in shown), "records"]
+    head[2:2] = ["95 % interval"] if with_interval else []
     return "Each client's own test records", head, rows
 
 

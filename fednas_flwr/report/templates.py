@@ -14,9 +14,11 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date, timedelta
 from decimal import ROUND_CEILING, Decimal
 from functools import cache
 from importlib import resources
+from pathlib import PurePath
 from statistics import fmean, stdev
 from typing import Any
 
@@ -43,6 +45,26 @@ def quantiles(values: Sequence[float]) -> list[float]:
     """Return the ``QUANTILES`` of one value or more, each of them one of the values."""
     ordered = sorted(values)
     return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES]
+
+
+def wilson(share: float, number: int | None, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share of ``number`` records (Wilson 1927); all of [0, 1] of unknown.
+
+    Example:
+        >>> [round(end, 3) for end in wilson(0.8, 10)]
+        [0.49, 0.943]
+    """
+    if not number:
+        return 0.0, 1.0
+    scale = 1 + z**2 / number
+    centre = (share + z**2 / (2 * number)) / scale
+    half = z * math.sqrt(share * (1 - share) / number + z**2 / (4 * number**2)) / scale
+    return centre - half, centre + half
+
+
+def as_date(days: float) -> str:
+    """Return a day since 1970 as ``2024-05-31``."""
+    return str(date(1970, 1, 1) + timedelta(days=round(days)))
 
 
 def rounds_text(number: int) -> str:
@@ -160,7 +182,7 @@ FORMS: dict[Unit, Form] = {
     "share": Form(percent, " (%)", scale=100, decimals=1),
     "score": Form(score, decimals=3),
     "error": Form(figures),
-    "count": Form(count, " (M)", scale=1e-6),
+    "count": Form(count, " (k)", scale=1e-3),
     "seconds": Form(duration, " (s)"),
     "megabytes": Form(megabytes, " (MB)"),
     "number": Form(count),
@@ -181,10 +203,12 @@ FORMATS = {  # filters
     "as_unit": as_unit,
     "literal": lambda value: json.dumps(value, ensure_ascii=False),
     "shell_word": shlex.quote,
+    "basename": lambda path: PurePath(str(path)).name,
     "score": score,
     "largest": largest,
     "counted": lambda values: Counter(values).most_common(),
     "summed": lambda events, key: sum(event.get(key) or 0 for event in events),
+    "tex": lambda text: re.sub(r"([&%$#_{}])", r"\\\1", text).replace("±", r"$\pm$"),
     "figures": figures,
     "total": lambda parts: sum(parts.values() if isinstance(parts, dict) else parts),
 }
@@ -219,13 +243,24 @@ def _sentences() -> Any:
 def _environment(**options: Any) -> Environment:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, **options)  # noqa: S701
     environment.filters |= FORMATS
-    environment.globals |= {"DASH": DASH, "QUANTILES": QUANTILES, "overall": overall}
+    environment.globals |= {
+        "DASH": DASH,
+        "QUANTILES": QUANTILES,
+        "overall": overall,
+        "wilson": wilson,
+    }
     return environment
 
 
 def read_part(name: str) -> str:
     """Read a file of ``page/``: template, style or script."""
     return (resources.files("fednas_flwr.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def page_parts() -> dict[str, Markup]:
+    """Style and scripts of a page."""
+    parts = {"style": "style.css", "script": "script.js", "drawing": "figures.js"}
+    return {part: Markup(read_part(name)) for part, name in parts.items()}  # noqa: S704
 
 
 def as_json(value: object) -> Markup:

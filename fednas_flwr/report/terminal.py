@@ -229,9 +229,9 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     table.add_column(style="bold")
     table.add_column(justify="right")
     stages = run.stage_seconds()
+    quality = [*scores(run), *group_accuracies(run)]
     rows = [
-        *scores(run),
-        *group_accuracies(run),
+        *quality,
         *reached(run, ["num_parameters", "multiply_adds"]),
         ("edges decided", cells.decided_text(cells.derived_edges(run.alphas()))),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
@@ -247,13 +247,14 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         ]
     for label, value in rows:
         if value != DASH:
-            table.add_row(Text(terminal(label)), Text(terminal(value)))
+            last = bool(quality) and (label, value) == quality[-1]
+            table.add_row(Text(terminal(label)), Text(terminal(value)), end_section=last)
     console.print(table)
     if board := leaderboard_table(run):
         title, head, lines = board
         print_table(title, head, lines, numbers=True, console=console)
     named = names_by_client(run.last("partition"))
-    for text in ("no_better", *(["clients_differ"] if named else [])):
+    for text in ("verdict", "attention", *(["clients_differ"] if named else [])):
         if said := sentence(text, run):
             print_line(console, said)
     if run.reason:

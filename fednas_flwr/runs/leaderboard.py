@@ -14,8 +14,15 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, FINALISTS_FOLDER, Run, read_run
-from fednas_flwr.settings.names import ACCURACY, ERRORS, FOUND, LINEAR, LOG_LOSS, R2
+from fednas_flwr.runs.numbers import (
+    BASELINES_FOLDER,
+    CLIENTS_LINEAR,
+    EVENTS_FILE,
+    FINALISTS_FOLDER,
+    Run,
+    read_run,
+)
+from fednas_flwr.settings.names import ACCURACY, FOUND, LINEAR
 
 FINALISTS = 2  # beside the linear model
 FRONT = "front_"  # begins the names of networks of different costs, the cheapest 1
@@ -50,16 +57,15 @@ class Candidate:
 
     def row(self) -> dict[str, Any]:
         """What a leaderboard shows of it; None where it has not been measured."""
-        central, metric = self.run.scores("central"), self.run.main_metric
-        interval = (central.get("intervals") or {}).get(metric)
-        numbers, cost = self.run.numbers(), self.run.last("derived").get("cost") or {}
+        central, score, numbers = self.run.scores("central"), self.run.score, self.run.numbers()
+        cost = self.run.last("derived").get("cost") or {}
         return {
             "network": self.name,
-            "metric": metric,
-            "validation": self.values[0] * (-1 if metric in ERRORS else 1) if self.values else None,
+            "metric": score.name,
+            "validation": score.sign * self.values[0] if self.values else None,
             "standard_error": _spread(self.values) if self.values else None,
-            "test": central.get("loss" if metric == LOG_LOSS else metric),
-            "interval": interval,
+            "test": score.of(central),
+            "interval": (central.get("intervals") or {}).get(score.name),
             "accuracy": self.run.accuracy(),
             "rounds": len(self.run.rounds("retrain")),
             "parameters": numbers["num_parameters"],
@@ -71,8 +77,22 @@ class Candidate:
         }
 
 
-def compared(run: Run) -> list[Candidate]:
-    """The networks that a run has compared, its own first, the best of the others next."""
+def compared(run: Run) -> list[dict[str, Any]]:
+    """The rows of the models that a run has compared, its own first, the best of the others next.
+
+    Models that need no search come last.
+    """
+    networks = [one.row() for one in _networks(run)]
+    empty = dict.fromkeys(networks[0] if networks else ()) | {"reason": ""}
+    by_accuracy = run.score.name == ACCURACY
+    return networks + [
+        empty | {"network": name, "test": value, "accuracy": value if by_accuracy else None}
+        for name, value in run.simpler().items()
+        if name != CLIENTS_LINEAR and networks
+    ]
+
+
+def _networks(run: Run) -> list[Candidate]:
     choice = chosen(run.folder)
     name = f"delivered ({choice.name})" if choice else "found"
     own = [Candidate(name, run, run)] if run.last("evaluated") else []
@@ -80,10 +100,10 @@ def compared(run: Run) -> list[Candidate]:
         return own + candidates(run.folder)
     others = [Candidate(other.folder.name, other, other) for other in run.baselines()]
 
-    def good(one: Candidate) -> float:
-        return one.run.accuracy() or one.run.scores("central").get(R2) or 0.0
+    def score(one: Candidate) -> float:
+        return run.score.sign * (one.run.test_score() or 0.0)
 
-    return own + sorted(others, key=lambda one: (-good(one), one.name))
+    return own + sorted(others, key=lambda one: (-score(one), one.name))
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -134,10 +154,8 @@ def _scored(folder: Path) -> dict[str, Run]:
 
 
 def _values(run: Run) -> list[float]:
-    evaluated: Mapping[str, Any] = run.last("evaluated")
-    sign = -1.0 if evaluated.get("metric", ACCURACY) in ERRORS else 1.0
-    values = evaluated.get("validation") or []
-    return [math.nan if value is None else sign * value for value in values]
+    values = run.last("evaluated").get("validation") or []
+    return [math.nan if value is None else run.score.sign * value for value in values]
 
 
 def _spread(values: list[float]) -> float:

@@ -30,6 +30,8 @@ BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a
     "variants",
 )
 EVENTS_FILE = "events.jsonl"
+CLIENTS_LINEAR = "the clients' linear model"
+GUESSES = MAJORITY, CHANCE = "the most frequent class", "chance"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
 EVENT_FIELDS = {"alphas": {"cells"}, "round": {"bytes_dense"}}  # that runs of older versions lack
@@ -50,6 +52,9 @@ class Score:
         hub: Its name on the Hugging Face Hub, in the metadata of a model card.
         models: The models whose scores stand among the results of a run; on the report's tables
             of scores each model has all that it was measured by.
+        key: Its key in an ``evaluated`` event, where that is not its name.
+        sign: -1 if less is better, else 1.
+        chance: What a model that knows nothing has; None where that depends on the classes.
     """
 
     name: str
@@ -57,23 +62,29 @@ class Score:
     unit: Unit = "score"
     hub: str = ""
     models: tuple[str, ...] = ("central", "linear", "trees")
+    key: str = ""
+    sign: int = 1
+    chance: float | None = None
+
+    def of(self, measured: Mapping[str, Any]) -> float | None:
+        """Its value in an evaluation; None where it was not measured."""
+        value: float | None = measured.get(self.key or self.name)
+        return value
 
 
 SCORES = (
     Score("accuracy", "accuracy", "share", hub="accuracy"),
     Score("f1", "F1", hub="f1"),
-    Score("auroc", "AUROC", hub="roc_auc"),
+    Score("auroc", "AUROC", hub="roc_auc", chance=0.5),
     Score("average_precision", "average precision", models=("central",)),
     Score("majority", "share of the most frequent class", "share", models=()),
     Score("sensitivity", "sensitivity", models=()),
     Score("specificity", "specificity", models=()),
-    Score(names.LOG_LOSS, "log loss", models=()),
-    Score(names.R2, "R²", hub="r_squared"),
-    Score(names.RMSE, "RMSE", "error", hub="rmse"),
-    Score(names.MAE, "MAE", "error", hub="mae"),
+    Score(names.LOG_LOSS, "log loss", models=(), key="loss", sign=-1),
+    Score(names.R2, "R²", hub="r_squared", chance=0.0),
+    Score(names.RMSE, "RMSE", "error", hub="rmse", sign=-1),
+    Score(names.MAE, "MAE", "error", hub="mae", sign=-1),
 )
-LABELS = {score.name: score.label for score in SCORES}
-UNITS = {score.name: score.unit for score in SCORES}
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,6 @@ class Metric:
         label: Its name for readers, the same everywhere.
         unit: What it is measured in; larger shares and scores are better, and less of all else.
         read: What measures it.
-        tile: True if the page shows it as a tile.
         compared: True if several runs are compared by it.
     """
 
@@ -93,7 +103,6 @@ class Metric:
     label: str
     unit: Unit
     read: Callable[["Run"], float | None]
-    tile: bool = True
     compared: bool = True
 
     @property
@@ -134,9 +143,10 @@ class Run:
         return self.last("evaluated").get(model) or {}
 
     @property
-    def main_metric(self) -> str:
-        """The score that networks are compared by."""
-        return str(self.last("evaluated").get("metric") or names.ACCURACY)
+    def score(self) -> Score:
+        """What networks are compared by."""
+        name = self.last("evaluated").get("metric") or names.ACCURACY
+        return next(score for score in SCORES if score.name == name)
 
     @property
     def class_names(self) -> list[str]:
@@ -197,7 +207,7 @@ class Run:
     def is_regression(self) -> bool:
         """True if the target is a number."""
         told = self.last("partition").get("number")  # which a group of clients does not tell
-        return bool(told) or self.main_metric in names.NUMBER_METRICS
+        return bool(told) or self.score.name in names.NUMBER_METRICS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -348,6 +358,11 @@ class Run:
         )
         return sent, received, dense
 
+    def answers(self, *stages: str) -> int:
+        """How often clients have answered in the rounds of some stages, once each round."""
+        rounds = [event for stage in stages for event in self.rounds(stage)]
+        return sum(len(event.get("clients") or {}) for event in rounds)
+
     def accuracy(self) -> float | None:
         """Return the test accuracy, by the clients where no server tests."""
         central = self.scores("central").get("accuracy")
@@ -363,31 +378,31 @@ class Run:
         return [read_run(file.parent) for file in folders]
 
     def test_score(self, model: str = "central") -> float | None:
-        """A model's :attr:`main_metric` on the server's test set."""
-        name = "loss" if self.main_metric == names.LOG_LOSS else self.main_metric
-        value: float | None = self.scores(model).get(name)
-        if value is None and (model, name) == ("central", names.ACCURACY):
-            return self.accuracy()
-        return value
+        """A model's :attr:`score` on the server's test set; else the clients' accuracy."""
+        value, score = self.score.of(self.scores(model)), self.score
+        return self.accuracy() if (model, value, score) == ("central", None, SCORES[0]) else value
 
-    def no_worse(self) -> list[tuple[str, float]]:
-        """Simpler models that are as good as the run's by its :attr:`main_metric`, with theirs."""
-        own, central = self.test_score(), self.scores("central")
-        sign = -1 if self.main_metric in names.ERRORS else 1
-        shares = central if self.main_metric == names.ACCURACY else {}
+    def simpler(self) -> dict[str, float]:
+        """The :attr:`score` of each model that a searched network has to beat, best first."""
+        central = self.scores("central") if self.score == SCORES[0] else {}
         others = {
-            "the most frequent class": shares.get("majority"),
-            "a linear model on the same input": self.test_score("linear"),
-            "its linear skip alone": shares.get("without_cells"),
-            "boosted trees": self.test_score("trees"),
+            MAJORITY: central.get("majority"),
+            "the pooled linear model": self.test_score("linear"),
+            "its linear skip alone": central.get("without_cells"),
+            "pooled boosted trees": self.test_score("trees"),
         }
         for other in self.baselines():
-            if other.folder.name == names.LINEAR:
-                others["a linear model on the same input"] = other.test_score()
-        if (self.last("derived").get("network") or {}).get("name") == names.LINEAR:
-            del others["a linear model on the same input"]
+            if other.folder.name == names.LINEAR and not self.delivers_linear:
+                others[CLIENTS_LINEAR] = other.test_score()
+        if self.score.chance is not None:
+            others[CHANCE] = self.score.chance
         measured = [(name, value) for name, value in others.items() if value is not None]
-        return [(n, v) for n, v in measured if own is not None and sign * v >= sign * own]
+        return dict(sorted(measured, key=lambda pair: -self.score.sign * pair[1]))
+
+    @property
+    def delivers_linear(self) -> bool:
+        """True if the network is a linear model, which then beats none."""
+        return bool((self.last("derived").get("network") or {}).get("name") == names.LINEAR)
 
     def metric(self, name: str) -> float | None:
         """Read one of :data:`METRICS`, or the search's loss; None where it was not measured."""
@@ -463,16 +478,14 @@ def _seconds(stage: str) -> Callable[[Run], float | None]:
     return lambda run: run.stage_seconds().get(stage)
 
 
-def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
-    """List the scores of one model; of a simpler one the page has the first alone as a tile."""
+def _scores(model: str, prefix: str) -> list[Metric]:
+    """List the scores of one model."""
     return [
         Metric(
             f"{model}_{score.name}",
             f"{prefix} {score.label}",
             score.unit,
             _evaluated(model, score.name),
-            tile=model == "central" or score.name in (names.ACCURACY, names.R2),
-            compared=compared,
         )
         for score in SCORES
         if model in score.models
@@ -480,7 +493,7 @@ def _scores(model: str, prefix: str, *, compared: bool) -> list[Metric]:
 
 
 METRICS = [
-    *_scores("central", "test", compared=True),
+    *_scores("central", "test"),
     Metric(
         "accuracy_without_skip",
         "accuracy without its linear skip",
@@ -493,7 +506,6 @@ METRICS = [
         "accuracy of its linear skip alone",
         "share",
         _evaluated("central", "without_cells"),
-        tile=False,
         compared=False,
     ),
     Metric(
@@ -509,16 +521,16 @@ METRICS = [
         "share",
         Run.personalised_accuracy,
     ),
-    *_scores("linear", "linear model,", compared=False),
-    *_scores("trees", "boosted trees,", compared=False),
+    *_scores("linear", "linear model,"),
+    *_scores("trees", "boosted trees,"),
     Metric("num_parameters", "parameters", "count", _derived("num_parameters")),
     Metric("multiply_adds", "multiply-adds", "count", _derived("multiply_adds")),
-    Metric("search_seconds", "time of search", "seconds", _seconds("search"), tile=False),
-    Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain"), tile=False),
-    Metric("exchanges", "exchanges", "number", Run.exchanges, tile=False, compared=False),
+    Metric("search_seconds", "time of search", "seconds", _seconds("search")),
+    Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain")),
+    Metric("exchanges", "exchanges", "number", Run.exchanges, compared=False),
     Metric("traffic_mb", "traffic", "megabytes", Run.traffic_mb),
-    Metric("epsilon", "epsilon", "number", Run.epsilon, tile=False),
-    Metric("clients_lost", "clients lost", "number", Run.clients_lost, tile=False),
+    Metric("epsilon", "epsilon", "number", Run.epsilon),
+    Metric("clients_lost", "clients lost", "number", Run.clients_lost),
 ]
 
 

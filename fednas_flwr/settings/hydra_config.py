@@ -318,6 +318,11 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     )
 
 
+OmegaConf.register_new_resolver(
+    "without_slash", lambda text: str(text).replace("/", "_"), replace=True
+)
+
+
 def run_hydra(job: Callable[[Any], Any], arguments: Sequence[str]) -> None:
     """Let Hydra do what its command line says: call ``job`` for every run of a sweep, or inform.
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +165,45 @@ def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int
     network.train(was_training)
     flops: int = counter.get_total_flops()
     return flops // 2
+
+
+@torch.no_grad()
+def layers_of(
+    network: nn.Module, input_shape: tuple[int, ...], genotype: Genotype | None
+) -> list[dict[str, Any]]:
+    """The parts of a network in the order of computation: name, kind of cell, shape, parameters."""
+    layers: list[dict[str, Any]] = []
+    cells = {} if genotype is None else genotype.cells
+
+    def note(name: str, module: nn.Module, output: Any) -> None:
+        wiring = getattr(module, "wiring", None)
+        kind = next((k for k, edges in cells.items() if wiring and [*edges] == [*wiring]), "")
+        kind = kind or (next(iter(cells), "") if len(cells) == 1 and "stage" in name else "")
+        if isinstance(output, Tensor):
+            size = {"shape": list(output.shape[1:]), "parameters": count_parameters(module)}
+            layers.append({"name": name, "kind": kind, **size})
+
+    def parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        inside = dict(module.named_children())
+        if isinstance(module, nn.ModuleList) or name in ("", "skeleton"):
+            for label, part in inside.items():
+                numbered = (
+                    f"{name.removesuffix('s')} {int(label) + 1}" if label.isdigit() else label
+                )
+                yield from parts(numbered if name else label, part)
+        elif not isinstance(module, nn.Identity):
+            yield name.replace("_", " "), module
+
+    hooks = [
+        module.register_forward_hook(lambda m, _, out, name=name: note(name, m, out))
+        for name, module in parts("", network)
+    ]
+    was_training = network.training
+    network.eval()(torch.zeros(1, *input_shape))
+    network.train(was_training)
+    for hook in hooks:
+        hook.remove()
+    return layers
 
 
 class Prediction(NamedTuple):

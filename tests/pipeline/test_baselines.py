@@ -149,7 +149,7 @@ def test_baselines_are_trained_as_the_found_network(
     space = told(folder)["data_free"]["search_space"]
     assert (space["channels"], space["num_cells"]) == (4, 5)
     page = (folder / "report.html").read_text()
-    assert "What the search was worth" in page
+    assert "Models that were compared" in page
     assert "random ones of the search space, the choice of scores that read no record" in page
     assert "FEATHERS also retrained" not in page
     tuned = replace(own, config={**own.config, "algorithm": {"name": "feathers"}})

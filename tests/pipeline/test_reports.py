@@ -9,7 +9,8 @@ import pytest
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism import accounting
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
-from fednas_flwr.report.tables import facts, title
+from fednas_flwr.report.tables import facts
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
 
 PRIVATE = [
@@ -68,15 +69,15 @@ def test_a_given_genotype_was_not_searched_for(finished_run):
     )
     assert run.error is None
     shown, text = dict(facts(read_run(run.folder))), card(run)
-    assert title(read_run(run.folder)) == "Given genotype on npz"
+    assert sentence("title", read_run(run.folder)) == "npz, 2 clients"
     assert not {"algorithm", "search space", "search rounds"} & set(shown)
     assert shown["given genotype"].endswith("genotype.json")
     assert "A classifier of a given architecture, whose weights several clients trained" in text
     assert "algorithm" not in text
     assert "another seed gives another accuracy." in text
     report = (run.folder / "report.html").read_text(encoding="utf-8")
-    assert "Cells that were given" in report
-    assert "Cells that were found" not in report
+    assert "The network that was given" in report
+    assert "The network that was found" not in report
 
 
 def test_a_given_network_has_no_search_to_tell_of(finished_run):

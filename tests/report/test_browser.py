@@ -6,6 +6,7 @@ the one that ``FEDNAS_BROWSER`` names.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fednas_flwr.report.comparison import compare_runs, write_comparison
 from fednas_flwr.report.html_report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
@@ -29,6 +31,80 @@ def browser() -> Iterator[Any]:
         found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield found
         found.close()
+
+
+BIG = {"width": 1280, "height": 900}
+WITHIN = """words => [...document.querySelectorAll("main *")].filter(e =>
+  [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.includes(words)) &&
+  e.getBoundingClientRect().bottom <= innerHeight && e.getBoundingClientRect().top >= 0).length"""
+
+
+def test_the_first_screen_answers_five_questions(
+    browser: Any, make_run: Callable[..., Path]
+) -> None:
+    folder = make_run("run", private=True)
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["event"] == "evaluated":
+            event["central"]["intervals"] = {"accuracy": [0.84, 0.95]}
+            event["central"]["majority"] = 0.6
+        if event["event"] == "exported":
+            event["inputs"] = {"shape": [1], "schema": [], "mean": [], "std": []}
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    page = browser.new_page(viewport=BIG)
+    page.goto(write_report(folder).as_uri())
+    page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
+    for words in (
+        "Yes: the network is better than simpler models, by more than chance",  # is it worth it?
+        "95 % interval 84.0 % to 95.0 %",  # how sure?
+        "Fares worst: client 1",
+        "Epsilon to state",
+        "5.11",
+        "fednas predict run patients.csv",  # how is it used?
+    ):
+        assert page.evaluate(WITHIN, words) > 0, words
+    assert str(folder.parent) not in page.content()
+    page.close()
+
+
+def test_a_comparison_fits_a_phone_and_a_dark_page(
+    browser: Any, make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    runs = [make_run(name, accuracy=a) for name, a in (("plain", 0.9), ("other", 0.8))]
+    config = (runs[1] / "config.yaml").read_text().replace("channels: 8", "channels: 16")
+    (runs[1] / "config.yaml").write_text(config)
+    path = write_comparison(compare_runs(runs), tmp_path / "out")[-1]
+    for width in (1280, 390):
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme="dark")
+        page.goto(path.as_uri())
+        page.wait_for_function("document.querySelectorAll('.plot svg rect').length >= 2")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
+        assert page.evaluate(WITHIN, "plain") > 0
+        page.close()
+
+
+CONTRAST = """() => {
+  const channel = v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const parts = c => c.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => .2126 * channel(r) + .7152 * channel(g) + .0722 * channel(b);
+  const behind = e => { for (; e; e = e.parentElement) {
+    const c = parts(getComputedStyle(e).backgroundColor);
+    if (c.length < 4 || c[3] === 1) return c; }
+    return [255, 255, 255]; };
+  return [...document.querySelectorAll("main *")].filter(e => !e.closest("svg, .heat, progress") &&
+    e.offsetWidth && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
+    .map(e => { const [a, b] = [light(parts(getComputedStyle(e).color)), light(behind(e))]
+      .sort((x, y) => y - x); return [(a + .05) / (b + .05), e.textContent.slice(0, 40)]; })
+    .filter(([ratio]) => ratio < 4.5);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out(opened: Callable[..., Any], scheme: str) -> None:
+    """Contrast of WCAG 2.1, level AA."""
+    assert opened(1280, color_scheme=scheme).evaluate(CONTRAST) == []
 
 
 @pytest.fixture
@@ -68,6 +144,7 @@ def test_every_figure_is_drawn_and_fits(
         " p.getBoundingClientRect().right])",
     )
     assert len(boxes) >= 6
+    assert len(page.content()) < 150_000
     for marks, right, allowed in boxes:
         assert marks > 0
         assert right <= allowed + 1

@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,15 @@ import pytest
 from rich.console import Console
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.report.comparison import compare_runs, print_comparison, write_comparison
+from fednas_flwr.report.comparison import (
+    as_latex,
+    compare_runs,
+    print_comparison,
+    write_comparison,
+    write_curves,
+)
+from fednas_flwr.report.plots import pareto
+from fednas_flwr.runs.numbers import METRICS
 
 KINDS = ("csv", "md", "json", "html")
 
@@ -29,9 +38,11 @@ def test_seeds_are_one_group_with_mean_and_deviation(
     assert darts.seeds == (1, 2, 10)
     assert darts.metrics["central_accuracy"].values == (0.90, 0.93, 0.87)
     text = f"90.0 ± {100 * statistics.stdev(accuracies.values()):.1f}"
-    assert comparison.rows()[0][:3] == ["fed_darts", "1, 2, 10", text]
-    assert comparison.rows()[1][2] == "50.0"  # one seed has no deviation
-    assert comparison.rows()[1][comparison.titles().index("test F1")] == "0.625"
+    head, rows = comparison.table()
+    assert rows[0][:2] == ["fed_darts", text]
+    assert rows[0][-2:] == ["fed_darts", "1, 2, 10"]
+    assert rows[1][:2] == ["fnas", "50.0"]  # one seed has no deviation
+    assert "test F1" not in head  # it is the same in both
 
 
 def test_what_analyse_trains_of_a_run_is_compared_only_where_it_is_named(
@@ -67,7 +78,7 @@ def test_a_narrow_screen_shows_every_group_and_number(make_run: Callable[..., Pa
     print_comparison(comparison, Console(file=out, width=70))
     text = out.getvalue()
     assert max(len(line) for line in text.splitlines()) <= 70
-    assert all(text.count(f" {name} ") == 1 for name in names)
+    assert all(text.count(f" {name} ") == 2 for name in names)  # as name and as setting
     assert text.count(" 90.0 ") == len(names)
     assert "…" not in text
 
@@ -140,8 +151,8 @@ def test_the_epsilon_of_private_runs_has_a_column(
     folders = [make_run("private", private=True), make_run("plain")]
     folders.append(make_run("seeded", private=True, secure_noise=False, algorithm="fnas"))
     comparison = compare_runs(folders)
-    place = comparison.titles().index("epsilon")
-    cells = [row[place] for row in comparison.rows()]
+    head, rows = comparison.table()
+    cells = [row[head.index("epsilon")] for row in rows]
     assert cells == ["5.10", "–", "5.10 (test seed: no privacy)"]
     paths = write_comparison(comparison, tmp_path / "out")
     rows = list(csv.DictReader(paths[0].read_text().splitlines()))
@@ -152,3 +163,69 @@ def test_the_epsilon_of_private_runs_has_a_column(
     ]
     groups = json.loads(paths[2].read_text())["groups"]
     assert [group["test_seed"] for group in groups] == [False, False, True]
+
+
+def test_differences_are_of_runs_with_the_same_seed(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    ours, theirs = {1: 0.90, 2: 0.80, 3: 0.85}, {2: 0.75, 3: 0.82, 4: 0.10}
+    for name, accuracies in (("fed_darts", ours), ("fnas", theirs)):
+        for seed, accuracy in accuracies.items():
+            make_run(f"sweep/{name}{seed}", seed=seed, algorithm=name, accuracy=accuracy)
+    comparison = compare_runs([tmp_path / "sweep"], against="fnas")
+    head, rows = comparison.table()
+    assert head[2] == "difference from fnas (95 %)"
+    half = 12.706 * statistics.stdev([5.0, 3.0]) / math.sqrt(2)  # Student's t of 1 degree
+    assert [row[2] for row in rows] == [f"+4.0 ± {half:.1f}", "–"]
+    with pytest.raises(ConfigError, match="--against"):
+        compare_runs([tmp_path / "sweep"], against="feathers")
+
+
+def test_folders_that_were_named_give_the_names(make_run: Callable[..., Path]) -> None:
+    plain, private = make_run("plain"), make_run("eps8", private=True)
+    assert [group.name for group in compare_runs([plain, private]).groups] == ["plain", "eps8"]
+
+
+def test_a_name_has_what_differs_most_first(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    for algorithm in ("fed_darts", "fnas", "feathers"):
+        for channels in (8, 16):
+            folder = make_run(f"sweep/{algorithm}_{channels}", algorithm=algorithm)
+            config = (folder / "config.yaml").read_text()
+            (folder / "config.yaml").write_text(
+                config.replace("channels: 8", f"channels: {channels}")
+            )
+    names = [group.name for group in compare_runs([tmp_path / "sweep"]).groups]
+    assert sorted(names)[0] == "feathers, channels=16"
+    assert len({*names}) == 6
+
+
+def test_latex_has_the_table_and_escapes(make_run: Callable[..., Path]) -> None:
+    runs = [make_run("a_1", accuracy=0.9), make_run("b_2", algorithm="fnas", accuracy=0.8)]
+    lines = as_latex(compare_runs(runs)).splitlines()
+    assert lines[0] == "\\begin{tabular}{lrrrr}"
+    assert lines[2].startswith(r" & test accuracy (\%) & ")
+    assert lines[4].startswith(r"a\_1 & 90.0 & ")
+    assert lines[-1] == r"\end{tabular}"
+    assert all(line.endswith(r"\\") for line in (lines[2], lines[4], lines[5]))
+
+
+@pytest.mark.parametrize("over", ["rounds", "time", "traffic"])
+@pytest.mark.parametrize("suffix", ["pdf", "svg", "png"])
+def test_curves_are_a_picture(
+    make_run: Callable[..., Path], tmp_path: Path, suffix: str, over: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [make_run(f"run{seed}", seed=seed) for seed in (1, 2)]
+    path = tmp_path / f"curves.{suffix}"
+    write_curves(runs, path, metric="train_loss", over=over)
+    assert path.stat().st_size > 1000
+    with pytest.raises(ConfigError, match="no run has the metric oddity"):
+        write_curves(runs, path, metric="oddity", over=over)
+
+
+def test_the_front_has_what_no_other_beats() -> None:
+    points = [("a", 1.0, 0.5), ("b", 2.0, 0.4), ("c", 3.0, 0.9), ("d", 3.0, 0.8), ("e", 4.0, 0.9)]
+    cost, score = METRICS[-5], METRICS[0]
+    line, dots = pareto(points, cost, score)["data"]
+    assert list(zip(line["x"], line["y"], strict=True)) == [(1.0, 0.5), (3.0, 0.9)]
+    assert sorted(dots["customdata"]) == ["a", "b", "c", "d", "e"]

@@ -23,14 +23,14 @@ def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     assert path == folder / "MODEL_CARD.md"
     text = path.read_text(encoding="utf-8")
     for part in (
-        "# fed_darts on digits",
+        "# digits, 3 clients",
         "12.3 k parameters, 6.7 M multiply-adds",
         "3 clients, split by iid, with together 60 train, 15 validation, 15 test records",
         "| algorithm.alpha_lr | 0.0003 |",
         "| test accuracy | 90.0 % |",
         "| test F1 | 0.625 |",
         "| dropped replies | 1 |",
-        f'model = load("{folder}")',
+        f'model = load("{folder.name}")',
         "from 70.0 % to 90.0 %",
         "none: this run makes no differential-privacy claim",
     ):
@@ -225,7 +225,7 @@ def test_only_files_of_the_run_are_exported_and_only_into_the_folder(
     (folder / "profile").write_text("theirs")
     with (folder / "events.jsonl").open("a") as file:
         files = [str(target), "../profile"]
-        file.write(json.dumps({"event": "exported", "files": files}) + "\n")
+        file.write(json.dumps({"event": "exported", "files": files, "elapsed": 9.0}) + "\n")
     copied = export_model(folder, tmp_path / "to")
     assert target.read_text() == "mine"
     assert {path.parent for path in copied} == {tmp_path / "to"}

@@ -113,7 +113,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert run.stage_seconds() == {"search": pytest.approx(100.0 + lost)}
 
 
-def test_traffic_is_told_as_a_share_of_what_whole_states_would_take(tmp_path: Path) -> None:
+def test_traffic_is_told_per_client_and_round(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
 
     def shares() -> list[str]:
@@ -130,9 +130,9 @@ def test_traffic_is_told_as_a_share_of_what_whole_states_would_take(tmp_path: Pa
                 "seconds": 1.0,
                 "metrics": {},
             }
-            dense = {"bytes_dense": 600 if stage == "search" else 150}
-            log.emit("round", stage=stage, round=number, **told, **dense)
-    assert shares() == ["25.0 %", "100.0 %", "33.3 %"]
+            clients = {str(client): {} for client in range(5 if stage == "search" else 3)}
+            log.emit("round", stage=stage, round=number, **told, bytes_dense=1, clients=clients)
+    assert shares() == ["30 B", "50 B", "35 B"]
 
 
 def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 import math
+from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
 
 from fednas_flwr.report import plots
+from fednas_flwr.runs.numbers import Run
 
 
 def _rounds(count: int) -> list[dict]:
@@ -35,8 +37,11 @@ def test_curves_draw_what_was_measured_with_a_gap_where_it_was_not() -> None:
 
 
 def test_traffic_is_in_megabytes() -> None:
-    figure = _valid(plots.traffic(_rounds(2)))
-    assert [list(trace.y) for trace in figure.data] == [[3.0, 3.0], [1.0, 1.0]]
+    rounds = _rounds(2)
+    rounds[1] |= {"bytes_sent": 4_000_000, "bytes_received": 2_000_000}
+    figure = _valid(plots.traffic(rounds))
+    assert [list(trace.y) for trace in figure.data] == [[3.0, 4.0], [1.0, 2.0]]
+    assert plots.traffic(_rounds(2)) is None  # one number, which a table has
     assert plots.traffic([{"round": 1, "bytes_sent": 0, "bytes_received": 0}]) is None
 
 
@@ -58,14 +63,20 @@ def test_a_large_partition_keeps_a_bounded_height() -> None:
     assert 400 < figure.layout.height < 1000
 
 
+def _accuracies(evaluated: dict, *, private: bool = False) -> dict | None:
+    config = {"privacy": {"name": "dp" if private else "none"}}
+    return plots.client_accuracy(Run(Path(), config, [{"event": "evaluated", **evaluated}]))
+
+
 def test_client_accuracy_has_bars_mean_and_the_server() -> None:
     clients = [{"client": c, "accuracy": a, "num_examples": 7} for c, a in enumerate([0.5, 0.7])]
     clients.append({"client": 2, "accuracy": None, "num_examples": 0})
-    figure = _valid(plots.client_accuracy({"clients": clients, "central": {"accuracy": 0.65}}))
+    figure = _valid(_accuracies({"clients": clients, "central": {"accuracy": 0.65}}))
     assert list(figure.data[0].x) == ["0", "1"]
     assert figure.data[1].y[0] == pytest.approx(0.6)
     assert figure.data[2].y[0] == 0.65
-    assert plots.client_accuracy({"clients": []}) is None
+    assert _accuracies({"clients": []}) is None
+    assert _accuracies({"clients": clients[:1]}) is None  # one bar compares nothing
 
 
 @pytest.mark.parametrize(
@@ -96,14 +107,14 @@ def test_alphas_are_shares_over_few_rounds_with_first_and_last() -> None:
 
 def test_noised_accuracies_stay_inside_the_picture() -> None:
     clients = [{"client": 0, "accuracy": -0.1}, {"client": 1, "accuracy": 1.2, "num_examples": 7}]
-    figure = _valid(plots.client_accuracy({"clients": [*clients, {"client": 2}]}))
+    figure = _valid(_accuracies({"clients": [*clients, {"client": 2}]}, private=True))
     assert list(figure.layout.yaxis.range) == [-0.1, 1.2]
     close = [{"client": c, "accuracy": a} for c, a in enumerate((0.93, 0.96))]
-    for central, start in ((None, 0.8), ({"accuracy": 0.47}, 0.3), ({"accuracy": 0.04}, 0)):
-        shown = _valid(plots.client_accuracy({"clients": close, "central": central}))
+    for central, start in ((None, 0.9), ({"accuracy": 0.47}, 0.4), ({"accuracy": 0.04}, 0)):
+        shown = _valid(_accuracies({"clients": close, "central": central}, private=True))
         assert list(shown.layout.yaxis.range) == pytest.approx([start, 1])
-    assert list(figure.data[0].customdata) == ["", "<br>7 test records"]
-    assert plots.client_accuracy({"clients": [{"client": 2}]}) is None
+    assert list(figure.data[0].customdata) == ["<br>– test records", "<br>7 test records"]
+    assert _accuracies({"clients": [{"client": 2}]}) is None
 
 
 def test_a_private_partition_has_no_picture() -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.spaces.costs import count_multiply_adds, measure_space, space_costs
+from fednas_flwr.spaces.costs import (
+    count_multiply_adds,
+    count_parameters,
+    layers_of,
+    measure_space,
+    space_costs,
+)
 from fednas_flwr.spaces.latency_tables import Conditions
 from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
+from fednas_flwr.spaces.mlp import MLPSpace
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.spaces.space import CELL, SearchSpace
 
 SPACE = MBConvSpace(
     input_shape=(3, 28, 28),
@@ -58,3 +68,27 @@ def test_a_measured_table_predicts_networks() -> None:
         space_costs(replace(SPACE, norm="group"), table)
     with pytest.raises(ConfigError, match="lacks the layer op mbconv3_3x3, input_shape"):
         space_costs(replace(SPACE, width=2.0), table)
+
+
+def size(shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"input_shape": shape, "num_classes": 3, "norm": "group"}
+
+
+@pytest.mark.parametrize(
+    ("space", "kinds"),
+    [
+        (MLPSpace(**size((5,)), channels=8, num_cells=2), ["normal", "reduction"]),
+        (NASBench201Space(**size((1, 8, 8)), channels=4, num_cells=1), [CELL] * 3),
+    ],
+)
+def test_layers_are_in_the_order_of_computation_with_shapes(
+    space: SearchSpace, kinds: list[str]
+) -> None:
+    genotype = space.random_genotype(make_generator(0, "test"))
+    network = space.network(genotype)
+    layers = layers_of(network, space.input_shape, genotype)
+    assert [layer["kind"] for layer in layers if layer["kind"]] == kinds
+    assert layers[-1]["name"] == "classifier"
+    assert layers[-1]["shape"] == [space.num_classes]
+    assert sum(layer["parameters"] for layer in layers) == count_parameters(network)
+    assert not any(module._forward_hooks for module in network.modules())

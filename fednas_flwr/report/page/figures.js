@@ -72,7 +72,9 @@ const drawFigure = (() => {
       ticks.push(Number(v.toPrecision(12)));
     const largest = Math.max(Math.abs(low), Math.abs(high));  // digits that tell ticks apart
     const digits = Math.min(12, Math.max(5, Math.ceil(Math.log10(largest / every)) + 1));
-    const label = (v) => format(v, axis.tickformat, digits);
+    const decimals = Math.max(0, Math.ceil(-2 - Math.log10(every) - 1e-9));
+    const spec = axis.tickformat === ".0%" ? `.${decimals}%` : axis.tickformat;
+    const label = (v) => format(v, spec, digits);
     return { ticks, label, at: (v) => (v - low) / (high - low) };
   }
   function mixed(ends, share) {
@@ -84,18 +86,20 @@ const drawFigure = (() => {
     const heat = data.find((trace) => trace.type === "heatmap");
     const rows = heat && (heat.y ?? heat.z.map((_, i) => i));
     const xs = data.flatMap((trace) => trace.x ?? []);
+    const reach = (error, values) => (error?.array ?? []).flatMap((up, i) =>
+      up == null || values[i] == null ? [] : [values[i] - (error.arrayminus?.[i] ?? up), values[i] + up]);
     const ys = heat ? rows.map(String) : data.flatMap((trace) => trace.y).concat(
-      data.flatMap((trace) => (trace.error_y?.array ?? []).flatMap((e, i) =>
-        e == null || trace.y[i] == null ? [] : [trace.y[i] - e, trace.y[i] + e])));
+      data.flatMap((trace) => reach(trace.error_y, trace.y)));
     const longest = (texts) => Math.max(0, ...texts.map((t) => t.length)) * size * 0.56;
     const named = data.filter((trace) => trace.name);
     const legend = layout.showlegend ?? named.length > 1;
     const top = legend ? 2.2 * size : 0.8 * size;
     const whole = !heat && xs.every((v) => Number.isInteger(v));
     let x = scaleOf({ ...layout.xaxis, whole }, heat ? xs.map(String) : xs, width / 70);
-    const y = scaleOf(layout.yaxis, ys, heat ? height / (1.25 * size) : height / 48);
+    const y = scaleOf(layout.yaxis, ys, heat || layout.yaxis.type ? height / (1.25 * size) : height / 48);
     const left = 10 + longest(y.ticks.map(y.label)) + (layout.yaxis.title?.text ? 1.7 * size : 0);
-    const right = heat && width > 420 ? 62 : 12;
+    const beside = longest(data.flatMap((trace) => (trace.orientation === "h" ? trace.text : [])));
+    const right = heat && width > 420 ? 62 : 12 + beside;
     const inner = Math.max(40, width - left - right);
     const words = longest(x.ticks.map(x.label));
     const slanted = x.step && (layout.xaxis.tickangle || words > inner / x.ticks.length);
@@ -145,7 +149,7 @@ const drawFigure = (() => {
             make(svg, "text", { x: px(column), y: py(name) + 0.35 * size, "text-anchor": "middle",
               "pointer-events": "none", fill: share > 0.55 ? "#fff" : look.text }, trace.text[i][j]);
         }));
-        if (right > 20) {
+        if (right > 20 && heat) {
           const bar = left + inner + 14, steps = 24;
           for (let i = 0; i < steps; i++)
             make(svg, "rect", { x: bar, y: top + depth * (1 - (i + 1) / steps), width: 12,
@@ -155,18 +159,33 @@ const drawFigure = (() => {
         }
         continue;
       }
-      const points = trace.x.map((v, i) => ({ x: v, y: trace.y[i],
+      const points = trace.x.map((v, i) => ({ x: v, y: trace.y[i], text: trace.text?.[i] ?? "",
         customdata: Array.isArray(trace.customdata) ? trace.customdata[i] : "" }));
       const seen = points.filter((p) => p.y !== null && Number.isFinite(py(p.y)));
+      const whisker = (x1, y1, x2, y2) => make(svg, "line", { x1, y1, x2, y2, "pointer-events": "none",
+        stroke: trace.type === "bar" ? look.text : colour, "stroke-width": 1.5 });
+      const whiskers = () => points.forEach((p, i) => {
+        const [x, y] = [trace.error_x, trace.error_y];
+        if (x?.array[i] > 0 || x?.arrayminus?.[i] > 0)
+          whisker(px(p.x - (x.arrayminus?.[i] ?? x.array[i])), py(p.y), px(p.x + x.array[i]), py(p.y));
+        if (y?.array[i] > 0 || y?.arrayminus?.[i] > 0)
+          whisker(px(p.x), py(p.y - (y.arrayminus?.[i] ?? y.array[i])), px(p.x), py(p.y + y.array[i]));
+      });
       const spoken = trace.hoverinfo === "skip" ? () => ({}) : (p) => ({ "data-tip": told(trace, p) });
       if (trace.type === "bar") {
-        const w = 0.8 * inner * x.step;
-        for (const p of seen) {
-          const zero = Math.min(top + depth, Math.max(top, py(0))), at = py(p.y);
-          make(svg, "rect", { x: px(p.x) - w / 2, y: Math.min(zero, at), width: w,
-            height: Math.abs(zero - at), fill: colour, opacity: trace.marker?.opacity ?? 1,
-            ...spoken(p) });
+        const across = trace.orientation === "h", w = 0.72 * (across ? depth * y.step : inner * x.step);
+        const [from, to] = across ? [left, left + inner] : [top, top + depth];
+        const zero = Math.min(to, Math.max(from, across ? px(0) : py(0)));
+        for (const [i, p] of seen.entries()) {
+          const end = across ? px(p.x) : py(p.y), fill = trace.marker?.color;
+          const start = Math.min(zero, end), length = Math.abs(zero - end);
+          make(svg, "rect", { ...(across ? { x: start, y: py(p.y) - w / 2, width: length, height: w }
+            : { x: px(p.x) - w / 2, y: start, width: w, height: length }),
+            fill: Array.isArray(fill) ? fill[i] : colour, opacity: 0.7, ...spoken(p) });
+          if (p.text && across)
+            make(svg, "text", { x: left + inner + 6, y: py(p.y) + 0.35 * size }, p.text);
         }
+        whiskers();
         continue;
       }
       if (trace.mode.includes("lines")) {
@@ -180,11 +199,8 @@ const drawFigure = (() => {
       }
       const open = trace.marker?.symbol === "circle-open";
       const radius = trace.mode.includes("markers") ? (trace.marker?.size ?? 6) / 2 : 0;
-      for (const [i, p] of seen.entries()) {
-        const error = trace.error_y?.array[i];
-        if (error != null)
-          make(svg, "line", { x1: px(p.x), x2: px(p.x), y1: py(p.y - error), y2: py(p.y + error),
-            stroke: colour, "stroke-width": 1.5 });
+      whiskers();
+      for (const p of seen) {
         if (radius)
           make(svg, "circle", { cx: px(p.x), cy: py(p.y), r: radius, stroke: colour,
             "stroke-width": open ? trace.marker.line.width : 0, fill: open ? "none" : colour,

@@ -1,0 +1,171 @@
+"""What a network relies on: columns of a table, their effects, and its surest mistakes on images.
+
+Permutation importance (Breiman 2001; Fisher, Rudin and Dominici 2019, arXiv 1801.01489) and partial
+effects (Friedman 2001), both on test records. Columns that go together share their importance, so
+they are named.
+
+Tensor suffixes: N records, F features, C classes.
+"""
+
+from __future__ import annotations
+
+import io
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.data.records import CATEGORY, Column, Records, feature_names
+from fednas_flwr.models.metrics import weighted_scores
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.settings.names import LOG_LOSS
+
+PERMUTATIONS = 40  # of each column, each on a resample of the records
+MOST_RECORDS = 2000
+MISTAKES, LARGEST_MISTAKE = 12, 48  # images, and pixels along a side
+EFFECTS, POINTS = 6, 11
+CORRELATED = 0.7  # from which on two columns are named
+
+
+@torch.no_grad()
+def importance(
+    network: nn.Module,
+    split: Split,
+    schema: Sequence[Column],
+    *,
+    objective: Objective,
+    metric: str,
+    sites: np.ndarray,
+    seed: int,
+) -> dict[str, Any]:
+    """Return ``columns``, ``correlated`` and ``effects``, JSON values only.
+
+    ``columns`` have name, ``drop`` of the metric where the column's values are shuffled among the
+    records of each site, and its 95 % ``interval`` over shuffles and resamples of the records, the
+    largest drop first. ``correlated`` are pairs of columns with their correlation. ``effects`` are,
+    of the most important columns, values ``x`` and the mean probability ``y`` of the positive
+    class if all records had them; empty where no class is the positive one.
+
+    Args:
+        network: In evaluation mode, on the CPU.
+        split: Test records of a table.
+        schema: Their columns.
+        objective: Gives scores and probabilities.
+        metric: One of ``names.METRICS``.
+        sites: The site of each record [N]; empty where that is not known.
+        seed: Of shuffles and resamples.
+    """
+    generator = make_generator(seed, "importance")
+    chosen = torch.randperm(len(split), generator=generator)[:MOST_RECORDS].sort().values
+    x_NF, labels_N = split.batch(chosen, "cpu")
+    names = sites if len(sites) else np.zeros(len(split))
+    sites_N = torch.from_numpy(np.unique(names, return_inverse=True)[1])[chosen]
+    number, places = len(chosen), _places(schema)
+    columns: list[dict[str, Any]] = []
+    rows_RN = torch.randint(number, (PERMUTATIONS, number), generator=generator)
+    for name, own in places.items():
+        drops = []
+        for rows_N in rows_RN:
+            weights_1N = torch.bincount(rows_N, minlength=number).double()[None]
+            order_N = torch.rand(number, generator=generator, dtype=torch.float64)
+            shuffled_N = (sites_N + order_N).argsort()
+            changed_NF = x_NF.clone()
+            changed_NF[sites_N.argsort(stable=True)[:, None], own] = x_NF[shuffled_N[:, None], own]
+            before, after = (
+                weighted_scores(network(x), labels_N, weights_1N, objective=objective)[metric]
+                for x in (x_NF, changed_NF)
+            )
+            drops.append(before - after)
+        drop_R = torch.cat(drops) * (-1 if metric == LOG_LOSS else 1)
+        ends = drop_R.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+        row: dict[str, Any] = {
+            "name": name,
+            "drop": float(drop_R.nanmean()),
+            "interval": ends.tolist(),
+        }
+        columns += [row] if bool(ends.isfinite().all()) else []
+    columns.sort(key=lambda row: -row["drop"])
+    numbers = [column.name for column in schema if column.kind != CATEGORY]
+    correlation_FF = torch.corrcoef(x_NF[:, : len(numbers)].T.double()).reshape(len(numbers), -1)
+    correlated = [
+        [a, b, float(correlation_FF[i, j])]
+        for i, a in enumerate(numbers)
+        for j, b in enumerate(numbers[:i])
+        if abs(correlation_FF[i, j]) >= CORRELATED
+    ]
+    probabilities_NC = objective.probabilities(network(x_NF))
+    positive = objective.positive_class(probabilities_NC.shape[1])
+    effects = []
+    for name in [row["name"] for row in columns[: EFFECTS if positive is not None else 0]]:
+        column, own = next(c for c in schema if c.name == name), places[name]
+        values, settings = _settings(column, x_NF[:, own], own, split)
+        shares = []
+        for setting in settings:
+            changed_NF = x_NF.clone()
+            changed_NF[:, own] = setting
+            shares.append(float(objective.probabilities(network(changed_NF))[:, positive].mean()))
+        effects.append({"name": column.name, "kind": column.kind, "x": values, "y": shares})
+    return {"columns": columns, "correlated": correlated, "effects": effects}
+
+
+def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict[str, Any]]:
+    """The wrong predictions that the network is surest of: image, classes, probability.
+
+    Args:
+        records: uint8 images.
+        logits_NC: Of the records.
+        labels_N: Their classes.
+    """
+    from torchvision.transforms.v2.functional import to_pil_image
+
+    sure_N, called_N = logits_NC.double().softmax(1).max(1)
+    wrong = torch.nonzero(called_N != labels_N).flatten()
+    rows = wrong[sure_N[wrong].argsort(descending=True)][:MISTAKES].tolist()
+    found = []
+    for row in rows:
+        pixels, file = records.features[row], io.BytesIO()
+        image = to_pil_image(pixels if len(pixels) in (1, 3) else pixels[:1])
+        image.thumbnail((LARGEST_MISTAKE, LARGEST_MISTAKE))
+        image.save(file, "PNG")
+        found.append(
+            {
+                "png": b64encode(file.getvalue()).decode(),
+                "true": records.class_names[int(labels_N[row])],
+                "predicted": records.class_names[int(called_N[row])],
+                "probability": float(sure_N[row]),
+            }
+        )
+    return found
+
+
+def _places(schema: Sequence[Column]) -> dict[str, list[int]]:
+    """The places of each column's features."""
+    names = feature_names(schema)
+    own = {
+        column.name: {
+            column.name,
+            f"{column.name} is missing",
+            *(f"{column.name}={value}" for value in column.categories),
+        }
+        for column in schema
+    }
+    return {column: [i for i, name in enumerate(names) if name in of] for column, of in own.items()}
+
+
+def _settings(
+    column: Column, own_NF: Tensor, own: list[int], split: Split
+) -> tuple[list[Any], list[Tensor]]:
+    """Values of a column as a person knows them, and its features with each of them."""
+    if column.kind == CATEGORY:
+        return list(column.categories), list(torch.eye(len(own)))
+    steps = torch.linspace(0.05, 0.95, POINTS)
+    grid = torch.unique(own_NF[:, 0].quantile(steps))
+    values = grid.double() * split.std[own[0]] + split.mean[own[0]]
+    present = torch.zeros(len(own))  # and not missing
+    settings = [present.index_put((torch.tensor(0),), value) for value in grid]
+    return [float(f"{value:.5g}") for value in values], settings

@@ -1,0 +1,129 @@
+"""What a network relies on, of networks that are known."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from fednas_flwr.data.loaders import Split
+from fednas_flwr.data.records import Column, Records
+from fednas_flwr.models.explanation import importance, mistakes
+from fednas_flwr.search.objective import Objective
+
+NUMBER = 600
+SCHEMA = (
+    Column("used"),
+    Column("twin"),
+    Column("idle", indicator=True),
+    Column("kind", "category", ("a", "b", "c")),
+)
+MEAN, STD = (10.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), (2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+class Known(nn.Module):
+    """Class 1 where ``used`` is above its mean, surer for the kind c."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.zeros(len(x)), 3 * x[:, 0] + 2 * x[:, 6]], 1)
+
+
+def table() -> tuple[Split, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NUMBER, 7, generator=generator)
+    x[:, 1] = x[:, 0] + 0.1 * x[:, 1]  # goes with what is used, and is not used
+    x[:, 3] = 0
+    x[:, 4:] = nn.functional.one_hot(torch.arange(NUMBER) % 3, 3).float()
+    labels = (x[:, 0] > 0).long()
+    x[:, 0] = 2 * x[:, 0] + 10
+    return Split(x, labels, torch.arange(NUMBER), MEAN, STD), labels
+
+
+def explained(metric: str = "accuracy", sites: np.ndarray | None = None) -> dict:
+    split, _ = table()
+    given = np.empty(0) if sites is None else sites
+    how = {"objective": Objective(), "metric": metric, "sites": given, "seed": 0}
+    return importance(Known().eval(), split, SCHEMA, **how)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "auroc", "average_precision", "f1", "log_loss"])
+def test_only_what_the_network_reads_is_important(metric: str) -> None:
+    by_name = {column["name"]: column for column in explained(metric)["columns"]}
+    assert set(by_name) == {"used", "twin", "idle", "kind"}
+    assert by_name["used"]["drop"] > 0.2
+    low, high = by_name["used"]["interval"]
+    assert 0 < low < by_name["used"]["drop"] < high
+    assert by_name["twin"] == {"name": "twin", "drop": 0.0, "interval": [0.0, 0.0]}
+    assert by_name["idle"]["interval"] == [0.0, 0.0]
+
+
+def test_columns_that_go_together_are_named() -> None:
+    ((a, b, correlation),) = explained()["correlated"]
+    assert {a, b} == {"used", "twin"}
+    assert correlation > 0.9
+
+
+def test_values_are_shuffled_within_a_site() -> None:
+    """Where the column tells nothing within each site, shuffling there changes nothing."""
+    split, labels = table()
+    constant = Split(split.features.clone(), labels, split.rows, MEAN, STD)
+    constant.features[:, 0] = 10 + 4 * labels - 2
+    known = {"objective": Objective(), "metric": "accuracy", "seed": 0}
+    within, across = (
+        importance(Known().eval(), constant, SCHEMA, sites=sites, **known)["columns"]
+        for sites in (labels.numpy().astype(str), np.empty(0))
+    )
+    (inside,) = (c for c in within if c["name"] == "used")
+    (outside,) = (c for c in across if c["name"] == "used")
+    assert inside["drop"] == 0.0
+    assert outside["drop"] > 0.3
+
+
+def test_effects_are_in_the_units_of_the_column() -> None:
+    split, _ = table()
+    effects = {effect["name"]: effect for effect in explained()["effects"]}
+    used = effects["used"]
+    assert used["x"] == sorted(used["x"])
+    assert 6 < used["x"][0] < 8  # 1.6 deviations of 2 below the mean of 10
+    assert used["y"] == sorted(used["y"])
+    changed = split.features.clone()
+    changed[:, 0] = used["x"][3]
+    x = (changed - torch.tensor(MEAN)) / torch.tensor(STD)
+    expected = Known()(x).softmax(1)[:, 1].mean()
+    assert used["y"][3] == pytest.approx(float(expected), abs=1e-3)
+    assert effects["kind"]["x"] == ["a", "b", "c"]
+    assert effects["kind"]["y"][0] == effects["kind"]["y"][1] < effects["kind"]["y"][2]
+    assert effects["idle"]["y"] == pytest.approx([effects["idle"]["y"][0]] * 11)
+
+
+def test_the_surest_mistakes_come_first_and_are_the_images() -> None:
+    images = torch.randint(0, 256, (20, 1, 8, 8), dtype=torch.uint8)
+    labels = torch.zeros(20, dtype=torch.int64)
+    logits = torch.zeros(20, 3)
+    logits[:, 0] = 5  # right
+    for row, sure in ((4, 6.0), (7, 9.0), (11, 7.0)):
+        logits[row, 2] = sure
+    ids = np.array([str(i) for i in range(20)])
+    records = Records(images, labels, ids, ("cat", "dog", "owl"))
+    found = mistakes(records, logits, labels)
+    assert [one["predicted"] for one in found] == ["owl"] * 3
+    assert {one["true"] for one in found} == {"cat"}
+    assert [one["probability"] for one in found] == sorted(
+        (one["probability"] for one in found), reverse=True
+    )
+    first = np.asarray(Image.open(io.BytesIO(base64.b64decode(found[0]["png"]))))
+    assert (first == images[7, 0].numpy()).all()
+
+
+def test_large_and_many_mistakes_are_cut() -> None:
+    images = torch.zeros(30, 3, 100, 60, dtype=torch.uint8)
+    labels, logits = torch.zeros(30, dtype=torch.int64), torch.tensor([[0.0, 1.0]] * 30)
+    records = Records(images, labels, np.array([str(i) for i in range(30)]), ("a", "b"))
+    found = mistakes(records, logits, labels)
+    assert len(found) == 12
+    assert Image.open(io.BytesIO(base64.b64decode(found[0]["png"]))).size == (29, 48)
