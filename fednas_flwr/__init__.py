@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 # Flower asks the environment while it is imported: no telemetry unless the user turns it on.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 __all__ = [
     "Algorithm",
     "FedClassifier",

@@ -281,7 +281,8 @@ class Numbers(Dataset):
         statistics: Public ``{column: [mean, std]}``, by which all clients standardise; empty has
             them find these together.
         ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
-            what is usual, as numbers beyond them are kept. Ends of dates are ISO dates.
+            give the usual range; values outside it are kept, not cut. Ends of dates are ISO
+            dates.
     """
 
     statistics: dict[str, Annotated[list[float], _MEAN_AND_STD]]
@@ -515,7 +516,7 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
         dates: Columns of dates, which become days since 1970.
         categorical: Columns of categories, one feature ``column=value`` per category.
         categories: Categories by column, where the data may lack some; else those found, sorted.
-        ignore: Columns that are no features.
+        ignore: Columns to leave out, such as a row number.
         missing: Replacement for a missing number: the ``mean``, or the mean and a feature that
             flags it (``indicator``).
     """

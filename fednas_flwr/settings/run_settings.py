@@ -295,10 +295,10 @@ class DifferentialPrivacy(ps.Checked):
         epsilon: Bound of the whole run for a record, at ``delta``; retraining's noise is calibrated
             to what search and metrics leave of it. Simulated sites get it as budget.
         delta: The probability with which ``epsilon`` need not hold; below 1 / records.
-        large_delta: If true, ``delta`` may be 1 / records of a client or more, with which
-            publishing one record outright would count as private.
-        search_share: Share of ``epsilon`` that the noise of weights and alphas is calibrated to
-            where it is not given and retraining reads the same split; else all of it.
+        large_delta: If true, ``delta`` may be 1 / records of a client or more. Unsafe:
+            with so large a delta, publishing a whole record would still count as private.
+        search_share: Part of ``epsilon`` that the search may spend. Ignored if you set the noise
+            yourself, or if retraining uses other records.
         rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
             together, is calibrated to where that of alphas follows from the rest; else all of it.
         baseline_share: Share of ``epsilon`` that real sites spend on the baselines of a run
@@ -426,8 +426,8 @@ class EvaluationSettings(ps.Checked):
             own; not with privacy.
         baselines: Random networks of the search space that are trained like the found one and
             shown beside it, with the data-free choice, a linear model and, for images, a ResNet-8;
-            0 for none of these. Null is 2 where the run has taken over a minute and they add less
-            than half of that, else 0.
+            0 for none of these. Default: 2 if the run took over a minute and they add less than
+            half of that time, otherwise 0.
     """
 
     positive: ps.Text | None
@@ -621,8 +621,8 @@ class Runtime(ps.Checked):
         device: Device for training; ``auto`` takes CUDA if there is a GPU.
         threads: torch's threads per client, the same in every runtime.
         wire: Number format of tensors in messages, both ways.
-        time_limit: Time, as 45s, 30min, 2h or 1h30min, after which no further round is begun that
-            would not end in time; the network is then exported as trained so far, or a search is
+        time_limit: Time, as 45s, 30min, 2h or 1h30min. No new round starts if it would end after
+            the limit; the network is then exported as trained so far, or a search is
             left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
             that it has not cut short. Null is none.
         quorum: Share of the clients that must answer every exchange.
