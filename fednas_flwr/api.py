@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.data.readers import own_arrays, own_reader
-from fednas_flwr.settings import AlgorithmSettings, CellSpace, Config, SearchSpaceSettings
+from fednas_flwr.settings import (
+    AlgorithmSettings,
+    CellSpace,
+    Config,
+    GivenNetwork,
+    SearchSpaceSettings,
+)
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import (
     add_choice,
@@ -246,7 +252,9 @@ def register_algorithm(
     Example:
         ``register_algorithm("mine", Algorithm(MySettings, MyStrategy), defaults={"mu": 0.1})``
     """
-    _register("algorithm", name, algorithm, defaults or {})
+    given = issubclass(algorithm.settings, GivenNetwork)
+    neutral = {"weights": None, "image_size": None} if given else {}
+    _register("algorithm", name, algorithm, {**neutral, **(defaults or {})})
 
 
 def register_search_space(

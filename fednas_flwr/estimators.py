@@ -171,7 +171,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             "clients": (self.clients or 1) if groups is None else None,
         }
         if X.ndim == 2:
-            table = pd.DataFrame(X).rename(columns=str).assign(**{label: y})
+            table = pd.DataFrame(X).add_prefix("").assign(**{label: y})
             chosen |= {"dataset.label": label, "search_space": "mlp_small"}
             chosen |= {"dataset.task": self.task} if self.task != "classification" else {}
             if groups is not None:

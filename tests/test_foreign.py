@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,7 +246,8 @@ def test_predictions_hold_no_formula(
 ) -> None:
     """Names of classes and of files may be anybody's; labels are still those of the model."""
     names = ('=HYPERLINK("https://evil.example")', "-1", "@SUM(1)")
-    inputs = Inputs((2,), COLUMNS, (0.0,) * 2, (1.0,) * 2, names, "label", several, ";" * several)
+    inputs = Inputs((2,), COLUMNS, (0.0,) * 2, (1.0,) * 2, names, "label", several)
+    inputs = replace(inputs, label_separator=";" * several)
     description = {"name": "linear", "input_shape": [2], "num_classes": 3}
     network = make_network(description)
     rates = torch.tensor([[9.0, 0], [0, 9], [-9, -9]])

@@ -73,7 +73,7 @@ def test_client_and_command_tell_it(monkeypatch, capsys) -> None:
     def too_much(*_):
         raise MemoryError
 
-    monkeypatch.setattr("fednas_flwr.deploy.client_app.decode_request", too_much)
+    monkeypatch.setattr("fednas_flwr.deploy.client_app.messages.decode_request", too_much)
     grid = InProcessGrid(make_client_app(), 1)
     (reply,) = grid.send_and_receive([grid.create_message(RecordDict(), "train.search", 2, "")])
     assert reply.error.reason.startswith("out of memory: lower")

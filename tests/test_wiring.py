@@ -304,7 +304,12 @@ def test_the_servers_own_test_set_of_real_sites_is_normalised_as_the_training_is
     config = compose_config(*real, *NORMALISED)
     properties = {"input_shape": [3, 8, 8], "schema": [], "class_names": ["0", "1", "2"]}
     properties |= {"image_shape": [], "transform": []}
-    properties |= {"multi_label": False, "mean": [0.2, 0.3, 0.4], "std": [0.3, 0.2, 0.1]}
+    properties |= {
+        "multi_label": False,
+        "target": [],
+        "mean": [0.2, 0.3, 0.4],
+        "std": [0.3, 0.2, 0.1],
+    }
     # what the sites say, not the run
     assert make_server_data(compose_config(*real), properties).mean == (0.2, 0.3, 0.4)
     prepared = make_server_data(config, properties)

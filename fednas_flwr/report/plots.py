@@ -199,7 +199,7 @@ def class_curves(run: Run) -> dict[str, tuple[str, Figure]]:
     for kind, by_class in curves.items():
         heading, x, y = titles[kind]
         traces = [
-            _line(xs, ys, _short(names[int(c)]), colour) | {"mode": "lines"}
+            _line(xs, ys, _short(names[int(c)] if names else c), colour) | {"mode": "lines"}
             for (c, (xs, ys)), colour in zip(by_class.items(), cycle(COLOURS), strict=False)
         ]
         look = {"range": [0, 1.02], "tickformat": ".0%"}
@@ -269,7 +269,7 @@ def client_accuracy(run: Run) -> Figure | None:
     The axis runs from 0 to 1, and further where noise has carried an accuracy out of that range; it
     begins at a tenth above 0 where all accuracies are above that, so that they can be told apart.
     """
-    clients = run.client_results()
+    clients = [c for c in run.client_results() if c.get("accuracy") is not None]
     if len(clients) < 2:
         return None
     names = [str(client["client"]) for client in clients]

@@ -253,7 +253,7 @@ def client_table(run: Run) -> Table | None:
             {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in columns.items()}}
             for i, share in enumerate(QUANTILES)
         ]
-    with_interval = not many and not run.is_private
+    with_interval = not many and not run.is_private and shown[0] == SCORES[0]
     rows = []
     for client in clients:
         row = [FORMS[kind.unit].text(kind.of(client)) for kind in shown]

@@ -1191,7 +1191,9 @@ def test_the_noised_mean_is_clipped_as_retraining_is_told(make_site):
 def test_a_private_client_never_oversamples_whatever_the_run_says(site_config, prepared, make_site):
     guard = make_site().guard
     config = replace(
-        site_config, privacy=NoPrivacy("none"), algorithm=FedAvgSettings("fedavg", "linear", 0.0)
+        site_config,
+        privacy=NoPrivacy("none"),
+        algorithm=FedAvgSettings("fedavg", "linear", None, None, 0.0),
     )
     config = replace(config, training=replace(config.training, oversample=True))
     data = (prepared, [np.arange(80)])

@@ -226,7 +226,7 @@ SUPERNET_ACTIONS = (
 def test_every_action_that_releases_something_is_here():
     releasing = {action for action in PRIVATE_ACTIONS if not ACTIONS[action].is_public}
     assert {*NETWORK_ACTIONS, *SUPERNET_ACTIONS, "query.statistics", "evaluate.scores"} == releasing
-    assert set(SPACES) == set(SEARCH_SPACES)
+    assert set(SPACES) == set(SEARCH_SPACES) - {"adapters"}  # tests/spaces/test_adapters.py
 
 
 # --- sites

@@ -138,6 +138,7 @@ def test_a_run_without_the_backbone_of_its_sites_is_refused(
 ) -> None:
     config = compose_config("dataset.server_test=false")
     names = {"class_names": ["a", "b"], "multi_label": False, "mean": [0.0], "std": [1.0]}
+    names["target"] = []
     shapes = {"input_shape": [8], "image_shape": [3, 8, 8], "schema": []}
     told = ["backbone", TINY, "32", "0" * 64]
     with pytest.raises(ConfigError, match="its sites .*backbone"):

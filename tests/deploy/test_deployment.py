@@ -470,6 +470,7 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(
         "std": [0.5, 0.5, 0.5],
         "class_names": ["0", "1", "2"],
         "multi_label": False,
+        "target": [],
     }
     assert make_server_data(config, properties).num_classes == 3
     public = replace(config.dataset, server_test=True)

@@ -21,7 +21,7 @@ from fednas_flwr.protocol.states import MOMENTS
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import create_run_folder
-from fednas_flwr.server.limits import norm
+from fednas_flwr.server.limits import distance
 from fednas_flwr.settings import Config, dump_config
 
 LINEAR = (
@@ -43,7 +43,7 @@ class Listening(InProcessGrid):
         if action == "train.weights":
             request = decode_request(action, message.content)
             assert isinstance(request.settings, Train)
-            moments = norm(request.states[MOMENTS])
+            moments = distance(request.states[MOMENTS], {})
             self.trained.append((request.settings.local.weights.lr, moments))
         return super().answer(message)
 

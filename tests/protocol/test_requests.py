@@ -54,6 +54,7 @@ from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
 from fednas_flwr.settings.parser import constraints
+from fednas_flwr.settings.run_settings import Hardware
 from fednas_flwr.spaces.costs import HardwareLoss
 
 from ..asked import smallest
@@ -90,11 +91,15 @@ amounts = st.builds(
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 hardware = st.builds(
     HardwareLoss,
-    target=numbers,
-    unit=names,
-    form=names,
-    scale=numbers,
-    exponent=numbers,
+    terms=st.builds(
+        Hardware,
+        table=st.none(),
+        unit=names,
+        target=st.floats(1e-6, 1e30),
+        loss=names,
+        scale=st.floats(1e-6, 1e6),
+        exponent=st.floats(-10, 10),
+    ),
     fixed=numbers,
     per_op=st.lists(st.lists(st.none() | numbers, max_size=3), max_size=3),
 )
@@ -376,7 +381,7 @@ def test_the_cases_above_reach_every_dataclass_and_none_is_left_out():
     names = {kind.__name__ for kind in found - set(REQUESTS.values())}
     assert names == {
         *("Amount", "LocalSearch", "LocalTraining", "Trial", "SGD", "Adam", "DPAware"),
-        *("Alternating", "SampledPaths", "HardwareLoss", "PlannedRelease"),
+        *("Alternating", "SampledPaths", "Hardware", "HardwareLoss", "PlannedRelease"),
     }
 
 

@@ -19,6 +19,7 @@ NAMES = (
     "central_mae",
     "accuracy_without_skip",
     "accuracy_without_cells",
+    "released_auroc",
     "client_accuracy",
     "personalised_accuracy",
     "linear_accuracy",
@@ -59,7 +60,7 @@ def test_numbers_of_a_finished_run(make_run: Callable[..., Path]) -> None:
 def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_better() -> None:
     assert len({metric.label for metric in METRICS}) == len(NAMES)
     scores = {metric.name for metric in METRICS if metric.is_score}
-    models = ("accuracy", "central", "client", "linear", "personalised", "trees")
+    models = ("accuracy", "central", "client", "linear", "personalised", "released", "trees")
     errors = {metric.name for metric in METRICS if metric.unit == "error"}
     assert errors == {name for name in NAMES if name.endswith(("_rmse", "_mae"))}
     assert scores == {n for n in NAMES if n.startswith(models)} - {"clients_lost"} - errors
