@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from fednas_flwr.protocol.requests import (
     Amount,
     Commit,
+    CountScores,
     Describe,
     Evaluate,
     KeepModel,
@@ -99,6 +100,7 @@ def smallest(
         "train.weights": Train(local=training, data_set=data_set),
         "evaluate.candidates": RewardCandidates(candidates=[[0]], data_set=data_set),
         "evaluate.model": Evaluate(network=SUPERNET, split="validation", data_set=data_set),
+        "evaluate.scores": CountScores(network=SUPERNET, data_set=data_set),
         "evaluate.personalised": Personalise(local=training),
     }
     return asked

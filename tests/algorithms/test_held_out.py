@@ -62,7 +62,7 @@ def test_validation_records_are_measured_on_or_trained_on(
     ]
     assert bool(mixed) == (every == 0)
     report = (run.folder / "report.html").read_text()
-    assert ("Of training records alone" in report) == (every == 0)
+    assert ("overfitting is invisible" in report) == (every == 0)
     if every == 0:
         return
     network = read_model(run.folder / "model.safetensors", make_network).network
