@@ -275,7 +275,7 @@ def _evaluate(
                     sites=sites_of(prepared.server_test, config.partition),
                     seed=config.seed,
                 )
-            elif test.features.dtype == torch.uint8 and not objective.multi_label:
+            elif test.features.dtype == torch.uint8 and has_accuracy and not objective.multi_label:
                 central["mistakes"] = mistakes(prepared.server_test, logits, labels)
         baselines = _baselines(run, objective) if pools_records(config) else {}
         data_set = data_set_of(config)
