@@ -1,8 +1,9 @@
 """Public features of images: a fixed transform in front of all networks, and a part of the model.
 
 They are made once per image and cached. Scattering (``data.scattering``) has nothing learnt in it;
-a backbone is a network that was trained on public images. Neither depends on any record but its
-own: they cost no privacy.
+a backbone is a network that was trained on public images. Each image is transformed by itself, so
+that its features depend on no other record, in any bit (together they round by where they stand):
+they cost no privacy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings import data_settings as ds
 
 BACKBONE, SCATTERING = KINDS = ("backbone", "scattering")
-_TOGETHER = 64  # images that are transformed together
 Description = tuple[str, ...]  # kind and sizes of a transform; of a backbone with its hash
 
 
@@ -105,13 +105,13 @@ def transformed(records: Records, transform: Scattering | Frozen) -> Records:
     features = torch.empty(number, *shape)
     size_mb = 4 * features.numel() / 1e6
     console = Console(stderr=True)
-    for rows in track(
-        torch.split(torch.arange(number), _TOGETHER),
+    for row in track(
+        range(number),
         description=f"{kind} features of {number} images, {size_mb:.0f} MB",
         console=console,
         disable=not console.is_terminal,
     ):
-        features[rows] = transform(records.features[rows].float() / 255)
+        features[row] = transform(records.features[row : row + 1].float() / 255)[0]
     took = time.monotonic() - started
     each = f"{1000 * took / max(1, number):.1f} s per 1,000 images"
     note = f"{kind} features: {shape}, {size_mb:.0f} MB, {took:.1f} s, {each}"

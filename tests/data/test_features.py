@@ -17,8 +17,10 @@ from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.base.pretrained import Frozen, Pretrained, forget_frozen
-from fednas_flwr.data.features import load_backbone, transform_of
+from fednas_flwr.data.features import KINDS, SCATTERING, load_backbone, transform_of, transformed
 from fednas_flwr.data.prepared import make_data, make_server_data
+from fednas_flwr.data.records import Records
+from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.data.summary import reading_notes, summary
 from fednas_flwr.deploy.dry_run import estimate
 from fednas_flwr.pipeline.beginning import SITE_PROPERTIES
@@ -56,6 +58,27 @@ def named(weights: Path, **more: object) -> dict[str, object]:
 
 def overrides(weights: Path) -> list[str]:
     return [f"dataset.backbone={{name: {TINY}, weights: '{weights}', image_size: 32}}"]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_depend_on_no_other_record_in_any_bit(
+    weights: Path, kind: str, channels: int
+) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (70, channels, 28, 28), np.uint8)
+    backbone = load_backbone(Settings(**named(weights)))
+    transform = Scattering(images.shape[1:], scales=2, angles=8) if kind == SCATTERING else backbone
+    features = transformed(some_records(images), transform).features
+    for gone in (0, 1, 33, 63, 69):
+        kept = [row for row in range(70) if row != gone]
+        assert torch.equal(
+            transformed(some_records(images[kept]), transform).features, features[kept]
+        )
+
+
+def some_records(images: np.ndarray) -> Records:
+    ids = np.array([f"{row:032d}" for row in range(len(images))], "S32")
+    return Records(torch.from_numpy(images), torch.zeros(len(images)).long(), ids, ("a", "b"))
 
 
 def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights: Path) -> None:
