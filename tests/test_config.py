@@ -651,6 +651,11 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         (f"algorithm=zero_cost {DP} privacy.weights.max_grad_norm=.1", "asks clients nothing"),
         (f"{DP} stages=[search] privacy.retrain.local_steps=3", "which lack retrain"),
         (f"{DP} stages=[search] privacy.metrics_noise_multiplier=3", "nothing is measured"),
+        (f"{DP} stages=[search] privacy.scores_error=.01", "records are counted"),
+        (
+            f"{DP} privacy.unit=client secure_sum=true clients=4 privacy.scores_error=.01",
+            "records are counted",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_refused_by_name(overrides: str, sentence: str) -> None:

@@ -28,7 +28,7 @@ from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config, DifferentialPrivacy
-from fednas_flwr.settings.incompatible import searches
+from fednas_flwr.settings.incompatible import by_client, searches
 from fednas_flwr.settings.names import LEAST_CALIBRATED
 
 CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
@@ -423,7 +423,8 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     measures = privacy.metrics_noise_multiplier is not None
     if measures and "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
         rounds["evaluate"] = [[plan.metrics_release("evaluate", "test")]]
-    if privacy.scores_error is not None and "evaluate" in config.stages:
+    counts = privacy.scores_error is not None and not by_client(config)
+    if counts and "evaluate" in config.stages:
         released = plan.scores_release(shared=config.secure_sum is not None)
         rounds.setdefault("evaluate", [[]])[0].append(released)
     return rounds

@@ -297,6 +297,16 @@ RULES: tuple[Rule, ...] = (
         "{c.dataset.fractions}, with which nothing is measured on clients' records",
     ),
     Rule(
+        "privacy.scores_error",
+        lambda c: (
+            facts.is_private(c)
+            and (facts.by_client(c) or not {"retrain", "evaluate"} <= set(c.stages))
+        ),
+        "privacy.unit={c.privacy.unit} and stages={c.stages}: records are counted, by the trained "
+        "network, where it is evaluated",
+        "remove it",
+    ),
+    Rule(
         "privacy.statistics_noise_multiplier",
         lambda c: facts.is_private(c) and not facts.has_real_sites(c) and not _declares_ranges(c),
         "dataset={c.dataset.name} without dataset.ranges, within which clients would tell "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.base import local_steps as steps_of
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.pipeline.schedule import make_schedules, paying
+from fednas_flwr.pipeline.schedule import for_classes, make_schedules, paying
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter, filter_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
 from fednas_flwr.search.bandit import Bandit
@@ -443,3 +444,54 @@ def test_dpnas_shares_the_target_between_rewards_steps_and_retraining(compose_co
     assert 0.99 * 1.5 < cost(search, "validation") <= 1.5  # rewards alone
     both = [cost(schedule, split) for split in ("train", "validation")]
     assert 0.98 * 6 < max(both) <= 6
+
+
+# --- counts of scores
+
+
+COUNTED = (*DP_FNAS[:3], "retrain.rounds=1", "privacy.scores_error=0.01", GIVEN)
+
+
+def counts_of(config, records):
+    """The release of counts of scores in the schedule of the first client, None without one."""
+    found = [
+        release for release in make_schedule(config, records, done={}) if release.kind == "scores"
+    ]
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_noise_of_counts_follows_from_the_error_that_all_clients_make_together(
+    compose_config, summed
+):
+    """By hand: 4 x 50,000 records, 10 % of the rarer class, sqrt(12 / 16) of .01."""
+    records = [{"train": 40_000, "validation": 10_000, "test": 0}] * 4
+    more = ["secure_sum=true"] if summed else []
+    release = counts_of(compose_config(*COUNTED, "clients=4", *more), records)
+    total = 0.01 * 0.1 * 200_000 * math.sqrt(0.75)
+    assert release.noise_multiplier == pytest.approx(total / (1 if summed else 2))
+    assert (release.shared, release.steps, release.batch_size) == (summed, 1, None)
+    assert release.splits == ("train", "validation")
+
+
+def test_counts_of_few_records_cost_a_quarter_of_epsilon_at_most(compose_config):
+    config = compose_config(*COUNTED, "clients=2", "privacy.epsilon=8")
+    records = [{"train": 100, "validation": 20, "test": 0}] * 2
+    release = counts_of(config, records)
+    assert 1.9 < filter_epsilon([release.release(records[0])], 1e-5) <= 2
+    assert (
+        counts_of(config, [{"train": 10**6, "validation": 10**5, "test": 0}] * 2).noise_multiplier
+        > 500
+    )
+
+
+def test_no_counts_are_planned_for_baselines_units_of_clients_or_other_classes(compose_config):
+    config = compose_config(*COUNTED, "clients=2")
+    assert counts_of(config, RECORDS) is not None
+    assert paying(config, 1.0).scores_error is None
+    by_client = ("privacy.unit=client", "secure_sum=true", "clients=4")
+    of_experiment = compose_config("experiment=search/recommended_private", *by_client)
+    assert counts_of(of_experiment, RECORDS * 2) is None
+    for names, several in ((("a", "b"), True), (("a", "b", "c"), False)):
+        train = SimpleNamespace(class_names=names, multi_label=several)
+        assert counts_of(for_classes(config, train), RECORDS) is None
