@@ -482,7 +482,7 @@ from fednas_flwr import (
     Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
 )
 from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
-from fednas_flwr.settings.optimizers import SGD, Adam, PriorSettings, Temperatures
+from fednas_flwr.settings.optimizers import SGD, Adam, Temperatures
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 
@@ -497,7 +497,6 @@ class OwnSettings(AlgorithmSettings):
     weights: SGD
     alphas: Adam
     beta_decay: float
-    prior: PriorSettings | None
     temperatures: Temperatures | None
 
 

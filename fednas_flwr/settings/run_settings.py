@@ -301,10 +301,6 @@ class DifferentialPrivacy(ps.Checked):
             yourself, or if retraining uses other records.
         rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
             together, is calibrated to where that of alphas follows from the rest; else all of it.
-        baseline_share: Share of ``epsilon`` that real sites spend on the baselines of a run
-            together, to equal parts, on every split; search, metrics and retraining have the rest,
-            and noise that is given must keep to it. Null trains none
-            there. Simulated sites have a ledger for each baseline instead.
         weights: Noise on gradients of the supernet's weights, in the search.
         alphas: Noise on gradients of the architecture variables.
         rewards: Noise on rewards of FEATHERS' trials; a record's decrease of loss is in units of
@@ -340,7 +336,6 @@ class DifferentialPrivacy(ps.Checked):
     large_delta: bool
     search_share: Part
     rewards_share: Part
-    baseline_share: Part | None
     weights: Noise
     alphas: Noise
     rewards: Noise
@@ -362,15 +357,6 @@ class DifferentialPrivacy(ps.Checked):
             "1: rewards are bounded by algorithm.loss_bound",
         )
         yield ps.within(norm == 1, "rewards.max_grad_norm", norm, expected)
-
-    @property
-    def own_epsilon(self) -> float:
-        """Epsilon that is left for the run itself.
-
-        A run of this and baselines of the rest cost ``epsilon`` at most, since the epsilons of
-        Renyi filters add up: that of a sum of curves is no more than their sum.
-        """
-        return self.epsilon * (1 - (self.baseline_share or 0.0))
 
     @property
     def search_norms(self) -> dict[str, float]:

@@ -146,23 +146,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "evaluation.baselines",
-        lambda c: (
-            facts.has_real_sites(c) and facts.is_private(c) and c.privacy.baseline_share is None
-        ),
+        lambda c: facts.has_real_sites(c) and facts.is_private(c),
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
-        "set privacy.baseline_share to what they may cost, or remove it",
     ),
     Rule(
         "evaluation.deliver",
         lambda c: facts.has_real_sites(c) or facts.is_private(c),
         "runtime={c.runtime.name} and privacy={c.privacy.name}: networks are chosen by exact "
         "scores of simulated clients",
-    ),
-    Rule(
-        "privacy.baseline_share",
-        lambda c: not (facts.has_real_sites(c) and c.evaluation.baselines),
-        "evaluation.baselines={c.evaluation.baselines}, runtime={c.runtime.name} and partition="
-        "{c.partition.name}: it is for baselines at real sites, elsewhere each has its own ledger",
     ),
     Rule(
         "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "

@@ -27,7 +27,6 @@ class FedDARTSSettings(AlgorithmSettings):
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly;
             0 is the papers' form.
-        prior: An architecture that the alphas favour at first; null favours none.
         temperatures: Temperatures of GDAS, whose steps compute one drawn op per edge; null mixes
             all ops.
     """
@@ -40,7 +39,6 @@ class FedDARTSSettings(AlgorithmSettings):
     weights: opt.SGD
     alphas: opt.Adam
     beta_decay: opt.RateOrZero
-    prior: opt.PriorSettings | None
     temperatures: opt.Temperatures | None
 
     def __post_init__(self) -> None:

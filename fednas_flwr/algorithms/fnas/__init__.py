@@ -32,7 +32,6 @@ class FNASSettings(AlgorithmSettings):
         weights: The weights' optimiser.
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
-        prior: An architecture that the alphas favour at first; null favours none.
     """
 
     order: Annotated[int, Between(1, 2)]
@@ -44,7 +43,6 @@ class FNASSettings(AlgorithmSettings):
     weights: opt.SGD
     alphas: opt.Adam
     beta_decay: opt.RateOrZero
-    prior: opt.PriorSettings | None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the second order fits."""
