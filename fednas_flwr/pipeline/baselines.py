@@ -32,7 +32,13 @@ from fednas_flwr.runs.leaderboard import FINALISTS, FRONT, Candidate, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, FINALISTS_FOLDER, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.search.data_free_scores import trusted_scores
-from fednas_flwr.settings import AlgorithmSettings, Config, conf_folder, with_runtime
+from fednas_flwr.settings import (
+    AlgorithmSettings,
+    Config,
+    DifferentialPrivacy,
+    conf_folder,
+    with_runtime,
+)
 from fednas_flwr.settings.data_settings import EncodedImages, Images
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import BATCH, BEST, FOUND, LINEAR, NO_SKIP, QUANTILES
