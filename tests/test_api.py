@@ -289,7 +289,7 @@ def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
     assert dataclasses.asdict(config.algorithm) == fed_darts | late
     for override, words in {
         "algorithm=late_dart": r"choose one of .*late_darts.*nearest: late_darts",
-        "algorithm.rset=1": r"algorithm.rset is no setting.*algorithm.rest",
+        "algorithm.rset=1": r"algorithm.rset is unknown.*algorithm.rest",
         "algorithm.rest=soon": "algorithm.rest=soon has the wrong type: expected a whole number",
     }.items():
         with pytest.raises(ConfigError, match=words):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, show
@@ -14,7 +11,7 @@ from fednas_flwr.settings import Config
 from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import CLIENT
-from fednas_flwr.settings.parser import NOT_TEXT, choose_kind, is_among, known_names, parse
+from fednas_flwr.settings.parser import NOT_TEXT, choose_kind, field_types, known_names, parse
 from fednas_flwr.settings.registry import BUILT_IN, entries
 from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
 from fednas_flwr.settings.unused import Given, check_effect
@@ -49,13 +46,8 @@ def parse_config(tree: Mapping[str, Any], *, given: Given | None = None) -> Conf
     """
     if given is None:
         return _parse(tree)
-    check_names(tree, given.typed)
     config = _parse(yielded(tree, given))
-    alone = None
-    if given.alone is not None:
-        with suppress(ConfigError):  # it need not run by itself
-            alone = _parse(yielded(given.alone, replace(given, typed=())))
-    check_effect(config, given, alone)
+    check_effect(config, given)
     return config
 
 
@@ -67,11 +59,10 @@ def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
     """
     tree, kinds = _with_lower_ends(tree, given), chosen_kinds(tree)
     for setting in given.experiment:
-        group, _, rest = setting.partition(".")
-        first = rest.partition(".")[0]
+        group, first, *_ = f"{setting}.".split(".")
         is_typed = any(name.startswith(f"{group}.{first}") for name in given.typed)
         if first and group in given.typed and group in kinds and not is_typed:
-            if first not in set(known_names(kinds[group])):
+            if first not in field_types(kinds[group]):
                 tree[group].pop(first, None)
     privacy = tree.get("privacy")
     if not isinstance(privacy, Mapping) or privacy.get("name") != "dp":
@@ -123,60 +114,42 @@ def chosen_kinds(tree: Mapping[str, Any]) -> dict[str, type]:
     Raises:
         ConfigError: There is no such choice.
     """
-    hints = dict.fromkeys(BUILT_IN, UNREGISTERED) | dict.fromkeys(CHOICES, "")
-    return {group: choose_kind(tree, group, _kinds(group), hint=hints[group]) for group in hints}
+    remarks = dict.fromkeys(BUILT_IN, UNREGISTERED) | dict.fromkeys(CHOICES, "")
+    return {
+        group: choose_kind(tree, group, _kinds(group), hint=hint) for group, hint in remarks.items()
+    }
 
 
-def check_names(tree: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise ConfigError, with the nearest spelling of all, for a name that is no setting's.
-
-    Args:
-        tree: Says which choices of the groups have settings.
-        names: Dotted names that the user has written.
-    """
+def check_names(tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a name in a group that another choice has, or that is in a group."""
     chosen = chosen_kinds(tree)
     known = [name for group, kind in chosen.items() for name in known_names(kind, f"{group}.")]
     known += known_names(Config)
-    for name in names:
-        if is_among(name, known):
-            continue
-        group, _, rest = name.partition(".")
-        kinds = _kinds(group) if group in chosen else {}
-        others = [f"{group}={n}" for n in sorted(kinds) if is_among(rest, known_names(kinds[n]))]
-        if others:
-            raise ConfigError(
-                f"{show(name)} is a setting of {', '.join(others)}, and {group}="
-                f"{tree[group]['name']} has none of that name: choose the former, or remove it."
-            )
-        parent = name
-        while parent and not is_among(parent, known):
-            parent = parent.rpartition(".")[0]
-        there = [other for other in known if other.rpartition(".")[0] == parent]
-        if not there:  # a plain value, of which it is no name
-            continue
-        raise ConfigError(
-            f"{show(name)} is no setting: {parent or 'the top level'} has "
-            f"{', '.join(dict.fromkeys(there))} "
-            f"(nearest: {', '.join(_nearest(name, known))})."
-        )
-
-
-def _nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Return the known name, or all that end alike, whose end is spelt most like a name."""
-    ends = [".".join(other.split(".")[-1 - name.count(".") :]) for other in known]
-    (nearest,) = get_close_matches(name, ends, n=1, cutoff=0)
-    if nearest in known:
-        return [nearest]
-    return list(dict.fromkeys(o for o, end in zip(known, ends, strict=True) if end == nearest))
+    for name in tree.keys() - field_types(Config).keys():
+        places = [other for other in known if other.endswith(f".{name}")]
+        if places:
+            raise ConfigError(f"{show(name)} is no setting: write {' or '.join(places)}.")
+    for group, kind in chosen.items():
+        for name in tree[group]:
+            kinds = _kinds(group) if name not in field_types(kind) else {}
+            others = [
+                f"{group}={n}" for n, other in sorted(kinds.items()) if name in field_types(other)
+            ]
+            if others:
+                raise ConfigError(
+                    f"{group}.{name} is a setting of {', '.join(sorted(others))}, and {group}="
+                    f"{tree[group]['name']} has none of that name: choose the former, or remove it."
+                )
 
 
 def _parse(tree: Mapping[str, Any]) -> Config:
-    hints = chosen_kinds(tree)
+    check_names(tree)
     evaluation = tree.get("evaluation")
     if isinstance(evaluation, Mapping) and type(evaluation.get("positive")) is int:
         # as Hydra reads the name of a class 0, 1, ...
         tree = _with(tree, ["evaluation", "positive"], str(evaluation["positive"]))
     try:
+        hints = chosen_kinds(tree)
         config: Config = parse(Config, tree, key="", hints=hints, defaults=True)
     except ConfigError as error:
         if not str(error).endswith(f"{NOT_TEXT}."):

@@ -182,11 +182,7 @@ def given_settings(overrides: Sequence[str]) -> Given:
         if not key.startswith(NOT_SETTINGS) and key not in groups:
             typed += _leaves(key, override.value())
     names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
-    if not names or names[-1] == "null":
-        return Given(typed)
-    paths = [text for text in overrides if text.startswith(SEARCH_PATH)]
-    alone = compose_tree([f"experiment={names[-1]}", *paths])
-    return Given(typed, _experiment_settings(names[-1], _folders(paths)), names[-1], alone)
+    return Given(typed, _experiment_settings(names[-1], _folders(overrides)) if names else [])
 
 
 def _experiment_settings(name: str, folders: Sequence[Path]) -> list[str]:
@@ -197,7 +193,7 @@ def _experiment_settings(name: str, folders: Sequence[Path]) -> list[str]:
         tree: Any = read_yaml(files[0], str(files[0])) or {}
     elif f"{name}.yaml" in ConfigStore.instance().repo.get("experiment", {}):
         tree = OmegaConf.to_container(ConfigStore.instance().load(f"experiment/{name}.yaml").node)
-    else:  # in a package of hydra.searchpath
+    else:  # null, or in a package of hydra.searchpath
         return []
     names: list[str] = []
     for default in tree.pop("defaults", []):
@@ -362,12 +358,14 @@ class Sweep:
         sweeper: The class of Hydra's sweeper.
         metrics: Metrics by which a sweeper optimises.
         known: The tree of the chosen groups alone.
+        tree: All settings but those that the sweep varies.
     """
 
     folder: Path
     sweeper: str
     metrics: list[str]
     known: dict[str, Any]
+    tree: dict[str, Any]
 
 
 def compose_sweep(fixed: Sequence[str]) -> Sweep:
@@ -383,12 +381,12 @@ def compose_sweep(fixed: Sequence[str]) -> Sweep:
             known = _plain(compose(PRIMARY, chosen), resolve=False)
             whole = compose(PRIMARY, for_hydra(fixed, known), return_hydra_config=True)
             folder = Path(str(whole.hydra.sweep.dir)).expanduser().resolve()
-            settings: Any = OmegaConf.to_container(whole.get("sweep", OmegaConf.create()))
+            tree = _plain(compose(PRIMARY, for_hydra(fixed, known)), resolve=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise _composition_error(error, fixed) from error
-    metric = settings.get("metric")
+    metric = tree.pop("sweep").get("metric")
     metrics = [str(name) for name in (metric if isinstance(metric, list) else [metric])]
-    return Sweep(folder, str(whole.hydra.sweeper._target_), metrics, known)
+    return Sweep(folder, str(whole.hydra.sweeper._target_), metrics, known, tree)
 
 
 def add_choice(group: str, name: str, tree: Mapping[str, Any]) -> None:

@@ -31,14 +31,10 @@ class Given:
         typed: Those of the overrides.
         experiment: Those of the chosen experiment file and of its bases, with their choices of
             groups.
-        experiment_name: The chosen experiment; None without one.
-        alone: The composed tree of the experiment without other overrides; None without one.
     """
 
     typed: Collection[str] = ()
     experiment: Collection[str] = ()
-    experiment_name: str | None = None
-    alone: Mapping[str, Any] | None = None
 
 
 def _fixed(c: Config) -> bool:
@@ -355,19 +351,6 @@ NEEDS = {
     "partition.fractions=[]": "partition.alpha partition.min_size",
 }
 
-# What is false, zero, null or empty here asks for nothing, so that it is no finding: in that way
-# what an experiment sets is taken back.
-SWITCHES = (
-    "secure_sum sampling genotype training.oversample training.class_factors "
-    "evaluation.personalised evaluation.baselines algorithm.client_tags dataset.linear_baseline "
-    "dataset.limit_test dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std "
-    "retrain.channels retrain.num_cells retrain.exchange retrain.fixed_norm "
-    "retrain.auxiliary_weight retrain.drop_path_prob algorithm.evaluate_every "
-    "algorithm.configurations algorithm.ranges "
-    "algorithm.search.hardware privacy.metrics_noise_multiplier "
-    "privacy.statistics_noise_multiplier privacy.sites privacy.test_seed"
-).split()
-
 
 def without_effect(config: Config) -> dict[str, Rule]:
     """Return the settings that a run does not use, each with the first rule that says why."""
@@ -387,51 +370,30 @@ def without_effect(config: Config) -> dict[str, Rule]:
     return rules
 
 
-def check_effect(config: Config, given: Given, alone: Config | None) -> None:
-    """Refuse settings that the user has set and that have no effect; warn where that can't help.
+def check_effect(config: Config, given: Given) -> None:
+    """Refuse settings that the user has typed and that have no effect.
 
-    What was typed is refused, and what an experiment file sets without effect even when it is run
-    alone: that is a fault of the file. What an experiment sets and something typed overrules
-    cannot be unset from outside of the file, so that a run of it with other settings goes on with
-    one warning that names them.
-
-    Args:
-        config: Of the run.
-        given: Settings that the user has given.
-        alone: Of the experiment without other overrides; None if it does not run by itself.
+    Of those of an experiment, which cannot be unset from outside of its file, one warning tells.
 
     Raises:
         NoEffectError: Of the first that is refused.
     """
-    if alone is not None:
-        _check_names(alone, given.experiment, f"experiment={given.experiment_name}: ")
-    _check_names(config, given.typed)
     idle = without_effect(config)
-    lost: dict[Rule, list[str]] = {}
-    for name in given.experiment:
-        overruled = any(f"{name}.".startswith(f"{typed}.") for typed in given.typed)
-        rule = None if overruled else _rule_for(name, idle, config)
-        if rule is not None:
-            lost.setdefault(rule, []).append(name)
-    for rule, names in lost.items():
-        what = f"experiment={given.experiment_name} sets {', '.join(names)}, which"
-        warnings.warn(
-            f"{what} {'have' if len(names) > 1 else 'has'} no effect with {_cause(rule, config)}.",
-            NoEffectWarning,
-            stacklevel=4,
-        )
-
-
-def _check_names(config: Config, names: Collection[str], place: str = "") -> None:
-    """Raise NoEffectError for the first name of a setting that has no effect."""
-    idle = without_effect(config)
-    for name in names:
-        rule = _rule_for(name, idle, config)
-        if rule is not None:
+    for name in given.typed:
+        if rule := _rule_for(name, idle, config):
             raise NoEffectError(
-                f"{place}{_setting(config, name)} has no effect with {_cause(rule, config)}: "
+                f"{_setting(config, name)} has no effect with {_cause(rule, config)}: "
                 f"{rule.remedy}."
             )
+    lost = [
+        name
+        for name in given.experiment
+        if not any(f"{name}.".startswith(f"{typed}.") for typed in given.typed)
+        and _rule_for(name, idle, config)
+    ]
+    if lost:
+        sentence = f"the experiment sets {', '.join(lost)}, without effect in this run."
+        warnings.warn(sentence, NoEffectWarning, stacklevel=4)
 
 
 def _cause(rule: Rule, config: Config) -> str:
@@ -447,8 +409,8 @@ def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | Non
         rule = idle.get(whole) or (idle.get(f"{parts[0]}.*") if end > 1 else None)
         if rule is not None and name in rule.but.split():
             return None
-        if rule is not None:
-            return None if whole in SWITCHES and not _field(config, whole)[1] else rule
+        if rule is not None:  # what is null, false, 0 or empty asks for nothing
+            return rule if _field(config, name)[1] else None
     return None
 
 
