@@ -35,18 +35,17 @@ class Rule:
 
     Attributes:
         settings: Dotted names, apart by spaces; a group or mapping stands for all that it holds,
-            and ``algorithm.*`` for all settings of the algorithm.
+            ``algorithm.*`` for all settings of the algorithm, and ``search_space=`` for the choice
+            alone.
         when: True if they do nothing in a run.
         cause: Setting that overrules them: a format of the configuration ``c``.
         remedy: Advice to the user.
-        but: Of what a group holds, the settings that do something all the same.
     """
 
     settings: str
     when: Callable[[Any], bool]
     cause: str
     remedy: str = "remove it"
-    but: str = ""
 
 
 NO_ALPHAS = Rule(
@@ -58,7 +57,7 @@ class _Spelling(string.Formatter):
     """Formats with values as overrides spell them."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        return format(value if format_spec or isinstance(value, str) else show(value), format_spec)
+        return format(value if format_spec else show(value), format_spec)
 
 
 def spelled(text: str, config: Config) -> str:
@@ -84,6 +83,8 @@ class Algorithm:
             begins, or ``networks``; None if it asks them nothing.
         asks_rewards: True if clients are asked for rewards of trials or candidates.
         unused: Settings that have no effect with this algorithm only.
+        clashes: Values that exclude each other with this algorithm only, as
+            ``settings.incompatible.CLASHES`` has them.
     """
 
     settings: type[AlgorithmSettings]
@@ -94,6 +95,7 @@ class Algorithm:
     trains: str | None = SUPERNET
     asks_rewards: bool = False
     unused: tuple[Rule, ...] = ()
+    clashes: Mapping[str, str] = field(default_factory=dict)
 
 
 def entries(group: str) -> dict[str, Any]:
