@@ -75,7 +75,7 @@ MISTAKES = {  # overrides: what the sentence must say
         "choose one of algorithm.weights.clip_norm, algorithm.weights.lr,",
         "(nearest: algorithm.weights.lr)",
     ],
-    "algorithm=fnas algorithm.rulez=2": ["algorithm.rulez", "algorithm.reduce"],
+    "algorithm=fnas algorithm.rulez=2": ["algorithm.rulez", "algorithm.order"],
     "seed.first=1": ["seed={first: 1} has the wrong type: expected a whole number"],
     "algorithm=fed_dart": ["algorithm=fed_dart", "fed_darts, fedavg,", "(nearest: fed_darts)"],
     "dataset=mnst": ["dataset=mnst", "(nearest: mnist)"],
@@ -219,7 +219,7 @@ def test_other_commands_take_no_overrides(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_cfg_prints_the_composed_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "--cfg", "algorithm=fnas", "seed=7"]) == 0
+    assert cli.main(["run", "--cfg", "job", "algorithm=fnas", "seed=7"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     assert (tree["algorithm"]["name"], tree["seed"]) == ("fnas", 7)
     assert cli.main(["run", "--cfg", "job", "--resolve", "--package", "algorithm.weights"]) == 0
@@ -396,13 +396,13 @@ def test_a_setting_without_effect_refuses_that_job_of_a_sweep_only(
 def test_what_typing_takes_from_an_experiment_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["run", "--cfg", "experiment=fdnas/fashion_mnist", *GROUPED]) == 0
+    assert cli.main(["run", "--cfg", "job", "experiment=fdnas/fashion_mnist", *GROUPED]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "fednas: warning: the experiment sets retrain.local_epochs, algorithm.local_epochs, "
         "without effect in this run."
     ]
-    assert cli.main(["run", "--cfg", "experiment=fdnas/fashion_mnist"]) == 0
+    assert cli.main(["run", "--cfg", "job", "experiment=fdnas/fashion_mnist"]) == 0
     assert capsys.readouterr().err == ""
 
 

@@ -285,7 +285,7 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     ("key", "value", "words"),
     [
         ("privacy.weights.noise_multiplier", 0, "expected 0.001 to 1000000, or null"),
-        ("privacy.rewards.max_grad_norm", 2.0, "bounded by algorithm.loss_bound"),
+        ("privacy.rewards.max_grad_norm", 2.0, "privacy.rewards.max_grad_norm is unknown"),
         ("privacy.weights.max_grad_norm", 1e30, "at most 10000 (the noise grows with it"),
         ("rounds", 10**9, "expected at most 10000 in all"),
         ("retrain.rounds", 10**5, "fewer rounds of more local steps"),

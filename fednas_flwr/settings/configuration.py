@@ -11,7 +11,7 @@ from fednas_flwr.settings import Config
 from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import CLIENT
-from fednas_flwr.settings.parser import NOT_TEXT, choose_kind, field_types, known_names, parse
+from fednas_flwr.settings.parser import choose_kind, field_types, known_names, parse
 from fednas_flwr.settings.registry import BUILT_IN, entries
 from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
 from fednas_flwr.settings.unused import Given, check_effect
@@ -144,18 +144,8 @@ def check_names(tree: Mapping[str, Any]) -> None:
 
 def _parse(tree: Mapping[str, Any]) -> Config:
     check_names(tree)
-    evaluation = tree.get("evaluation")
-    if isinstance(evaluation, Mapping) and type(evaluation.get("positive")) is int:
-        # as Hydra reads the name of a class 0, 1, ...
-        tree = _with(tree, ["evaluation", "positive"], str(evaluation["positive"]))
-    try:
-        hints = chosen_kinds(tree)
-        config: Config = parse(Config, tree, key="", hints=hints, defaults=True)
-    except ConfigError as error:
-        if not str(error).endswith(f"{NOT_TEXT}."):
-            raise
-        hint = "if it is from the environment, write ${oc.decode:${oc.env:NAME}}"
-        raise ConfigError(f"{str(error).removesuffix('.')}; {hint}.") from None
+    hints = chosen_kinds(tree)
+    config: Config = parse(Config, tree, key="", hints=hints, defaults=True)
     check_combinations(config)
     return config
 

@@ -32,7 +32,6 @@ from fednas_flwr.settings import conf_folder, expanded
 from fednas_flwr.settings.unused import Given
 
 EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
-CFG_KINDS = (["job"], ["hydra"], ["all"])
 NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # what overrides say to Hydra
 PRIMARY = "config"  # the file that composition begins with
 SEARCH_PATH = "hydra.searchpath="
@@ -282,11 +281,6 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     Raises:
         ConfigError: An option does not exist, lacks its value, or excludes another.
     """
-    arguments = list(arguments)
-    for place, text in enumerate(arguments):
-        if text in ("--cfg", "-c") and arguments[place + 1 : place + 2] not in CFG_KINDS:
-            arguments.insert(place + 1, "job")
-            break
     parser = _hydras_parser()
     try:
         asked, unknown = parser.parse_known_intermixed_args(arguments)

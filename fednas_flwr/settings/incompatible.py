@@ -126,15 +126,6 @@ def check_algorithm(config: Config) -> None:
                 f"privacy.unit={privacy.unit} with algorithm={name}: its clients' replies are no "
                 f"updates of several local steps; choose one of {', '.join(able)}."
             )
-    features = {
-        "aggregate": (config.aggregate.name != "mean", config.aggregate.name),
-        "secure_sum": (config.secure_sum is not None, "true"),
-        "sampling": (config.sampling is not None, "on"),
-    }
-    for feature, (is_asked, value) in features.items():
-        if is_asked and feature in entry.unsupported and chooses(config):
-            reason = entry.unsupported[feature]
-            raise ConfigError(f"{feature}={value} with algorithm={name}: {reason}.")
     _check_clashes(config, entry.clashes)
     config.algorithm.check(config)
 

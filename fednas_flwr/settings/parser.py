@@ -42,7 +42,6 @@ from fednas_flwr.base.errors import (
 )
 
 EPOCH = date(1970, 1, 1).toordinal()
-NOT_TEXT = ", not text"  # ends the error of a text that looks like the number that is expected
 MISSING = "???"  # Hydra's value for what the user must give
 # Above these no computation can use a number; a whole one could not even be written in a sentence.
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # of a unit of time
@@ -401,7 +400,7 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
         return value
     expected = _type_name(hint)
     if isinstance(value, str) and hint in LARGEST and re.fullmatch(r"[-+.\deE]+", value):
-        expected += NOT_TEXT
+        expected += ", not text; if it is from the environment, write ${oc.decode:${oc.env:NAME}}"
     raise ConfigError(f"{key}={show(value)} has the wrong type: expected {expected}.")
 
 

@@ -77,8 +77,6 @@ class Algorithm:
             from, ``<module>:<class>``. None if it does not search.
         retraining: The same of the retrain stage; None is FedAvg, or FedSGD.
         units: Units of privacy that it can protect; none if it does not run with ``privacy=dp``.
-        unsupported: Features of a run that its rounds cannot have, ``aggregate``, ``secure_sum`` or
-            ``sampling``, each with the reason and the cure.
         trains: Kind of model that clients train in the search: a ``supernet``, with which it then
             begins, or ``networks``; None if it asks them nothing.
         asks_rewards: True if clients are asked for rewards of trials or candidates.
@@ -91,7 +89,6 @@ class Algorithm:
     search: str | type | None = None
     retraining: str | type | None = None
     units: Collection[str] = ()
-    unsupported: Mapping[str, str] = field(default_factory=dict)
     trains: str | None = SUPERNET
     asks_rewards: bool = False
     unused: tuple[Rule, ...] = ()

@@ -181,19 +181,17 @@ _entry = partial(Algorithm, search=f"{__name__}.strategy:FDNAS", units=(RECORD, 
 register(
     "algorithm",
     "fdnas",
-    _entry(FDNASSettings, unsupported={"secure_sum": _ASKED_APART}),
+    _entry(FDNASSettings, clashes={"secure_sum!=null algorithm=fdnas stages=search": _ASKED_APART}),
 )
 register(
     "algorithm",
     "cfdnas",
     _entry(
         CFDNASSettings,
-        unsupported={
-            "secure_sum": _ASKED_APART,
-            "sampling": "it divides all clients into groups by what each of them answers; "
-            "set sampling=null",
-        },
         clashes={
+            "secure_sum!=null algorithm=cfdnas": _ASKED_APART,
+            "sampling!=null algorithm=cfdnas": "it divides all clients into groups by what each of "
+            "them answers; set sampling=null",
             "algorithm=cfdnas stages!=search": "its groups begin with a search; add search, or set "
             "algorithm=fedavg to retrain a genotype",
             "aggregate=trimmed_mean algorithm=cfdnas": "how many clients a group has is not known "

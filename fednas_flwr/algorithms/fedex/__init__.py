@@ -30,11 +30,9 @@ register(
     Algorithm(
         FedExSettings,
         retraining=f"{__name__}.strategy:FedEx",
-        unsupported={
-            "secure_sum": "its clients are asked different things, which have no sum; choose "
-            "another algorithm"
-        },
         clashes={
+            "secure_sum!=null algorithm=fedex": "its clients are asked different things, which "
+            "have no sum; choose another algorithm",
             "training.momentum=server algorithm=fedex": "every client steps with a momentum of its "
             "own; set training.momentum=reset or training.momentum=averaged",
         },

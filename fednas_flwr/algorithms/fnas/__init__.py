@@ -64,11 +64,9 @@ _entry = partial(
     Algorithm,
     FNASSettings,
     f"{__name__}.strategy:FNAS",
-    unsupported={
-        "aggregate": "it adds up sums of gradients over batches of different sizes; set "
-        "aggregate=mean"
-    },
     clashes={
+        "aggregate!=mean stages=search": "the server adds up sums of gradients over batches of "
+        "different sizes; set aggregate=mean",
         "algorithm=vanilla_nas clients!=1": "vanilla NAS has one party; set clients=1 or "
         "algorithm=fnas",
         "algorithm=dp_fnas privacy=none": "set privacy=dp, or use fnas",
