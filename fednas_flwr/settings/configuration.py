@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, show
@@ -57,48 +57,40 @@ def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
     Of a group of an experiment that is chosen anew, what the experiment sets in it and the new
     choice lacks goes: with ``experiment=dp_fnas/fashion_mnist privacy=none`` its budget.
     """
-    tree, kinds = _with_lower_ends(tree, given), chosen_kinds(tree)
+    yields: dict[str, float | None] = {}
+    privacy, known = tree.get("privacy"), {*given.typed, *given.experiment}
+    if isinstance(privacy, Mapping) and privacy.get("name") == "dp":
+        if privacy.get("unit") == CLIENT and "privacy.retrain.max_grad_norm" not in known:
+            yields["privacy.retrain.max_grad_norm"] = UPDATE_NORM
+        for default, others in YIELDING.items():
+            typed = default not in given.typed and any(other in given.typed for other in others)
+            if typed or (default not in known and any(other in known for other in others)):
+                yields[default] = None
+    tree, kinds = _yielded(tree, yields, given), chosen_kinds(tree)
     for setting in given.experiment:
         group, first, *_ = f"{setting}.".split(".")
         is_typed = any(name.startswith(f"{group}.{first}") for name in given.typed)
-        if first and group in given.typed and group in kinds and not is_typed:
+        if group in given.typed and group in kinds and not is_typed:
             if first not in field_types(kinds[group]):
                 tree[group].pop(first, None)
-    privacy = tree.get("privacy")
-    if not isinstance(privacy, Mapping) or privacy.get("name") != "dp":
-        return tree
-    known = {*given.typed, *given.experiment}
-    yields: dict[str, float | None] = {}
-    if privacy.get("unit") == CLIENT and "privacy.retrain.max_grad_norm" not in known:
-        yields["privacy.retrain.max_grad_norm"] = UPDATE_NORM
-    for default, others in YIELDING.items():
-        typed = default not in given.typed and any(other in given.typed for other in others)
-        if typed or (default not in known and any(other in known for other in others)):
-            yields[default] = None
-    for setting, value in yields.items():
-        tree = _with(tree, setting.split("."), value)
     return tree
 
 
-def _with_lower_ends(tree: Mapping[str, Any], given: Given, prefix: str = "") -> dict[str, Any]:
-    """Return a tree in which no default of ``min_lr`` is above an ``lr`` that the user has set."""
-    tree = {
-        key: _with_lower_ends(value, given, f"{prefix}{key}.") if isinstance(value, dict) else value
+def _yielded(
+    tree: Mapping[str, Any], yields: Mapping[str, Any], given: Given, prefix: str = ""
+) -> dict[str, Any]:
+    """Return a tree with other values, and no default of ``min_lr`` above an ``lr`` that is set."""
+    copy = {
+        key: _yielded(value, yields, given, f"{prefix}{key}.")
+        if isinstance(value, dict)
+        else yields.get(f"{prefix}{key}", value)
         for key, value in tree.items()
     }
-    lr, last, key = tree.get("lr"), tree.get("min_lr"), f"{prefix}min_lr"
+    lr, last, key = copy.get("lr"), copy.get("min_lr"), f"{prefix}min_lr"
     is_own = key in given.typed or (key in given.experiment and f"{prefix}lr" not in given.typed)
     if isinstance(lr, int | float) and isinstance(last, int | float) and last > lr and not is_own:
-        tree["min_lr"] = lr
-    return tree
-
-
-def _with(tree: Any, path: Sequence[str], value: float | str | None) -> Any:
-    """Return a tree with another value at a path, the same where there is no such path."""
-    key, *rest = path
-    if not isinstance(tree, Mapping) or key not in tree:
-        return tree
-    return {**tree, key: _with(tree[key], rest, value) if rest else value}
+        copy["min_lr"] = lr
+    return copy
 
 
 def _kinds(group: str) -> dict[str, type]:

@@ -112,20 +112,13 @@ def holds(config: Config, condition: str) -> bool:
 
 def check_algorithm(config: Config) -> None:
     """Refuse what the entry of the algorithm does not support, then what it alone refuses."""
-    entry, name, privacy = algorithm_of(config), config.algorithm.name, config.privacy
-    if isinstance(privacy, DifferentialPrivacy):
-        if not entry.units:
-            private = sorted(other for other, one in algorithms().items() if one.units)
-            raise ConfigError(
-                f"privacy=dp with algorithm={name} is not possible yet: choose one of "
-                f"{', '.join(private)}."
-            )
-        if privacy.unit not in entry.units:
-            able = sorted(o for o, one in algorithms().items() if privacy.unit in one.units)
-            raise ConfigError(
-                f"privacy.unit={privacy.unit} with algorithm={name}: its clients' replies are no "
-                f"updates of several local steps; choose one of {', '.join(able)}."
-            )
+    entry, privacy = algorithm_of(config), config.privacy
+    if isinstance(privacy, DifferentialPrivacy) and privacy.unit not in entry.units:
+        able = sorted(other for other, one in algorithms().items() if privacy.unit in one.units)
+        raise ConfigError(
+            f"privacy=dp privacy.unit={privacy.unit} with algorithm={config.algorithm.name} is not "
+            f"possible yet: choose one of {', '.join(able)}."
+        )
     _check_clashes(config, entry.clashes)
     config.algorithm.check(config)
 
@@ -135,6 +128,7 @@ def _simulated_terms(c: Config) -> SecureSumSettings | None:
     return None if c.runtime.name == "deployment" else c.secure_sum
 
 
+NORM = "it mixes the records of a batch and leaks its statistics; set "
 ROSTER = (
     "only sites with data and a policy of their own have keys and a roster; set partition=sites "
     "privacy=dp"
@@ -149,6 +143,8 @@ CLASHES = {
     "features, with algorithm.network=linear",
     "search_space=adapters runtime=deployment": "a server must not name files of a site, so that "
     "this is not possible yet; name the backbone in every site's dataset.yaml, for its features",
+    "search_space.norm=batch privacy=dp algorithm!=zero_cost": NORM + "search_space.norm=group",
+    "retrain.norm=batch privacy=dp": NORM + "retrain.norm=group",
     "evaluation.personalised=true privacy=dp": "an accuracy after local training without noise is "
     "an exact function of the records; leave it out",
     "training.precision!=float32 privacy=dp": "gradients of records are clipped in float32, so "
@@ -174,6 +170,8 @@ CLASHES = {
     "secure_sum!=null evaluation.personalised=true": "it is a result per client; leave it out",
     "secure_sum!=null runtime=deployment partition!=sites": ROSTER,
     "secure_sum!=null runtime=deployment privacy!=dp": ROSTER,
+    "dataset.table!=null search_space!=nasbench201 stages=search": "it holds cells of nasbench201; "
+    "leave it out",
     "server_optimizer!=none training.momentum=server": "both are optimisers of the server; leave "
     "one out",
 }
@@ -263,13 +261,6 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     ),
     (
         lambda c: (
-            searches(c) and c.dataset.table is not None and c.search_space.name != "nasbench201"
-        ),
-        "dataset.table={c.dataset.table.file} with search_space={c.search_space.name}: it holds "
-        "cells of nasbench201; leave it out",
-    ),
-    (
-        lambda c: (
             retrains(c)
             and not searches(c)
             and c.genotype is None
@@ -306,22 +297,3 @@ def check_combinations(config: Config) -> None:
             f"stages=[search] with algorithm={config.algorithm.name}, which does not search: "
             "nothing would run; set stages=[retrain,evaluate,export]."
         )
-    wrong = [key for key, norm in _norms(config).items() if norm != "group"]
-    if wrong and is_private(config):
-        raise ConfigError(
-            "privacy=dp with batch normalisation is not possible, which mixes the records of a "
-            f"batch and leaks its statistics: set {' '.join(f'{key}=group' for key in wrong)}."
-        )
-
-
-def _norms(config: Config) -> dict[str, str]:
-    """Return the settings of norms that the networks have that see records."""
-    algorithm, norms = config.algorithm, {}
-    without_norm = (
-        isinstance(algorithm, GivenNetwork) and not algorithm.has_norm and config.genotype is None
-    )
-    if "retrain" in config.stages and not without_norm:
-        norms["retrain.norm"] = config.retrain.norm
-    if searches(config) and algorithm_of(config).trains is not None:
-        norms["search_space.norm"] = config.search_space.norm
-    return norms

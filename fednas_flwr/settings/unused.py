@@ -87,11 +87,6 @@ RULES: tuple[Rule, ...] = (
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
     ),
     Rule(
-        "evaluation.deliver",
-        facts.has_real_sites,
-        "runtime=deployment partition=sites: networks are chosen by scores of simulated clients",
-    ),
-    Rule(
         "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "
         "training.momentum training.class_factors training.oversample training.loss "
         "dataset.crop_padding dataset.flip dataset.cutout privacy.micro_batch_size",
@@ -113,13 +108,12 @@ RULES: tuple[Rule, ...] = (
     Rule("retrain.norm", lambda c: _fixed(c) and not c.algorithm.has_norm, NETWORK),
     Rule(
         "retrain.fixed_norm",
-        lambda c: _fixed(c) and not (c.algorithm.has_norm or facts.begins_with_weights(c)),
-        NETWORK,
-    ),
-    Rule(
-        "retrain.fixed_norm",
-        facts.retrains_by_gradients,
-        "retrain.exchange={c.retrain.exchange}: each step normalises its own batches",
+        lambda c: (
+            facts.retrains_by_gradients(c)
+            or (_fixed(c) and not (c.algorithm.has_norm or facts.begins_with_weights(c)))
+        ),
+        "algorithm={c.algorithm.name} and retrain.exchange={c.retrain.exchange}, which average no "
+        "batch norm",
     ),
     Rule(
         "retrain.drop_path_prob",
@@ -149,9 +143,11 @@ RULES: tuple[Rule, ...] = (
         "algorithm={c.algorithm.name}, which chooses it from configurations of its own",
     ),
     Rule(
-        "secure_sum.least_sites secure_sum.colluding privacy.sites privacy.test_seed",
+        "secure_sum.least_sites secure_sum.colluding privacy.sites privacy.test_seed "
+        "evaluation.deliver",
         facts.has_real_sites,
-        "runtime=deployment partition=sites, whose sites have terms, books and noise of their own",
+        "runtime=deployment partition=sites, whose sites have terms, books, noise and scores of "
+        "their own",
     ),
     Rule(
         "sampling.by sampling.spare",
