@@ -285,7 +285,6 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     ("key", "value", "words"),
     [
         ("privacy.weights.noise_multiplier", 0, "expected 0.001 to 1000000, or null"),
-        ("privacy.rewards.max_grad_norm", 2.0, "privacy.rewards.max_grad_norm is unknown"),
         ("privacy.weights.max_grad_norm", 1e30, "at most 10000 (the noise grows with it"),
         ("rounds", 10**9, "expected at most 10000 in all"),
         ("retrain.rounds", 10**5, "fewer rounds of more local steps"),
@@ -621,8 +620,8 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
             "no effect with privacy=dp: remove it, or set privacy=none",
         ),
         ("stages=[search] retrain.evaluate_every=1", "which lack retrain"),
-        (f"{SITES} secure_sum=true secure_sum.colluding=2", "sites have terms, books and noise"),
-        (f"{SITES} privacy.test_seed=3", "whose sites have terms, books and noise of their own"),
+        (f"{SITES} secure_sum=true secure_sum.colluding=2", "sites have terms, books, noise"),
+        (f"{SITES} privacy.test_seed=3", "noise and scores of their own"),
         ("clients=2 runtime.largest_share=.3", "clients=2, of whom nobody can tell which is right"),
         ("clients=1 runtime.most_records=3", "clients=1, of whom nobody can tell"),
         ("clients=3 sampling.per_round=3 sampling.spare=.5", "per_round=3 of clients=3, with"),
