@@ -375,7 +375,8 @@ def compose_sweep(fixed: Sequence[str]) -> Sweep:
             known = _plain(compose(PRIMARY, chosen), resolve=False)
             whole = compose(PRIMARY, for_hydra(fixed, known), return_hydra_config=True)
             folder = Path(str(whole.hydra.sweep.dir)).expanduser().resolve()
-            tree = _plain(compose(PRIMARY, for_hydra(fixed, known)), resolve=False)
+            tree = _plain(whole, resolve=False)
+            del tree["hydra"]
         except (HydraException, OmegaConfBaseException) as error:
             raise _composition_error(error, fixed) from error
     metric = tree.pop("sweep").get("metric")
