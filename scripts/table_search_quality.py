@@ -5,13 +5,11 @@
 The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we recommend, as deep
 as the table's networks, also with 2 of the clients asked, and the data-free ones, by AZ-NAS on
 small networks and the one that we recommend where no record may be read, stand beside federated
-DARTS, FNAS and DP-FNAS, which have the regulariser of beta-DARTS and whose alphas begin with a lead
-for the cell of the data-free search, and beside federated DARTS without that lead, without the
-regulariser and by GDAS. Found cells are looked up, not retrained. 5 seeds of the recommended and
-data-free searches and of federated DARTS, 3 of the others. CPU times of rows with a lead contain
-the data-free search that gives it. The file of images holds x_train, y_train, x_test and y_test.
-Continues where it was stopped; every finished run is added to scripts/results/search_quality.json.
-``--only`` makes the rows of one search.
+DARTS, with the regulariser of beta-DARTS, without it and by GDAS. Found cells are looked up, not
+retrained. 5 seeds of the recommended and data-free searches and of federated DARTS, 3 of the
+others. The rows "prior", by a setting that is gone, are of commit 598eb934. The file of images
+holds x_train, y_train, x_test and y_test. Continues where it was stopped; every finished run is
+added to scripts/results/search_quality.json. ``--only`` makes the rows of one search.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ import argparse
 import os
 from pathlib import Path
 
-from table_runs import cpu_seconds, is_made, make_run, measure
-from tables import find_result, start_results
+from table_runs import cpu_seconds, measure
+from tables import start_results
 
 from fednas_flwr.report.lookup import CellTable, found_cell, read_table
 from fednas_flwr.runs.numbers import Run
@@ -35,14 +33,10 @@ DATA = (
 IMAGES = ("dataset.crop_padding=4", "dataset.flip=true")  # where clients train
 ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
 DATA_FREE = ("experiment=search/data_free",)
-CURED = ("algorithm.beta_decay=5", "algorithm.evaluate_every=0", *IMAGES)
 DARTS = ("algorithm=fed_darts", "rounds=8", *IMAGES)
 GDAS = "algorithm.temperatures={first: 10, last: 0.1}"
-FNAS = ("algorithm=fnas", "rounds=300", "algorithm.batch_size=16", *CURED)
-DP_FNAS = ("algorithm=dp_fnas", "rounds=50", "privacy.epsilon=3", *CURED)
 DEEP = ("search_space.channels=4", "search_space.num_cells=5")  # as deep as the table's networks
 RECOMMENDED = ("experiment=search/recommended", *DEEP, *IMAGES)
-PRIOR, MARGIN = ", prior", 1.0  # with .3 FNAS left the lead on seed 1, for a cell of percentile 60
 ROWS = [  # search, partition, settings; without a partition where no record is read
     ("zero_cost", "none", ZERO_COST),
     ("data_free", "none", DATA_FREE),
@@ -54,9 +48,6 @@ ROWS = [  # search, partition, settings; without a partition where no record is 
     ("fed_darts", "dirichlet", DARTS),
 ]
 MORE_ROWS = [  # of fewer seeds
-    (f"fed_darts{PRIOR}", "iid", DARTS),
-    (f"fnas{PRIOR}", "iid", FNAS),
-    (f"dp_fnas, epsilon 3{PRIOR}", "iid", DP_FNAS),
     ("fed_darts, no beta_decay", "iid", (*DARTS, "algorithm.beta_decay=0")),
     ("fed_darts, GDAS", "iid", (*DARTS, "algorithm.beta_decay=0", GDAS, "rounds=12")),
 ]
@@ -104,14 +95,6 @@ def make(
 ) -> None:
     """Make one run of the table."""
     own = [] if partition == "none" else [f"partition={partition}"]
-    before = None
-    if search.endswith(PRIOR):
-        folder = RUNS / f"data_free_none_s{seed}"
-        own.append(f"algorithm.prior={{run: {folder}, margin: {MARGIN}}}")
-        if not is_made(RESULTS, [*settings, *DATA, *own], seed):
-            make_run(folder, overrides=[*DATA_FREE, *DATA], seed=seed, root=root)
-        before = find_result(RESULTS, {"overrides": [*DATA_FREE, *DATA]}, seed)
-    earlier = before["metrics"]["cpu"] if before else 0.0  # of the search that gives the prior
     started = cpu_seconds()
 
     def more(run: Run) -> dict[str, float]:
@@ -119,7 +102,7 @@ def make(
         traffic = sum(event["bytes_sent"] + event["bytes_received"] for event in rounds)
         return {
             "percentile": table.percentiles[found_cell(run)],
-            "cpu": earlier + cpu_seconds() - started,
+            "cpu": cpu_seconds() - started,
             "megabytes": traffic / 1e6,
         }
 

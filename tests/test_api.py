@@ -289,7 +289,7 @@ def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
     assert dataclasses.asdict(config.algorithm) == fed_darts | late
     for override, words in {
         "algorithm=late_dart": r"choose one of .*late_darts.*nearest: late_darts",
-        "algorithm.rset=1": r"algorithm.rset is no setting.*algorithm.rest",
+        "algorithm.rset=1": r"algorithm.rset is unknown.*algorithm.rest",
         "algorithm.rest=soon": "algorithm.rest=soon has the wrong type: expected a whole number",
     }.items():
         with pytest.raises(ConfigError, match=words):
@@ -482,7 +482,7 @@ from fednas_flwr import (
     Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
 )
 from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
-from fednas_flwr.settings.optimizers import SGD, Adam, PriorSettings, Temperatures
+from fednas_flwr.settings.optimizers import SGD, Adam, Temperatures
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 
@@ -497,7 +497,6 @@ class OwnSettings(AlgorithmSettings):
     weights: SGD
     alphas: Adam
     beta_decay: float
-    prior: PriorSettings | None
     temperatures: Temperatures | None
 
 

@@ -128,9 +128,7 @@ class PrivateRound:
             shared: True if clients share the noise, see
                 :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
         """
-        norms = self.privacy.search_norms
-        if self.stage == "retrain":
-            norms = {"weights": self.privacy.retrain.max_grad_norm}
+        retrain = self.privacy.retrain if self.stage == "retrain" else None
         return [
             PlannedRelease(
                 self.stage,
@@ -139,7 +137,7 @@ class PrivateRound:
                 tuple(splits) or (SPLIT_OF[state],),
                 expected_batch(self.config, self.stage),
                 self.local_steps if steps is None else steps,
-                norms[state],
+                (retrain or getattr(self.privacy, state)).max_grad_norm,
                 shared=shared,
             )
             for state, action in actions.items()
@@ -147,8 +145,7 @@ class PrivateRound:
 
     def rewards(self, action: str, steps: int = 1) -> PlannedRelease:
         """Releases of rewards over all validation records."""
-        norm = self.privacy.search_norms["rewards"]
-        return PlannedRelease(self.stage, action, "rewards", ("validation",), None, steps, norm)
+        return PlannedRelease(self.stage, action, "rewards", ("validation",), None, steps, 1.0)
 
 
 S = TypeVar("S", bound=AlgorithmSettings)

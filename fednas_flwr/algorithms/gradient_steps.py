@@ -33,7 +33,6 @@ class GradientStrategy(RoundStrategy[S]):
         states: Sequence[str],
         *,
         clip_norm: float | None,
-        reduce: str = "mean",
         added: Mapping[str, Tensor | float] = {},
     ) -> list[Reply]:
         """Step along the replies' gradients, and take over the clients' buffers, averaged by batch.
@@ -43,9 +42,7 @@ class GradientStrategy(RoundStrategy[S]):
                 added in their order.
             states: The states that have sums G_k and step, in this order.
             clip_norm: Largest norm of the gradient of the weights; None does not clip.
-            reduce: ``mean`` is ``sum_k G_k / sum_k B_k``, ``sum`` is ``sum_k G_k / B_k``.
-            added: By state, to its gradient; with ``sum`` once for every reply, of which each
-                brings a mean.
+            added: By state, to its gradient, which is ``sum_k G_k / sum_k B_k``.
 
         Returns:
             The replies without their states.
@@ -54,23 +51,23 @@ class GradientStrategy(RoundStrategy[S]):
             ValueError: There is no reply.
         """
         totals: dict[str, Tensor] = {}
-        buffers, stripped, by_mean = WeightedAverage(), list[Reply](), reduce == "mean"
+        buffers, stripped = WeightedAverage(), list[Reply]()
         for _, reply in replies:
             for state in states:
                 (gradient,) = reply.states[state].values()
-                share = gradient if by_mean else gradient / reply.num_examples
-                totals[state] = totals[state].add_(share) if state in totals else share.clone()
+                first = state not in totals
+                totals[state] = gradient.clone() if first else totals[state].add_(gradient)
             if "buffers" in reply.states:
                 buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
             stripped.append(replace(reply, states={}))
         if not stripped:
             raise ValueError("no client answered")
-        divisor = sum(reply.num_examples for reply in stripped) if by_mean else 1
+        batches = sum(reply.num_examples for reply in stripped)
         for state, total in totals.items():
             (vector,) = self.states[state].values()
-            vector.grad = total / divisor
+            vector.grad = total / batches
             if state in added:
-                vector.grad = vector.grad + added[state] * (1 if by_mean else len(stripped))
+                vector.grad = vector.grad + added[state]
             optimizer = self.optimizers[state]
             clip_gradients(optimizer, clip_norm if state == "weights" else None)
             optimizer.step()

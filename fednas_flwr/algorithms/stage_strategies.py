@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, expected_batch
 from fednas_flwr.algorithms.fedavg.strategy import FedAvg, FedSGD, trained_on
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models import networks
 from fednas_flwr.privacy.plan import PlannedRelease, of_clients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
-from fednas_flwr.runs.numbers import EVENTS_FILE, Run, read_run
 from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import by_client, retrains_by_gradients
 from fednas_flwr.settings.names import SPLITS
-from fednas_flwr.settings.optimizers import Configuration, PriorSettings
+from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of, imported
-from fednas_flwr.spaces.genotype import from_json
-from fednas_flwr.spaces.mbconv import MBConvSpace
-from fednas_flwr.spaces.space import SearchSpace
 
 
 def strategy_of(config: Config, stage: str) -> type[RoundStrategy[Any]]:
@@ -72,9 +65,7 @@ def make_search(
     strategy, space = strategy_of(config, "search"), networks.supernet_space(config, prepared)
     network = nn.Module()
     if algorithm_of(config).trains == SUPERNET:
-        network = supernet = networks.seeded_supernet(config, space)
-        for kind, lead_EO in prior_alphas(config, space).items():
-            supernet.alphas()[kind].data += lead_EO
+        network = networks.seeded_supernet(config, space)
     return strategy(
         network,
         cohort,
@@ -165,48 +156,3 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
 def _at_most(records: NDArray[np.int64], batch: float | None) -> NDArray[np.int64]:
     """The sizes of the clients' batches; a batch below 1 is a share of the records."""
     return records if batch is None or batch < 1 else np.minimum(records, int(batch))
-
-
-def prior_alphas(config: Config, space: SearchSpace) -> dict[str, Tensor]:
-    """The lead of alphas at first, by kind of cell; empty without a prior.
-
-    Raises:
-        ConfigError: The run has found no architecture, or one of another space, or the space has
-            no cells; or this run is private and that one is not.
-    """
-    prior: PriorSettings | None = getattr(config.algorithm, "prior", None)
-    if prior is None:
-        return {}
-    key = f"algorithm.prior.run={prior.run}"
-    if isinstance(space, MBConvSpace):
-        raise ConfigError(
-            f"{key} with search_space={space.name}: alphas begin with a lead in spaces of cells "
-            "only; set algorithm.prior=null."
-        )
-    run = _earlier_run(config, key, prior.run)
-    derived = {} if run is None else run.last("derived")
-    if not derived:
-        raise ConfigError(f"{key} has found no architecture: give the folder of a search.")
-    genotype = from_json(json.dumps(derived["genotype"]), origin=key)
-    space.check(genotype)
-    return space.lead(genotype, prior.margin)
-
-
-def _earlier_run(config: Config, key: str, folder: str) -> Run | None:
-    """The run in a folder, None where there is none.
-
-    Raises:
-        ConfigError: This run is private, and that one's search has read records and was not.
-    """
-    path = Path(folder).expanduser()
-    if not (path / EVENTS_FILE).is_file():
-        return None
-    run = read_run(path)
-    rounds = run.rounds("search")
-    data_free = bool(rounds) and all(event.get("exchanges") == 0 for event in rounds)
-    if not (run.is_private or data_free) and isinstance(config.privacy, DifferentialPrivacy):
-        raise ConfigError(
-            f"{key} with privacy=dp: what a search without privacy has found is an exact function "
-            "of records; give the folder of a private one, or of a data-free one."
-        )
-    return run

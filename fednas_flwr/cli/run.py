@@ -171,7 +171,7 @@ def sweep(asked: hydra.Arguments) -> int:
         _check_jobs(jobs)
         _jobs.update(total=len(jobs), start=time.monotonic())
     else:
-        check_names(planned.known, hydra.given_settings(fixed).typed)
+        check_names(planned.tree)
     names = [text.partition("=")[0] for text in fixed]
     more = [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(names)}]"]
     if optuna:
@@ -284,10 +284,8 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     name = "labelled_images" if has_table else _data_set(options.data)
     table = ["search_space=mlp_small"] if name == "csv" else []
     whole = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
-    tree = hydra.compose_tree(whole)
     typed = hydra.given_settings(overrides).typed
-    check_names(tree, typed)
-    config = api.with_clients(parse_config(tree), typed)
+    config = api.with_clients(parse_config(hydra.compose_tree(whole)), typed)
     if isinstance(config.dataset, CSV) and config.partition.name == "sites":
         _compare_sites(config.dataset)
     prepared, parts = make_data(config)

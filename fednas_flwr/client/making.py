@@ -34,7 +34,7 @@ from fednas_flwr.search.objective import Objective, Regression
 from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded, names
 from fednas_flwr.settings.data_settings import Npz
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.registry import TABLES, algorithm_of
+from fednas_flwr.settings.registry import TABLES
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -180,14 +180,12 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
     one_class, classes, number = "of one class each", "with classes", "with a number to predict"
     have = number if is_number else "with several labels" if records.multi_label else one_class
     of_metric = number if metric in names.NUMBER_METRICS else classes
-    reason = algorithm_of(config).unsupported.get(names.REGRESSION)
     for setting, value, form in (
         (f"training.class_factors={show(factors)}", factors, one_class),
         ("training.oversample=true", config.training.oversample, one_class),
         (f"evaluation.positive={positive}", positive, classes),
         (f"evaluation.metric={metric}", metric, of_metric),
         (f"training.loss={loss}", loss in names.NUMBER_LOSSES, number),
-        (f"algorithm={config.algorithm.name} ({reason})", reason, classes),
     ):
         if value and form != have and (is_number or form != classes):
             raise ConfigError(f"{setting} is for records {form}, not {have}: remove it.")

@@ -2,8 +2,7 @@
 
 Each is a run in ``baselines/<name>/`` of the run's folder, with the same clients, records,
 retraining and privacy. Simulated sites have a ledger of their own in each: all of the epsilon goes
-into training, as real sites could not give it once more. These pay for them by
-``privacy.baseline_share``.
+into training, as real sites could not give it once more. These train none with privacy.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from fednas_flwr.data.features import transform_of
 from fednas_flwr.data.npz import reads_encoded
 from fednas_flwr.models.networks import FINE_TUNED, FIXED_NETWORKS, described_space
 from fednas_flwr.pipeline.feasible import pools_records
-from fednas_flwr.pipeline.schedule import paying
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import FINALISTS, FRONT, Candidate, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, FINALISTS_FOLDER, read_run
@@ -82,9 +80,8 @@ def prepare_baselines(config: Config) -> list[Path]:
         return []
     derived = read_run(Path(str(config.run_dir))).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
-    chosen = list(_baselines(alike, number, derived, linear=not pools_records(config)))
-    shares = {name: _of_share(baseline, len(chosen)) for name, baseline in chosen}
-    return _folders(config, BASELINES_FOLDER, shares)
+    chosen = _baselines(alike, number, derived, linear=not pools_records(config))
+    return _folders(config, BASELINES_FOLDER, dict(chosen))
 
 
 def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
@@ -308,15 +305,6 @@ def _data_free(config: Config) -> Config:
         search_space=replace(space, **changed),
         rounds=settings["rounds"],
     )
-
-
-def _of_share(config: Config, number: int) -> Config:
-    """Return a baseline's configuration, with its share of epsilon where sites pay."""
-    privacy = config.privacy
-    if not isinstance(privacy, DifferentialPrivacy) or privacy.baseline_share is None:
-        return config
-    part = privacy.epsilon * privacy.baseline_share / number
-    return replace(config, privacy=paying(config, part))
 
 
 def _with_found(config: Config, derived: Event) -> Retrain:

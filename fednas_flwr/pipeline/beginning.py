@@ -98,8 +98,6 @@ def begin(
     if config.samples:
         splits = _declared_at_first(cohort, earlier)
         cohort.sampling = make_sampling(config, splits)
-    if private and getattr(config.privacy, "statistics_noise_multiplier", None) is None:
-        statistics = statistics or pooled_statistics.inherited_statistics(folder, log)
     cohort.predicts_numbers = prepared.train.is_regression
     _tell_partition(config, cohort, prepared, log)
     checkpoints = make_checkpoints(folder, log)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fednas_flwr.algorithms.stage_strategies import make_sampling, prior_alphas, strategy_of
+from fednas_flwr.algorithms.stage_strategies import make_sampling, strategy_of
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.base.memory import check_fits
 from fednas_flwr.client import making
@@ -237,7 +237,6 @@ def check_buildable(config: Config) -> Made:
     if genotype is None and searches(config):
         space = nets.supernet_space(config, prepared)
         strategy_of(config, "search").check(config, prepared, space)
-        prior_alphas(config, space)
         genotype = space.random_genotype(torch.Generator())
         with torch.device("meta"):
             supernet = space.supernet()

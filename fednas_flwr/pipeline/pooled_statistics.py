@@ -2,15 +2,13 @@
 
 Without privacy they tell the moments of their columns with what else they say of themselves
 (:func:`found_statistics`). Private clients release noised means within the ranges that are declared
-(:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same,
-as do baselines that sites pay for (:func:`inherited_statistics`).
+(:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -20,8 +18,7 @@ from fednas_flwr.data.records import feature_names
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.requests import TellStatistics
 from fednas_flwr.protocol.states import Layout, unpack
-from fednas_flwr.runs.events import Event, EventLog, read_events
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
+from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.server.cohort import CONNECT, Cohort, QuorumError
 from fednas_flwr.server.exchange import Exchange
 
@@ -35,20 +32,6 @@ def known_statistics(earlier: Sequence[Event]) -> stats.Statistics | None:
     known = [event for event in earlier if event["event"] == "statistics"]
     values = [tuple(known[-1].get(name, ())) for name in ("mean", "std", "target")] if known else []
     return stats.Statistics(*values) if known else None
-
-
-def inherited_statistics(folder: Path, log: EventLog) -> stats.Statistics | None:
-    """Return, of a baseline, the noised statistics of its run, which are public by then.
-
-    Args:
-        folder: Of a run; one that is no baseline inherits none.
-        log: Receives the event ``statistics``, by which the baseline goes on.
-    """
-    file = folder.parents[1] / EVENTS_FILE
-    if folder.parent.name != BASELINES_FOLDER or not file.exists():
-        return None
-    statistics = known_statistics(read_events(file))
-    return None if statistics is None else _emitted(statistics, log)
 
 
 def _emitted(statistics: stats.Statistics, log: EventLog, **more: float) -> stats.Statistics:

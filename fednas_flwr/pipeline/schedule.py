@@ -10,9 +10,7 @@ leave of it. Noise that is given stands; where baselines have a share of the eps
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from statistics import median_low
 from typing import Any
@@ -83,8 +81,6 @@ def make_schedules(
     wholes = [_of_turns(rounds, own, done={}, spare=True) for own in turns]
     demanding = _demanding(wholes if sampling else wholes * len(records), records)
     for name in CALIBRATED:
-        for whole, declared in demanding:
-            check_own_share(privacy, _with_noise(whole, sigmas), declared)
         if sigmas[name] is None:
             needed = [
                 _calibrated(privacy, name, _with_noise(whole, sigmas), declared)
@@ -92,34 +88,10 @@ def make_schedules(
                 if any(release.noise_name == name for release in whole)
             ]
             sigmas[name] = max([*needed, least]) if needed else None
-    for whole, declared in demanding:
-        check_own_share(privacy, _with_noise(whole, sigmas), declared)
     schedules = [
         _with_noise(_of_turns(rounds, own, done=done, spare=spare), sigmas) for own in turns
     ]
     return schedules if sampling is not None else schedules * config.clients
-
-
-def paying(config: Config, epsilon: float) -> DifferentialPrivacy:
-    """The privacy of a baseline that may cost so much on every split.
-
-    Noise that was given may cost more. That of trainings and rewards is calibrated, and that of
-    metrics no less than they need. A table's statistics are not released again:
-    those of the run are public.
-    """
-    privacy = config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
-    own = replace(
-        privacy,
-        epsilon=epsilon,
-        baseline_share=None,
-        rewards=replace(privacy.rewards, noise_multiplier=None, epsilon=None),
-        retrain=replace(privacy.retrain, noise_multiplier=None, epsilon=None),
-        statistics_noise_multiplier=None,
-        scores_error=None,
-    )
-    whole = _of_turns(_rounds(config), turns_of(config, None)[0], done={}, spare=True)
-    return replace(own, metrics_noise_multiplier=_metrics_noise(own, whole))
 
 
 def turns_of(config: Config, sampling: Sampling | None) -> list[Turns]:
@@ -202,49 +174,6 @@ def given_noise(privacy: DifferentialPrivacy, name: str) -> str | None:
     return None
 
 
-def check_own_share(
-    privacy: DifferentialPrivacy, planned: Sequence[PlannedRelease], declared: Mapping[str, int]
-) -> None:
-    """Refuse given noise with which a run costs more than its baselines leave of epsilon.
-
-    Args:
-        privacy: Gives epsilon and the baselines' share; without a share nothing is refused.
-        planned: All releases; those with noise that is not known yet do not count.
-        declared: A client's number of records by split.
-
-    Raises:
-        ConfigError: A split would pay more; names the setting and what would fit.
-    """
-    target, known = privacy.own_epsilon, [p for p in planned if p.noise_multiplier is not None]
-    if privacy.baseline_share is None:
-        return
-    for split in sorted({split for release in known for split in release.splits}):
-        reading = [release for release in known if split in release.splits]
-        if (cost := _cost(privacy, reading, declared)) <= target:
-            continue
-        alone = {
-            name: _cost(privacy, [p for p in reading if p.noise_name == name], declared)
-            for name in sorted({p.noise_name for p in reading})
-            if given_noise(privacy, name) is not None
-        }
-        if not alone:  # calibrated noise keeps to it but for rounding
-            continue
-        dear = max(alone, key=lambda name: alone[name])
-        raise ConfigError(
-            f"{given_noise(privacy, dear)}: the {split} records of a client that declares "
-            f"{declared[split]} of them would pay {cost:.3g} of the {target:.3g} that "
-            f"privacy.baseline_share={privacy.baseline_share:g} leaves of privacy.epsilon="
-            f"{privacy.epsilon:g} for the run itself: "
-            f"{_cure(privacy, dear, planned, declared)}, lower privacy.baseline_share, or raise "
-            "privacy.epsilon."
-        )
-
-
-def _cost(privacy: DifferentialPrivacy, releases: Schedule, declared: Mapping[str, int]) -> float:
-    """The epsilon that releases cost a split of a client, as enforcement counts it."""
-    return filter_epsilon([release.release(declared) for release in releases], privacy.delta)
-
-
 def _calibrated(
     privacy: DifferentialPrivacy,
     name: str,
@@ -266,7 +195,7 @@ def _calibrated(
     given: float | None = getattr(privacy, name).epsilon
     needed = 0.0
     for split in sorted({split for release in own for split in release.splits}):
-        target = given or privacy.own_epsilon * _share(privacy, name, split, planned)
+        target = given or privacy.epsilon * _share(privacy, name, split, planned)
         others = [
             release
             for release in planned
@@ -291,7 +220,7 @@ def _calibrated(
         except ValueError as error:
             key = "privacy.epsilon" if given is None else f"privacy.{name}.epsilon"
             raise ConfigError(
-                f"{key}={given or privacy.own_epsilon:g}: no noise keeps {name} to the "
+                f"{key}={given or privacy.epsilon:g}: no noise keeps {name} to the "
                 f"{target:.3g} that it has for {steps} steps "
                 f"at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."
             ) from error
@@ -320,37 +249,6 @@ def _least_noise(
     )
 
 
-def _cure(
-    privacy: DifferentialPrivacy,
-    name: str,
-    planned: Sequence[PlannedRelease],
-    declared: Mapping[str, int],
-) -> str:
-    """A remedy for the noise of a kind that costs more than the run's epsilon.
-
-    Where other kinds read the same split and their noise is still to be calibrated, this kind may
-    fill half of their share.
-    """
-    if name not in GIVEN and getattr(privacy, name).epsilon is not None:
-        return "set it to null, with which it has what is left"
-    own = [release for release in planned if release.noise_name == name]
-    needed = 0.0
-    for split in {split for release in own for split in release.splits}:
-        mine = [release for release in own if split in release.splits]
-        others = [p for p in planned if split in p.splits and p.noise_name != name]
-        later = {p.noise_name for p in others if p.noise_multiplier is None}
-        filled = min((_share(privacy, kind, split, planned) for kind in later), default=2.0) / 2
-        target = privacy.own_epsilon * filled
-        known = [p.release(declared) for p in others if p.noise_name not in later]
-        with suppress(ValueError):  # of others that cost too much alone, whose turn comes next
-            steps, rate = sum(release.steps for release in mine), mine[0].rate(declared)
-            needed = max(needed, _least_noise(privacy, target, rate, steps, known))
-    if not needed:
-        return "raise it"
-    unit = 10 ** (math.floor(math.log10(needed)) - 2)  # of three digits, no less
-    return f"raise it to {float(f'{math.ceil(needed / unit) * unit:.6g}'):g}"
-
-
 def _share(
     privacy: DifferentialPrivacy, name: str, split: str, planned: Sequence[PlannedRelease]
 ) -> float:
@@ -362,23 +260,6 @@ def _share(
         return privacy.rewards_share if later else 1.0
     later = any(release.noise_name == "retrain" for release in reading)
     return privacy.search_share if later and name != "retrain" else 1.0
-
-
-def _metrics_noise(privacy: DifferentialPrivacy, planned: Schedule) -> float | None:
-    """Metrics' noise multiplier: that given, or more where that costs more than epsilon.
-
-    None, with which nothing is measured, where no noise keeps to it. Metrics are of all records of
-    a split, so that it does not depend on how many a client has.
-    """
-    given, steps = privacy.metrics_noise_multiplier, Counter[str]()
-    for release in planned:
-        if release.noise_name == "metrics":
-            steps.update(dict.fromkeys(release.splits, release.steps))
-    if given is None or not steps:
-        return given
-    with suppress(ValueError):
-        return max(given, _least_noise(privacy, privacy.own_epsilon, 1.0, max(steps.values())))
-    return None
 
 
 def _scores_noise(config: Config, records: Records) -> float | None:
@@ -393,7 +274,7 @@ def _scores_noise(config: Config, records: Records) -> float | None:
     known = [sum(declared.values()) for declared in records if declared]
     noises = 1 if config.secure_sum else len(known)
     wanted = planned_noise(privacy.scores_error, records=sum(known), rarer=RARER)
-    cheap = _least_noise(privacy, SCORES_SHARE * privacy.own_epsilon, 1.0, 1)
+    cheap = _least_noise(privacy, SCORES_SHARE * privacy.epsilon, 1.0, 1)
     return max(wanted / math.sqrt(noises), cheap)
 
 

@@ -49,7 +49,7 @@ NUMBERS = {
 _STEPS = ("local_epochs", "batch_size", "local_steps", "sampling_rate", "expected_batch_size")
 _SIZES = ("channels", "num_cells", "skeleton", "candidates", "width", "widths")
 SHOWN = {  # what a reader asks first; all settings stand in the configuration
-    "algorithm": ("network", "rule", "reduce", "sampler", *_STEPS),
+    "algorithm": ("network", "rule", "sampler", *_STEPS),
     "search_space": (*_SIZES, "head", "activation", "norm"),
     "retrain": ("rounds", "channels", "num_cells", *_STEPS),
 }

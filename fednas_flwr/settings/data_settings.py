@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -431,7 +431,7 @@ class Npz(Arrays, Stored):
     """Arrays in an npz file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TableForm(Checked):
     """Format of a table's file, and what becomes of rows that do not fit it.
 
@@ -456,19 +456,19 @@ class TableForm(Checked):
             ``skip`` leaves each out by itself, as private sites always do.
     """
 
-    separator: Annotated[str, Length(Between(1, 1))] | None
-    encoding: Annotated[Text, _ENCODING] | None
-    header: Annotated[bool, Where(bool, "true")] | None
-    column_names: Names
-    decimal: Annotated[str, OneOf(names.DECIMALS)] | None
-    thousands: Annotated[str, OneOf(names.THOUSANDS)] | None
-    date_order: Annotated[str, OneOf(names.DATE_ORDERS)] | None
-    missing_values: Words
-    missing_in: dict[str, Words]
-    rename: dict[str, Text]
-    map: dict[str, dict[str, Word]]
-    scale: dict[str, Positive]
-    corrupt: Annotated[str, OneOf(names.CORRUPT_RULES)]
+    separator: Annotated[str, Length(Between(1, 1))] | None = None
+    encoding: Annotated[Text, _ENCODING] | None = None
+    header: Annotated[bool, Where(bool, "true")] | None = None
+    column_names: Names = field(default_factory=list)
+    decimal: Annotated[str, OneOf(names.DECIMALS)] | None = None
+    thousands: Annotated[str, OneOf(names.THOUSANDS)] | None = None
+    date_order: Annotated[str, OneOf(names.DATE_ORDERS)] | None = None
+    missing_values: Words = field(default_factory=list)
+    missing_in: dict[str, Words] = field(default_factory=dict)
+    rename: dict[str, Text] = field(default_factory=dict)
+    map: dict[str, dict[str, Word]] = field(default_factory=dict)
+    scale: dict[str, Positive] = field(default_factory=dict)
+    corrupt: Annotated[str, OneOf(names.CORRUPT_RULES)] = "refuse"
 
     @property
     def strict(self) -> bool:
@@ -488,22 +488,7 @@ class TableForm(Checked):
         )
 
 
-# What is not said of a file is found in it.
-ANY_FORM = TableForm(
-    separator=None,
-    encoding=None,
-    header=None,
-    column_names=[],
-    decimal=None,
-    thousands=None,
-    date_order=None,
-    missing_values=[],
-    missing_in={},
-    rename={},
-    map={},
-    scale={},
-    corrupt="refuse",
-)
+ANY_FORM = TableForm()  # what is not said of a file is found in it
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from fednas_flwr.settings import conf_folder, expanded
 from fednas_flwr.settings.unused import Given
 
 EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
-CFG_KINDS = (["job"], ["hydra"], ["all"])
 NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # what overrides say to Hydra
 PRIMARY = "config"  # the file that composition begins with
 SEARCH_PATH = "hydra.searchpath="
@@ -182,11 +181,7 @@ def given_settings(overrides: Sequence[str]) -> Given:
         if not key.startswith(NOT_SETTINGS) and key not in groups:
             typed += _leaves(key, override.value())
     names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
-    if not names or names[-1] == "null":
-        return Given(typed)
-    paths = [text for text in overrides if text.startswith(SEARCH_PATH)]
-    alone = compose_tree([f"experiment={names[-1]}", *paths])
-    return Given(typed, _experiment_settings(names[-1], _folders(paths)), names[-1], alone)
+    return Given(typed, _experiment_settings(names[-1], _folders(overrides)) if names else [])
 
 
 def _experiment_settings(name: str, folders: Sequence[Path]) -> list[str]:
@@ -197,7 +192,7 @@ def _experiment_settings(name: str, folders: Sequence[Path]) -> list[str]:
         tree: Any = read_yaml(files[0], str(files[0])) or {}
     elif f"{name}.yaml" in ConfigStore.instance().repo.get("experiment", {}):
         tree = OmegaConf.to_container(ConfigStore.instance().load(f"experiment/{name}.yaml").node)
-    else:  # in a package of hydra.searchpath
+    else:  # null, or in a package of hydra.searchpath
         return []
     names: list[str] = []
     for default in tree.pop("defaults", []):
@@ -286,11 +281,6 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     Raises:
         ConfigError: An option does not exist, lacks its value, or excludes another.
     """
-    arguments = list(arguments)
-    for place, text in enumerate(arguments):
-        if text in ("--cfg", "-c") and arguments[place + 1 : place + 2] not in CFG_KINDS:
-            arguments.insert(place + 1, "job")
-            break
     parser = _hydras_parser()
     try:
         asked, unknown = parser.parse_known_intermixed_args(arguments)
@@ -362,12 +352,14 @@ class Sweep:
         sweeper: The class of Hydra's sweeper.
         metrics: Metrics by which a sweeper optimises.
         known: The tree of the chosen groups alone.
+        tree: All settings but those that the sweep varies.
     """
 
     folder: Path
     sweeper: str
     metrics: list[str]
     known: dict[str, Any]
+    tree: dict[str, Any]
 
 
 def compose_sweep(fixed: Sequence[str]) -> Sweep:
@@ -383,12 +375,13 @@ def compose_sweep(fixed: Sequence[str]) -> Sweep:
             known = _plain(compose(PRIMARY, chosen), resolve=False)
             whole = compose(PRIMARY, for_hydra(fixed, known), return_hydra_config=True)
             folder = Path(str(whole.hydra.sweep.dir)).expanduser().resolve()
-            settings: Any = OmegaConf.to_container(whole.get("sweep", OmegaConf.create()))
+            tree = _plain(whole, resolve=False)
+            del tree["hydra"]
         except (HydraException, OmegaConfBaseException) as error:
             raise _composition_error(error, fixed) from error
-    metric = settings.get("metric")
+    metric = tree.pop("sweep").get("metric")
     metrics = [str(name) for name in (metric if isinstance(metric, list) else [metric])]
-    return Sweep(folder, str(whole.hydra.sweeper._target_), metrics, known)
+    return Sweep(folder, str(whole.hydra.sweeper._target_), metrics, known, tree)
 
 
 def add_choice(group: str, name: str, tree: Mapping[str, Any]) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass
+from operator import attrgetter
+from typing import Any
 
-from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
-from fednas_flwr.settings.names import CLIENT, FLOAT32, MOST_SITES
+from fednas_flwr.settings.names import CLIENT, MOST_SITES
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
 from fednas_flwr.settings.run_settings import SecureSumSettings, TrimmedMeanSettings
 
@@ -78,36 +83,44 @@ def retrains_by_gradients(config: Config) -> bool:
     return config.retrain.exchange == "gradients"
 
 
+def value_of(config: Config, key: str) -> Any:
+    """The value of a setting; of a group its choice, of a mapping true.
+
+    Raises:
+        AttributeError: This run has no such setting.
+    """
+    value = attrgetter(key)(config)
+    return getattr(value, "name", True) if is_dataclass(value) else value
+
+
+def parts(condition: str) -> list[str]:
+    """Key, sign and value of a condition."""
+    return re.split("(!?=)", condition, maxsplit=1)
+
+
+def holds(config: Config, condition: str) -> bool:
+    """Whether a setting has a value, ``key=value``, or another one, ``key!=value``.
+
+    A list has those that it holds. Neither is true where this run has no such setting.
+    """
+    key, sign, text = parts(condition)
+    with suppress(AttributeError):
+        value = value_of(config, key)
+        return (show(value) == text or (isinstance(value, list) and text in value)) == (sign == "=")
+    return False
+
+
 def check_algorithm(config: Config) -> None:
     """Refuse what the entry of the algorithm does not support, then what it alone refuses."""
-    entry, name, privacy = algorithm_of(config), config.algorithm.name, config.privacy
-    if isinstance(privacy, DifferentialPrivacy):
-        if not entry.units:
-            private = sorted(other for other, one in algorithms().items() if one.units)
-            raise ConfigError(
-                f"privacy=dp with algorithm={name} is not possible yet: choose one of "
-                f"{', '.join(private)}."
-            )
-        if privacy.unit not in entry.units:
-            able = sorted(o for o, one in algorithms().items() if privacy.unit in one.units)
-            raise ConfigError(
-                f"privacy.unit={privacy.unit} with algorithm={name}: its clients' replies are no "
-                f"updates of several local steps; choose one of {', '.join(able)}."
-            )
-    features = {
-        "aggregate": (config.aggregate.name != "mean", config.aggregate.name),
-        "secure_sum": (config.secure_sum is not None, "true"),
-        "sampling": (config.sampling is not None, "on"),
-    }
-    for feature, (is_asked, value) in features.items():
-        if is_asked and feature in entry.unsupported and chooses(config):
-            reason = entry.unsupported[feature]
-            raise ConfigError(f"{feature}={value} with algorithm={name}: {reason}.")
+    entry, privacy = algorithm_of(config), config.privacy
+    if isinstance(privacy, DifferentialPrivacy) and privacy.unit not in entry.units:
+        able = sorted(other for other, one in algorithms().items() if privacy.unit in one.units)
+        raise ConfigError(
+            f"privacy=dp privacy.unit={privacy.unit} with algorithm={config.algorithm.name} is not "
+            f"possible yet: choose one of {', '.join(able)}."
+        )
+    _check_clashes(config, entry.clashes)
     config.algorithm.check(config)
-
-
-def _sums(c: Config) -> bool:
-    return c.secure_sum is not None
 
 
 def _simulated_terms(c: Config) -> SecureSumSettings | None:
@@ -115,45 +128,55 @@ def _simulated_terms(c: Config) -> SecureSumSettings | None:
     return None if c.runtime.name == "deployment" else c.secure_sum
 
 
-def _optimises(c: Config) -> bool:
-    return c.server_optimizer.name != "none"
-
-
-# When settings exclude each other; which, why, and what to do: a format of the configuration c.
-CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
+NORM = "it mixes the records of a batch and leaks its statistics; set "
+ROSTER = (
+    "only sites with data and a policy of their own have keys and a roster; set partition=sites "
+    "privacy=dp"
+)
+# Values that exclude each other, see holds(), and why: a format of the configuration c.
+CLASHES = {
     # Privacy.
-    (
-        lambda c: is_private(c) and c.training.oversample,
-        "training.oversample=true with privacy=dp: a record that is drawn several times costs "
-        "more than is booked; set training.class_factors={{<class>: <public factor>}} instead",
-    ),
-    (
-        lambda c: is_private(c) and c.genotype is None and begins_with_weights(c),
-        "algorithm.weights={c.algorithm.weights} with privacy=dp is not possible, as such networks "
-        "have batch normalisation: set dataset.backbone.name={c.algorithm.network}, its frozen "
-        "features, with algorithm.network=linear",
-    ),
-    (
-        lambda c: c.search_space.name == "adapters" and c.runtime.name == "deployment",
-        "search_space=adapters with runtime=deployment is not possible yet, as a server must not "
-        "name files of a site: name the backbone in every site's dataset.yaml, for its features",
-    ),
-    (
-        lambda c: is_private(c) and c.evaluation.personalised,
-        "evaluation.personalised=true with privacy=dp: an accuracy after local training without "
-        "noise is an exact function of the records; leave it out",
-    ),
-    (
-        lambda c: is_private(c) and c.training.precision != FLOAT32,
-        "training.precision={c.training.precision} with privacy=dp: gradients of records are "
-        "clipped in float32, so that none is longer than is booked; set "
-        "training.precision=float32",
-    ),
-    (
-        lambda c: is_private(c) and c.retrain.rounds is None,
-        "retrain.rounds=null with privacy=dp: clients are told of all that is released before the "
-        "first round; set retrain.rounds",
-    ),
+    "training.oversample=true privacy=dp": "a record that is drawn several times costs more than "
+    "is booked; set training.class_factors={{<class>: <public factor>}} instead",
+    "algorithm.weights!=null privacy=dp genotype=null algorithm.network!=null": "such networks "
+    "have batch normalisation; set dataset.backbone.name={c.algorithm.network}, its frozen "
+    "features, with algorithm.network=linear",
+    "search_space=adapters runtime=deployment": "a server must not name files of a site, so that "
+    "this is not possible yet; name the backbone in every site's dataset.yaml, for its features",
+    "search_space.norm=batch privacy=dp algorithm!=zero_cost": NORM + "search_space.norm=group",
+    "retrain.norm=batch privacy=dp": NORM + "retrain.norm=group",
+    "evaluation.personalised=true privacy=dp": "an accuracy after local training without noise is "
+    "an exact function of the records; leave it out",
+    "training.precision!=float32 privacy=dp": "gradients of records are clipped in float32, so "
+    "that none is longer than is booked; set training.precision=float32",
+    "retrain.rounds=null privacy=dp": "clients are told of all that is released before the first "
+    "round; set retrain.rounds",
+    # What tells more of a client than one clipped update, where that is the unit.
+    "privacy.unit=client secure_sum=null": "each client would add all of the noise; set "
+    "secure_sum=true",
+    "privacy.unit=client training.momentum=averaged": "the moments would be further releases; set "
+    "training.momentum=reset or training.momentum=server",
+    "privacy.unit=client privacy.metrics_noise_multiplier!=null": "no metric of a whole client is "
+    "defined; set it to null",
+    "privacy.unit=client retrain.exchange=gradients": "updates of several steps are released; set "
+    "retrain.exchange=models",
+    # What a server that sees totals only cannot do.
+    "secure_sum!=null aggregate!=mean": "it compares the values of single clients; set "
+    "aggregate=mean",
+    "secure_sum!=null runtime.wire!=float32": "masked integers are not rounded; set "
+    "runtime.wire=float32",
+    "secure_sum!=null privacy.statistics_noise_multiplier!=null": "what clients standardise by is "
+    "found before there is a sum; set it to null",
+    "secure_sum!=null evaluation.personalised=true": "it is a result per client; leave it out",
+    "secure_sum!=null runtime=deployment partition!=sites": ROSTER,
+    "secure_sum!=null runtime=deployment privacy!=dp": ROSTER,
+    "dataset.table.file!=null search_space!=nasbench201 stages=search": "it holds cells of "
+    "nasbench201; leave it out",
+    "server_optimizer!=none training.momentum=server": "both are optimisers of the server; leave "
+    "one out",
+}
+# All else that excludes each other; which, why, and what to do: a format of the configuration c.
+CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: (
             is_private(c)
@@ -163,60 +186,9 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         f"{MOST_PRIVATE_ROUNDS} in all, since clients are told of each before the first; take "
         "fewer rounds of more local steps",
     ),
-    # What tells more of a client than one clipped update, where that is the unit.
     (
-        lambda c: by_client(c) and not _sums(c),
-        "privacy.unit=client with secure_sum=false: each client would add all of the noise; set "
-        "secure_sum=true",
-    ),
-    (
-        lambda c: by_client(c) and c.training.momentum == "averaged",
-        "privacy.unit=client with training.momentum=averaged: the moments would be further "
-        "releases; set training.momentum=reset or training.momentum=server",
-    ),
-    (
-        lambda c: by_client(c) and c.privacy.metrics_noise_multiplier is not None,  # type: ignore[union-attr]
-        "privacy.unit=client with privacy.metrics_noise_multiplier: no metric of a whole client "
-        "is defined; set it to null",
-    ),
-    (
-        lambda c: by_client(c) and c.retrain.exchange == "gradients",
-        "privacy.unit=client with retrain.exchange=gradients: updates of several steps are "
-        "released; set retrain.exchange=models",
-    ),
-    # What a server that sees totals only cannot do.
-    (
-        lambda c: _sums(c) and c.aggregate.name != "mean",
-        "secure_sum=true with aggregate={c.aggregate.name}: it compares the values of single "
-        "clients; set aggregate=mean",
-    ),
-    (
-        lambda c: _sums(c) and c.runtime.wire != "float32",
-        "secure_sum=true with runtime.wire={c.runtime.wire}: masked integers are not rounded; set "
-        "runtime.wire=float32",
-    ),
-    (
-        lambda c: _sums(c) and c.clients > MOST_SITES,
+        lambda c: c.secure_sum is not None and c.clients > MOST_SITES,
         f"secure_sum=true with clients={{c.clients}}: a sum is of at most {MOST_SITES}; take fewer",
-    ),
-    (
-        lambda c: _sums(c) and getattr(c.privacy, "statistics_noise_multiplier", None) is not None,
-        "secure_sum=true with privacy.statistics_noise_multiplier: what clients standardise by is "
-        "found before there is a sum; set it to null",
-    ),
-    (
-        lambda c: _sums(c) and c.evaluation.personalised,
-        "secure_sum=true with evaluation.personalised=true: it is a result per client; leave it "
-        "out",
-    ),
-    (
-        lambda c: (
-            _sums(c)
-            and c.runtime.name == "deployment"
-            and not (c.partition.name == "sites" and is_private(c))
-        ),
-        "secure_sum=true with runtime=deployment: only sites with data and a policy of their own "
-        "have keys and a roster; set partition=sites privacy=dp",
     ),
     (
         lambda c: (terms := _simulated_terms(c)) is not None and c.clients < terms.fewest,
@@ -236,7 +208,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     ),
     # What needs all clients in every round.
     (
-        lambda c: c.sampling is not None and c.samples and _sums(c),
+        lambda c: c.samples and c.secure_sum is not None,
         "sampling.per_round={c.sampling.per_round:g} with secure_sum=true: every sum is over the "
         "whole roster; leave one of them out",
     ),
@@ -248,21 +220,19 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "retrain.exchange=models",
     ),
     (
-        lambda c: _optimises(c) and (not isinstance(c.algorithm, GivenNetwork) or chooses(c)),
+        lambda c: (
+            c.server_optimizer.name != "none"
+            and (not isinstance(c.algorithm, GivenNetwork) or chooses(c))
+        ),
         "server_optimizer={c.server_optimizer.name} with algorithm={c.algorithm.name}: it is for "
         "the training of a given network; set algorithm=fedavg or fedprox, with genotype=<file> "
         "for a cell that was found, or server_optimizer=none",
     ),
     (
-        lambda c: _optimises(c) and retrains_by_gradients(c),
+        lambda c: c.server_optimizer.name != "none" and retrains_by_gradients(c),
         "server_optimizer={c.server_optimizer.name} with retrain.exchange={c.retrain.exchange}: "
         "the server steps along gradients by SGD there; set server_optimizer=none or "
         "retrain.exchange=models",
-    ),
-    (
-        lambda c: _optimises(c) and c.training.momentum == "server",
-        "server_optimizer={c.server_optimizer.name} with training.momentum=server: both are "
-        "optimisers of the server; leave one out",
     ),
     # Robust averages of too few replies. With privacy they are allowed: they only process what has
     # been released. The noise of a median has up to 1.25 times the deviation of the mean's.
@@ -291,13 +261,6 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     ),
     (
         lambda c: (
-            searches(c) and c.dataset.table is not None and c.search_space.name != "nasbench201"
-        ),
-        "dataset.table={c.dataset.table.file} with search_space={c.search_space.name}: it holds "
-        "cells of nasbench201; leave it out",
-    ),
-    (
-        lambda c: (
             retrains(c)
             and not searches(c)
             and c.genotype is None
@@ -314,9 +277,18 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
 )
 
 
+def _check_clashes(config: Config, clashes: Mapping[str, str]) -> None:
+    for conditions, reason in clashes.items():
+        if all(holds(config, condition) for condition in conditions.split()):
+            keys = [parts(condition)[0] for condition in conditions.split()[:2]]
+            named = " with ".join(f"{key}={show(value_of(config, key))}" for key in keys)
+            raise ConfigError(f"{named}: {spelled(reason, config)}.")
+
+
 def check_combinations(config: Config) -> None:
     """Raise ConfigError for settings that exclude each other, the algorithm's own first."""
     check_algorithm(config)
+    _check_clashes(config, CLASHES)
     for excluded, sentence in CONFLICTS:
         if excluded(config):
             raise ConfigError(f"{spelled(sentence, config)}.")
@@ -325,22 +297,3 @@ def check_combinations(config: Config) -> None:
             f"stages=[search] with algorithm={config.algorithm.name}, which does not search: "
             "nothing would run; set stages=[retrain,evaluate,export]."
         )
-    wrong = [key for key, norm in _norms(config).items() if norm != "group"]
-    if wrong and is_private(config):
-        raise ConfigError(
-            "privacy=dp with batch normalisation is not possible, which mixes the records of a "
-            f"batch and leaks its statistics: set {' '.join(f'{key}=group' for key in wrong)}."
-        )
-
-
-def _norms(config: Config) -> dict[str, str]:
-    """Return the settings of norms that the networks have that see records."""
-    algorithm, norms = config.algorithm, {}
-    without_norm = (
-        isinstance(algorithm, GivenNetwork) and not algorithm.has_norm and config.genotype is None
-    )
-    if "retrain" in config.stages and not without_norm:
-        norms["retrain.norm"] = config.retrain.norm
-    if searches(config) and algorithm_of(config).trains is not None:
-        norms["search_space.norm"] = config.search_space.norm
-    return norms

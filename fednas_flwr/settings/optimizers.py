@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, check_choice, show
-from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, Text, within
+from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, within
 
 GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
@@ -120,20 +120,6 @@ class Temperatures(Checked):
         falling = self.first + (self.last - self.first) * progress
         low, high = sorted((self.first, self.last))
         return min(max(falling, low), high)  # as it is, but for rounding
-
-
-@dataclass(frozen=True)
-class PriorSettings(Checked):
-    """Start of the alphas: a lead for the architecture that an earlier search has found.
-
-    Attributes:
-        run: Folder of that search, such as one by data-free scores (Abdelfattah et al. 2021, arXiv
-            2101.08134, section 4.3, warm up a search in this way).
-        margin: Lead of the alphas of its ops at first, above 0.
-    """
-
-    run: Text
-    margin: Positive
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -43,7 +42,6 @@ from fednas_flwr.base.errors import (
 )
 
 EPOCH = date(1970, 1, 1).toordinal()
-NOT_TEXT = ", not text"  # ends the error of a text that looks like the number that is expected
 MISSING = "???"  # Hydra's value for what the user must give
 # Above these no computation can use a number; a whole one could not even be written in a sentence.
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # of a unit of time
@@ -186,7 +184,7 @@ class Checked:
     def __post_init__(self) -> None:
         """Check every field, with all that a list or mapping holds; None where it is allowed."""
         kind: type = type(self)
-        for name, hint in _hints(kind, extras=True).items():
+        for name, hint in field_types(kind, extras=True).items():
             _check(name, hint, getattr(self, name))
         for base in reversed(kind.__mro__):
             for excluded, sentence in vars(base).get("conflicts", lambda _: ())(self):
@@ -200,7 +198,7 @@ class Checked:
 
 def constraints(kind: type) -> dict[str, tuple[Constraint, ...]]:
     """Return a dataclass's constraints by field, with those of what a list or mapping holds."""
-    hints = _hints(kind, extras=True)
+    hints = field_types(kind, extras=True)
     return {name: tuple(_constraints(hint)) for name, hint in hints.items()}
 
 
@@ -289,7 +287,7 @@ def parse(
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key or 'it'}={show(values)} must be a group of settings.")
     prefix = f"{key}." if key else ""
-    types = {**_hints(kind), **(hints or {})}
+    types = {**field_types(kind), **(hints or {})}
     for name in values:
         if name not in types:
             known = [f"{prefix}{known}" for known in types]
@@ -302,7 +300,7 @@ def parse(
     for name in values:
         parsed[name] = _convert(f"{prefix}{name}", types[name], values[name], defaults)
     if is_typeddict(kind):
-        for name, hint in _hints(kind, extras=True).items():
+        for name, hint in field_types(kind, extras=True).items():
             if name in parsed:
                 _check(f"{prefix}{name}", hint, parsed[name])
         return parsed
@@ -326,7 +324,7 @@ def parse_changes(settings: Any, values: Any, kind: type, *, key: str) -> Any:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key}={show(values)} must be a group of settings.")
-    types = _hints(kind)
+    types = field_types(kind)
     for name in values:
         if name not in types:
             raise unknown_choice(f"{key}: setting", name, list(types))
@@ -335,32 +333,21 @@ def parse_changes(settings: Any, values: Any, kind: type, *, key: str) -> Any:
 
 
 @cache
-def _hints(kind: type, extras: bool = False) -> dict[str, Any]:
+def field_types(kind: type, extras: bool = False) -> dict[str, Any]:
+    """The types of a dataclass's fields, with ``extras`` also their constraints."""
     try:
         return get_type_hints(kind, include_extras=extras)
     except NameError:  # of a script's class, in a worker that has no such module
-        return _hints(kind.__mro__[1], extras)
+        return field_types(kind.__mro__[1], extras)
 
 
-def known_names(hint: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings of a dataclass; ``*`` is any name in a mapping."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    inside: dict[str, Any] = {}
-    if isinstance(hint, type) and is_dataclass(hint):
-        inside = _hints(hint)
-    elif origin is dict:
-        inside = {"*": arguments[1]}
-    elif origin in (Union, UnionType):
-        for kind in arguments:
-            yield from known_names(kind, prefix)
-    for name, inner in inside.items():
+def known_names(kind: type, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all settings of a dataclass, also in mappings that may be null."""
+    for name, hint in field_types(kind).items():
         yield f"{prefix}{name}"
-        yield from known_names(inner, f"{prefix}{name}.")
-
-
-def is_among(name: str, known: Iterable[str]) -> bool:
-    """Return whether a dotted name is one of :func:`known_names`."""
-    return any(name == other or ("*" in other and fnmatchcase(name, other)) for other in known)
+        for inner in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+            if is_dataclass(inner):
+                yield from known_names(inner, f"{prefix}{name}.")  # type: ignore[arg-type]
 
 
 @cache
@@ -397,7 +384,7 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
             return None
         (hint,) = [kind for kind in arguments if kind is not type(None)]
         if defaults and isinstance(value, bool) and isinstance(hint, type) and is_dataclass(hint):
-            if _defaults(hint) == {*_hints(hint)}:
+            if _defaults(hint) == {*field_types(hint)}:
                 return hint() if value else None
         return _convert(key, hint, value, defaults)
     if origin in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
@@ -413,7 +400,7 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
         return value
     expected = _type_name(hint)
     if isinstance(value, str) and hint in LARGEST and re.fullmatch(r"[-+.\deE]+", value):
-        expected += NOT_TEXT
+        expected += ", not text; if it is from the environment, write ${oc.decode:${oc.env:NAME}}"
     raise ConfigError(f"{key}={show(value)} has the wrong type: expected {expected}.")
 
 

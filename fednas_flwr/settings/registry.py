@@ -35,18 +35,17 @@ class Rule:
 
     Attributes:
         settings: Dotted names, apart by spaces; a group or mapping stands for all that it holds,
-            and ``algorithm.*`` for all settings of the algorithm.
+            ``algorithm.*`` for all settings of the algorithm, and ``search_space=`` for the choice
+            alone.
         when: True if they do nothing in a run.
         cause: Setting that overrules them: a format of the configuration ``c``.
         remedy: Advice to the user.
-        but: Of what a group holds, the settings that do something all the same.
     """
 
     settings: str
     when: Callable[[Any], bool]
     cause: str
     remedy: str = "remove it"
-    but: str = ""
 
 
 NO_ALPHAS = Rule(
@@ -58,7 +57,7 @@ class _Spelling(string.Formatter):
     """Formats with values as overrides spell them."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        return format(value if format_spec or isinstance(value, str) else show(value), format_spec)
+        return format(value if format_spec else show(value), format_spec)
 
 
 def spelled(text: str, config: Config) -> str:
@@ -78,22 +77,22 @@ class Algorithm:
             from, ``<module>:<class>``. None if it does not search.
         retraining: The same of the retrain stage; None is FedAvg, or FedSGD.
         units: Units of privacy that it can protect; none if it does not run with ``privacy=dp``.
-        unsupported: Features of a run that its rounds cannot have, ``aggregate``, ``secure_sum`` or
-            ``sampling``, each with the reason and the cure.
         trains: Kind of model that clients train in the search: a ``supernet``, with which it then
             begins, or ``networks``; None if it asks them nothing.
         asks_rewards: True if clients are asked for rewards of trials or candidates.
         unused: Settings that have no effect with this algorithm only.
+        clashes: Values that exclude each other with this algorithm only, as
+            ``settings.incompatible.CLASHES`` has them.
     """
 
     settings: type[AlgorithmSettings]
     search: str | type | None = None
     retraining: str | type | None = None
     units: Collection[str] = ()
-    unsupported: Mapping[str, str] = field(default_factory=dict)
     trains: str | None = SUPERNET
     asks_rewards: bool = False
     unused: tuple[Rule, ...] = ()
+    clashes: Mapping[str, str] = field(default_factory=dict)
 
 
 def entries(group: str) -> dict[str, Any]:

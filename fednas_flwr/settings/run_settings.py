@@ -239,18 +239,16 @@ class NoPrivacy:
 
 @dataclass(frozen=True)
 class Noise(ps.Checked):
-    """Noise on clipped sums of one kind: std ``noise_multiplier * max_grad_norm``, per release.
+    """Noise on sums of one kind, per release, of what has a norm of 1 at most, such as rewards.
 
     Attributes:
-        noise_multiplier: Standard deviation of noise over ``max_grad_norm``; null calibrates it.
+        noise_multiplier: Standard deviation of noise over the largest norm; null calibrates it.
         epsilon: Bound of all releases of this kind alone, from which the noise multiplier follows;
             null leaves it to the run's epsilon.
-        max_grad_norm: Largest norm of one record's contribution.
     """
 
     noise_multiplier: NoiseMultiplier | None
     epsilon: Epsilon | None
-    max_grad_norm: GradNorm
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Exclude noise that is given in two ways."""
@@ -262,7 +260,18 @@ class Noise(ps.Checked):
 
 
 @dataclass(frozen=True)
-class PrivateRetrain(Noise):
+class ClippedNoise(Noise):
+    """Noise on clipped sums: std ``noise_multiplier * max_grad_norm``.
+
+    Attributes:
+        max_grad_norm: Largest norm of one record's contribution.
+    """
+
+    max_grad_norm: GradNorm
+
+
+@dataclass(frozen=True)
+class PrivateRetrain(ClippedNoise):
     """DP-SGD of the derived network: its noise, and its steps per round.
 
     Attributes:
@@ -301,10 +310,6 @@ class DifferentialPrivacy(ps.Checked):
             yourself, or if retraining uses other records.
         rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
             together, is calibrated to where that of alphas follows from the rest; else all of it.
-        baseline_share: Share of ``epsilon`` that real sites spend on the baselines of a run
-            together, to equal parts, on every split; search, metrics and retraining have the rest,
-            and noise that is given must keep to it. Null trains none
-            there. Simulated sites have a ledger for each baseline instead.
         weights: Noise on gradients of the supernet's weights, in the search.
         alphas: Noise on gradients of the architecture variables.
         rewards: Noise on rewards of FEATHERS' trials; a record's decrease of loss is in units of
@@ -340,9 +345,8 @@ class DifferentialPrivacy(ps.Checked):
     large_delta: bool
     search_share: Part
     rewards_share: Part
-    baseline_share: Part | None
-    weights: Noise
-    alphas: Noise
+    weights: ClippedNoise
+    alphas: ClippedNoise
     rewards: Noise
     retrain: PrivateRetrain
     local_steps: opt.Steps
@@ -354,29 +358,6 @@ class DifferentialPrivacy(ps.Checked):
     micro_batch_size: Annotated[int, ps.Between(1, names.LARGEST_MICRO_BATCH)]
     sites: ps.Text | None
     test_seed: int | None
-
-    def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude another norm of rewards."""
-        norm, expected = (
-            self.rewards.max_grad_norm,
-            "1: rewards are bounded by algorithm.loss_bound",
-        )
-        yield ps.within(norm == 1, "rewards.max_grad_norm", norm, expected)
-
-    @property
-    def own_epsilon(self) -> float:
-        """Epsilon that is left for the run itself.
-
-        A run of this and baselines of the rest cost ``epsilon`` at most, since the epsilons of
-        Renyi filters add up: that of a sum of curves is no more than their sum.
-        """
-        return self.epsilon * (1 - (self.baseline_share or 0.0))
-
-    @property
-    def search_norms(self) -> dict[str, float]:
-        """Clipping norms of a search by kind of release."""
-        kinds = ("weights", "alphas", "rewards")
-        return {kind: getattr(self, kind).max_grad_norm for kind in kinds}
 
 
 PRIVACY: dict[str, type] = {"none": NoPrivacy, "dp": DifferentialPrivacy}
@@ -430,7 +411,7 @@ class EvaluationSettings(ps.Checked):
             half of that time, otherwise 0.
     """
 
-    positive: ps.Text | None
+    positive: ps.Word | None  # as Hydra reads the name of a class 0, 1, ...
     metric: Annotated[str, ps.OneOf(names.METRICS)] | None
     deliver: Annotated[str, ps.OneOf(names.DELIVERIES)]
     personalised: bool

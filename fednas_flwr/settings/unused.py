@@ -12,13 +12,11 @@ import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from operator import attrgetter
 from typing import Any
 
 from fednas_flwr.base.errors import NoEffectError, NoEffectWarning, show
 from fednas_flwr.settings import Config, DPCells, GivenNetwork
 from fednas_flwr.settings import incompatible as facts
-from fednas_flwr.settings.data_settings import Numbers
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.registry import Rule, algorithm_of, spelled
 
@@ -31,27 +29,14 @@ class Given:
         typed: Those of the overrides.
         experiment: Those of the chosen experiment file and of its bases, with their choices of
             groups.
-        experiment_name: The chosen experiment; None without one.
-        alone: The composed tree of the experiment without other overrides; None without one.
     """
 
     typed: Collection[str] = ()
     experiment: Collection[str] = ()
-    experiment_name: str | None = None
-    alone: Mapping[str, Any] | None = None
 
 
 def _fixed(c: Config) -> bool:
     return isinstance(c.algorithm, GivenNetwork) and c.genotype is None
-
-
-def _sized_by_retrain(c: Config) -> bool:
-    """Return whether the network to retrain, if it is a derived one, has sizes of its own."""
-    return c.retrain.channels is not None
-
-
-def _averages(c: Config) -> bool:
-    return facts.retrains(c) or algorithm_of(c).trains is not None
 
 
 def _measures(c: Config) -> bool:
@@ -65,35 +50,17 @@ def _rewards(c: Config) -> bool:
     return algorithm_of(c).asks_rewards and facts.chooses(c)
 
 
-def _noise_given(c: Config, *kinds: str) -> bool:
-    """Return whether the noise of all kinds is given, by itself or by an epsilon of its own."""
-    noises = [getattr(c.privacy, kind) for kind in kinds]
-    return all(n.noise_multiplier is not None or n.epsilon is not None for n in noises)
+def _has_alphas(c: Config) -> bool:
+    """Return whether the noise of alphas of a search is calibrated."""
+    return facts.searches(c) and getattr(c.privacy, "alphas").noise_multiplier is None  # noqa: B009
 
 
-def _shares_search(c: Config) -> bool:
-    """Return whether ``privacy.search_share`` decides any noise."""
-    # who asks for rewards has no alphas, or on no split of retraining
-    kinds = ("weights",) if algorithm_of(c).asks_rewards else ("weights", "alphas")
-    return facts.searches(c) and facts.retrains(c) and not _noise_given(c, *kinds)
+def _is_shared(c: Config, kind: str) -> bool:
+    """Return whether the noise of a kind follows from its share of epsilon."""
+    noise = getattr(c.privacy, kind)
+    return noise.noise_multiplier is None and noise.epsilon is None
 
 
-def _shares_rewards(c: Config) -> bool:
-    """Return whether ``privacy.rewards_share`` decides the noise of rewards."""
-    if not _rewards(c) or _noise_given(c, "rewards"):
-        return False
-    if algorithm_of(c).retraining is not None:  # which leaves validation records out
-        noise = getattr(c.privacy, "alphas")  # noqa: B009
-        return facts.searches(c) and noise.noise_multiplier is None
-    return facts.retrains(c)
-
-
-def _declares_ranges(c: Config) -> bool:
-    return isinstance(c.dataset, Numbers) and bool(c.dataset.ranges)
-
-
-STAGES = "stages={c.stages}"
-NO_SEARCH = "algorithm={c.algorithm.name} and stages={c.stages}, which do not search"
 NETWORK = "algorithm.network={c.algorithm.network}, a network that is fixed"
 
 RULES: tuple[Rule, ...] = (
@@ -105,104 +72,52 @@ RULES: tuple[Rule, ...] = (
         "leave search out of it",
     ),
     Rule(
-        "rounds search_space.norm privacy.weights privacy.alphas privacy.local_steps privacy.rate "
-        "privacy.search_share",
+        "rounds search_space.norm evaluation.baselines evaluation.deliver",
         lambda c: not facts.searches(c),
-        NO_SEARCH,
-    ),
-    Rule(
-        "search_space",
-        lambda c: not facts.searches(c) and (_fixed(c) or _sized_by_retrain(c)),
-        NO_SEARCH,
-        but="search_space.skip search_space.own_ops",
+        "algorithm={c.algorithm.name} and stages={c.stages}, which do not search",
     ),
     Rule(
         "algorithm.*",
-        lambda c: (
-            not facts.searches(c)
-            and not isinstance(c.algorithm, GivenNetwork)
-            and algorithm_of(c).retraining is None
-        ),
-        STAGES + ", which lack search",
-    ),
-    Rule(
-        "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
-        "retrain.batch_size retrain.fixed_norm retrain.auxiliary_weight retrain.drop_path_prob "
-        "retrain.weights privacy.retrain",
-        lambda c: not facts.retrains(c),
-        STAGES + ", which lack retrain",
-    ),
-    Rule(
-        "evaluation.personalised dataset.linear_baseline dataset.limit_test evaluation.positive "
-        "evaluation.metric",
-        lambda c: "evaluate" not in c.stages,
-        STAGES + ", which lack evaluate",
-    ),
-    Rule(
-        "evaluation.baselines evaluation.deliver",
-        lambda c: not facts.searches(c) or not {"retrain", "evaluate", "export"}.issubset(c.stages),
-        "algorithm={c.algorithm.name} and stages={c.stages}: they are compared with a searched "
-        "network that is retrained, evaluated and exported",
+        lambda c: not facts.chooses(c) and not isinstance(c.algorithm, GivenNetwork),
+        "stages={c.stages}, which lack search",
     ),
     Rule(
         "evaluation.baselines",
-        lambda c: (
-            facts.has_real_sites(c) and facts.is_private(c) and c.privacy.baseline_share is None
-        ),
+        lambda c: facts.has_real_sites(c) and facts.is_private(c),
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
-        "set privacy.baseline_share to what they may cost, or remove it",
-    ),
-    Rule(
-        "evaluation.deliver",
-        lambda c: facts.has_real_sites(c) or facts.is_private(c),
-        "runtime={c.runtime.name} and privacy={c.privacy.name}: networks are chosen by exact "
-        "scores of simulated clients",
-    ),
-    Rule(
-        "privacy.baseline_share",
-        lambda c: not (facts.has_real_sites(c) and c.evaluation.baselines),
-        "evaluation.baselines={c.evaluation.baselines}, runtime={c.runtime.name} and partition="
-        "{c.partition.name}: it is for baselines at real sites, elsewhere each has its own ledger",
     ),
     Rule(
         "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "
         "training.momentum training.class_factors training.oversample training.loss "
         "dataset.crop_padding dataset.flip dataset.cutout privacy.micro_batch_size",
-        lambda c: not _averages(c),
+        lambda c: not facts.retrains(c) and algorithm_of(c).trains is None,
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
     ),
     # Networks.
     Rule(
         "retrain.channels retrain.num_cells retrain.auxiliary_weight retrain.drop_path_prob "
-        "search_space.skip search_space.own_ops",
+        "search_space",
         _fixed,
         NETWORK,
+    ),
+    Rule(
+        "search_space= search_space.channels search_space.num_cells",
+        lambda c: not (facts.searches(c) or _fixed(c)) and c.retrain.channels is not None,
+        "retrain.channels={c.retrain.channels}, by which the network has sizes of its own",
     ),
     Rule("retrain.norm", lambda c: _fixed(c) and not c.algorithm.has_norm, NETWORK),
     Rule(
         "retrain.fixed_norm",
-        lambda c: _fixed(c) and not (c.algorithm.has_norm or facts.begins_with_weights(c)),
-        NETWORK,
-    ),
-    Rule(
-        "algorithm.image_size",
-        lambda c: _fixed(c) and not facts.begins_with_weights(c),
-        "algorithm.weights=null",
-    ),
-    Rule(
-        "retrain.fixed_norm",
-        facts.retrains_by_gradients,
-        "retrain.exchange={c.retrain.exchange}: each step normalises its own batches",
+        lambda c: (
+            facts.retrains_by_gradients(c)
+            or (_fixed(c) and not (c.algorithm.has_norm or facts.begins_with_weights(c)))
+        ),
+        "algorithm={c.algorithm.name} and retrain.exchange={c.retrain.exchange}, which average no "
+        "batch norm",
     ),
     Rule(
         "retrain.drop_path_prob",
-        lambda c: c.retrain.rounds == 1,
-        "retrain.rounds=1, since it rises from 0 in the first round",
-        "set retrain.rounds=2 or more, or remove it",
-    ),
-    Rule(
-        "retrain.drop_path_prob",
-        lambda c: isinstance(c.search_space, DPCells) and not _sized_by_retrain(c),
+        lambda c: isinstance(c.search_space, DPCells) and c.retrain.channels is None,
         "search_space={c.search_space.name}, whose networks have no paths to drop",
     ),
     # Algorithms.
@@ -228,14 +143,11 @@ RULES: tuple[Rule, ...] = (
         "algorithm={c.algorithm.name}, which chooses it from configurations of its own",
     ),
     Rule(
-        "algorithm.ranges",
-        lambda c: not getattr(c.algorithm, "needs_ranges", True),
-        "algorithm.configurations, the list",
-    ),
-    Rule(
-        "secure_sum.least_sites secure_sum.colluding privacy.sites privacy.test_seed",
+        "secure_sum.least_sites secure_sum.colluding privacy.sites privacy.test_seed "
+        "evaluation.deliver",
         facts.has_real_sites,
-        "runtime=deployment partition=sites, whose sites have terms, books and noise of their own",
+        "runtime=deployment partition=sites, whose sites have terms, books, noise and scores of "
+        "their own",
     ),
     Rule(
         "sampling.by sampling.spare",
@@ -257,15 +169,9 @@ RULES: tuple[Rule, ...] = (
         "remove it, and set privacy.local_steps, of retraining privacy.retrain.local_steps",
     ),
     Rule(
-        "algorithm.evaluate_every",
-        lambda c: facts.is_private(c) and c.privacy.metrics_noise_multiplier is None,
-        "privacy=dp, which measures nothing on clients' records without noise",
-        "remove it, or set privacy.metrics_noise_multiplier",
-    ),
-    Rule(
         "privacy.weights privacy.alphas privacy.local_steps privacy.rate privacy.search_share",
-        lambda c: algorithm_of(c).trains is None,
-        "algorithm={c.algorithm.name}, whose search asks clients nothing",
+        lambda c: not facts.searches(c) or algorithm_of(c).trains is None,
+        "algorithm={c.algorithm.name} and stages={c.stages}, whose search asks clients nothing",
     ),
     Rule(
         "privacy.local_steps",
@@ -274,19 +180,31 @@ RULES: tuple[Rule, ...] = (
         "remove it, and set algorithm.local_steps",
     ),
     Rule(
-        "privacy.rewards",
+        "privacy.rewards privacy.rewards_share",
         lambda c: not _rewards(c),
         "algorithm={c.algorithm.name} and stages={c.stages}, which ask for no rewards",
     ),
     Rule(
         "privacy.search_share",
-        lambda c: facts.is_private(c) and not _shares_search(c),
-        "noise of the search that is given, or takes all of epsilon",
+        # who asks for rewards has no alphas, or on no split of retraining
+        lambda c: (
+            facts.is_private(c)
+            and not _is_shared(c, "weights")
+            and (algorithm_of(c).asks_rewards or not _is_shared(c, "alphas"))
+        ),
+        "noise of the search that is given",
         "remove it, or set privacy.weights.noise_multiplier=null",
     ),
     Rule(
         "privacy.rewards_share",
-        lambda c: facts.is_private(c) and not _shares_rewards(c),
+        # which FEATHERS has beside that of alphas only: it leaves validation records out
+        lambda c: (
+            facts.is_private(c)
+            and not (
+                _is_shared(c, "rewards")
+                and (facts.retrains(c) if algorithm_of(c).retraining is None else _has_alphas(c))
+            )
+        ),
         "noise of rewards that is given, or has no other beside it",
         "remove it, or set privacy.alphas.noise_multiplier=null",
     ),
@@ -297,28 +215,13 @@ RULES: tuple[Rule, ...] = (
         "{c.dataset.fractions}, with which nothing is measured on clients' records",
     ),
     Rule(
-        "privacy.scores_error",
-        lambda c: (
-            facts.is_private(c)
-            and (facts.by_client(c) or not {"retrain", "evaluate"} <= set(c.stages))
-        ),
-        "privacy.unit={c.privacy.unit} and stages={c.stages}: records are counted, by the trained "
-        "network, where it is evaluated",
-        "remove it",
-    ),
-    Rule(
         "privacy.statistics_noise_multiplier",
-        lambda c: facts.is_private(c) and not facts.has_real_sites(c) and not _declares_ranges(c),
+        lambda c: not (facts.has_real_sites(c) or getattr(c.dataset, "ranges", None)),
         "dataset={c.dataset.name} without dataset.ranges, within which clients would tell "
         "statistics",
         "remove it, or declare dataset.ranges={column: [low, high], ...}",
     ),
     # Data.
-    Rule(
-        "dataset.linear_baseline",
-        lambda c: facts.is_private(c) or c.runtime.name == "deployment",
-        "privacy={c.privacy.name} runtime={c.runtime.name}, under which no records are pooled",
-    ),
     Rule(
         "evaluation.personalised",
         lambda c: c.dataset.fractions.get("test") == 0,
@@ -335,8 +238,16 @@ RULES: tuple[Rule, ...] = (
 OF_IMAGES = (
     "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std"  # not of features
 )
-# Settings by the value that another one needs to have, where there is such and it has an effect.
+# Settings by the value that another one needs to have (``facts.holds``), where there is such.
 NEEDS = {
+    "stages=retrain": "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
+    "retrain.batch_size retrain.fixed_norm retrain.auxiliary_weight retrain.drop_path_prob "
+    "retrain.weights privacy.retrain privacy.search_share privacy.scores_error "
+    "evaluation.baselines evaluation.deliver",
+    "stages=evaluate": "evaluation.personalised dataset.linear_baseline dataset.limit_test "
+    "evaluation.positive evaluation.metric privacy.scores_error evaluation.baselines "
+    "evaluation.deliver",
+    "stages=export": "evaluation.baselines evaluation.deliver",
     "algorithm.rule=mixed_level": "algorithm.validation_weight",
     "algorithm.sampler=controller": "algorithm.controller",
     "algorithm.sampler=evolution": "algorithm.evolution",
@@ -344,16 +255,22 @@ NEEDS = {
     "algorithm.group_by=tag": "algorithm.client_tags",
     "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all clients together
     "retrain.norm=batch": "retrain.fixed_norm",
+    "retrain.rounds!=1": "retrain.drop_path_prob",  # which rises from 0 in the first round
     "dataset.server_test=true": "dataset.linear_baseline dataset.limit_test",
     "secure_sum=null": "runtime.largest_share",  # else no weight of a client is seen
-    "privacy=none": "retrain.evaluate_every",  # else the budget is for training on all records
+    # Else the budget is for training on all records, and no records are pooled.
+    "privacy=none": "retrain.evaluate_every dataset.linear_baseline evaluation.deliver",
+    "runtime!=deployment": "dataset.linear_baseline",
     "privacy=dp": "runtime.approval_s",
+    "privacy.metrics_noise_multiplier!=null": "algorithm.evaluate_every",
+    # Else clients train by epochs and contribute one update.
     "privacy.unit=record": "privacy.local_steps privacy.rate privacy.retrain.local_steps "
     "privacy.retrain.rate privacy.retrain.noise_walk privacy.micro_batch_size "
-    "privacy.fewest_records",  # else clients train by epochs and contribute one update
+    "privacy.fewest_records privacy.scores_error",
     # Those that take the place of others, where they are given.
     "genotype=null": "algorithm.network algorithm.weights algorithm.image_size",
-    "algorithm.configurations=[]": "algorithm.num_configurations",
+    "algorithm.weights!=null": "algorithm.image_size",
+    "algorithm.configurations=[]": "algorithm.num_configurations algorithm.ranges",
     "algorithm.ranges=null": "algorithm.weights.lr algorithm.weights.momentum "
     "algorithm.weights.weight_decay",
     "privacy.rate=null": "algorithm.batch_size algorithm.search.batch_size",
@@ -364,19 +281,6 @@ NEEDS = {
     "partition.fractions=[]": "partition.alpha partition.min_size",
 }
 
-# What is false, zero, null or empty here asks for nothing, so that it is no finding: in that way
-# what an experiment sets is taken back.
-SWITCHES = (
-    "secure_sum sampling genotype training.oversample training.class_factors "
-    "evaluation.personalised evaluation.baselines algorithm.client_tags dataset.linear_baseline "
-    "dataset.limit_test dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std "
-    "retrain.channels retrain.num_cells retrain.exchange retrain.fixed_norm "
-    "retrain.auxiliary_weight retrain.drop_path_prob algorithm.evaluate_every "
-    "algorithm.configurations algorithm.ranges "
-    "algorithm.search.hardware privacy.metrics_noise_multiplier "
-    "privacy.statistics_noise_multiplier privacy.sites privacy.test_seed"
-).split()
-
 
 def without_effect(config: Config) -> dict[str, Rule]:
     """Return the settings that a run does not use, each with the first rule that says why."""
@@ -386,78 +290,54 @@ def without_effect(config: Config) -> dict[str, Rule]:
             for name in rule.settings.split():
                 rules.setdefault(name, rule)
     for needed, settings in NEEDS.items():
-        key, _, text = needed.partition("=")
+        key, equal, text = facts.parts(needed)
         with suppress(AttributeError):  # there is no such setting
-            value = attrgetter(key)(config)
-            whole = f"{key}.name" if hasattr(value, "name") else key  # of a group its choice
-            if show(getattr(value, "name", value)) != text and not _rule_for(key, rules, config):
-                rule = Rule(settings, bool, f"{key}={{c.{whole}}}", f"remove it, or set {needed}")
+            value = facts.value_of(config, key)
+            if not facts.holds(config, needed) and not _rule_for(key, rules, config):
+                lacks = f", which lack {text}" if isinstance(value, list) and text != "[]" else ""
+                cause = f"{key}={show(value)}{lacks}".replace("{", "{{").replace("}", "}}")
+                remedy = "remove it" if lacks or equal == "!=" else f"remove it, or set {needed}"
+                rule = Rule(settings, bool, cause, remedy)
                 rules = dict.fromkeys(settings.split(), rule) | rules
     return rules
 
 
-def check_effect(config: Config, given: Given, alone: Config | None) -> None:
-    """Refuse settings that the user has set and that have no effect; warn where that can't help.
+def check_effect(config: Config, given: Given) -> None:
+    """Refuse settings that the user has typed and that have no effect.
 
-    What was typed is refused, and what an experiment file sets without effect even when it is run
-    alone: that is a fault of the file. What an experiment sets and something typed overrules
-    cannot be unset from outside of the file, so that a run of it with other settings goes on with
-    one warning that names them.
-
-    Args:
-        config: Of the run.
-        given: Settings that the user has given.
-        alone: Of the experiment without other overrides; None if it does not run by itself.
+    Of those of an experiment, which cannot be unset from outside of its file, one warning tells.
 
     Raises:
         NoEffectError: Of the first that is refused.
     """
-    if alone is not None:
-        _check_names(alone, given.experiment, f"experiment={given.experiment_name}: ")
-    _check_names(config, given.typed)
     idle = without_effect(config)
-    lost: dict[Rule, list[str]] = {}
-    for name in given.experiment:
-        overruled = any(f"{name}.".startswith(f"{typed}.") for typed in given.typed)
-        rule = None if overruled else _rule_for(name, idle, config)
-        if rule is not None:
-            lost.setdefault(rule, []).append(name)
-    for rule, names in lost.items():
-        what = f"experiment={given.experiment_name} sets {', '.join(names)}, which"
-        warnings.warn(
-            f"{what} {'have' if len(names) > 1 else 'has'} no effect with {_cause(rule, config)}.",
-            NoEffectWarning,
-            stacklevel=4,
-        )
-
-
-def _check_names(config: Config, names: Collection[str], place: str = "") -> None:
-    """Raise NoEffectError for the first name of a setting that has no effect."""
-    idle = without_effect(config)
-    for name in names:
-        rule = _rule_for(name, idle, config)
-        if rule is not None:
+    for name in given.typed:
+        if rule := _rule_for(name, idle, config):
             raise NoEffectError(
-                f"{place}{_setting(config, name)} has no effect with {_cause(rule, config)}: "
+                f"{_setting(config, name)} has no effect with {spelled(rule.cause, config)}: "
                 f"{rule.remedy}."
             )
-
-
-def _cause(rule: Rule, config: Config) -> str:
-    cause = spelled(rule.cause, config)
-    return cause if len(cause) <= 300 else f"{cause[:300]}..."
+    lost = [
+        name
+        for name in given.experiment
+        if not any(f"{name}.".startswith(f"{typed}.") for typed in given.typed)
+        and _rule_for(name, idle, config)
+    ]
+    if lost:
+        sentence = f"the experiment sets {', '.join(lost)}, without effect in this run."
+        warnings.warn(sentence, NoEffectWarning, stacklevel=4)
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:
     """Return the rule of a setting, or of a mapping or group that holds it; None if it acts."""
     parts = name.split(".")
+    if rule := idle.get(f"{name}="):
+        return rule
     for end in range(len(parts), 0, -1):
         whole = ".".join(parts[:end])
         rule = idle.get(whole) or (idle.get(f"{parts[0]}.*") if end > 1 else None)
-        if rule is not None and name in rule.but.split():
-            return None
-        if rule is not None:
-            return None if whole in SWITCHES and not _field(config, whole)[1] else rule
+        if rule is not None:  # what is null, false, 0 or empty asks for nothing
+            return rule if _field(config, name)[1] else None
     return None
 
 

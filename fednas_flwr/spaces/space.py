@@ -278,17 +278,6 @@ class SearchSpace(Checked):
         self.check(genotype)
         return [self.ops.index(edge.op) for edge in genotype.cells[self.kinds[0]]]
 
-    def lead(self, genotype: Genotype, margin: float) -> dict[str, Tensor]:
-        """Build alphas: ``margin`` (above 0) for the ops of a genotype, 0 for all others.
-
-        The space derives the genotype from them.
-        """
-        alphas = {kind: torch.zeros(len(self.edges), len(self.ops)) for kind in genotype.cells}
-        for kind, edges in genotype.cells.items():
-            for edge in edges:
-                alphas[kind][self.edges.index(edge.pair), self.ops.index(edge.op)] = margin
-        return alphas
-
     def check(self, genotype: Genotype) -> None:
         """Raise ConfigError unless the genotype belongs to this space, in its canonical order.
 

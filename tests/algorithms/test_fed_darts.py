@@ -173,7 +173,7 @@ PRIVATE = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
     [
         (["search_space=darts_small"], r"search_space=darts: single paths.*nasbench201"),
         (["algorithm.rule=second_order"], r"no second order; set"),
-        (PRIVATE, r"with privacy=dp"),
+        (PRIVATE, r"with privacy.unit=record: single paths"),
     ],
 )
 def test_single_paths_are_refused_where_there_are_none(more, sentence, compose_config):

@@ -173,7 +173,7 @@ def test_a_run_tunes_a_given_genotype(compose_config, federate, tiny_overrides, 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["privacy=dp"], "privacy=dp with algorithm=fedex is not possible"),
+        (["privacy=dp"], "record with algorithm=fedex is not possible"),
         (
             ["dataset.fractions={train: 0.8, validation: 0.0, test: 0.2}"],
             "dataset.fractions.validation=0.0",

@@ -28,14 +28,11 @@ from fednas_flwr.data.statistics import (
     largest_norm,
     refined,
 )
-from fednas_flwr.deploy.server_app import launch
-from fednas_flwr.pipeline.baselines import prepare_baselines
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.plan import statistics_release
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Describe, TellStatistics
 from fednas_flwr.runs.events import read_events
-from fednas_flwr.runs.run_folder import open_run_folder
 
 SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
@@ -295,23 +292,6 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     later = read_events(folder / "events.jsonl")
     assert [event["mean"] for event in later if event["event"] == "statistics"] == [found["mean"]]
     assert list(load(folder).inputs.mean) == found["mean"]
-
-
-@pytest.mark.run
-def test_baselines_that_sites_pay_for_standardise_by_what_the_run_has_released(overrides, tmp_path):
-    folder = tmp_path / "run"
-    config = compose(*overrides, NOISE, f"run_dir={folder}")
-    run(config)
-    (found,) = [e for e in read_events(folder / "events.jsonl") if e["event"] == "statistics"]
-    sharing = replace(config, privacy=replace(config.privacy, baseline_share=0.5))
-    sharing = replace(sharing, evaluation=replace(config.evaluation, baselines=1))
-    linear = next(own for own in prepare_baselines(sharing) if own.name == "linear")
-    launch(open_run_folder(str(linear)), listeners=(), resumed=False)
-    assert list(load(linear).inputs.mean) == found["mean"]
-    assert list(load(linear).inputs.std) == found["std"]
-    place = linear / "sites" / "client-0"
-    with Ledger(place / "ledger" / "ledger.sqlite", place / "key") as ledger:
-        assert {row.entry.action for row in ledger.entries()} == {"train.weights:weights"}
 
 
 @pytest.mark.run

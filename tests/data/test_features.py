@@ -291,7 +291,7 @@ def test_fine_tuning_is_not_private_and_its_file_is_read_first(
     compose_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     given = ["algorithm=fedavg", f"algorithm.network={TINY}", "algorithm.weights=nothing.pth"]
-    with pytest.raises(ConfigError, match="have batch normalisation: set dataset.backbone.name="):
+    with pytest.raises(ConfigError, match="have batch normalisation; set dataset.backbone.name="):
         compose_config(*given, "privacy=dp")
     with pytest.raises(ConfigError, match=r"nothing\.pth .*cannot be read"):
         check_run(compose_config(*given, f"run_dir={tmp_path}"))

@@ -15,14 +15,12 @@ from fednas_flwr.api import compose, run
 from fednas_flwr.base.errors import NoEffectError
 from fednas_flwr.models.networks import FIXED_NETWORKS, load_description
 from fednas_flwr.pipeline import baselines
-from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.privacy.books.ledger import Ledger
-from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.report.comparison import run_folders
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
-from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings import Config
 from fednas_flwr.settings.optimizers import RESNETS
 from fednas_flwr.spaces.costs import count_multiply_adds
 
@@ -56,64 +54,14 @@ def told(folder: Path) -> dict[str, dict[str, Any]]:
 REAL_SITES = ("runtime=deployment", "runtime.superlink=site", "partition=sites")
 
 
-def test_real_sites_pay_for_baselines_by_a_share_of_their_epsilon_or_not_at_all(
-    compose_config: Callable[..., Config],
-) -> None:
+def test_private_real_sites_train_no_baselines() -> None:
     private = ("algorithm=dp_fnas", "privacy=dp", *REAL_SITES)
-    share = "privacy.baseline_share=0.25"
-    with pytest.raises(
-        NoEffectError, match=r"evaluation.baselines=2 .* set privacy.baseline_share to what"
-    ):
+    with pytest.raises(NoEffectError, match=r"evaluation.baselines=2 .* would pay for more"):
         compose(*private, "evaluation.baselines=2")
-    with pytest.raises(NoEffectError, match="baseline_share=0.25 has no effect .* its own ledger"):
-        compose("algorithm=dp_fnas", "privacy=dp", "evaluation.baselines=2", share)
-    with pytest.raises(
-        NoEffectError, match="baseline_share=0.25 has no effect with evaluation.baselines=null"
-    ):
-        compose(*private, share)
-    assert compose(*private, share, "evaluation.baselines=2").evaluation.baselines == 2
+    assert compose(*private).evaluation.baselines is None
     assert (
         compose(*REAL_SITES, "evaluation.baselines=2").evaluation.baselines == 2
     )  # they cost time alone
-
-
-@pytest.mark.run
-@pytest.mark.usefixtures("few_draws")
-def test_a_run_and_its_baselines_cost_no_more_than_the_epsilon(
-    compose_config: Callable[..., Config], tmp_path: Path
-) -> None:
-    """Counted as a site does that has one ledger for all.
-
-    Metrics of the test records, whose noise is given, would cost 4 each time.
-    """
-    folder = tmp_path / "run"
-    settings = ("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group")
-    settings += ("privacy.metrics_noise_multiplier=1.2",)
-    budget = ("privacy.epsilon=40", "privacy.retrain.local_steps=2", "clients=2")
-    config = compose_config(*settings, *budget, f"run_dir={folder}")
-    run(config)
-    privacy = config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
-    sharing = replace(privacy, baseline_share=0.25)
-    paying = replace(config, privacy=sharing, run_dir=str(folder))
-    paying = replace(paying, evaluation=replace(config.evaluation, baselines=1))
-    records = [dict.fromkeys(("train", "validation", "test"), number) for number in (30, 20)]
-    beside = [open_run_folder(str(own)) for own in baselines.prepare_baselines(paying)]
-    assert len(beside) == 4  # random, data-free, linear and a ResNet-8
-    shares = [own.privacy.epsilon for own in beside if isinstance(own.privacy, DifferentialPrivacy)]
-    assert shares == [pytest.approx(40 * 0.25 / 4)] * 4
-    schedules = [make_schedules(own, records, done={})[0] for own in (paying, *beside)]
-    for split in ("train", "validation", "test"):
-        booked = [
-            [planned.release(records[1]) for planned in schedule if split in planned.splits]
-            for schedule in schedules
-        ]
-        costs = [filter_epsilon(releases, privacy.delta) for releases in booked]
-        assert costs[0] <= 30
-        assert max(costs[1:]) <= 2.5
-        whole = filter_epsilon([release for releases in booked for release in releases], 1e-5)
-        assert whole <= sum(costs) <= 40
-        assert whole > 20 or split == "test"  # and not much less
 
 
 @pytest.mark.run

@@ -116,9 +116,12 @@ def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["secure_sum=false"], "secure_sum=false: each client would add all of the noise"),
-        (["algorithm=dp_fnas"], "algorithm=dp_fnas: its clients' replies are no updates"),
-        (["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"], "algorithm=dpnas: its"),
+        (["secure_sum=false"], "secure_sum=null: each client would add all of the noise"),
+        (["algorithm=dp_fnas"], "unit=client with algorithm=dp_fnas is not possible"),
+        (
+            ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
+            "algorithm=dpnas is not",
+        ),
         (
             ["training.momentum=averaged"],
             "training.momentum=averaged: the moments would be further releases",

@@ -17,14 +17,12 @@ from PIL import Image
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
 from fednas_flwr import load
-from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
 from fednas_flwr.pipeline.feasible import check_buildable
-from fednas_flwr.settings.registry import TABLES, Algorithm
 
 STAYS = 1200
 RANGES = (
@@ -358,10 +356,6 @@ def test_sites_with_tables_of_their_own_find_one_target(
         (("dataset.task=regression", "dataset.class_names=[a,b]"), "class_names.* is for classes"),
         (("dataset.task=classification", "dataset.target_range=[0,1]"), "another of dataset.task"),
         ((RANGES[0],), r"declare dataset.target_range=\[low, high\], too"),
-        (
-            ("algorithm=own_classes",),
-            r"algorithm=own_classes \(its votes are classes\) is for records with",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -369,17 +363,8 @@ def test_what_does_not_fit_is_refused(
     message: str,
     compose_config: Callable[..., Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = written(tmp_path)
-    if "algorithm=own_classes" in overrides:
-        overrides = ("algorithm=fed_darts", "search_space=mlp_small")
-        entry = TABLES["algorithm"]["fed_darts"]
-        refusing = Algorithm(
-            FedDARTSSettings, entry.search, unsupported={"regression": "its votes are classes"}
-        )
-        monkeypatch.setitem(TABLES["algorithm"], "fed_darts", refusing)
-        message = message.replace("own_classes", "fed_darts")
     with pytest.raises(ConfigError, match=message):
         check_buildable(compose_config(*given, *overrides))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.base import local_steps as steps_of
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.pipeline.schedule import for_classes, make_schedules, paying
+from fednas_flwr.pipeline.schedule import for_classes, make_schedules
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter, filter_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
 from fednas_flwr.search.bandit import Bandit
@@ -238,66 +237,6 @@ def test_a_search_that_costs_all_of_the_target_is_refused_naming_the_split(compo
         make_schedule(config, RECORDS, done={})
 
 
-SHARED = [
-    *("runtime=deployment", "runtime.superlink=site", "partition=sites", "evaluation.baselines=2"),
-    *("privacy.epsilon=8", "privacy.baseline_share=0.25"),
-]
-
-
-@pytest.mark.parametrize(
-    ("given", "split"),
-    [
-        ({"privacy.metrics_noise_multiplier": 0.7}, "test"),
-        ({"privacy.weights.noise_multiplier": 0.4}, "train"),
-        ({"privacy.alphas.noise_multiplier": 0.4}, "validation"),
-        ({"privacy.retrain.noise_multiplier": 0.4}, "train"),
-    ],
-)
-def test_given_noise_that_leaves_too_little_for_baselines_is_refused_with_what_fits(
-    compose_config, given, split
-):
-    """Of 8 the run itself has 6 on every split, also on one that nothing else reads."""
-    ((setting, low),) = given.items()
-    null = [*NULL, "privacy.metrics_noise_multiplier=null"]
-    config = compose_config(*DP_FNAS, *null, *SHARED, f"{setting}={low}")
-    words = f"^{setting}={low}: the {split} records .* of the 6 that privacy.baseline_share=0.25 l"
-    with pytest.raises(ConfigError, match=words) as refused:
-        make_schedule(config, RECORDS, done={})
-    fits = float(str(refused.value).partition("raise it to ")[2].partition(",")[0])
-    assert low < fits < 8 * low
-    schedule = make_schedule(
-        compose_config(*DP_FNAS, *null, *SHARED, f"{setting}={fits}"), RECORDS, done={}, spare=True
-    )
-    assert {p.noise_multiplier for p in schedule if p.noise_name in setting} == {fits}
-    assert max(cost(schedule, name) for name in ("train", "validation", "test")) <= 6
-
-
-def test_an_epsilon_of_its_own_that_leaves_too_little_for_baselines_is_refused(compose_config):
-    config = compose_config(*DP_FNAS, *NULL, *SHARED, "privacy.retrain.epsilon=7")
-    with pytest.raises(ConfigError, match=r"^privacy.retrain.epsilon=7: .* set it to null, with"):
-        make_schedule(config, RECORDS, done={})
-
-
-def test_a_baseline_keeps_to_its_part_with_all_that_it_releases(compose_config):
-    """Rewards of feathers' trials, whose noise was given for the run, and metrics."""
-    noises = ["privacy.rewards.noise_multiplier=1.5", "privacy.metrics_noise_multiplier=1.5"]
-    config = compose_config(*FEATHERS, *SHARED, *noises)
-    retraining = ["retrain", "evaluate", "export"]
-    baseline = replace(config, stages=retraining, genotype="a.json")
-    baseline = replace(baseline, evaluation=replace(config.evaluation, baselines=0))
-    for part in (0.25, 40.0):
-        schedule = make_schedule(
-            replace(baseline, privacy=paying(baseline, part)), RECORDS, done={}, spare=True
-        )
-        assert {planned.kind for planned in schedule} == {"weights", "rewards", "metrics"}
-        for split in ("train", "validation", "test"):
-            assert cost(schedule, split) <= part
-        (metrics,) = [planned for planned in schedule if planned.kind == "metrics"]
-        assert (metrics.noise_multiplier > 1.5) == (part < 1)  # no less than was given
-    tiny = replace(baseline, privacy=replace(baseline.privacy, delta=1e-300))
-    assert paying(tiny, 0.001).metrics_noise_multiplier is None
-
-
 FEATHERS = [
     *("algorithm=feathers", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
     *("clients=2", "rounds=5", "algorithm.nas_rounds=2", "algorithm.num_configurations=8"),
@@ -488,7 +427,6 @@ def test_counts_of_few_records_cost_a_quarter_of_epsilon_at_most(compose_config)
 def test_no_counts_are_planned_for_baselines_units_of_clients_or_other_classes(compose_config):
     config = compose_config(*COUNTED, "clients=2")
     assert counts_of(config, RECORDS) is not None
-    assert paying(config, 1.0).scores_error is None
     by_client = ("privacy.unit=client", "secure_sum=true", "clients=4")
     of_experiment = compose_config("experiment=search/recommended_private", *by_client)
     assert counts_of(of_experiment, RECORDS * 2) is None

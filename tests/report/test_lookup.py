@@ -315,7 +315,7 @@ NO_FILE = "dataset.table={file: none.csv, columns: [a]}"
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
-    [("search_space=darts", "dataset.table=none.csv with search_space=darts: it holds cells")],
+    [("search_space=darts", "dataset.table.file=none.csv with search_space=darts: it holds cells")],
 )
 def test_a_table_is_for_its_own_space(compose_config, override, sentence):
     with pytest.raises(ConfigError, match=sentence):

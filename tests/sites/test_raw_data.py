@@ -17,7 +17,6 @@ from fednas_flwr.cli import main
 from fednas_flwr.deploy.sites.provision import Deployment, Server
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
-from fednas_flwr.runs.numbers import read_run
 
 from ..data_sets import read
 from ..patients import patients
@@ -101,7 +100,6 @@ def private_csv(folder: Path) -> SimpleNamespace:
         *("privacy.statistics_noise_multiplier=1", "search_space.norm=group"),
         *("retrain.norm=group", "retrain.rounds=2"),
         *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas", "retrain")),
-        *("evaluation.baselines=1", "privacy.baseline_share=0.3"),
     )
     return made
 
@@ -196,21 +194,3 @@ def test_private_sites_release_by_what_all_standardise(finished: SimpleNamespace
             booked = [row.entry.action for row in ledger.entries()]
         assert booked.count("query.statistics:statistics") == 1
         assert booked[0] == "query.statistics:statistics"
-
-
-def test_private_sites_pay_for_baselines_by_the_share_that_was_set(
-    finished: SimpleNamespace,
-) -> None:
-    beside = read_run(finished.folder).baselines()
-    assert len(beside) == 3 * (finished.kind == "private_csv")
-    spent = [baseline.numbers()["epsilon"] for baseline in beside]  # with all that came before
-    assert len(set(spent)) == len(beside)
-    for baseline, epsilon in zip(beside, spent, strict=True):
-        assert baseline.status == "completed"
-        assert baseline.accuracy() is not None
-        assert 0 < epsilon <= 90
-    for site in SITES if beside else ():
-        state = finished.machines.folder / site / "state"
-        with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
-            runs = {row.entry.run.partition(".")[0] for row in ledger.entries()}
-        assert runs == {"run", *(baseline.folder.name for baseline in beside)}

@@ -102,7 +102,7 @@ class CFDNASSettings(AlgorithmSettings):
                 check_choice("group_hardware", name, names)
 
     def check(self, config: Config) -> None:
-        """Refuse what FDNAS does, groups by alphas that rest, and averages that need a number."""
+        """Refuse what FDNAS does, and groups by alphas that rest."""
         warm_up = self.search.warm_up_rounds
         if len(self.client_tags) not in (0, config.clients):
             raise ConfigError(
@@ -114,16 +114,6 @@ class CFDNASSettings(AlgorithmSettings):
                 f"algorithm.group_by=alphas with rounds={config.rounds}: alphas rest in the first "
                 f"algorithm.search.warm_up_rounds={warm_up}, so that no update groups the clients; "
                 f"raise rounds to {warm_up + 1} or more."
-            )
-        if not searches(config):
-            raise ConfigError(
-                f"algorithm=cfdnas with stages={show(config.stages)}: its groups begin with a "
-                "search; add search, or set algorithm=fedavg to retrain a genotype."
-            )
-        if config.aggregate.name == "trimmed_mean":
-            raise ConfigError(
-                "aggregate=trimmed_mean with algorithm=cfdnas: how many clients a group has is not "
-                "known before; set aggregate=median."
             )
         self.search.check(config)
 
@@ -191,17 +181,21 @@ _entry = partial(Algorithm, search=f"{__name__}.strategy:FDNAS", units=(RECORD, 
 register(
     "algorithm",
     "fdnas",
-    _entry(FDNASSettings, unsupported={"secure_sum": _ASKED_APART}),
+    _entry(FDNASSettings, clashes={"secure_sum!=null algorithm=fdnas stages=search": _ASKED_APART}),
 )
 register(
     "algorithm",
     "cfdnas",
     _entry(
         CFDNASSettings,
-        unsupported={
-            "secure_sum": _ASKED_APART,
-            "sampling": "it divides all clients into groups by what each of them answers; "
-            "set sampling=null",
+        clashes={
+            "secure_sum!=null algorithm=cfdnas": _ASKED_APART,
+            "sampling!=null algorithm=cfdnas": "it divides all clients into groups by what each of "
+            "them answers; set sampling=null",
+            "algorithm=cfdnas stages!=search": "its groups begin with a search; add search, or set "
+            "algorithm=fedavg to retrain a genotype",
+            "aggregate=trimmed_mean algorithm=cfdnas": "how many clients a group has is not known "
+            "before; set aggregate=median",
         },
         unused=(
             Rule(

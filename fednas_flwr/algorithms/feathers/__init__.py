@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fednas_flwr.algorithms.fed_darts import check_rule
-from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy, registry
+from fednas_flwr.algorithms.fed_darts import RULES
+from fednas_flwr.settings import AlgorithmSettings, registry
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import UNITS
@@ -42,15 +41,6 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
     loss_bound: opt.LossBound
     bandit: opt.BanditSettings
 
-    def check(self, config: Config) -> None:
-        """Refuse what federated DARTS does, and private rewards of averaged models."""
-        check_rule(config, self.rule)
-        if not isinstance(config.privacy, NoPrivacy) and self.rewarded != "local":
-            raise ConfigError(
-                f"algorithm.rewarded={self.rewarded} with privacy=dp is not possible yet: losses "
-                "of averaged models are no planned release; set algorithm.rewarded=local."
-            )
-
 
 _UNUSED = (
     registry.Rule(
@@ -69,5 +59,10 @@ registry.register(
         units=UNITS,
         asks_rewards=True,
         unused=_UNUSED,
+        clashes={
+            **RULES,
+            "algorithm.rewarded!=local privacy=dp": "losses of averaged models are no planned "
+            "release, so that this is not possible yet; set algorithm.rewarded=local",
+        },
     ),
 )

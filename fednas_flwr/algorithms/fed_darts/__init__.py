@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import AlgorithmSettings, Config, registry
+from fednas_flwr.settings import AlgorithmSettings, registry
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.incompatible import by_record, searches
 from fednas_flwr.settings.names import UNITS
 
 
@@ -27,7 +26,6 @@ class FedDARTSSettings(AlgorithmSettings):
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly;
             0 is the papers' form.
-        prior: An architecture that the alphas favour at first; null favours none.
         temperatures: Temperatures of GDAS, whose steps compute one drawn op per edge; null mixes
             all ops.
     """
@@ -40,7 +38,6 @@ class FedDARTSSettings(AlgorithmSettings):
     weights: opt.SGD
     alphas: opt.Adam
     beta_decay: opt.RateOrZero
-    prior: opt.PriorSettings | None
     temperatures: opt.Temperatures | None
 
     def __post_init__(self) -> None:
@@ -52,34 +49,23 @@ class FedDARTSSettings(AlgorithmSettings):
                 "rule=first_order or temperatures=null."
             )
 
-    def check(self, config: Config) -> None:
-        """Refuse what :func:`check_rule` does, and single paths where none can be drawn."""
-        check_rule(config, self.rule)
-        if self.temperatures is None or not searches(config):
-            return
-        if (space := config.search_space.name) != "nasbench201":
-            raise ConfigError(
-                f"algorithm.temperatures with search_space={space}: single paths are drawn of the "
-                "NAS-Bench-201 cell only; set algorithm.temperatures=null or "
-                "search_space=nasbench201."
-            )
-        if by_record(config):
-            raise ConfigError(
-                "algorithm.temperatures with privacy=dp: single paths have no private gradient "
-                "yet; set algorithm.temperatures=null."
-            )
 
-
-def check_rule(config: Config, rule: str) -> None:
-    """Refuse private rules whose gradient is of records of two splits."""
-    if by_record(config) and rule != "first_order":
-        raise ConfigError(
-            f"algorithm.rule={rule} with privacy=dp: it mixes splits; set "
-            "algorithm.rule=first_order."
-        )
-
-
-_entry = partial(registry.Algorithm, FedDARTSSettings, f"{__name__}.strategy:FedDARTS")
+RULES = {
+    "algorithm.rule!=first_order privacy.unit!=client": "it mixes splits; set "
+    "algorithm.rule=first_order",
+}
+_entry = partial(
+    registry.Algorithm,
+    FedDARTSSettings,
+    f"{__name__}.strategy:FedDARTS",
+    clashes={
+        **RULES,
+        "algorithm.temperatures!=null search_space!=nasbench201": "single paths are drawn of the "
+        "NAS-Bench-201 cell only; set algorithm.temperatures=null or search_space=nasbench201",
+        "algorithm.temperatures!=null privacy.unit!=client": "single paths have no private "
+        "gradient yet; set algorithm.temperatures=null",
+    },
+)
 registry.register("algorithm", "fed_darts", _entry(units=UNITS))
 registry.register("algorithm", "fedprox_darts", _entry(units=UNITS))
 registry.register("algorithm", "fednas", _entry())

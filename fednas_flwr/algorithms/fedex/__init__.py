@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import Config, GivenNetwork
+from fednas_flwr.settings import GivenNetwork
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
@@ -24,14 +23,6 @@ class FedExSettings(opt.ConfigurationChoice, GivenNetwork):
     loss_bound: opt.LossBound
     theta: opt.ThetaSettings
 
-    def check(self, config: Config) -> None:
-        """Refuse the server's momentum, as every client draws its own."""
-        if config.training.momentum == "server":
-            raise ConfigError(
-                "training.momentum=server with algorithm=fedex: every client steps with a "
-                "momentum of its own; set training.momentum=reset or training.momentum=averaged."
-            )
-
 
 register(
     "algorithm",
@@ -39,9 +30,11 @@ register(
     Algorithm(
         FedExSettings,
         retraining=f"{__name__}.strategy:FedEx",
-        unsupported={
-            "secure_sum": "its clients are asked different things, which have no sum; choose "
-            "another algorithm"
+        clashes={
+            "secure_sum!=null algorithm=fedex": "its clients are asked different things, which "
+            "have no sum; choose another algorithm",
+            "training.momentum=server algorithm=fedex": "every client steps with a momentum of its "
+            "own; set training.momentum=reset or training.momentum=averaged",
         },
         unused=(
             Rule(

@@ -7,11 +7,10 @@ from functools import partial
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy
+from fednas_flwr.settings import AlgorithmSettings
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.parser import Between, OneOf
+from fednas_flwr.settings.parser import Between
 from fednas_flwr.settings.registry import Algorithm, register
 
 
@@ -21,8 +20,6 @@ class FNASSettings(AlgorithmSettings):
 
     Attributes:
         order: Order of the alphas' gradient (DP-FNAS, Eq. 5).
-        reduce: Reduction of the clients' gradients at the server: their ``mean``, weighted by
-            batch, or their ``sum``, as the text has it.
         fused: If true, one exchange brings the gradients of weights and alphas, at the same
             weights.
         local_steps: Steps per exchange ("periodic updates").
@@ -32,11 +29,9 @@ class FNASSettings(AlgorithmSettings):
         weights: The weights' optimiser.
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
-        prior: An architecture that the alphas favour at first; null favours none.
     """
 
     order: Annotated[int, Between(1, 2)]
-    reduce: Annotated[str, OneOf(("mean", "sum"))]
     fused: bool
     local_steps: opt.Steps
     batch_size: opt.Count | None
@@ -44,7 +39,6 @@ class FNASSettings(AlgorithmSettings):
     weights: opt.SGD
     alphas: opt.Adam
     beta_decay: opt.RateOrZero
-    prior: opt.PriorSettings | None
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the second order fits."""
@@ -65,41 +59,19 @@ class FNASSettings(AlgorithmSettings):
         """False: clients reply with gradients."""
         return False
 
-    def check(self, config: Config) -> None:
-        """Refuse vanilla NAS of several clients, DP-FNAS without privacy, unsound sums."""
-        if self.name == "vanilla_nas" and config.clients != 1:
-            raise ConfigError(
-                f"algorithm=vanilla_nas with clients={config.clients}: vanilla NAS has one party; "
-                "set clients=1 or algorithm=fnas."
-            )
-        if self.name == "dp_fnas" and isinstance(config.privacy, NoPrivacy):
-            raise ConfigError("algorithm=dp_fnas with privacy=none: set privacy=dp, or use fnas.")
-        if self.name == "dp_fnas" and self.order != 1:
-            raise ConfigError(
-                f"algorithm.order={self.order} with privacy=dp: the second order mixes splits and "
-                "is no sum over records; set algorithm.order=1."
-            )
-        if self.reduce == "mean" or not searches(config):
-            return
-        if config.secure_sum:
-            raise ConfigError(
-                "secure_sum=true with algorithm.reduce=sum: the batch size of each client is "
-                "needed; set algorithm.reduce=mean."
-            )
-        if config.sampling is not None and config.samples:
-            raise ConfigError(
-                f"sampling.per_round={config.sampling.per_round:g} with algorithm.reduce=sum: a "
-                "sum over some clients is no estimate of that over all; set algorithm.reduce=mean."
-            )
-
 
 _entry = partial(
     Algorithm,
     FNASSettings,
     f"{__name__}.strategy:FNAS",
-    unsupported={
-        "aggregate": "it adds up sums of gradients over batches of different sizes; set "
-        "aggregate=mean"
+    clashes={
+        "aggregate!=mean stages=search": "the server adds up sums of gradients over batches of "
+        "different sizes; set aggregate=mean",
+        "algorithm=vanilla_nas clients!=1": "vanilla NAS has one party; set clients=1 or "
+        "algorithm=fnas",
+        "algorithm=dp_fnas privacy=none": "set privacy=dp, or use fnas",
+        "algorithm.order=2 privacy=dp": "the second order mixes splits and is no sum over records; "
+        "set algorithm.order=1",
     },
 )
 register("algorithm", "vanilla_nas", _entry())

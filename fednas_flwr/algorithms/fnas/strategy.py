@@ -27,8 +27,8 @@ class FNAS(GradientStrategy[FNASSettings]):
     """Federated NAS by exchange of gradients.
 
     Clients return sums of per-sample gradients over their batches and the batch sizes B_k; the
-    server forms the update. ``reduce="mean"`` is ``sum_k G_k / sum_k B_k``, whose learning rate
-    does not depend on the number of clients; ``reduce="sum"`` is the text's ``sum_k G_k / B_k``.
+    server forms the update ``sum_k G_k / sum_k B_k``, whose learning rate does not depend on the
+    number of clients; the text's is ``sum_k G_k / B_k``.
     The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
     ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
     deviation from Algorithm 1. Local steps are plain gradient descent at the learning rates of
@@ -87,10 +87,7 @@ class FNAS(GradientStrategy[FNASSettings]):
         layouts = {name: self.layouts[name] for name in names if name in self.layouts}
         replies = self.ask(action, request, states={**self.states, **further}, layouts=layouts)
         added = {"alphas": self._beta_gradient()} if "alphas" in states else {}
-        reduce = self.settings.reduce
-        return mean_metrics(
-            self.step_along(replies, states, clip_norm=sgd.clip_norm, reduce=reduce, added=added)
-        )
+        return mean_metrics(self.step_along(replies, states, clip_norm=sgd.clip_norm, added=added))
 
     def _beta_gradient(self) -> Tensor | float:
         """The gradient of the round's regulariser, packed as the alphas are."""

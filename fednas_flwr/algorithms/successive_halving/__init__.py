@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fednas_flwr.algorithms.zero_cost import PoolSettings, check_scores
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import AlgorithmSettings, Config, NoPrivacy
+from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains
 from fednas_flwr.settings.names import PERSON, RECORD
@@ -60,12 +60,6 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
             check_range(shortlist.keep >= keep, f"{key}.keep", shortlist.keep, expected)
         if self.rewarded == "averaged":
             return
-        if not isinstance(config.privacy, NoPrivacy):
-            raise ConfigError(
-                f"algorithm.rewarded={self.rewarded} with privacy=dp: training losses are no "
-                "planned release; set algorithm.rewarded=averaged, or take a search that reads no "
-                "record, as experiment=search/recommended_private does."
-            )
         rungs = num_rungs(keep, self.eta)
         if config.rounds > rungs:
             raise ConfigError(
@@ -89,6 +83,11 @@ register(
         units=(RECORD, PERSON),
         trains=NETWORKS,
         asks_rewards=True,
+        clashes={
+            "algorithm.rewarded=local privacy=dp": "training losses are no planned release; set "
+            "algorithm.rewarded=averaged, or take a search that reads no record, as "
+            "experiment=search/recommended_private does",
+        },
         unused=(
             Rule(
                 "runtime.wire",
