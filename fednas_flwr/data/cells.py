@@ -130,7 +130,9 @@ class Cells:
         from pyarrow import compute
 
         found = self._among(words)
-        return self if found is None else Cells(compute.if_else(found, None, self.texts), self.stored)
+        return (
+            self if found is None else Cells(compute.if_else(found, None, self.texts), self.stored)
+        )
 
     def hold(self, words: Collection[str]) -> bool:
         """Return whether a cell is among some words."""

@@ -274,35 +274,33 @@ def _even_columns(
 
 
 def _uneven_columns(text: str, separator: str, form: TableForm) -> tuple[list[Cells], list[str]]:
-    """The cells of any file, and notes."""
-    import pandas as pd
+    """The cells of any file, and notes.
 
-    notes: list[str] = []
-    if form.strict:
-        _check_widths(text, separator)
+    Raises:
+        ValueError: A quote is open, or a row is longer or shorter than the header.
+    """
+    rows: list[list[str]] = []
     try:
-        table = _cells(text, separator)
-    except pd.errors.ParserError:
-        table = _without_last_separator(text, separator)
-        notes.append("the separator at the end of every row is left out")
-    if not form.strict and (table.iloc[:, -1] == "").any():
-        _check_widths(text, separator)  # pandas fills a short row with empty cells
-    return [Cells(table.iloc[:, i].tolist()) for i in range(table.shape[1])], notes
-
-
-def _cells(text: str, separator: str, width: int | None = None) -> Any:
-    """All cells, the header among them, as text; rows may be shorter than the first, not longer."""
-    import pandas as pd
-
-    return pd.read_csv(
-        io.StringIO(text),
-        sep=r"\s+" if separator == " " else separator,
-        header=None,
-        names=None if width is None else range(width),
-        dtype=str,
-        na_filter=False,
-        skipinitialspace=True,
-    )
+        rows.extend(_rows(text, separator))
+    except csv.Error as error:
+        raise ValueError(f"a quote in row {len(rows)} is open ({error})") from error
+    if not rows:
+        raise ValueError("it is empty")
+    widths = list(map(len, rows))
+    if {*widths} == {widths[0]}:
+        return [Cells(cells) for cells in zip(*rows, strict=True)], []
+    number = next(i for i, width in enumerate(widths) if width != widths[0])
+    differ = f"row {number} has {widths[number]} cells, but the header {widths[0]}"
+    if form.strict or {*widths[1:]} != {widths[0] + 1}:
+        raise ValueError(differ)
+    if any(row[-1] for row in rows[1:]):
+        names = ", ".join(["row", *rows[0]])
+        raise ValueError(
+            f"{differ}: if the first cell of a row is its name, as R writes it, set "
+            f"dataset.column_names=[{names}] and dataset.header=true; else correct the header"
+        )
+    columns = zip(*rows, strict=False)  # without the cell after the last separator
+    return [Cells(c) for c in columns], ["the separator at the end of every row is left out"]
 
 
 def _without_preamble(text: str, form: TableForm) -> tuple[str, str, list[str]]:
@@ -332,40 +330,6 @@ def _rows(text: str, separator: str) -> Iterator[list[str]]:
         cells = [cell for cell in row if cell] if spaced else row
         if len(cells) > 1 or "".join(cells).strip():
             yield cells
-
-
-def _check_widths(text: str, separator: str) -> None:
-    """Raise ValueError for an open quote, or a row of another number of cells than the first."""
-    number, width = -1, 0
-    try:
-        for number, row in enumerate(_rows(text, separator)):
-            width = width or len(row)
-            if len(row) != width:
-                raise ValueError(f"row {number} has {len(row)} cells, but the header {width}")
-    except csv.Error as error:
-        raise ValueError(f"a quote in row {number + 1} is open ({error})") from error
-
-
-def _without_last_separator(text: str, separator: str) -> Any:
-    """The cells where every row but the header ends with a separator.
-
-    Raises:
-        ValueError: It is otherwise that rows are longer than the header.
-    """
-    try:
-        _check_widths(text, separator)
-        raise ValueError("its rows differ in length")
-    except ValueError as differ:
-        header, *rows = _rows(text, separator)
-        if any(len(row) != len(header) + 1 for row in rows):
-            raise
-        if any(row[-1] for row in rows):
-            names = ", ".join(["row", *header])
-            raise ValueError(
-                f"{differ}: if the first cell of a row is its name, as R writes it, set "
-                f"dataset.column_names=[{names}] and dataset.header=true; else correct the header"
-            ) from None
-    return _cells(text, separator, len(header) + 1).iloc[:, :-1]
 
 
 def _named(
