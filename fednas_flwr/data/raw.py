@@ -40,7 +40,7 @@ from fednas_flwr.data.table_files import (
     texts_of,
     without_missing,
 )
-from fednas_flwr.data.tables import encode_rows, label_marks, with_signs
+from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 Label = str | float | tuple[str, ...]  # a record's class or labels, by name, or its number
@@ -179,11 +179,10 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
     numbers += [inputs.label] if inputs.target and inputs.label in texts else []
-    form = inputs.form
-    if form.decimal is None:  # of sites with files of their own, in whatever form these are
+    dates = None
+    if inputs.form.decimal is None:  # of sites with files of their own, in whatever form these are
         dates = [column.name for column in inputs.schema if column.kind == DATE]
-        form = with_signs(form, texts, numbers, dates, separator, where=where)
-    texts = in_common_form(texts, form, numbers, where=where)
+    texts, form = in_common_form(texts, inputs.form, numbers, dates, separator, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), [*_unknown_categories(texts, inputs)]
     present = texts[inputs.label].different if inputs.label in texts else ()

@@ -15,16 +15,24 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.cells import Cells, number_of
-from fednas_flwr.data.notation import PLAIN, Notation, are_numbers, code_key
+from fednas_flwr.data.notation import (
+    PLAIN,
+    Notation,
+    are_numbers,
+    code_key,
+    find_notation,
+    find_order,
+)
 from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import MISSING_WORDS, TABLE_SUFFIXES
 
@@ -42,6 +50,7 @@ _LONGEST = 200  # characters of a name by which records are divided
 _HEAD = 1_000_000  # bytes in which a header begins
 
 Texts = dict[str, Cells]  # by column
+Form = TypeVar("Form", bound=TableForm)
 
 
 def suffix_of(path: Path) -> str:
@@ -96,19 +105,34 @@ def without_missing(texts: Texts, form: TableForm) -> Texts:
     return {n: cells.without(form.missing_in.get(n, usual)) for n, cells in renamed.items()}
 
 
-def in_common_form(texts: Texts, form: TableForm, numbers: Collection[str], *, where: str) -> Texts:
-    """The cells with plain numbers, other spellings and units as a form says.
+def in_common_form(
+    texts: Texts,
+    form: Form,
+    numbers: Collection[str],
+    dates: Collection[str] | None,
+    separator: str,
+    *,
+    where: str,
+) -> tuple[Texts, Form]:
+    """The cells with plain numbers, other spellings and units as a form says, and the form.
 
     Args:
         texts: Cells by column.
-        form: With its ``decimal`` and ``thousands`` known.
+        form: Its signs of numbers and order of dates are found where they are unknown.
         numbers: Columns of numbers.
+        dates: Columns that may hold dates; None where nothing is to be found.
+        separator: Of the cells; empty where there is none.
         where: Where the cells come from, for messages.
 
     Raises:
-        ConfigError: A cell to be scaled is no number.
+        ConfigError: There are two readings, or a cell to be scaled is no number.
     """
     notation = notation_of(form)
+    if dates is not None:
+        notation = find_notation({n: texts[n] for n in numbers}, form, separator, where=where)
+        order = form.date_order or find_order({n: texts[n] for n in dates}, where=where)
+        signs = {"decimal": notation.decimal, "thousands": notation.thousands}
+        form = replace(form, **signs, date_order=order)
     changed = dict(texts)
     for name in numbers if notation != PLAIN else ():
         changed[name] = texts[name].changed(notation.plain, but_stored=True)
@@ -123,7 +147,7 @@ def in_common_form(texts: Texts, form: TableForm, numbers: Collection[str], *, w
                 f"{rows_text(texts[name], wrong)}: expected numbers."
             )
         changed[name] = cells.changed(partial(_scaled, factor=form.scale[name]))
-    return changed
+    return changed, form
 
 
 def _scaled(text: str, factor: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +29,12 @@ from fednas_flwr.data.notation import (
     code_key,
     days_of,
     distinct,
-    find_notation,
-    find_order,
     places_among,
 )
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import REGRESSION, TABLE_SUFFIXES
 
-Form = TypeVar("Form", bound=TableForm)
 _MOST_CATEGORIES = 256
 _WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
@@ -121,51 +118,20 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
     numbers = settings.numeric or [name for name in others if name not in settings.dates]
     numbers = [*numbers, settings.label] if settings.is_regression else numbers
+    dates = None if settings.strict else list(others)
+    texts, settings = table_files.in_common_form(
+        texts, settings, numbers, dates, separator, where=str(path)
+    )
     if not settings.strict:
-        settings = with_signs(settings, texts, numbers, others, separator, where=str(path))
         order = (settings.date_order or "").replace("_", " ")
         unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
-    texts = table_files.in_common_form(texts, settings, numbers, where=str(path))
     return texts, settings, told(path, notes)
 
 
 def _is_text(cells: Cells, form: TableForm) -> bool:
     """Return whether a column holds words, by its first cells."""
     return column_kind(cells[:1000], form)[0] == CATEGORY
-
-
-def with_signs(
-    form: Form,
-    texts: Mapping[str, Cells],
-    numbers: Sequence[str],
-    dates: Iterable[str],
-    separator: str,
-    *,
-    where: str,
-) -> Form:
-    """A form with the signs of numbers and the order of dates that were found, where unknown.
-
-    Args:
-        form: As far as it is known.
-        texts: Cells by column.
-        numbers: Columns that may hold numbers.
-        dates: Columns that may hold dates.
-        separator: Of the cells; empty where there is none.
-        where: Where the cells come from, for messages.
-
-    Raises:
-        ConfigError: There are two readings.
-    """
-    notation = find_notation(
-        {name: texts[name] for name in numbers},
-        decimal=form.decimal,
-        thousands=form.thousands,
-        points_are_decimal=separator in ("", ","),
-        where=where,
-    )
-    order = form.date_order or find_order({name: texts[name] for name in dates}, where=where)
-    return replace(form, decimal=notation.decimal, thousands=notation.thousands, date_order=order)
 
 
 def told(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
