@@ -20,7 +20,9 @@ _FEWEST = 50  # records from which a column may be said to tell the label, or to
 _SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
 _CODES = {9.0, 99.0, 999.0, 9999.0}  # that mean missing, with a minus or without
+_UNKNOWN = re.compile(r"\W|-?9{2,}|unknown|missing|unbekannt|n\.?[adks]\.?", re.I)  # of a label
 _FAR_DAYS = 84_006  # from 1970 to 2200
+_FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may mean missing
 _TELLS = 0.995  # AUROC of a column alone
 _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
@@ -55,11 +57,15 @@ def _of_labels(records: Records) -> Iterator[str]:
             f"every record has exactly one of {len(counts)} labels: for one class per record give "
             "class numbers, or one column of classes"
         )
-    if 1 in counts and len(records) >= _FEWEST:
+    if len(counts) > max(_FEWEST, len(records)) / 2:
+        yield f"the label has {len(counts)} classes in {len(records)} records: is it the right one?"
+    elif 1 in counts and len(records) >= _FEWEST:
         yield f"one record only has the label {records.class_names[counts.index(1)]}: is it one?"
     if len(counts) == 1:
         yield f"every record has the label {records.class_names[0]}: there is nothing to tell apart"
     yield from _spelled_alike("the label", records.class_names)
+    for name in [name for name in records.class_names if _UNKNOWN.fullmatch(name)][:1]:
+        yield f"the label holds {name}: if it means that the label is missing, remove these records"
     numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
     if numbers and records.schema and not records.multi_label:
         yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
@@ -118,8 +124,8 @@ def _of_columns(records: Records) -> Iterator[str]:
             if column.kind == NUMBER and _is_id(column.name, cells) and not _are_dates(cells):
                 yield f"{column.name} has another whole number in every row: {_IGNORE}"
                 continue
-            if said := _unusual(column.kind, cells):
-                unusual.setdefault(said, []).append(column.name)
+        if said := _unusual(column.kind, cells):
+            unusual.setdefault(said, []).append(column.name)
         if not records.multi_label and _tells(cells, labels, column.kind == CATEGORY):
             tells.append(column.name)
     yield from (f"{said}: {listed(columns, 5)}" for said, columns in unusual.items())
@@ -132,13 +138,17 @@ def _of_columns(records: Records) -> Iterator[str]:
 
 
 def _unusual(kind: str, cells: np.ndarray) -> str:
-    """What is unusual about a column of numbers or dates: it says nothing, or not what it seems."""
+    """What is unusual about a column: it says nothing, or not what it seems."""
     values, counts = np.unique(cells[~np.isnan(cells)], return_counts=True)
     if len(values) < 2:
         return "one value, or none, in all records, which says nothing about the label"
+    if kind == CATEGORY:
+        return ""
     low, high = values[0], values[-1]
     if kind == DATE and high > _FAR_DAYS:
         return "dates after 2200, which may mean missing (dataset.missing_in)"
+    if kind == DATE and counts[0] > 1 and low in _FIRST_DAYS:
+        return f"{np.datetime64(int(low), 'D')} in {counts[0]} records, which may mean missing"
     for code, times, others in ((low, counts[0], values[1:]), (high, counts[-1], values[:-1])):
         is_far = others[0] >= 0 if code == low else others[-1] < code / 2
         if abs(code) in _CODES and times > 1 and is_far and (code < 0 or code > 99):

@@ -91,8 +91,13 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
     """
     if isinstance(data, str | Path):
         return _read_path(Path(data).expanduser(), inputs)
+    if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...
+        data = data.to_pandas()
     if hasattr(data, "columns") and inputs.is_table:
-        return _rows(texts_of(data), inputs, where="the DataFrame")
+        texts = texts_of(data)
+        if "Unnamed: 0" in texts:  # as pandas calls the first column if it has no name
+            texts.setdefault("column 1", texts["Unnamed: 0"])
+        return _rows(texts, inputs, where="the DataFrame")
     return _array(data, inputs, where="the data")
 
 

@@ -18,12 +18,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.cells import Cells, number_of
 from fednas_flwr.data.notation import (
     PLAIN,
@@ -46,6 +47,7 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
 }
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads and writes it
 _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so many characters
+_OTHERS = {b"PK\3\4": "a zip archive or Excel", b"PAR1": "a Parquet"}  # by their first bytes
 _LONGEST = 200  # characters of a name by which records are divided
 _HEAD = 1_000_000  # bytes in which a header begins
 
@@ -75,7 +77,8 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
         elif kind == "an Excel":
             texts, notes = _read_excel(path, form)
         else:
-            texts = texts_of(_read_parquet(path), where=str(path))
+            table, notes = _read_parquet(path)
+            texts = texts_of(table, where=str(path))
     except ConfigError:
         raise
     except (OSError, EOFError, ValueError, ImportError, LookupError, csv.Error) as error:
@@ -172,6 +175,7 @@ def texts_of(table: Any, *, where: str = "the DataFrame") -> Texts:
     Raises:
         ConfigError: Two columns have the same name.
     """
+    table = table.reset_index([n for n in table.index.names if n not in (None, *table.columns)])
     names = [" ".join(str(name).split()) for name in table.columns]
     for name, number in Counter(names).items():
         if number > 1:
@@ -207,18 +211,22 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _read_parquet(path: Path) -> Any:
-    """Return cells as they are stored: no type of a column is inferred from its cells."""
+def _read_parquet(path: Path) -> tuple[Any, list[str]]:
+    """Return cells as they are stored, no type of a column being inferred from its cells; notes."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    table = parquet.read_table(path)
+    with parquet.ParquetFile(path) as file:
+        table = file.read()
+    nested = [i for i, field in enumerate(table.schema) if pa.types.is_nested(field.type)]
+    names = ", ".join(table.column_names[i] for i in nested)
+    for i in reversed(nested):
+        table = table.remove_column(i)
     for i, field in enumerate(table.schema):
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
-    frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
-    named = [name for name in frame.index.names if name is not None]
-    return frame.reset_index(named) if named else frame
+    notes = [f"{names} left out, which holds lists or structures"] if nested else []
+    return table.to_pandas(integer_object_nulls=True), notes  # a float has none beyond 2^53
 
 
 def _read_excel(path: Path, form: TableForm) -> tuple[Texts, list[str]]:
@@ -229,6 +237,8 @@ def _read_excel(path: Path, form: TableForm) -> tuple[Texts, list[str]]:
         sheet, *others = book.sheet_names
         table = pd.read_excel(book, sheet, dtype=object, header=None)
     table = table.dropna(how="all").dropna(how="all", axis=1)
+    if table.empty:
+        raise ValueError(f"its first sheet, {sheet}, is empty")
     first = [str(cell).strip() if cell == cell else "" for cell in table.iloc[0].tolist()]
     columns = [_cells_of(table.iloc[:, i]) for i in range(table.shape[1])]
     texts, notes = _named(columns, first, form)
@@ -238,8 +248,11 @@ def _read_excel(path: Path, form: TableForm) -> tuple[Texts, list[str]]:
 
 
 def _read_csv(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-        content = file.read()
+    content = path.read_bytes()
+    if content.startswith(b"\x1f\x8b"):
+        content = gzip.decompress(content)
+    if other := _OTHERS.get(content[:4]):
+        raise ValueError(f"it is {other} file: give it the name of one, or unpack it")
     encoding = form.encoding or _encoding(content)
     if encoding != "utf-8" or (form.encoding and not content.isascii()):
         content = content.decode(encoding).encode()
@@ -378,6 +391,17 @@ def _named(
             f"its first line ({', '.join(first[:5])}) looks like a record: if it is one, name the "
             "columns by dataset.column_names=[...]; if it is the header, set dataset.header=true"
         )
+    if not form.strict:
+        kept = [bool(name) or not c.missing.all() for name, c in zip(names, columns, strict=True)]
+        nameless = [i + 1 for i, name in enumerate(names) if kept[i] and not name and i]
+        if nameless:
+            raise ValueError(
+                f"columns {listed(nameless)} without names: if the first line is a title or a "
+                "record, remove it or set dataset.column_names=[...]; else name them in the file"
+            )
+        if not all(kept):
+            notes.append("columns without names and cells are left out")
+            names, columns = list(compress(names, kept)), list(compress(columns, kept))
     taken: dict[str, int] = {}
     for i in range(len(names)):
         name = names[i] or f"column {i + 1}"

@@ -39,6 +39,7 @@ _MOST_CATEGORIES = 256
 _WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
 _NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
+_CODE = re.compile(r"0\d+|\d+[eE]\d+")  # a number by its signs, such as 007 and 1E10
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
 
 
@@ -118,6 +119,11 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
     numbers = settings.numeric or [name for name in others if name not in settings.dates]
     numbers = [*numbers, settings.label] if settings.is_regression else numbers
+    if not settings.strict and (coded := [n for n in numbers if _holds_codes(texts[n])]):
+        notes.append(
+            f"numbers such as 007 or 1E10 in {listed(coded, 5)}: if they are codes, list them in "
+            "dataset.categorical"
+        )
     dates = None if settings.strict else list(others)
     texts, settings = table_files.in_common_form(
         texts, settings, numbers, dates, separator, where=str(path)
@@ -127,6 +133,11 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
     return texts, settings, told(path, notes)
+
+
+def _holds_codes(cells: Cells) -> bool:
+    """Return whether the first numbers of a column are written as codes are."""
+    return cells.are_plain and any(map(_CODE.fullmatch, cells[:1000].different))
 
 
 def _is_text(cells: Cells, form: TableForm) -> bool:
@@ -252,7 +263,8 @@ def _records(
     labelled = label_columns(settings)
     if not feature_names(schema):
         raise ConfigError(
-            f"{path} has no feature columns besides its label {', '.join(labelled)}: add some."
+            f"{path} has no feature columns besides its label {', '.join(labelled)}: add some, or "
+            "set dataset.separator to what is between its cells."
         )
     for name, number in Counter(feature_names(schema)).items():
         if number > 1:
