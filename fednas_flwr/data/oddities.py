@@ -6,6 +6,7 @@ Each sentence depends on records, so that whoever reads it learns of them.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,8 +20,8 @@ from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Records, count_labe
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
 _SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
-_CODES = {9.0, 99.0, 999.0, 9999.0}  # that mean missing, with a minus or without
-_UNKNOWN = re.compile(r"\W|-?9{2,}|unknown|missing|unbekannt|n\.?[adks]\.?", re.I)  # of a label
+_CODES = {9.0, 99.0, 888.0, 999.0, 8888.0, 9999.0}  # that mean missing, with a minus or without
+_UNKNOWN = re.compile(r"[?.*#]|-?9{2,}|unknown|missing|unbekannt|n\.?[adks]\.?", re.I)  # of a label
 _FAR_DAYS = 84_006  # from 1970 to 2200
 _FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may mean missing
 _TELLS = 0.995  # AUROC of a column alone
@@ -72,13 +73,19 @@ def _of_labels(records: Records) -> Iterator[str]:
 
 
 def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence on codes that differ by the case of letters only, or all say yes or no."""
+    """Yield sentences on codes that may be one, all say yes or no, or are lists of others."""
     alike: dict[str, list[str]] = {}
     spoken = _YES_NO if all(code.lower() in _YES_NO for code in codes) else {}
     for code in codes:
-        alike.setdefault(spoken.get(code.lower(), code.lower()), []).append(code)
+        plain = " ".join(unicodedata.normalize("NFKC", code).lower().split())
+        alike.setdefault(spoken.get(plain, plain), []).append(code)
     for spellings in [found for found in alike.values() if len(found) > 1][:1]:
         yield f"{what} holds {' and '.join(spellings)}: join them by dataset.map if they are one"
+    for code in codes:
+        parts = {part.strip().lower() for part in re.split("[,;|]", code)}
+        if len(parts) > 1 and parts <= alike.keys():
+            yield f"{what} holds {code} beside its parts, and takes it for one more of its kind"
+            return
 
 
 def _of_images(images: Tensor) -> Iterator[str]:
@@ -153,6 +160,8 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         is_far = others[0] >= 0 if code == low else others[-1] < code / 2
         if abs(code) in _CODES and times > 1 and is_far and (code < 0 or code > 99):
             return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
+    if low == 0 and counts[0] > 1 and values[1] > np.median(values) / 3 and len(values) > 10:
+        return f"0 in {counts[0]} records, which may mean missing (dataset.missing_in)"
     if _are_dates(values):
         return "dates written as 20241231, which are read as numbers: write 2024-12-31"
     return ""

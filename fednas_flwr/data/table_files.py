@@ -27,6 +27,7 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.cells import Cells, number_of
 from fednas_flwr.data.notation import (
+    NEARLY,
     PLAIN,
     Notation,
     are_numbers,
@@ -50,6 +51,7 @@ _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so 
 _OTHERS = {b"PK\3\4": "a zip archive or Excel", b"PAR1": "a Parquet"}  # by their first bytes
 _LONGEST = 200  # characters of a name by which records are divided
 _HEAD = 1_000_000  # bytes in which a header begins
+_FIRST = 1000  # cells by which it is seen that a header is none
 
 Texts = dict[str, Cells]  # by column
 Form = TypeVar("Form", bound=TableForm)
@@ -396,8 +398,8 @@ def _named(
         nameless = [i + 1 for i, name in enumerate(names) if kept[i] and not name and i]
         if nameless:
             raise ValueError(
-                f"columns {listed(nameless)} without names: if the first line is a title or a "
-                "record, remove it or set dataset.column_names=[...]; else name them in the file"
+                f"it has columns without names (number {listed(nameless)}): if the first line is a "
+                "title or a record, remove it or set dataset.column_names=[...]; else name them"
             )
         if not all(kept):
             notes.append("columns without names and cells are left out")
@@ -416,14 +418,20 @@ def _named(
 
 
 def _like_a_record(first: Sequence[str], columns: Sequence[Cells]) -> bool:
-    """Return whether each cell of a first row fits its own column, as names do not."""
+    """Return whether the cells of a first row fit their own columns, as names do not.
+
+    Where all cells of a column differ, as those of persons' names do, a further text says nothing.
+    """
+    fitting = False
     for cell, cells in zip(first, columns, strict=True):
-        texts = cells[:1000].without(MISSING_WORDS).different
-        numbers = are_numbers([cell, *texts])
-        fits = numbers.all() or (cell in texts and not numbers[1:].all())
-        if texts and not fits:
+        known = cells[:_FIRST].without(MISSING_WORDS)
+        texts, are = known.different, are_numbers([cell, *known.different])
+        fits = bool(texts) and bool(are.all() or (cell in texts and not are[1:].all()))
+        differ = not are[1:].all() and len(texts) > NEARLY * len(known)
+        if texts and cell and not fits and not differ:
             return False
-    return any(map(len, columns))
+        fitting |= fits
+    return fitting
 
 
 def _encoding(content: bytes) -> str:

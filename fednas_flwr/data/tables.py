@@ -381,10 +381,11 @@ def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
     """
     classes, num_rows = distinct(cells.different), len(cells)
     few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
-    if few or settings.task or settings.class_names or not are_numbers(classes).all():
+    are = are_numbers(classes)
+    if few or settings.task or settings.class_names or are.mean() < NEARLY:
         return False
     many = len(classes) > max(2 * _MOST_NUMBERED, num_rows / 10)
-    if many or any(float(name) % 1 for name in classes):
+    if many or not are.all() or any(float(name) % 1 for name in classes):
         return True
     raise ConfigError(
         f"{where} holds {len(classes)} different whole numbers in {num_rows} rows: set "

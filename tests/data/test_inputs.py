@@ -147,6 +147,25 @@ TABLES = {
     "labels that are ids": (labels([f"p{i}" for i in range(N)]), "80 classes in 80 records: is it"),
     "an unknown label": (labels(mostly("a", "?", 3)), r"holds \?: if it means"),
     "-999 as a label": (labels(mostly(1, -999, 9)), "holds -999: if it means"),
+    "no header above ids": (
+        lines(lambda rows: [f"p{i},{row}" for i, row in enumerate(rows[1:])]),
+        r"refused: .*first line \(p0, .*looks like a record",
+    ),
+    "no header, a gap": (lines(lambda rows: [rows[1][4:], *rows[2:]]), "looks like a record"),
+    "zeros": (column(mostly(150 + AGE, 0, 4), "bmi"), f"0 in 20 {MAYBE_MISSING}.*: bmi"),
+    "8888": (column(mostly(AGE, 8888, 9)), f"8888 in 9 {MAYBE_MISSING}"),
+    "two forms of one letter": (
+        labels([["\u00e9", "e\u0301", "a"][i % 3] for i in range(N)]),
+        "join them by dataset.map",
+    ),
+    "lists of labels": (
+        labels(["a", "a;b", "b", "a"] * 20),
+        "the label holds a;b beside its parts",
+    ),
+    "a word among numbers to predict": (
+        labels(["high", *AGE[1:]]),
+        "refused: .*column y, is numeric but holds high in row 1",
+    ),
     "a separator after every line": (
         lines(lambda rows: [f"{row}," for row in rows]),
         "columns without names and cells are left out.*label y: 0",
@@ -155,7 +174,10 @@ TABLES = {
         content(lambda of: of.replace(b",", b"||")),
         "separator bar, columns without names and cells are left out.*numbers: age, lab",
     ),
-    "a title": (lines(lambda rows: ["Study,,", *rows]), "refused: .*columns 2, 3 without names"),
+    "a title": (
+        lines(lambda rows: ["Study,,", *rows]),
+        "refused: .*without names .number 2, 3.: if",
+    ),
     "another separator": (content(lambda of: of.replace(b",", b"^")), "set dataset.separator"),
     "gzip by another name": (content(gzip.compress), "numbers: age, lab"),
     "zip by another name": (content(lambda of: b"PK\3\4" + of), "refused: .*is a zip archive"),
