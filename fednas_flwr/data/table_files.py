@@ -70,17 +70,9 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     Raises:
         ConfigError: The file cannot be read as a table, has no rows, or has two readings.
     """
-    kind = {".xlsx": "an Excel", ".parquet": "a Parquet"}.get(suffix_of(path), "a CSV")
-    separator = ""
-    notes: list[str] = []
+    kind, reader = _READERS.get(suffix_of(path), ("a CSV", _read_csv))
     try:
-        if kind == "a CSV":
-            texts, separator, notes = _read_csv(path, form)
-        elif kind == "an Excel":
-            texts, notes = _read_excel(path, form)
-        else:
-            table, notes = _read_parquet(path)
-            texts = texts_of(table, where=str(path))
+        texts, separator, notes = reader(path, form)
     except ConfigError:
         raise
     except (OSError, EOFError, ValueError, ImportError, LookupError, csv.Error) as error:
@@ -213,8 +205,8 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _read_parquet(path: Path) -> tuple[Any, list[str]]:
-    """Return cells as they are stored, no type of a column being inferred from its cells; notes."""
+def _read_parquet(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
+    """Return cells as they are stored: no type of a column is inferred from its cells."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -228,10 +220,11 @@ def _read_parquet(path: Path) -> tuple[Any, list[str]]:
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
     notes = [f"{names} left out, which holds lists or structures"] if nested else []
-    return table.to_pandas(integer_object_nulls=True), notes  # a float has none beyond 2^53
+    frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
+    return texts_of(frame, where=str(path)), "", notes
 
 
-def _read_excel(path: Path, form: TableForm) -> tuple[Texts, list[str]]:
+def _read_excel(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     """Return the cells of the first sheet as they are stored, and what is left out."""
     import pandas as pd
 
@@ -246,7 +239,7 @@ def _read_excel(path: Path, form: TableForm) -> tuple[Texts, list[str]]:
     texts, notes = _named(columns, first, form)
     if others:
         notes.append(f"only the sheet {sheet} is read, not {', '.join(map(str, others))}")
-    return texts, notes
+    return texts, "", notes
 
 
 def _read_csv(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
@@ -279,6 +272,9 @@ def _read_csv(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     }
     texts, of_names = _named(columns, [cells.text(0).strip() for cells in columns], form)
     return texts, separator, [n for n, holds in found.items() if holds] + notes + of_names
+
+
+_READERS = {".xlsx": ("an Excel", _read_excel), ".parquet": ("a Parquet", _read_parquet)}
 
 
 def _even_columns(
