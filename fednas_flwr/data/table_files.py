@@ -128,8 +128,8 @@ def in_common_form(
     if dates is not None:
         notation = find_notation({n: texts[n] for n in numbers}, form, separator, where=where)
         order = form.date_order or find_order({n: texts[n] for n in dates}, where=where)
-        signs = {"decimal": notation.decimal, "thousands": notation.thousands}
-        form = replace(form, **signs, date_order=order)
+        decimal, thousands = notation.decimal, notation.thousands
+        form = replace(form, decimal=decimal, thousands=thousands, date_order=order)
     changed = dict(texts)
     for name in numbers if notation != PLAIN else ():
         changed[name] = texts[name].changed(notation.plain, but_stored=True)
