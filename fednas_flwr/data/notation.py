@@ -215,14 +215,19 @@ def days_of(cells: Cells, order: str | None) -> np.ndarray:
     return cells.each(lambda text: _days(text, order), float)
 
 
-def _days(text: str, order: str | None) -> float:
+def iso_date(text: str, order: str | None) -> str:
+    """A date such as 31.5.2024 or, where an order is given, 5/31/2024 as 2024-05-31; else as is."""
     dotted = _DOTTED_DATE.fullmatch(text) or (_SLASHED_DATE.fullmatch(text) if order else None)
-    if dotted:
-        day, month, year = dotted.groups()
-        if "/" in text and order != DATE_ORDERS[0]:
-            day, month = month, day
-        text = f"{year}-{month:0>2}-{day:0>2}"
-    iso = _ISO_DATE.fullmatch(text)
+    if not dotted:
+        return text
+    day, month, year = dotted.groups()
+    if "/" in text and order != DATE_ORDERS[0]:
+        day, month = month, day
+    return f"{year}-{month:0>2}-{day:0>2}"
+
+
+def _days(text: str, order: str | None) -> float:
+    iso = _ISO_DATE.fullmatch(iso_date(text, order))
     try:
         since = datetime.fromisoformat(iso[1]) - _EPOCH if iso else None
     except ValueError:

@@ -78,6 +78,7 @@ def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
     spoken = _YES_NO if all(code.lower() in _YES_NO for code in codes) else {}
     for code in codes:
         plain = " ".join(unicodedata.normalize("NFKC", code).lower().split())
+        plain = str(int(plain)) if plain.isdecimal() else plain
         alike.setdefault(spoken.get(plain, plain), []).append(code)
     for spellings in [found for found in alike.values() if len(found) > 1][:1]:
         yield f"{what} holds {' and '.join(spellings)}: join them by dataset.map if they are one"

@@ -187,7 +187,7 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
     numbers += [inputs.label] if inputs.target and inputs.label in texts else []
     dates = None
-    if inputs.form.decimal is None:  # of sites with files of their own, in whatever form these are
+    if None in (inputs.form.decimal, inputs.form.date_order):  # which sites did not agree on
         dates = [column.name for column in inputs.schema if column.kind == DATE]
     texts, form = in_common_form(texts, inputs.form, numbers, dates, separator, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))

@@ -119,7 +119,8 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
     numbers = settings.numeric or [name for name in others if name not in settings.dates]
     numbers = [*numbers, settings.label] if settings.is_regression else numbers
-    if not settings.strict and (coded := [n for n in numbers if _holds_codes(texts[n])]):
+    coded = [n for n in numbers if n not in settings.numeric and _holds_codes(texts[n])]
+    if coded and not settings.strict:
         notes.append(
             f"numbers such as 007 or 1E10 in {listed(coded, 5)}: if they are codes, list them in "
             "dataset.categorical"
