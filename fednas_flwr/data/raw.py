@@ -27,7 +27,6 @@ from fednas_flwr.data.records import (
     DATE,
     NUMBER,
     Inputs,
-    encode_label_sets,
     encode_labels,
     feature_names,
 )
@@ -236,9 +235,8 @@ def _row_labels(texts: Texts, inputs: Inputs, *, where: str) -> Tensor | None:
     if inputs.target:
         return torch.from_numpy(cells.numbers) if np.isfinite(cells.numbers).all() else None
     try:
-        if inputs.multi_label:
-            return encode_label_sets(cells, inputs.label_separator, names, where=where)
-        return encode_labels(cells, names, where=where)
+        separator = inputs.label_separator if inputs.multi_label else None
+        return encode_labels(cells, names, separator, where=where)
     except ConfigError:
         return None
 

@@ -361,7 +361,7 @@ def read_labels(
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
                 "at least 2; correct dataset.label_separator, or name them in dataset.class_names."
             )
-        return records.encode_label_sets(cells, separator, classes, where=where), classes
+        return records.encode_labels(cells, classes, separator, where=where), classes
     literal = f"; if a word such as None or NA is one, set dataset.missing_in={{{column}: []}}"
     _check_filled(cells, f"label ({column})", path, literal)
     classes = tuple(settings.class_names) or _sorted_classes(cells)
