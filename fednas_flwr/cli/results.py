@@ -14,6 +14,8 @@ from fednas_flwr.runs.numbers import EVENTS_FILE, Run, read_run
 from fednas_flwr.settings.parser import Between
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fednas_flwr.models.prediction import Predictions
 
 
@@ -117,20 +119,24 @@ def predict(options: argparse.Namespace, overrides: list[str]) -> int:
         print(f"{named} from a probability of {threshold:g} on; --threshold changes that")
     if predictions.accuracy is not None:
         print(f"accuracy by the labels in {options.data}: {100 * predictions.accuracy:.1f} %")
-    if predictions.truth:
-        _print_scores(predictions)
+    if predictions.given is not None and len(predictions):
+        _print_scores(predictions, predictions.given)
     return 0
 
 
-def _print_scores(predictions: Predictions) -> None:
+def _print_scores(predictions: Predictions, labels: Tensor) -> None:
     """Print the scores of predictions as a report has them."""
     from fednas_flwr.models.metrics import detailed
     from fednas_flwr.report.tables import score_tables
     from fednas_flwr.report.terminal import print_table
 
-    logits, labels = predictions.logits, predictions.encoded(predictions.truth or ())
-    objective = predictions.objective
-    scores = detailed(logits, labels, objective=objective, threshold=predictions.threshold)
+    labels = labels.float() if predictions.target else labels
+    scores = detailed(
+        predictions.logits,
+        labels,
+        objective=predictions.objective,
+        threshold=predictions.threshold,
+    )
     named = {"class_names": predictions.class_names, "multi_label": predictions.multi_label}
     run = Run(
         Path(), {}, [{"event": "partition", **named}, {"event": "evaluated", "central": scores}]

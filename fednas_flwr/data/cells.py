@@ -127,12 +127,23 @@ class Cells:
 
     def without(self, words: Collection[str]) -> Cells:
         """The cells without those that are among some words, which are missing then."""
+        from pyarrow import compute
+
+        found = self._among(words)
+        return (
+            self if found is None else Cells(compute.if_else(found, None, self.texts), self.stored)
+        )
+
+    def hold(self, words: Collection[str]) -> bool:
+        """Return whether a cell is among some words."""
+        return self._among(words) is not None
+
+    def _among(self, words: Collection[str]) -> Any:
+        """Which cells are among some words; None where none is."""
         import pyarrow as pa
         from pyarrow import compute
 
         if self.are_plain:
             words = [word for word in words if not math.isnan(number_of(word))]
         found = compute.is_in(self.texts, pa.array(words, pa.string())) if words else None
-        if found is None or not compute.any(found).as_py():
-            return self
-        return Cells(compute.if_else(found, None, self.texts), self.stored)
+        return found if found is not None and compute.any(found).as_py() else None

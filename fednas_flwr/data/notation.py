@@ -18,6 +18,7 @@ import numpy as np
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.cells import Cells, number_of
+from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import DATE_ORDERS, DECIMALS, THOUSANDS
 from fednas_flwr.settings.parser import Checked, OneOf
 
@@ -82,27 +83,24 @@ _NOTATIONS = [Notation(d, t) for t in THOUSANDS for d in DECIMALS if t != d]
 
 
 def find_notation(
-    columns: Mapping[str, Cells],
-    *,
-    decimal: str | None,
-    thousands: str | None,
-    points_are_decimal: bool,
-    where: str,
+    columns: Mapping[str, Cells], form: TableForm, separator: str, *, where: str
 ) -> Notation:
     """The one notation in which all columns of numbers are numbers.
 
     Args:
         columns: Cells of the columns that may hold numbers, by name.
-        decimal: Sign before fractions; None where it is not known.
-        thousands: Sign between groups of digits; None where it is not known.
-        points_are_decimal: False if 1.234 may be a whole number, as in files with semicolons.
+        form: With the signs that are known.
+        separator: Of the cells, empty where there is none: beside semicolons 1.234 may be a whole
+            number.
         where: Where the columns come from, for messages.
 
     Raises:
         ConfigError: Several notations give different numbers, or none fits all columns.
     """
     allowed = [
-        n for n in _NOTATIONS if decimal in (None, n.decimal) and thousands in (None, n.thousands)
+        n
+        for n in _NOTATIONS
+        if form.decimal in (None, n.decimal) and form.thousands in (None, n.thousands)
     ]
     left, dubious = allowed, False
     signed: dict[str, list[str]] = {}
@@ -125,7 +123,7 @@ def find_notation(
             )
         left, signed[name] = both, found
         by_point = len(found) < len(texts) and all(map(_THOUSAND_POINTS.fullmatch, found))
-        dubious |= by_point and not points_are_decimal
+        dubious |= by_point and separator not in ("", ",")
     if PLAIN in left and not dubious:
         return PLAIN
     for name, found in signed.items():
@@ -217,14 +215,19 @@ def days_of(cells: Cells, order: str | None) -> np.ndarray:
     return cells.each(lambda text: _days(text, order), float)
 
 
-def _days(text: str, order: str | None) -> float:
+def iso_date(text: str, order: str | None) -> str:
+    """A date such as 31.5.2024 or, where an order is given, 5/31/2024 as 2024-05-31; else as is."""
     dotted = _DOTTED_DATE.fullmatch(text) or (_SLASHED_DATE.fullmatch(text) if order else None)
-    if dotted:
-        day, month, year = dotted.groups()
-        if "/" in text and order != DATE_ORDERS[0]:
-            day, month = month, day
-        text = f"{year}-{month:0>2}-{day:0>2}"
-    iso = _ISO_DATE.fullmatch(text)
+    if not dotted:
+        return text
+    day, month, year = dotted.groups()
+    if "/" in text and order != DATE_ORDERS[0]:
+        day, month = month, day
+    return f"{year}-{month:0>2}-{day:0>2}"
+
+
+def _days(text: str, order: str | None) -> float:
+    iso = _ISO_DATE.fullmatch(iso_date(text, order))
     try:
         since = datetime.fromisoformat(iso[1]) - _EPOCH if iso else None
     except ValueError:

@@ -6,6 +6,7 @@ Each sentence depends on records, so that whoever reads it learns of them.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,8 +20,10 @@ from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Records, count_labe
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
 _SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
-_CODES = {9.0, 99.0, 999.0, 9999.0}  # that mean missing, with a minus or without
+_CODES = {9.0, 99.0, 888.0, 999.0, 8888.0, 9999.0}  # that mean missing, with a minus or without
+_UNKNOWN = re.compile(r"[?.*#]|-?9{2,}|unknown|missing|unbekannt|n\.?[adks]\.?", re.I)  # of a label
 _FAR_DAYS = 84_006  # from 1970 to 2200
+_FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may mean missing
 _TELLS = 0.995  # AUROC of a column alone
 _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
@@ -55,24 +58,35 @@ def _of_labels(records: Records) -> Iterator[str]:
             f"every record has exactly one of {len(counts)} labels: for one class per record give "
             "class numbers, or one column of classes"
         )
-    if 1 in counts and len(records) >= _FEWEST:
+    if len(counts) > max(_FEWEST, len(records)) / 2:
+        yield f"the label has {len(counts)} classes in {len(records)} records: is it the right one?"
+    elif 1 in counts and len(records) >= _FEWEST:
         yield f"one record only has the label {records.class_names[counts.index(1)]}: is it one?"
     if len(counts) == 1:
         yield f"every record has the label {records.class_names[0]}: there is nothing to tell apart"
     yield from _spelled_alike("the label", records.class_names)
+    for name in [name for name in records.class_names if _UNKNOWN.fullmatch(name)][:1]:
+        yield f"the label holds {name}: if it means that the label is missing, remove these records"
     numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
     if numbers and records.schema and not records.multi_label:
         yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
 
 
 def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence on codes that differ by the case of letters only, or all say yes or no."""
+    """Yield sentences on codes that may be one, all say yes or no, or are lists of others."""
     alike: dict[str, list[str]] = {}
     spoken = _YES_NO if all(code.lower() in _YES_NO for code in codes) else {}
     for code in codes:
-        alike.setdefault(spoken.get(code.lower(), code.lower()), []).append(code)
+        plain = " ".join(unicodedata.normalize("NFKC", code).lower().split())
+        plain = str(int(plain)) if plain.isdecimal() else plain
+        alike.setdefault(spoken.get(plain, plain), []).append(code)
     for spellings in [found for found in alike.values() if len(found) > 1][:1]:
         yield f"{what} holds {' and '.join(spellings)}: join them by dataset.map if they are one"
+    for code in codes:
+        parts = {part.strip().lower() for part in re.split("[,;|]", code)}
+        if len(parts) > 1 and parts <= alike.keys():
+            yield f"{what} holds {code} beside its parts, and takes it for one more of its kind"
+            return
 
 
 def _of_images(images: Tensor) -> Iterator[str]:
@@ -118,8 +132,8 @@ def _of_columns(records: Records) -> Iterator[str]:
             if column.kind == NUMBER and _is_id(column.name, cells) and not _are_dates(cells):
                 yield f"{column.name} has another whole number in every row: {_IGNORE}"
                 continue
-            if said := _unusual(column.kind, cells):
-                unusual.setdefault(said, []).append(column.name)
+        if said := _unusual(column.kind, cells):
+            unusual.setdefault(said, []).append(column.name)
         if not records.multi_label and _tells(cells, labels, column.kind == CATEGORY):
             tells.append(column.name)
     yield from (f"{said}: {listed(columns, 5)}" for said, columns in unusual.items())
@@ -132,17 +146,23 @@ def _of_columns(records: Records) -> Iterator[str]:
 
 
 def _unusual(kind: str, cells: np.ndarray) -> str:
-    """What is unusual about a column of numbers or dates: it says nothing, or not what it seems."""
+    """What is unusual about a column: it says nothing, or not what it seems."""
     values, counts = np.unique(cells[~np.isnan(cells)], return_counts=True)
     if len(values) < 2:
         return "one value, or none, in all records, which says nothing about the label"
+    if kind == CATEGORY:
+        return ""
     low, high = values[0], values[-1]
     if kind == DATE and high > _FAR_DAYS:
         return "dates after 2200, which may mean missing (dataset.missing_in)"
+    if kind == DATE and counts[0] > 1 and low in _FIRST_DAYS:
+        return f"{np.datetime64(int(low), 'D')} in {counts[0]} records, which may mean missing"
     for code, times, others in ((low, counts[0], values[1:]), (high, counts[-1], values[:-1])):
         is_far = others[0] >= 0 if code == low else others[-1] < code / 2
         if abs(code) in _CODES and times > 1 and is_far and (code < 0 or code > 99):
             return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
+    if low == 0 and counts[0] > 1 and values[1] > np.median(values) / 3 and len(values) > 10:
+        return f"0 in {counts[0]} records, which may mean missing (dataset.missing_in)"
     if _are_dates(values):
         return "dates written as 20241231, which are read as numbers: write 2024-12-31"
     return ""
@@ -171,21 +191,19 @@ def _is_id(name: str, cells: np.ndarray) -> bool:
 
 def _tells(cells: np.ndarray, labels: np.ndarray, is_category: bool) -> bool:
     """Return whether a column alone ranks the records of each class above all others."""
-    from sklearn.metrics import roc_auc_score
-
-    cells = np.nan_to_num(cells)
     classes, counts = np.unique(labels, return_counts=True)
     if len(classes) < 2 or counts.min() < 2 or len(classes) > _MOST_CLASSES:
         return False
-    values, at = np.unique(cells, return_inverse=True)
+    values, at = np.unique(np.nan_to_num(cells), return_inverse=True)
     if is_category and len(values) > len(cells) / 10:
         return False  # each value has so few records that its share of a class says little
     for one in classes:
-        is_one = labels == one
-        score = cells
+        hits = np.bincount(at, labels == one)
+        others = np.bincount(at) - hits
         if is_category:
-            score = (np.bincount(at, is_one) / np.bincount(at))[at]
-        area = roc_auc_score(is_one, score)
+            order = np.argsort(hits / (hits + others))
+            hits, others = hits[order], others[order]
+        area = hits @ (others.cumsum() - others / 2) / (hits.sum() * others.sum())
         if max(area, 1 - area) < _TELLS:
             return False
     return True

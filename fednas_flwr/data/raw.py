@@ -27,7 +27,6 @@ from fednas_flwr.data.records import (
     DATE,
     NUMBER,
     Inputs,
-    encode_label_sets,
     encode_labels,
     feature_names,
 )
@@ -40,7 +39,7 @@ from fednas_flwr.data.table_files import (
     texts_of,
     without_missing,
 )
-from fednas_flwr.data.tables import encode_rows, label_marks, with_signs
+from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 Label = str | float | tuple[str, ...]  # a record's class or labels, by name, or its number
@@ -52,14 +51,14 @@ class RawData:
 
     Attributes:
         names: One per record: a file's path, or the row's number from 0.
-        labels: The class of each record by name, or its labels; None where the data does not say.
+        labels: As ``Records.labels``, but float64 of numbers; None where the data does not say.
         batch: Given a slice of the records, returns them as the model's ``forward`` takes them.
         notes: Sentences on what is odd about the records.
         ids: Whose each record is, where the data says it.
     """
 
     names: list[str]
-    labels: Sequence[Label] | None
+    labels: Tensor | None
     batch: Callable[[slice], Tensor]
     notes: tuple[str, ...] = ()
     ids: Sequence[str] | None = None
@@ -91,8 +90,13 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
     """
     if isinstance(data, str | Path):
         return _read_path(Path(data).expanduser(), inputs)
+    if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...
+        data = data.to_pandas()
     if hasattr(data, "columns") and inputs.is_table:
-        return _rows(texts_of(data), inputs, where="the DataFrame")
+        texts = texts_of(data)
+        if "Unnamed: 0" in texts:  # as pandas calls the first column if it has no name
+            texts.setdefault("column 1", texts["Unnamed: 0"])
+        return _rows(texts, inputs, where="the DataFrame")
     return _array(data, inputs, where="the data")
 
 
@@ -129,7 +133,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
     labelled = all(len(classes) == 1 for classes in parents)
     return RawData(
         names,
-        [classes.pop() for classes in parents] if labelled else None,
+        torch.tensor([inputs.class_names.index(min(of)) for of in parents]) if labelled else None,
         _decoded(source_of(files), len(files), inputs),
     )
 
@@ -137,7 +141,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
 def _numpy_file(path: Path, inputs: Inputs) -> RawData:
     arrays = read_arrays(path)
     for part in ("", "_test", "_val", "_train"):
-        labels = _label_names(arrays.get(f"y{part}"), inputs)
+        labels = _checked_labels(arrays.get(f"y{part}"), inputs)
         if f"x{part}" in arrays:
             return _array(arrays[f"x{part}"], inputs, where=str(path), labels=labels)
         encoded = part.removeprefix("_")
@@ -148,17 +152,19 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
     raise ConfigError(f"{path} holds the arrays {', '.join(arrays)}: expected x.")
 
 
-def _label_names(labels: np.ndarray | None, inputs: Inputs) -> Sequence[Label] | None:
-    if labels is not None and inputs.target and labels.dtype.kind in "biuf" and labels.ndim == 1:
-        return [float(label) for label in labels]
-    if labels is None or inputs.target or labels.dtype.kind not in "biu":
+def _checked_labels(labels: np.ndarray | None, inputs: Inputs) -> Tensor | None:
+    """Labels as ``RawData`` has them; None where they are of another form."""
+    classes = len(inputs.class_names)
+    form = (classes,) if inputs.multi_label else ()
+    kinds = "biuf" if inputs.target else "biu"
+    if labels is None or labels.dtype.kind not in kinds or labels.shape[1:] != form:
         return None
+    if inputs.target:
+        return torch.from_numpy(labels.astype(float))
     if inputs.multi_label:
-        fit = labels.ndim == 2 and labels.shape[1] == len(inputs.class_names)
-        return names_of(labels == 1, inputs.class_names) if fit else None
-    if len(labels) and not 0 <= labels.min() <= labels.max() < len(inputs.class_names):
-        return None
-    return [inputs.class_names[int(label)] for label in labels]
+        return torch.from_numpy(labels == 1).long()
+    fit = all(0 <= label < classes for label in np.unique(labels))
+    return torch.from_numpy(labels.astype(np.int64)) if fit else None
 
 
 def _decoded(
@@ -179,11 +185,10 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
     numbers += [inputs.label] if inputs.target and inputs.label in texts else []
-    form = inputs.form
-    if form.decimal is None:  # of sites with files of their own, in whatever form these are
+    dates = None
+    if None in (inputs.form.decimal, inputs.form.date_order):  # which sites did not agree on
         dates = [column.name for column in inputs.schema if column.kind == DATE]
-        form = with_signs(form, texts, numbers, dates, separator, where=where)
-    texts = in_common_form(texts, form, numbers, where=where)
+    texts, form = in_common_form(texts, inputs.form, numbers, dates, separator, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), [*_unknown_categories(texts, inputs)]
     present = texts[inputs.label].different if inputs.label in texts else ()
@@ -216,36 +221,36 @@ def _numbers(records: Sized) -> list[str]:
     return [str(i) for i in range(len(records))]
 
 
-def _row_labels(texts: Texts, inputs: Inputs, *, where: str) -> Sequence[Label] | None:
+def _row_labels(texts: Texts, inputs: Inputs, *, where: str) -> Tensor | None:
     """Labels in the label columns; None where one lacks, or names none of the classes."""
     names = inputs.class_names
     if inputs.multi_label and not inputs.label:
         if not texts.keys() >= set(names):
             return None
         marks = [label_marks(texts[name], name=name, where=where) for name in names]
-        return names_of(np.stack(marks, axis=1), names)
+        return torch.from_numpy(np.stack(marks, axis=1)).long()
     if not inputs.label or inputs.label not in texts:
         return None
     cells = texts[inputs.label]
     if inputs.target:
-        return cells.numbers.tolist() if np.isfinite(cells.numbers).all() else None
+        return torch.from_numpy(cells.numbers) if np.isfinite(cells.numbers).all() else None
     try:
-        if inputs.multi_label:
-            sets = encode_label_sets(cells, inputs.label_separator, names, where=where)
-            return names_of(sets.numpy() == 1, names)
-        return [names[place] for place in encode_labels(cells, names, where=where).tolist()]
+        separator = inputs.label_separator if inputs.multi_label else None
+        return encode_labels(cells, names, separator, where=where)
     except ConfigError:
         return None
 
 
-def names_of(marks: np.ndarray, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the labels that each record has, by name, given bool ``[N, L]``."""
-    return [tuple(n for n, has in zip(names, row, strict=True) if has) for row in marks]
+def named_labels(labels: Tensor, names: Sequence[str]) -> list[Label]:
+    """The class of each record, or its labels, by name; or its number."""
+    if labels.is_floating_point():
+        return labels.tolist()
+    if labels.dim() == 1:
+        return [names[place] for place in labels.tolist()]
+    return [tuple(n for n, has in zip(names, row, strict=True) if has) for row in labels.tolist()]
 
 
-def _array(
-    data: Any, inputs: Inputs, *, where: str, labels: Sequence[Label] | None = None
-) -> RawData:
+def _array(data: Any, inputs: Inputs, *, where: str, labels: Tensor | None = None) -> RawData:
     array = np.asarray(data.numpy() if isinstance(data, Tensor) else data)
     names = feature_names(inputs.schema)
     if not inputs.is_table:

@@ -334,16 +334,38 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
         raise ConfigError(f"{first} and {second} do not have the same {difference}.")
 
 
-def encode_labels(names: Cells, class_names: Sequence[str], *, where: str) -> Tensor:
-    """Return int64 ``[N]``: the position of each name among the class names.
+def encode_labels(
+    cells: Cells, class_names: Sequence[str], separator: str | None = None, *, where: str
+) -> Tensor:
+    """Return the labels of cells.
+
+    Args:
+        cells: A class each; with a separator, see :func:`label_names`, any number of labels.
+        class_names: All that there are.
+        separator: Between the labels in a cell.
+        where: Where the cells come from, for messages.
+
+    Returns:
+        int64 ``[N]``, the position of each name among the class names; or ``[N, L]``, 1 where a
+        record has a label.
 
     Raises:
         ConfigError: A name is not among them.
     """
+    found = {name for text in cells.different for name in label_names(text, separator)}
+    names = cells if separator is None else Cells(sorted(found))
     places = places_among(names, class_names)
     setting = f"dataset.class_names={listed(class_names)}"
     check_known(names[places < 0].tolist(), class_names, f"{where} has the label", setting)
-    return torch.from_numpy(places)
+    if separator is None:
+        return torch.from_numpy(places)
+    place_of = dict(zip(names.tolist(), places.tolist(), strict=True))
+
+    def marks(text: str) -> list[bool]:
+        chosen = {place_of[name] for name in label_names(text, separator)}
+        return [place in chosen for place in range(len(class_names))]
+
+    return torch.from_numpy(cells.each(marks, np.int64))
 
 
 def check_known(names: Iterable[str], known: Iterable[str], says: str, setting: str) -> None:
@@ -378,25 +400,6 @@ def label_names(text: str, separator: str | None) -> tuple[str, ...]:
     if separator is None:
         return (text,)
     return tuple(name for part in text.split(separator) if (name := part.strip()))
-
-
-def encode_label_sets(
-    cells: Cells, separator: str, class_names: Sequence[str], *, where: str
-) -> Tensor:
-    """Return int64 ``[N, L]``: 1 where a record has a label.
-
-    Raises:
-        ConfigError: A name is not among them.
-    """
-    names = sorted({name for text in cells.different for name in label_names(text, separator)})
-    places = encode_labels(Cells(names), class_names, where=where).tolist()
-    place_of = dict(zip(names, places, strict=True))
-
-    def marks(text: str) -> list[bool]:
-        chosen = {place_of[name] for name in label_names(text, separator)}
-        return [place in chosen for place in range(len(class_names))]
-
-    return torch.from_numpy(cells.each(marks, np.int64))
 
 
 def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError, listed, unknown_choice
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.notation import distinct
-from fednas_flwr.data.records import CATEGORY, NUMBER, Column, Records
+from fednas_flwr.data.notation import distinct, iso_date
+from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records
 from fednas_flwr.data.table_files import Texts, suffix_of
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
 from fednas_flwr.settings.data_settings import CSV, TableForm
@@ -59,6 +60,13 @@ class SiteTable:
             return None
         return column_kind(cells, self.settings)[0]
 
+    def with_iso_dates(self) -> SiteTable:
+        """The same with dates as 2024-05-31, whatever their order was."""
+        iso = partial(iso_date, order=self.settings.date_order)
+        dates = [name for name in self.texts if self.kind(name) == DATE]
+        changed = {name: self.texts[name].changed(iso) for name in dates}
+        return replace(self, texts={**self.texts, **changed})
+
 
 def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
     """The tables in a folder by site, each read with what ``dataset.yaml`` says of it.
@@ -87,7 +95,7 @@ def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
 
 
 def _is_table(path: Path) -> bool:
-    return path.is_file() and bool(suffix_of(path)) and path.name[0] not in "._"
+    return path.is_file() and bool(suffix_of(path)) and path.name[0] not in "._~"
 
 
 def _site(path: Path) -> str:
@@ -112,6 +120,13 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     names = list(dict.fromkeys(name for table in tables.values() for name in table.texts))
     texts: Texts = {}
     notes = [note for table in tables.values() for note in table.notes]
+    if said := proposals(tables):
+        notes.append(
+            f"{listed(list(said), 5)}: other names, units or codes than most, it seems; "
+            f"fednas data {root} partition=sites proposes what would join them"
+        )
+    if len({table.settings.date_order for table in tables.values()}) > 1:
+        tables = {site: table.with_iso_dates() for site, table in tables.items()}
     for name in names:
         lacking = [site for site, table in tables.items() if name not in table.texts]
         if name in label and lacking:
@@ -193,7 +208,9 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
         usual = Counter(kind for kind in kinds.values() if kind).most_common(1)
         if not usual:
             continue
-        if usual[0][0] == NUMBER:
+        settings = next(iter(tables.values())).settings
+        is_class = name in label_columns(settings) and not settings.is_regression
+        if usual[0][0] == NUMBER and not is_class:
             _propose_units(name, {s: t for s, t in tables.items() if kinds[s] == NUMBER}, propose)
         _propose_codes(name, tables, propose)
     return {site: said for site, said in found.items() if said}

@@ -32,13 +32,18 @@ RARE = 0.3  # of an equal share of all classes, below which one is called rare
 _MOST = 12  # names in one sentence
 
 
-def reading_notes(prepared: Prepared) -> list[str]:
-    """Sentences on what a reader has found, for users before a run; none of arrays."""
+def reading_notes(prepared: Prepared, missing: Mapping[str, int] | None = None) -> list[str]:
+    """Sentences on what a reader has found, for users before a run; none of arrays.
+
+    Args:
+        prepared: The data set.
+        missing: Its :func:`missing_counts`, if they are known.
+    """
     records = prepared.train
     lines = list(records.notes)
     if not records.schema or not (records.label or records.multi_label):
         return lines
-    missing = missing_counts(records)
+    missing = missing_counts(records) if missing is None else missing
     for kind, word in ((NUMBER, "numbers"), (DATE, "dates"), (CATEGORY, "categories")):
         columns = [column for column in records.schema if column.kind == kind]
         texts = [_short(column, missing[column.name]) for column in columns]
@@ -91,13 +96,13 @@ def summary(
         + (f", {len(test):,} in the server's test set" if test is not None else "")
         + f"; shape of one: {'x'.join(map(str, prepared.input_shape))}"
     ]
-    lines += reading_notes(prepared)
+    missing = missing_counts(records)
+    lines += reading_notes(prepared, missing)
     lines += [f"note: {line}" for line in oddities(records)]
     if not records.label and not (records.schema and records.multi_label):
         lines.append(
             f"{'labels' if records.multi_label else 'classes'}: {listed(_classes(records), _MOST)}"
         )
-    missing = missing_counts(records)
     for column in records.schema:
         number = missing[column.name]
         end = f", {'all' if number == len(records) else f'{number:,}'} missing" if number else ""
@@ -110,9 +115,9 @@ def missing_counts(records: Records) -> dict[str, int]:
     """Return the number of missing cells by column; unknown categories count as missing."""
     if not records.schema:
         return {}
-    features, names = records.features, records.feature_names
-    missing = dict(zip(names, features.isnan().sum(0).tolist(), strict=True))
-    ones = dict(zip(names, features.count_nonzero(0).tolist(), strict=True))
+    features, names = records.features.numpy(), records.feature_names
+    missing = dict(zip(names, np.isnan(features).sum(0).tolist(), strict=True))
+    ones = dict(zip(names, np.count_nonzero(features, axis=0).tolist(), strict=True))
     return {
         column.name: len(records) - sum(ones[f"{column.name}={v}"] for v in column.categories)
         if column.kind == CATEGORY
@@ -174,7 +179,7 @@ def _division(
         if lacking:
             odd.append(f"{client} has no record of {listed(lacking, _MOST)}")
     if not records.by_person:
-        doubled = len(records) - len(np.unique(records.ids))
+        doubled = len(records) - len({*records.ids.tolist()})
         if doubled:
             equal = "record equals another" if doubled == 1 else "records equal others"
             odd.append(f"{doubled:,} {equal}; equal ones stay in one part")

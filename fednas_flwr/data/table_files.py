@@ -15,16 +15,26 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.cells import Cells, number_of
-from fednas_flwr.data.notation import PLAIN, Notation, are_numbers, code_key
+from fednas_flwr.data.notation import (
+    NEARLY,
+    PLAIN,
+    Notation,
+    are_numbers,
+    code_key,
+    find_notation,
+    find_order,
+)
 from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import MISSING_WORDS, TABLE_SUFFIXES
 
@@ -38,10 +48,13 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
 }
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads and writes it
 _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so many characters
+_OTHERS = {b"PK\3\4": "a zip archive or Excel", b"PAR1": "a Parquet"}  # by their first bytes
 _LONGEST = 200  # characters of a name by which records are divided
 _HEAD = 1_000_000  # bytes in which a header begins
+_FIRST = 1000  # cells by which it is seen that a header is none
 
 Texts = dict[str, Cells]  # by column
+Form = TypeVar("Form", bound=TableForm)
 
 
 def suffix_of(path: Path) -> str:
@@ -57,16 +70,9 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     Raises:
         ConfigError: The file cannot be read as a table, has no rows, or has two readings.
     """
-    kind = {".xlsx": "an Excel", ".parquet": "a Parquet"}.get(suffix_of(path), "a CSV")
-    separator = ""
-    notes: list[str] = []
+    kind, reader = _READERS.get(suffix_of(path), ("a CSV", _read_csv))
     try:
-        if kind == "a CSV":
-            texts, separator, notes = _read_csv(path, form)
-        elif kind == "an Excel":
-            texts, notes = _read_excel(path, form)
-        else:
-            texts = texts_of(_read_parquet(path), where=str(path))
+        texts, separator, notes = reader(path, form)
     except ConfigError:
         raise
     except (OSError, EOFError, ValueError, ImportError, LookupError, csv.Error) as error:
@@ -96,19 +102,34 @@ def without_missing(texts: Texts, form: TableForm) -> Texts:
     return {n: cells.without(form.missing_in.get(n, usual)) for n, cells in renamed.items()}
 
 
-def in_common_form(texts: Texts, form: TableForm, numbers: Collection[str], *, where: str) -> Texts:
-    """The cells with plain numbers, other spellings and units as a form says.
+def in_common_form(
+    texts: Texts,
+    form: Form,
+    numbers: Collection[str],
+    dates: Collection[str] | None,
+    separator: str,
+    *,
+    where: str,
+) -> tuple[Texts, Form]:
+    """The cells with plain numbers, other spellings and units as a form says, and the form.
 
     Args:
         texts: Cells by column.
-        form: With its ``decimal`` and ``thousands`` known.
+        form: Its signs of numbers and order of dates are found where they are unknown.
         numbers: Columns of numbers.
+        dates: Columns that may hold dates; None where nothing is to be found.
+        separator: Of the cells; empty where there is none.
         where: Where the cells come from, for messages.
 
     Raises:
-        ConfigError: A cell to be scaled is no number.
+        ConfigError: There are two readings, or a cell to be scaled is no number.
     """
     notation = notation_of(form)
+    if dates is not None:
+        notation = find_notation({n: texts[n] for n in numbers}, form, separator, where=where)
+        order = form.date_order or find_order({n: texts[n] for n in dates}, where=where)
+        decimal, thousands = notation.decimal, notation.thousands
+        form = replace(form, decimal=decimal, thousands=thousands, date_order=order)
     changed = dict(texts)
     for name in numbers if notation != PLAIN else ():
         changed[name] = texts[name].changed(notation.plain, but_stored=True)
@@ -123,7 +144,7 @@ def in_common_form(texts: Texts, form: TableForm, numbers: Collection[str], *, w
                 f"{rows_text(texts[name], wrong)}: expected numbers."
             )
         changed[name] = cells.changed(partial(_scaled, factor=form.scale[name]))
-    return changed
+    return changed, form
 
 
 def _scaled(text: str, factor: float) -> str:
@@ -148,6 +169,7 @@ def texts_of(table: Any, *, where: str = "the DataFrame") -> Texts:
     Raises:
         ConfigError: Two columns have the same name.
     """
+    table = table.reset_index([n for n in table.index.names if n not in (None, *table.columns)])
     names = [" ".join(str(name).split()) for name in table.columns]
     for name, number in Counter(names).items():
         if number > 1:
@@ -183,21 +205,26 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _read_parquet(path: Path) -> Any:
+def _read_parquet(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     """Return cells as they are stored: no type of a column is inferred from its cells."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    table = parquet.read_table(path)
+    with parquet.ParquetFile(path) as file:
+        table = file.read()
+    nested = [i for i, field in enumerate(table.schema) if pa.types.is_nested(field.type)]
+    names = ", ".join(table.column_names[i] for i in nested)
+    for i in reversed(nested):
+        table = table.remove_column(i)
     for i, field in enumerate(table.schema):
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
+    notes = [f"{names} left out, which holds lists or structures"] if nested else []
     frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
-    named = [name for name in frame.index.names if name is not None]
-    return frame.reset_index(named) if named else frame
+    return texts_of(frame, where=str(path)), "", notes
 
 
-def _read_excel(path: Path, form: TableForm) -> tuple[Texts, list[str]]:
+def _read_excel(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     """Return the cells of the first sheet as they are stored, and what is left out."""
     import pandas as pd
 
@@ -205,17 +232,22 @@ def _read_excel(path: Path, form: TableForm) -> tuple[Texts, list[str]]:
         sheet, *others = book.sheet_names
         table = pd.read_excel(book, sheet, dtype=object, header=None)
     table = table.dropna(how="all").dropna(how="all", axis=1)
+    if table.empty:
+        raise ValueError(f"its first sheet, {sheet}, is empty")
     first = [str(cell).strip() if cell == cell else "" for cell in table.iloc[0].tolist()]
     columns = [_cells_of(table.iloc[:, i]) for i in range(table.shape[1])]
     texts, notes = _named(columns, first, form)
     if others:
         notes.append(f"only the sheet {sheet} is read, not {', '.join(map(str, others))}")
-    return texts, notes
+    return texts, "", notes
 
 
 def _read_csv(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-        content = file.read()
+    content = path.read_bytes()
+    if content.startswith(b"\x1f\x8b"):
+        content = gzip.decompress(content)
+    if other := _OTHERS.get(content[:4]):
+        raise ValueError(f"it is {other} file: give it the name of one, or unpack it")
     encoding = form.encoding or _encoding(content)
     if encoding != "utf-8" or (form.encoding and not content.isascii()):
         content = content.decode(encoding).encode()
@@ -240,6 +272,9 @@ def _read_csv(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     }
     texts, of_names = _named(columns, [cells.text(0).strip() for cells in columns], form)
     return texts, separator, [n for n, holds in found.items() if holds] + notes + of_names
+
+
+_READERS = {".xlsx": ("an Excel", _read_excel), ".parquet": ("a Parquet", _read_parquet)}
 
 
 def _even_columns(
@@ -274,35 +309,33 @@ def _even_columns(
 
 
 def _uneven_columns(text: str, separator: str, form: TableForm) -> tuple[list[Cells], list[str]]:
-    """The cells of any file, and notes."""
-    import pandas as pd
+    """The cells of any file, and notes.
 
-    notes: list[str] = []
-    if form.strict:
-        _check_widths(text, separator)
+    Raises:
+        ValueError: A quote is open, or a row is longer or shorter than the header.
+    """
+    rows: list[list[str]] = []
     try:
-        table = _cells(text, separator)
-    except pd.errors.ParserError:
-        table = _without_last_separator(text, separator)
-        notes.append("the separator at the end of every row is left out")
-    if not form.strict and (table.iloc[:, -1] == "").any():
-        _check_widths(text, separator)  # pandas fills a short row with empty cells
-    return [Cells(table.iloc[:, i].tolist()) for i in range(table.shape[1])], notes
-
-
-def _cells(text: str, separator: str, width: int | None = None) -> Any:
-    """All cells, the header among them, as text; rows may be shorter than the first, not longer."""
-    import pandas as pd
-
-    return pd.read_csv(
-        io.StringIO(text),
-        sep=r"\s+" if separator == " " else separator,
-        header=None,
-        names=None if width is None else range(width),
-        dtype=str,
-        na_filter=False,
-        skipinitialspace=True,
-    )
+        rows.extend(_rows(text, separator))
+    except csv.Error as error:
+        raise ValueError(f"a quote in row {len(rows)} is open ({error})") from error
+    if not rows:
+        raise ValueError("it is empty")
+    widths = list(map(len, rows))
+    if {*widths} == {widths[0]}:
+        return [Cells(cells) for cells in zip(*rows, strict=True)], []
+    number = next(i for i, width in enumerate(widths) if width != widths[0])
+    differ = f"row {number} has {widths[number]} cells, but the header {widths[0]}"
+    if form.strict or {*widths[1:]} != {widths[0] + 1}:
+        raise ValueError(differ)
+    if any(row[-1] for row in rows[1:]):
+        names = ", ".join(["row", *rows[0]])
+        raise ValueError(
+            f"{differ}: if the first cell of a row is its name, as R writes it, set "
+            f"dataset.column_names=[{names}] and dataset.header=true; else correct the header"
+        )
+    columns = zip(*rows, strict=False)  # without the cell after the last separator
+    return [Cells(c) for c in columns], ["the separator at the end of every row is left out"]
 
 
 def _without_preamble(text: str, form: TableForm) -> tuple[str, str, list[str]]:
@@ -334,40 +367,6 @@ def _rows(text: str, separator: str) -> Iterator[list[str]]:
             yield cells
 
 
-def _check_widths(text: str, separator: str) -> None:
-    """Raise ValueError for an open quote, or a row of another number of cells than the first."""
-    number, width = -1, 0
-    try:
-        for number, row in enumerate(_rows(text, separator)):
-            width = width or len(row)
-            if len(row) != width:
-                raise ValueError(f"row {number} has {len(row)} cells, but the header {width}")
-    except csv.Error as error:
-        raise ValueError(f"a quote in row {number + 1} is open ({error})") from error
-
-
-def _without_last_separator(text: str, separator: str) -> Any:
-    """The cells where every row but the header ends with a separator.
-
-    Raises:
-        ValueError: It is otherwise that rows are longer than the header.
-    """
-    try:
-        _check_widths(text, separator)
-        raise ValueError("its rows differ in length")
-    except ValueError as differ:
-        header, *rows = _rows(text, separator)
-        if any(len(row) != len(header) + 1 for row in rows):
-            raise
-        if any(row[-1] for row in rows):
-            names = ", ".join(["row", *header])
-            raise ValueError(
-                f"{differ}: if the first cell of a row is its name, as R writes it, set "
-                f"dataset.column_names=[{names}] and dataset.header=true; else correct the header"
-            ) from None
-    return _cells(text, separator, len(header) + 1).iloc[:, :-1]
-
-
 def _named(
     columns: Sequence[Cells], first: Sequence[str], form: TableForm
 ) -> tuple[Texts, list[str]]:
@@ -390,6 +389,17 @@ def _named(
             f"its first line ({', '.join(first[:5])}) looks like a record: if it is one, name the "
             "columns by dataset.column_names=[...]; if it is the header, set dataset.header=true"
         )
+    if not form.strict:
+        kept = [bool(name) or not c.missing.all() for name, c in zip(names, columns, strict=True)]
+        nameless = [i + 1 for i, name in enumerate(names) if kept[i] and not name and i]
+        if nameless:
+            raise ValueError(
+                f"it has columns without names (number {listed(nameless)}): if the first line is a "
+                "title or a record, remove it or set dataset.column_names=[...]; else name them"
+            )
+        if not all(kept):
+            notes.append("columns without names and cells are left out")
+            names, columns = list(compress(names, kept)), list(compress(columns, kept))
     taken: dict[str, int] = {}
     for i in range(len(names)):
         name = names[i] or f"column {i + 1}"
@@ -404,14 +414,20 @@ def _named(
 
 
 def _like_a_record(first: Sequence[str], columns: Sequence[Cells]) -> bool:
-    """Return whether each cell of a first row fits its own column, as names do not."""
+    """Return whether the cells of a first row fit their own columns, as names do not.
+
+    Where all cells of a column differ, as those of persons' names do, a further text says nothing.
+    """
+    fitting = False
     for cell, cells in zip(first, columns, strict=True):
-        texts = cells[:1000].without(MISSING_WORDS).different
-        numbers = are_numbers([cell, *texts])
-        fits = numbers.all() or (cell in texts and not numbers[1:].all())
-        if texts and not fits:
+        known = cells[:_FIRST].without(MISSING_WORDS)
+        texts, are = known.different, are_numbers([cell, *known.different])
+        fits = bool(texts) and bool(are.all() or (cell in texts and not are[1:].all()))
+        differ = not are[1:].all() and len(texts) > NEARLY * len(known)
+        if texts and cell and not fits and not differ:
             return False
-    return any(map(len, columns))
+        fitting |= fits
+    return fitting
 
 
 def _encoding(content: bytes) -> str:

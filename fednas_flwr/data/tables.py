@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,19 +29,17 @@ from fednas_flwr.data.notation import (
     code_key,
     days_of,
     distinct,
-    find_notation,
-    find_order,
     places_among,
 )
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import REGRESSION, TABLE_SUFFIXES
 
-Form = TypeVar("Form", bound=TableForm)
 _MOST_CATEGORIES = 256
 _WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
 _NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
+_CODE = re.compile(r"0\d+|\d+[eE]\d+")  # a number by its signs, such as 007 and 1E10
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
 
 
@@ -102,7 +100,7 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     texts, separator, notes = table_files.read_texts(path, settings)
     table_files.check_columns(texts, [*settings.rename], where=str(path))
     words = [word for word in _WORDS if word not in settings.missing_values]
-    doubtful = [n for n, cells in texts.items() if {*words} & {*cells.different}]
+    doubtful = [name for name, cells in texts.items() if cells.hold(words)]
     texts = table_files.without_missing(texts, settings)
     settings = replace(settings, label=label_column(settings, texts))
     if not settings.strict:
@@ -121,51 +119,31 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
     numbers = settings.numeric or [name for name in others if name not in settings.dates]
     numbers = [*numbers, settings.label] if settings.is_regression else numbers
+    coded = [n for n in numbers if n not in settings.numeric and _holds_codes(texts[n])]
+    if coded and not settings.strict:
+        notes.append(
+            f"numbers such as 007 or 1E10 in {listed(coded, 5)}: if they are codes, list them in "
+            "dataset.categorical"
+        )
+    dates = None if settings.strict else list(others)
+    texts, settings = table_files.in_common_form(
+        texts, settings, numbers, dates, separator, where=str(path)
+    )
     if not settings.strict:
-        settings = with_signs(settings, texts, numbers, others, separator, where=str(path))
         order = (settings.date_order or "").replace("_", " ")
         unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
-    texts = table_files.in_common_form(texts, settings, numbers, where=str(path))
     return texts, settings, told(path, notes)
+
+
+def _holds_codes(cells: Cells) -> bool:
+    """Return whether the first numbers of a column are written as codes are."""
+    return cells.are_plain and any(map(_CODE.fullmatch, cells[:1000].different))
 
 
 def _is_text(cells: Cells, form: TableForm) -> bool:
     """Return whether a column holds words, by its first cells."""
     return column_kind(cells[:1000], form)[0] == CATEGORY
-
-
-def with_signs(
-    form: Form,
-    texts: Mapping[str, Cells],
-    numbers: Sequence[str],
-    dates: Iterable[str],
-    separator: str,
-    *,
-    where: str,
-) -> Form:
-    """A form with the signs of numbers and the order of dates that were found, where unknown.
-
-    Args:
-        form: As far as it is known.
-        texts: Cells by column.
-        numbers: Columns that may hold numbers.
-        dates: Columns that may hold dates.
-        separator: Of the cells; empty where there is none.
-        where: Where the cells come from, for messages.
-
-    Raises:
-        ConfigError: There are two readings.
-    """
-    notation = find_notation(
-        {name: texts[name] for name in numbers},
-        decimal=form.decimal,
-        thousands=form.thousands,
-        points_are_decimal=separator in ("", ","),
-        where=where,
-    )
-    order = form.date_order or find_order({name: texts[name] for name in dates}, where=where)
-    return replace(form, decimal=notation.decimal, thousands=notation.thousands, date_order=order)
 
 
 def told(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
@@ -222,7 +200,8 @@ def encode_rows(
         if column.kind == CATEGORY:
             places = places_among(cells, column.categories)
             categories += [places == i for i in range(len(column.categories))]
-    return np.stack([*numbers, *indicators, *categories], axis=1).astype(np.float32)
+    features = np.stack([*numbers, *indicators, *categories], dtype=np.float32)
+    return np.ascontiguousarray(features.T)  # faster than to stack them so
 
 
 def _parts(root: Path) -> tuple[Path, Path | None]:
@@ -285,7 +264,8 @@ def _records(
     labelled = label_columns(settings)
     if not feature_names(schema):
         raise ConfigError(
-            f"{path} has no feature columns besides its label {', '.join(labelled)}: add some."
+            f"{path} has no feature columns besides its label {', '.join(labelled)}: add some, or "
+            "set dataset.separator to what is between its cells."
         )
     for name, number in Counter(feature_names(schema)).items():
         if number > 1:
@@ -381,7 +361,7 @@ def read_labels(
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
                 "at least 2; correct dataset.label_separator, or name them in dataset.class_names."
             )
-        return records.encode_label_sets(cells, separator, classes, where=where), classes
+        return records.encode_labels(cells, classes, separator, where=where), classes
     literal = f"; if a word such as None or NA is one, set dataset.missing_in={{{column}: []}}"
     _check_filled(cells, f"label ({column})", path, literal)
     classes = tuple(settings.class_names) or _sorted_classes(cells)
@@ -402,10 +382,11 @@ def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
     """
     classes, num_rows = distinct(cells.different), len(cells)
     few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
-    if few or settings.task or settings.class_names or not are_numbers(classes).all():
+    are = are_numbers(classes)
+    if few or settings.task or settings.class_names or are.mean() < NEARLY:
         return False
     many = len(classes) > max(2 * _MOST_NUMBERED, num_rows / 10)
-    if many or any(float(name) % 1 for name in classes):
+    if many or not are.all() or any(float(name) % 1 for name in classes):
         return True
     raise ConfigError(
         f"{where} holds {len(classes)} different whole numbers in {num_rows} rows: set "

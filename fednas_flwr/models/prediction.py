@@ -23,7 +23,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.base.pretrained import Frozen
 from fednas_flwr.data.features import make_transform
-from fednas_flwr.data.raw import Label, names_of, read_raw
+from fednas_flwr.data.raw import Label, named_labels, read_raw
 from fednas_flwr.data.records import Inputs, normalised
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, objective_of
 from fednas_flwr.settings.data_settings import Transform
@@ -46,7 +46,7 @@ class Predictions:
         names: One per record: a file's path, or the row's number from 0.
         probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels. Of a
             number ``[N, 1]``, the predictions in its unit.
-        truth: The class that the data names for each record, or its labels; None where it does not.
+        given: Labels that the data has, as ``RawData.labels``; None where it has none.
         multi_label: True if a record can have several labels; then a class is a label.
         notes: Sentences on what is odd about the records.
         ids: Whose each record is, by the column that said so in training; None where it lacks.
@@ -61,7 +61,7 @@ class Predictions:
     class_names: tuple[str, ...]
     names: tuple[str, ...]
     probabilities: np.ndarray
-    truth: tuple[Label, ...] | None = None
+    given: Tensor | None = None
     multi_label: bool = False
     notes: tuple[str, ...] = ()
     ids: tuple[str, ...] | None = None
@@ -76,31 +76,32 @@ class Predictions:
         return len(self.names)
 
     @property
-    def labels(self) -> Sequence[Label]:
-        """The class of each record, or its labels: see ``threshold``; or its number."""
-        if self.target:
-            return [float(number) for number in self.probabilities[:, 0]]
-        if self.multi_label:
-            least = THRESHOLD if self.threshold is None else self.threshold
-            return names_of(self.probabilities >= least, self.class_names)
+    def chosen(self) -> Tensor:
+        """The class of each record, or its labels, in the form of ``given``: see ``threshold``."""
         shares = torch.tensor(self.probabilities)
+        if self.target:
+            return shares[:, 0]
+        if self.multi_label:
+            return (shares >= (THRESHOLD if self.threshold is None else self.threshold)).long()
         positive = self.objective.positive_class(len(self.class_names))
         if self.threshold is not None and positive is not None:  # from then on above all others
             shares[:, positive] = torch.where(shares[:, positive] >= self.threshold, 2.0, -1.0)
-        return [self.class_names[i] for i in CLASSIFICATION.predictions(shares).tolist()]
+        return CLASSIFICATION.predictions(shares)
+
+    @property
+    def labels(self) -> Sequence[Label]:
+        """The class of each record by name, or its labels; or its number."""
+        return named_labels(self.chosen, self.class_names)
+
+    @property
+    def truth(self) -> Sequence[Label] | None:
+        """The same as the data says it; None where it does not."""
+        return None if self.given is None else named_labels(self.given, self.class_names)
 
     @property
     def objective(self) -> Objective:
         """What scores are of."""
         return objective_of(self.target, positive=self.positive, multi_label=self.multi_label)
-
-    def encoded(self, labels: Sequence[Label]) -> Tensor:
-        """Labels by name in the objective's form."""
-        if self.target:
-            return torch.tensor(labels, dtype=torch.float32)
-        if not self.multi_label:
-            return torch.tensor([self.class_names.index(str(name)) for name in labels])
-        return torch.tensor([[int(n in of) for n in self.class_names] for of in labels])  # type: ignore[operator]
 
     @property
     def accuracy(self) -> float | None:
@@ -108,9 +109,9 @@ class Predictions:
 
         Of several labels the mean share of labels that are told right.
         """
-        if not self.truth or self.target:
+        if self.given is None or not len(self) or self.target:
             return None
-        return float((self.encoded(self.labels) == self.encoded(self.truth)).double().mean())
+        return float((self.chosen == self.given).double().mean())
 
     def table(self) -> Any:
         """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.
@@ -247,14 +248,13 @@ class Model(nn.Module):
             if progress is not None:
                 progress(done, len(raw))
         logits = torch.cat(outputs)
-        truth = None if raw.labels is None else tuple(raw.labels)
         for note in raw.notes:
             warnings.warn(note, stacklevel=2)
         return Predictions(
             self.class_names,
             tuple(raw.names),
             objective.probabilities(logits).numpy(),
-            truth,
+            raw.labels,
             objective.multi_label,
             raw.notes,
             None if raw.ids is None else tuple(raw.ids),

@@ -5,16 +5,20 @@ Where a kind has a test of its own (forms of tables, notation, sites, images, ar
 repeated here.
 """
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.oddities import oddities
+from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.summary import reading_notes
 
 from ..data_sets import prepared
@@ -71,6 +75,35 @@ def mostly(usual: object, other: object, every: int) -> list[object]:
     return [other if i % every == 0 else cell for i, cell in enumerate(np.broadcast_to(usual, N))]
 
 
+def content(change: Callable[[bytes], bytes]) -> Callable[[Path], Path]:
+    """A table's file whose content is changed."""
+
+    def write(folder: Path) -> Path:
+        path = lines(list)(folder)
+        path.write_bytes(change(path.read_bytes()))
+        return path
+
+    return write
+
+
+def parquet_of(names: list[str], cells: list[object]) -> Callable[[Path], Path]:
+    """A Parquet file with two columns more than the label."""
+
+    def write(folder: Path) -> Path:
+        columns = [pa.array(cells), pa.array(AGE), pa.array(Y)]
+        parquet.write_table(pa.Table.from_arrays(columns, [*names, "y"]), folder / "t.parquet")
+        return folder / "t.parquet"
+
+    return write
+
+
+def after_an_empty_sheet(folder: Path) -> Path:
+    with pd.ExcelWriter(folder / "t.xlsx") as book:
+        pd.DataFrame().to_excel(book, sheet_name="about")
+        pd.DataFrame({"age": AGE, "y": Y}).to_excel(book, sheet_name="data")
+    return folder / "t.xlsx"
+
+
 NUMBERS_IN_WORDS = "categories such as .*: write numbers, dates and times plainly"
 CLASSES = r"label y: bad \d+, benign \d+$"
 MAYBE_MISSING = "records, which may mean missing"
@@ -107,6 +140,50 @@ TABLES = {
     "one class": (labels([1] * N), "every record has the label 1"),
     "a row of units": (lines(lambda rows: [rows[0], "years,mg/dl,0/1", *rows[1:]]), "refused: .*1"),
     "a footer": (lines(lambda rows: [*rows, "made by LIMS"]), "refused: .*row 81 has 1 cells"),
+    "leading zeros": (column([f"{i % 7:03}" for i in range(N)]), "007 or 1E10 in x: if they are"),
+    "codes with an E": (column([f"{i % 7}E{i % 4}" for i in range(N)]), "007 or 1E10 in x"),
+    "one category": (column(["a"] * N), "one value, or none, in all records.*: x"),
+    "1900": (column(mostly(DAYS.strftime("%Y-%m-%d"), "1900-01-01", 5)), "1900-01-01 in 16 rec"),
+    "labels that are ids": (labels([f"p{i}" for i in range(N)]), "80 classes in 80 records: is it"),
+    "an unknown label": (labels(mostly("a", "?", 3)), r"holds \?: if it means"),
+    "-999 as a label": (labels(mostly(1, -999, 9)), "holds -999: if it means"),
+    "no header above ids": (
+        lines(lambda rows: [f"p{i},{row}" for i, row in enumerate(rows[1:])]),
+        r"refused: .*first line \(p0, .*looks like a record",
+    ),
+    "no header, a gap": (lines(lambda rows: [rows[1][4:], *rows[2:]]), "looks like a record"),
+    "zeros": (column(mostly(150 + AGE, 0, 4), "bmi"), f"0 in 20 {MAYBE_MISSING}.*: bmi"),
+    "8888": (column(mostly(AGE, 8888, 9)), f"8888 in 9 {MAYBE_MISSING}"),
+    "two forms of one letter": (
+        labels([["\u00e9", "e\u0301", "a"][i % 3] for i in range(N)]),
+        "join them by dataset.map",
+    ),
+    "lists of labels": (
+        labels(["a", "a;b", "b", "a"] * 20),
+        "the label holds a;b beside its parts",
+    ),
+    "a word among numbers to predict": (
+        labels(["high", *AGE[1:]]),
+        "refused: .*column y, is numeric but holds high in row 1",
+    ),
+    "a separator after every line": (
+        lines(lambda rows: [f"{row}," for row in rows]),
+        "columns without names and cells are left out.*label y: 0",
+    ),
+    "two separators": (
+        content(lambda of: of.replace(b",", b"||")),
+        "separator bar, columns without names and cells are left out.*numbers: age, lab",
+    ),
+    "a title": (
+        lines(lambda rows: ["Study,,", *rows]),
+        "refused: .*without names .number 2, 3.: if",
+    ),
+    "another separator": (content(lambda of: of.replace(b",", b"^")), "set dataset.separator"),
+    "gzip by another name": (content(gzip.compress), "numbers: age, lab"),
+    "zip by another name": (content(lambda of: b"PK\3\4" + of), "refused: .*is a zip archive"),
+    "lists in Parquet": (parquet_of(["x", "age"], [[1, 2]] * N), "x left out, which holds lists"),
+    "one name twice in Parquet": (parquet_of(["age", "age"], [1] * N), "refused: .*2 columns age"),
+    "an empty sheet": (after_an_empty_sheet, "refused: .*first sheet, about, is empty"),
     "a mark within": (lines(lambda rows: [*rows[:9], f"\ufeff{rows[9]}", *rows[10:]]), "refused"),
 }
 
@@ -126,6 +203,24 @@ def test_the_index_of_a_parquet_file_is_a_column(tmp_path: Path) -> None:
     assert said(tmp_path / "t.parquet", "csv").startswith("numbers: age, lab")
     PLAIN.sample(frac=1, random_state=0).to_parquet(tmp_path / "t.parquet")  # one without a name
     assert said(tmp_path / "t.parquet", "csv").startswith("numbers: age, lab | ")
+
+
+@pytest.mark.parametrize("form", ["names of rows", "a named index", "another library"])
+def test_a_frame_is_read_as_its_file(tmp_path: Path, form: str) -> None:
+    path = tmp_path / ("t.csv" if form == "names of rows" else "t.parquet")
+    frame: object
+    if form == "names of rows":
+        PLAIN.set_axis([f"p{i % 9}" for i in range(N)]).to_csv(path)
+        frame = pd.read_csv(path)
+    else:
+        PLAIN.set_index("age").to_parquet(path)
+        frame = pd.read_parquet(path) if form == "a named index" else parquet.read_table(path)
+    data = prepared("csv", root=path, cache=tmp_path / "cache", server_test=False)
+    for given in (path, frame):
+        found = read_raw(given, data.inputs)
+        assert found.batch(slice(None)).tolist() == data.train.features.tolist()
+        assert found.labels is not None
+        assert found.labels.tolist() == Y.tolist()
 
 
 def test_a_sheet_may_begin_anywhere(tmp_path: Path) -> None:

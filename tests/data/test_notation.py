@@ -1,6 +1,7 @@
 """Numbers, dates and codes as people write them: one reading, or a question."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from fednas_flwr.data.notation import (
     find_notation,
     find_order,
 )
+from fednas_flwr.settings.data_settings import ANY_FORM
 from fednas_flwr.settings.names import DECIMALS, THOUSANDS
 
 SIGNS = {"none": "", "point": ".", "comma": ",", "blank": " ", "apostrophe": "'"}
@@ -31,9 +33,8 @@ def cells(*texts: str) -> Cells:
 def found(*columns: Cells, points_are_decimal: bool = True, **given: str) -> Notation:
     return find_notation(
         {f"c{i}": column for i, column in enumerate(columns)},
-        decimal=given.get("decimal"),
-        thousands=given.get("thousands"),
-        points_are_decimal=points_are_decimal,
+        replace(ANY_FORM, **given),
+        "," if points_are_decimal else ";",
         where="t.csv",
     )
 

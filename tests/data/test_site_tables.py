@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from fednas_flwr.base.errors import ConfigError
@@ -143,3 +144,33 @@ DIFFERENT = {
 @pytest.mark.parametrize(("own", "expected"), DIFFERENT.values(), ids=DIFFERENT)
 def test_what_would_join_a_real_site_is_told(own: tuple[Column, ...], expected: str) -> None:
     assert difference(own, (AGE, CHOL, SEX)) == expected
+
+
+def dated(order: str) -> str:
+    days = pd.date_range("2024-01-01", periods=40, freq="3D")
+    rows = zip(days.strftime(order), range(40), strict=True)
+    return "seen,age,y\n" + "".join(f"{day},{50 + i % 9},{i % 2}\n" for day, i in rows)
+
+
+@pytest.mark.parametrize("other", ["%m/%d/%Y", "%Y-%m-%d", "%d.%m.%Y"])
+def test_sites_may_write_dates_in_their_own_order(tmp_path: Path, other: str) -> None:
+    write(tmp_path, a=dated("%d/%m/%Y"), b=dated(other))
+    joined = join(tmp_path)
+    assert joined.feature_names == ("seen", "age")
+    assert joined.features[:40].tolist() == joined.features[40:].tolist()
+    assert joined.ids[:40].tolist() == joined.ids[40:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ("age,sex,y\n50,male,0\n60,female,1\n", True),
+        ("Age,sex,y\n50,m,0\n60,f,1\n", False),  # of two sites nobody is most
+        ("age,sex,y\n5000,m,0\n6000,f,1\n", True),
+        ("age,sex,y\n55,m,0\n61,f,1\n", False),
+    ],
+)
+def test_that_a_site_seems_to_differ_is_told(tmp_path: Path, text: str, is_told: bool) -> None:
+    write(tmp_path, a="age,sex,y\n50,m,0\n60,f,1\n", b=text)
+    notes = "".join(join(tmp_path).notes)
+    assert ("than most, it seems; fednas data" in notes) is is_told
