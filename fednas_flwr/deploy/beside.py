@@ -1,25 +1,15 @@
-"""Networks beside a run's own, trained side by side: a process forks one for each of them.
-
-    python -m fednas_flwr.deploy.beside
-
-:func:`train_all` starts it where this machine has cores for it. It has imported torch and computed
-nothing when it forks, and ends with all that it has forked as soon as its parent is gone.
-"""
+"""Networks beside a run's own, trained side by side where this machine has cores for it."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.deploy.local_actors import environment, packed, unpack
+from fednas_flwr.deploy.grids import LostError
+from fednas_flwr.deploy.local_actors import Forks, packed
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete
 from fednas_flwr.runs.run_folder import open_run_folder
@@ -36,27 +26,27 @@ def train_all(config: Config, limits: Limits) -> Iterator[tuple[Path, str]]:
         config: Of the run that they stand beside.
         limits: Their folders.
     """
-    cores = len(os.sched_getaffinity(0))
+    number = min(len(limits), len(os.sched_getaffinity(0)))
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
-    if alone or cores < 2 or len(limits) < 2 or packed() is None:
+    if alone or number < 2 or (sent := packed(train)) is None:
         for folder, limit in limits.items():
             yield folder, train(folder, limit)
         return
-    with _forking() as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        asked = {str(folder): limit for folder, limit in limits.items()}
-        process.stdin.write(json.dumps([packed(), asked]) + "\n")
-        process.stdin.flush()
-        for _ in limits:
-            if not (line := process.stdout.readline()):
-                raise ConfigError(
-                    "a process that trains the networks to compare with has ended: the machine may "
-                    "be out of memory; go on with resume=<run folder>."
-                )
-            folder, reason = json.loads(line)
-            yield Path(folder), reason
-        process.stdin.close()
+    with ThreadPoolExecutor(number) as threads, Forks(sent) as forks:
+
+        def trained(folder: Path) -> str:
+            reason: str = forks.start()(folder, limits[folder])
+            return reason
+
+        folders = {threads.submit(trained, folder): folder for folder in limits}
+        try:
+            for done in as_completed(folders):
+                yield folders[done], done.result()
+        except LostError as error:
+            raise ConfigError(
+                "a process that trains the networks to compare with has ended: the machine may "
+                "be out of memory; go on with resume=<run folder>."
+            ) from error
 
 
 def train(folder: Path, limit: str | None) -> str:
@@ -70,41 +60,3 @@ def train(folder: Path, limit: str | None) -> str:
     except (ConfigError, QuorumError) as error:
         return str(error)
     return ""
-
-
-def _forking() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fednas_flwr.deploy.beside"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, text=True, env=environment(), start_new_session=True
-    )
-
-
-def _train_one(asked: tuple[str, str | None]) -> tuple[str, str]:
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # which carries results alone
-    folder, limit = asked
-    return folder, train(Path(folder), limit)
-
-
-def _end_with_parent(standard_input: int) -> None:
-    while os.read(
-        standard_input, 1
-    ):  # by no buffer, whose lock a process forked by then would keep
-        pass
-    os.killpg(0, signal.SIGKILL)
-
-
-def main() -> None:
-    """Train what a line of the standard input names; tell each that is done in a line."""
-    own, asked = json.loads(sys.stdin.readline())
-    unpack(own)
-    pool = multiprocessing.get_context("fork").Pool(
-        min(len(asked), len(os.sched_getaffinity(0))), maxtasksperchild=1
-    )
-    threading.Thread(target=_end_with_parent, args=(0,), daemon=True).start()
-    for done in pool.imap_unordered(_train_one, asked.items()):
-        print(json.dumps(done), flush=True)
-
-
-if __name__ == "__main__":
-    main()
