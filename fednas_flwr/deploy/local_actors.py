@@ -150,7 +150,7 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
         return
     with Forks(sent) as forks:
         with closing(LocalGrid(app, config.clients, start=forks.start)) as grid:
-            grid.number = number
+            grid.others = number
             yield grid
 
 
@@ -174,10 +174,10 @@ class LocalGrid(WorkerGrid):
     """Answers in this process at first, and starts others once that has taken a while.
 
     Attributes:
-        number: How many others.
+        others: How many.
     """
 
-    number, _spent_s = 1, 0.0
+    others, _spent_s = 1, 0.0
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there; while there are no workers, that of one client."""
@@ -186,7 +186,7 @@ class LocalGrid(WorkerGrid):
             self._keep(*taken, self._answer_here)
             self._spent_s += time.monotonic() - started
             if self._spent_s > PATIENCE_S and not self.threads:
-                self.begin(self.number)
+                self.begin(self.others)
         return super().pull_messages(message_ids)
 
     def _answer_here(self, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:

@@ -101,6 +101,7 @@ def begin(
     if private and getattr(config.privacy, "statistics_noise_multiplier", None) is None:
         statistics = statistics or pooled_statistics.inherited_statistics(folder, log)
     cohort.predicts_numbers = prepared.train.is_regression
+    cohort.names = _names(config, cohort, prepared)
     _tell_partition(config, cohort, prepared, log)
     checkpoints = make_checkpoints(folder, log)
     run = Run(
@@ -153,8 +154,8 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
     records: dict[str, Any] = {"summary": summarised(splits)}
     if whole:
         records = {"splits": splits, "clients": sorted(cohort.properties)}
-        if names := _names(config, cohort, prepared):
-            records["names"] = names
+        if cohort.names:
+            records["names"] = list(cohort.names.values())
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),
@@ -170,20 +171,21 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
             log.emit("data", found=lines)
 
 
-def _names(config: Config, cohort: Cohort, prepared: Prepared) -> list[str]:
+def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]:
     """Names of the connected clients, which no record of a private run decides; empty without.
 
     A real site says its own, as ``sites.yaml`` has it.
     """
+    clients = sorted(cohort.properties)
     if has_real_sites(config):
-        names = [known.get("tag", "") for known in cohort.properties.values()]
-        return names if all(names) and len({*names}) == len(names) else []
+        names = {client: cohort.properties[client].get("tag", "") for client in clients}
+        return names if all(names.values()) and len({*names.values()}) == len(names) else {}
     column = getattr(config.partition, "column", None)
     declared = column is None or column in getattr(config.dataset, "categories", ())
     if isinstance(config.privacy, DifferentialPrivacy) and not declared:
-        return []
+        return {}
     found = client_names(prepared.train, config.partition)
-    return [found[client] for client in sorted(cohort.properties)] if found else []
+    return {client: found[client] for client in clients} if found else {}
 
 
 def _agree(
@@ -348,7 +350,7 @@ def _agreed(
         cohort.dismiss(client, reason, COMMIT)
         del replies[client]
     if waiting and len(replies) < cohort.quorum:
-        reasons = "; ".join(f"client {c}: {why}" for c, why in cohort.left.items())
+        reasons = "; ".join(f"{cohort.named(c)}: {why}" for c, why in cohort.left.items())
         raise QuorumError(
             f"{reasons} ({len(replies)} of {cohort.num_clients} clients have agreed to the "
             f"schedule, {cohort.quorum} are needed). Nothing was released."
