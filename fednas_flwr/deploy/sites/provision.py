@@ -192,7 +192,8 @@ SERVER_FILE, SITE_FILE = "server.env", "site.env"
 ROSTER_FILE = "roster.json"
 SIGNING_KEY_FILE = "signing.key"  # beside it signing.pub, by which sites know models that return
 CERTIFICATE_DAYS = 365
-SETTINGS = (SERVER_FILE, SITE_FILE, "policy.yaml", "dataset.yaml")  # for people to edit
+POLICY_FILE = "policy.yaml"
+SETTINGS = (SERVER_FILE, SITE_FILE, POLICY_FILE, "dataset.yaml")  # for people to edit
 UNIT = "fednas.service"
 SCRIPTS = ("start.sh", "operate")  # which one starts
 _MACHINE = Path(__file__).parent / "folder"  # scripts, the same for all, and patterns of settings
@@ -268,9 +269,22 @@ def provision(deployment: Deployment, output: Path, *, roster: Roster | None = N
         make_authority(authority, name=deployment.federation)
     if not (authority / SIGNING_KEY_FILE).exists():
         make_signing_key(authority / SIGNING_KEY_FILE)
-    machines = [_write_server(deployment, authority, server)]
+    port, (first, *_) = deployment.server.port, deployment.server.addresses
+    facts: dict[str, object] = {"federation": deployment.federation, "port": port}
+    _write_machine("server", authority, server, facts | {"name": SERVER})
+    # its own processes and its operator reach it by loopback
+    addresses = list(dict.fromkeys([*deployment.server.addresses, "localhost", "127.0.0.1"]))
+    issue_certificate(authority, server, addresses=addresses, days=CERTIFICATE_DAYS)
+    (server / SIGNING_KEY_FILE).unlink(missing_ok=True)
+    write_secret(server / SIGNING_KEY_FILE, (authority / SIGNING_KEY_FILE).read_bytes())
+    facts["superlink"] = f"[{first}]:{port}" if ":" in first else f"{first}:{port}"
+    facts["partitions"] = len(deployment.sites)
+    machines = [server]
     for index, name in enumerate(deployment.sites):
-        machines.append(_write_site(deployment, index, authority, output / name))
+        machines.append(output / name)
+        _write_machine("site", authority, output / name, facts | {"name": name, "partition": index})
+        if not (output / name / POLICY_FILE).exists():
+            (output / name / POLICY_FILE).write_text(template())
         if roster is not None:
             roster.write(output / name / ROSTER_FILE)
     for folder in (authority, *machines):
@@ -313,42 +327,8 @@ def load_sites(path: Path) -> Deployment:
     return deployment
 
 
-def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path:
-    """Write the server's folder; its own processes and its operator reach it by loopback."""
-    kept = _copy(SERVER, authority, folder)
-    addresses = list(dict.fromkeys([*deployment.server.addresses, "localhost", "127.0.0.1"]))
-    issue_certificate(authority, folder, addresses=addresses, days=CERTIFICATE_DAYS)
-    (folder / SIGNING_KEY_FILE).unlink(missing_ok=True)
-    write_secret(folder / SIGNING_KEY_FILE, (authority / SIGNING_KEY_FILE).read_bytes())
-    facts = {"federation": deployment.federation, "port": deployment.server.port, "name": SERVER}
-    if SERVER_FILE not in kept:
-        _fill(folder / SERVER_FILE, folder / SERVER_FILE, facts)
-    _fill(_MACHINE / UNIT, folder / f"fednas-{SERVER}.service", facts)
-    return folder
-
-
-def _write_site(deployment: Deployment, index: int, authority: Path, folder: Path) -> Path:
-    """Write a site's folder, with a policy and settings for its engineer to edit."""
-    kept = _copy("site", authority, folder)
-    address, name = deployment.server.addresses[0], deployment.sites[index]
-    host = f"[{address}]" if ":" in address else address
-    facts = {
-        "federation": deployment.federation,
-        "name": name,
-        "superlink": f"{host}:{deployment.server.port}",
-        "partition": index,
-        "partitions": len(deployment.sites),
-    }
-    if SITE_FILE not in kept:
-        _fill(folder / SITE_FILE, folder / SITE_FILE, facts)
-    _fill(_MACHINE / UNIT, folder / f"fednas-{name}.service", facts)
-    if "policy.yaml" not in kept:
-        (folder / "policy.yaml").write_text(template())
-    return folder
-
-
-def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
-    """Write the files that all machines of a kind share; return the settings left as they were."""
+def _write_machine(kind: str, authority: Path, folder: Path, facts: Mapping[str, object]) -> None:
+    """Write what all machines of a kind get; settings that are there stay as they are."""
     kept = {name for name in SETTINGS if (folder / name).exists()}
     folder.mkdir(exist_ok=True)
     for path in (*(_MACHINE / kind).iterdir(), _MACHINE / "parts.sh"):
@@ -361,7 +341,10 @@ def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
         shutil.copyfile(authority / public, folder / public)
     make_folder(folder / "state")
     (folder / "state").chmod(0o700)
-    return kept
+    settings = folder / f"{kind}.env"
+    if settings.name not in kept:
+        _fill(settings, settings, facts)
+    _fill(_MACHINE / UNIT, folder / f"fednas-{facts['name']}.service", facts)
 
 
 def _fill(pattern: Path, path: Path, facts: Mapping[str, object]) -> None:
