@@ -108,11 +108,8 @@ def _read_bundle(fab: bytes) -> dict[str, bytes]:
 
 def _digest(files: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of files, names included, in hex."""
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        content = _values(files[name]) if name == PROJECT_FILE else files[name]
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
+    contents = {n: _values(of) if n == PROJECT_FILE else of for n, of in sorted(files.items())}
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 def _values(toml: bytes) -> bytes:

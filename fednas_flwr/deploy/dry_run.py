@@ -42,7 +42,7 @@ from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.run_settings import RayRuntime
 
 FEW = 4  # steps that tell what one takes
-G = TypeVar("G", bound=InProcessGrid)
+G = TypeVar("G", bound="SteppedGrid")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def private_terms(config: Config) -> list[str]:
     """
     if not isinstance(config.privacy, DifferentialPrivacy):
         raise ConfigError("privacy=none: nothing is to be calibrated; set privacy=dp.")
-    with begun(config, _grid) as (run, _):
+    with begun(config, SteppedGrid) as (run, _):
         return [*explained(run), f"(epsilon, delta) at most {_promised(run)}"]
 
 
@@ -200,10 +200,6 @@ def _rehearsed(config: Config) -> tuple[Config, float]:
     return replace(config, algorithm=algorithm), factor
 
 
-def _grid(config: Config) -> InProcessGrid:
-    return InProcessGrid(make_client_app(dump_config(config)), config.clients)
-
-
 def _promised(run: Run) -> str:
     """Return the sentence on a run's guarantee of privacy; empty if it has none."""
     promised = read_run(run.folder).privacy
@@ -233,7 +229,22 @@ def _stage(
     return StageEstimate(name, rounds, round_s, sent, left)
 
 
-class MeasuringGrid(InProcessGrid):
+class SteppedGrid(InProcessGrid):
+    """The clients of a run in this process, each of whose answers may be of fewer steps."""
+
+    def __init__(self, config: Config) -> None:
+        """Make them."""
+        super().__init__(make_client_app(dump_config(config)), config.clients)
+
+    def after(self, message: Message, request: Request, steps: int) -> Message:
+        """Return the reply to a request, decoded from the message, for that many steps."""
+        own = replace(request, settings=request.settings.with_steps(steps))
+        states = encode_states(own.states)
+        message.content = encode(own.header, own.settings, states, own.statistics, own.summed)
+        return super().answer(message)
+
+
+class MeasuringGrid(SteppedGrid):
     """Clients that take one step where they are asked for many; estimates the time of all steps.
 
     Args:
@@ -248,7 +259,7 @@ class MeasuringGrid(InProcessGrid):
 
     def __init__(self, config: Config) -> None:
         """See the class."""
-        super().__init__(make_client_app(dump_config(config)), config.clients)
+        super().__init__(config)
         self.properties: Mapping[int, Mapping[str, Any]] = {}
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}
         self.spent_s = 0.0
@@ -286,9 +297,6 @@ class MeasuringGrid(InProcessGrid):
 
     def _timed(self, message: Message, request: Request, steps: int) -> tuple[Message, float]:
         """Return the reply to a request for that many steps, and the seconds it took."""
-        own = replace(request, settings=request.settings.with_steps(steps))
-        states = encode_states(own.states)
-        message.content = encode(own.header, own.settings, states, own.statistics, own.summed)
         began = time.monotonic()
-        reply = super().answer(message)
+        reply = self.after(message, request, steps)
         return reply, time.monotonic() - began

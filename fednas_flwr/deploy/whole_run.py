@@ -53,40 +53,32 @@ def run_whole(
         _deliver_best(config, listeners, resumed, tell)
 
 
-class _Budget:
-    """What is left of a run's ``time_limit``, shared out by what its steps cost."""
-
-    def __init__(self, config: Config) -> None:
-        """Begin with all of it."""
-        limit = config.runtime.time_limit
-        self._ends_at = None if limit is None else time.monotonic() + seconds(limit)
-
-    def share(self, step: str, number: int = 1) -> str | None:
-        """The time that each of a step's runs may take, at least 1 s; None is any."""
-        if self._ends_at is None:
-            return None
-        to_come = list(COSTS.values())[list(COSTS).index(step) :]
-        left = self._ends_at - time.monotonic()
-        return f"{max(1.0, left * COSTS[step] / sum(to_come) / number):.1f}s"
-
-
 def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell: Tell) -> None:
     """Search, train the candidates, and then the one that validation records choose."""
-    folder, budget = Path(str(config.run_dir)), _Budget(config)
+    folder, limit, begun = Path(str(config.run_dir)), config.runtime.time_limit, time.monotonic()
+
+    def share(step: str, number: int = 1) -> str | None:
+        """The time that each of a step's runs may take, at least 1 s; None is any."""
+        if limit is None:
+            return None
+        to_come = list(COSTS.values())[list(COSTS).index(step) :]
+        left = begun + seconds(limit) - time.monotonic()
+        return f"{max(1.0, left * COSTS[step] / sum(to_come) / number):.1f}s"
+
     if not (resumed and read_run(folder).last("derived")):
         search = replace(config, stages=["search"])
-        search = with_runtime(search, time_limit=budget.share("search"))
+        search = with_runtime(search, time_limit=share("search"))
         launch(search, listeners=listeners, resumed=resumed)
         if not read_run(folder).last("derived"):  # out of time
             return
     for step in ("candidates", "finalists"):
         folders = baselines.prepare_candidates(config, last=step == "finalists")
-        _train_beside(config, folders, budget.share(step, len(folders)), tell)
+        _train_beside(config, folders, share(step, len(folders)), tell)
     best = chosen(folder)
     if best is None:
         raise ConfigError(f"no candidate of {folder} could be trained: see the reports below it.")
     tell(f"delivered: {best.name}")
-    final = with_runtime(baselines.delivered(config, best), time_limit=budget.share("delivered"))
+    final = with_runtime(baselines.delivered(config, best), time_limit=share("delivered"))
     launch(final, listeners=listeners, resumed=True)
 
 

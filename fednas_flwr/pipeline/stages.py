@@ -84,11 +84,9 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
         circumstances["device"] = str(networks.make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
-        if config.run_dir is None:
-            raise ValueError("config.run_dir must name the run folder")
         # A resumed run books under another name, since what it repeats is released again; but one
         # that people have approved meanwhile keeps the name that they have approved.
-        earlier = read_events(Path(config.run_dir) / EVENTS_FILE) if resumed else []
+        earlier = read_events(Path(str(config.run_dir)) / EVENTS_FILE) if resumed else []
         run = begin(config, grid, log, circumstances, earlier=earlier)
         with suppress(OutOfTimeError):
             _run_and_report_spending(run)
