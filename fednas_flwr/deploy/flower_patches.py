@@ -153,21 +153,17 @@ def finish_only_with_a_reply() -> None:
     replied = threading.Event()
 
     def noting(push: Callable[..., None]) -> Callable[..., None]:
-        def push_and_note(client: Any, message: Any, context: Any) -> None:
-            push(client, message, context)
+        def push_and_note(*reply: Any) -> None:
+            push(*reply)
             replied.set()
 
         return push_and_note
 
-    def finishing(finish: Callable[..., None]) -> Callable[..., None]:
-        def finish_if_replied(client: Any, context: Any, sub_status: str, details: str) -> None:
-            if replied.is_set():
-                finish(client, context, sub_status, details)
-
-        return finish_if_replied
-
     _wrap(run_clientapp, "push_message", noting)
-    _wrap(run_clientapp, "push_task_output", finishing)
+    _wrap(
+        *(run_clientapp, "push_task_output"),
+        lambda finish: lambda **output: finish(**output) if replied.is_set() else None,
+    )
 
 
 def send_along(grid: Grid, values: dict[str, str]) -> None:

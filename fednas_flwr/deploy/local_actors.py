@@ -24,6 +24,7 @@ from multiprocessing import connection, reduction
 from typing import Any
 
 import cloudpickle
+import torch
 from flwr.app import ArrayRecord, Message
 
 from fednas_flwr.deploy.client_app import make_client_app
@@ -142,7 +143,7 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
     app = make_client_app(text)
     cores = len(os.sched_getaffinity(0))
     number = min(config.clients, cores // config.runtime.threads)
-    on_cpu = config.runtime.device == "cpu" or not _has_gpu()
+    on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
     repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
     sent = packed(partial(_answer, text))
     if number < 2 or not on_cpu or repeats or ALONE in os.environ or sent is None:
@@ -152,12 +153,6 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
         with closing(LocalGrid(app, config.clients, start=forks.start)) as grid:
             grid.others = number
             yield grid
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _answer(config_json: str, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:

@@ -257,7 +257,12 @@ def check_buildable(config: Config) -> Made:
     if "retrain" in config.stages:
         networks["retrain"] = network
     for stage, network in networks.items():
-        _check_values_per_norm(config, stage, network, shape=prepared.input_shape)
+        if error := _error_of_one_record(network.eval(), prepared.input_shape):
+            sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")
+            raise ConfigError(
+                f"{stage}: of a single record a group norm of the network has one value only, "
+                f"which it makes 0: raise its sizes ({', '.join(sizes)})."
+            ) from error
     check_features(prepared, clients())
     if not isinstance(config.privacy, DifferentialPrivacy):
         check_parts(config, prepared, clients(), trained | networks)
@@ -381,8 +386,15 @@ def check_parts(
         smallest = {"search": min(sizes.values()), "retrain": trained}
         for stage, network in networks.items():
             batch_size = _batch_size(config, stage)
-            if smallest[stage] == 1 or batch_size == 1:
-                _check_single_record(network, stage, index, batch_size, shape=prepared.input_shape)
+            if smallest[stage] != 1 and batch_size != 1:
+                continue
+            if error := _error_of_one_record(network.train(), prepared.input_shape):
+                norm = "search_space.norm" if stage == "search" else "retrain.norm"
+                raise ConfigError(
+                    f"{norm}=batch normalises no batch of one record, which client {index} trains "
+                    f"on in {stage} (batch_size={batch_size}): set {norm}=group, or give clients "
+                    "more records."
+                ) from error
 
 
 def check_linear_baseline(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
@@ -418,32 +430,6 @@ def _batch_size(config: Config, stage: str) -> int | None:
     algorithm = config.algorithm.whole_search(config).algorithm
     size: int | None = getattr(algorithm, "batch_size", retraining)
     return size
-
-
-def _check_values_per_norm(
-    config: Config, stage: str, network: nn.Module, *, shape: tuple[int, ...]
-) -> None:
-    """Refuse a network in which a group norm has one value to normalise, which it forgets."""
-    error = _error_of_one_record(network.eval(), shape)
-    if error is not None:
-        sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")
-        raise ConfigError(
-            f"{stage}: of a single record a group norm of the network has one value only, which "
-            f"it makes 0: raise its sizes ({', '.join(sizes)})."
-        ) from error
-
-
-def _check_single_record(
-    network: nn.Module, stage: str, client: int, batch_size: int | None, *, shape: tuple[int, ...]
-) -> None:
-    """Refuse a network that cannot be trained on a batch of one record."""
-    error = _error_of_one_record(network.train(), shape)  # of batch normalisation
-    if error is not None:
-        norm = "search_space.norm" if stage == "search" else "retrain.norm"
-        raise ConfigError(
-            f"{norm}=batch normalises no batch of one record, which client {client} trains on in "
-            f"{stage} (batch_size={batch_size}): set {norm}=group, or give clients more records."
-        ) from error
 
 
 def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:
