@@ -1,4 +1,4 @@
-"""Who answers which messages: nobody idle, clients where they were, nothing lost but with a worker."""
+"""Who answers which messages: nobody idle, clients where they were, none lost but by a worker."""
 
 from __future__ import annotations
 
