@@ -40,9 +40,10 @@ ALONE = "FEDNAS_ALONE"  # in the environment of processes that must not start ot
 def packed(function: Callable[..., Any]) -> bytes | None:
     """A function of the package, with what is registered, for :class:`Forks`; None if it stays."""
     try:
-        return cloudpickle.dumps((registered(), function))
+        sent: bytes = cloudpickle.dumps((registered(), function))
     except (pickle.PicklingError, TypeError, AttributeError):  # an open file, a lock, ...
         return None
+    return sent
 
 
 class Forks(AbstractContextManager["Forks"]):

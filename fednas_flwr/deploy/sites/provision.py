@@ -49,15 +49,13 @@ def make_authority(folder: Path, *, name: str) -> None:
     Raises:
         FileExistsError: There is a key already: an authority is never replaced.
     """
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = _name(f"{name} authority")
-    certificate = (
-        _builder(subject, subject, key, "key_cert_sign", "crl_sign", days=AUTHORITY_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    _write(folder / "ca", key, certificate)
+    key, subject = ec.generate_private_key(ec.SECP256R1()), _name(f"{name} authority")
+    extensions = [
+        x509.BasicConstraints(ca=True, path_length=0),
+        _usage("key_cert_sign", "crl_sign"),
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+    ]
+    _write(folder / "ca", key, subject, (subject, key), extensions, days=AUTHORITY_DAYS)
 
 
 def issue_certificate(
@@ -78,22 +76,16 @@ def issue_certificate(
     issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
     assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = (
-        _builder(_name(addresses[0]), issuer.subject, key, "digital_signature", days=days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(
-            x509.SubjectAlternativeName([general_name(address) for address in addresses]),
-            critical=False,
-        )
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
-            critical=False,
-        )
-        .sign(issuer_key, hashes.SHA256())
-    )
+    extensions = [
+        x509.BasicConstraints(ca=False, path_length=None),
+        _usage("digital_signature"),
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.SubjectAlternativeName([general_name(address) for address in addresses]),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
+    ]
     (folder / "server.key").unlink(missing_ok=True)
-    _write(folder / "server", key, certificate)
+    issuers = (issuer.subject, issuer_key)
+    _write(folder / "server", key, _name(addresses[0]), issuers, extensions, days=days)
 
 
 def make_node_key(path: Path) -> Path:
@@ -154,33 +146,35 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
+def _usage(*usages: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**dict.fromkeys(_USAGES, False) | dict.fromkeys(usages, True))
+
+
+def _write(
+    path: Path,
     key: ec.EllipticCurvePrivateKey,
-    *usages: str,
+    subject: x509.Name,
+    issuer: tuple[x509.Name, ec.EllipticCurvePrivateKey],
+    extensions: Sequence[x509.ExtensionType],
+    *,
     days: float,
-) -> x509.CertificateBuilder:
-    """Return a certificate for some usages that begins now, or a day before it expired."""
+) -> None:
+    """Write ``<path>.key`` and ``<path>.crt``, which begins now, or a day before it expired."""
     now = datetime.now(UTC)
     end = now + timedelta(days=days)
-    return (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(issuer)
+        .issuer_name(issuer[0])
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(min(now - _CLOCK_SLACK, end - timedelta(days=1)))
         .not_valid_after(end)
-        .add_extension(
-            x509.KeyUsage(**dict.fromkeys(_USAGES, False) | dict.fromkeys(usages, True)),
-            critical=True,
-        )
     )
-
-
-def _write(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
-    """Write ``<path>.key`` and ``<path>.crt``."""
+    for extension in extensions:
+        critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(extension, critical=critical)
+    certificate = builder.sign(issuer[1], hashes.SHA256())
     pem = serialization.Encoding.PEM
     plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     write_secret(path.with_suffix(".key"), key.private_bytes(pem, *plain))
