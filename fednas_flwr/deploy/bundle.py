@@ -1,7 +1,7 @@
 """The Flower app bundle of a run: what the launcher sends, and the check that a site makes of it.
 
 The bundle is what ``flwr build`` makes of the project's root: it only names the two apps of the
-installed package, so no code of ours travels; a site that runs ``client_process`` executes nothing
+installed package, so no code of ours travels; a site that runs ``sites.executor`` executes nothing
 of a bundle and refuses any other. Main functions: :func:`write_bundle`, :func:`check_bundle`.
 """
 

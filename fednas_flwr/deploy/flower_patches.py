@@ -34,7 +34,7 @@ begin_task                 ``TaskIdentity``, which Flower's processes     messag
 set_message_id             ``Metadata._message_id``, which a grid sets    replies name no request
 =========================  =============================================  =========================
 
-``sites.client_process`` calls ``run_clientapp`` and ``deploy.deployment`` the command ``flwr``:
+``sites.executor`` calls ``run_clientapp`` and ``deploy.deployment`` the command ``flwr``:
 they change nothing. Nothing is imported here before it is needed, so that commands start fast.
 """
 
