@@ -278,19 +278,16 @@ class MeasuringGrid(SteppedGrid):
         header = request.header
         exchange = (header.stage, header.round, header.phase, action)
         steps = request.settings.num_steps(self.properties[header.client]["splits"])
-        if request.summed is not None or steps <= 2 * FEW:
-            taken = steps if request.summed is None else 1  # of a sum each client answers once
-            reply, seconds = self._timed(message, request, taken)
-            seconds *= steps / taken
-        else:
-            is_first = exchange not in self._step_s
-            if is_first:
-                self._timed(message, request, 1)  # builds what later ones find
-            reply, seconds = self._timed(message, request, 1)
-            if is_first:
-                few_s = self._timed(message, request, FEW)[1]
-                self._step_s[exchange] = max(0.0, few_s - seconds) / (FEW - 1)
-            seconds += self._step_s[exchange] * (steps - 1)
+        taken = steps if request.summed is None and steps <= 2 * FEW else 1
+        few_s = None
+        if taken < steps and request.summed is None and exchange not in self._step_s:
+            self._timed(message, request, 1)  # builds what later ones find
+            few_s = self._timed(message, request, FEW)[1]
+        reply, seconds = self._timed(message, request, taken)
+        if few_s is not None:
+            self._step_s[exchange] = max(0.0, few_s - seconds) / (FEW - 1)
+        # of a sum each client answers once
+        seconds += self._step_s.get(exchange, seconds) * (steps - taken)
         self.clients_s.setdefault(exchange, []).append(seconds)
         self.spent_s += time.monotonic() - began
         return reply

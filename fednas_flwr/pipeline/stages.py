@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import flwr
-import numpy as np
 import torch
 from flwr.serverapp import Grid
 from torch import nn
@@ -432,7 +431,7 @@ def _hand_over(run: Run) -> None:
         except ConfigError as error:
             run.log.emit("warning", message=f"the model does not return to the sites: {error}")
             return
-        values = torch.from_numpy(np.frombuffer(model, dtype=np.uint8).copy())
+        values = torch.frombuffer(bytearray(model), dtype=torch.uint8)
         receivers, states = [], {"model": {"uint8": values}}
         exchange = Exchange(
             "query.keep_model", stage="hand over", settings=request, states=states, among=keeping
