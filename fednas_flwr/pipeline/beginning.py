@@ -305,18 +305,13 @@ def _cost(own: Schedule, reply: Reply) -> dict[str, Any]:
     Raises:
         ReplyError: It leaves out one of these, or a split.
     """
-    silent = [name for name in ("epsilon", "covered_steps") if name not in reply.properties]
+    said, splits = reply.properties, {split for planned in own for split in planned.splits}
+    silent = [name for name in ("epsilon", "covered_steps") if name not in said]
+    covered = said.get("epsilon", {PRV: splits})[PRV]
+    silent += [f"epsilon of {split}" for split in sorted(splits.difference(covered))]
     if silent:
         raise ReplyError(f"does not say its {silent[0]}")
-    cost = {
-        name: reply.properties[name]
-        for name in ("epsilon", "uncounted")
-        if name in reply.properties
-    }
-    missing = {split for planned in own for split in planned.splits} - set(cost["epsilon"][PRV])
-    if missing:
-        raise ReplyError(f"does not say its epsilon of {', '.join(sorted(missing))}")
-    return cost
+    return {name: said[name] for name in ("epsilon", "uncounted") if name in said}
 
 
 def _agreed(
@@ -331,7 +326,11 @@ def _agreed(
     replies = dict(cohort.ask(exchange))
     deadline = time.monotonic() + approval_s
     told: dict[int, str] = {}
-    while waiting := _awaited(replies):
+    while waiting := {
+        c: reply.properties["awaits"]
+        for c, reply in replies.items()
+        if "awaits" in reply.properties
+    }:
         if waiting != told:
             schedules = [{"client": c, "schedule": awaited} for c, awaited in waiting.items()]
             cohort.emit("approval_awaited", run=cohort.run, clients=schedules)
@@ -356,12 +355,6 @@ def _agreed(
             f"schedule, {cohort.quorum} are needed). Nothing was released."
         )
     return sorted(replies.items())
-
-
-def _awaited(replies: Mapping[int, Reply]) -> dict[int, str]:
-    """The schedule that each client waits to have approved."""
-    said = {client: reply.properties for client, reply in replies.items()}
-    return {client: of["awaits"] for client, of in said.items() if "awaits" in of}
 
 
 def awaited_run(events: Sequence[Event]) -> str | None:
