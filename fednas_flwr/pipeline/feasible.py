@@ -116,45 +116,39 @@ def check_sites(
                 f"{', '.join(policy.data_sets)}."
             )
         making.check_unit(policy.data_sets[privacy.data_set].unit, made.records)
-    declared = [policy.data_sets[privacy.data_set].by_split for policy in policies]
+    rules = [policy.data_sets[privacy.data_set] for policy in policies]
+    declared = [allowed.by_split for allowed in rules]
     sampling = make_sampling(config, declared)
-    least = [p.data_sets[privacy.data_set].least_noise_multiplier for p in policies]
     schedules = schedule.make_schedules(
         schedule.for_classes(config, made.records),
         declared,
         done={},
         sampling=sampling,
-        least_noise=least,
+        least_noise=[allowed.least_noise_multiplier for allowed in rules],
     )
-    turns = schedule.turns_of(config, sampling)
     sizes = {
         (stage, kind): sum(tensor.numel() for tensor in state.values())
         for stage, network in made.networks.items()
         for kind, state in network_states(network).items()
     }
     covers: dict[str, dict[int, dict[str, Any]]] = {}
-    secure = privacy.test_seed is None
-    for index, (policy, releases) in enumerate(zip(policies, schedules, strict=True)):
-        allowed = policy.data_sets[privacy.data_set]
+    noise = {"secure_noise": privacy.test_seed is None, "test_seed": privacy.test_seed is not None}
+    for index, turns in enumerate(schedule.turns_of(config, sampling)):
         stages: dict[str, list[Reading]] = {}
-        for planned in releases:
+        for planned in schedules[index]:
             try:
-                check_action(
-                    *(policy, privacy.data_set, planned.action),
-                    secure_noise=secure,
-                    test_seed=not secure,
-                )
+                check_action(policies[index], privacy.data_set, planned.action, **noise)
                 num_values = sizes.get((planned.stage, planned.kind), 1)
-                check_planned(allowed, planned, num_values=num_values)
+                check_planned(rules[index], planned, num_values=num_values)
             except ConfigError as error:
                 named = _settings(privacy, planned)
                 raise ConfigError(f"{named}: client {index}: {error}") from error
             # which may be charged to more splits, as the site finds out by its records
-            reading = (planned.release(allowed.by_split), planned.splits)
+            reading = (planned.release(declared[index]), planned.splits)
             stages.setdefault(planned.stage, []).append(reading)
-        to_do = {stage: len(rounds) for stage, rounds in turns[index].items()}
-        covered = covered_steps(_left(config, allowed, client=index), stages)
-        for cover in schedule.covered_rounds(releases, covered, to_do):
+        to_do = {stage: len(rounds) for stage, rounds in turns.items()}
+        covered = covered_steps(_left(config, rules[index], client=index), stages)
+        for cover in schedule.covered_rounds(schedules[index], covered, to_do):
             covers.setdefault(cover["stage"], {})[index] = cover
     for of_stage in covers.values():
         quorum = max(1, math.ceil(config.runtime.quorum * len(of_stage) - 1e-9))
