@@ -270,6 +270,7 @@ class WorkerGrid(InProcessGrid):
     Args:
         client_app: Answers every message.
         num_clients: Number of nodes; node ``i + 2`` has ``partition-id = i``.
+        number: Of workers.
         start: Starts a worker, waits until it is there, and returns what it answers by; both raise
             :class:`LostError`.
         put: Makes of arrays, which many messages may share, what goes to workers in their place.
@@ -285,12 +286,13 @@ class WorkerGrid(InProcessGrid):
         client_app: ClientApp,
         num_clients: int,
         *,
+        number: int,
         start: Callable[[], Answer],
         put: Callable[[dict[str, ArrayRecord]], Any] = lambda arrays: arrays,
     ) -> None:
         """Begin without workers."""
         super().__init__(client_app, num_clients)
-        self._start, self._put = start, put
+        self._number, self._start, self._put = number, start, put
         self._queue: dict[str, tuple[Message, Any]] = {}  # without arrays, and these
         self._replies: dict[str, Message] = {}
         self._before: dict[int, int] = {}  # thread that has last taken a message of a client's node
@@ -298,11 +300,11 @@ class WorkerGrid(InProcessGrid):
         self.threads: list[threading.Thread] = []
         self.num_workers, self.has_ended = 0, False
 
-    def begin(self, number: int) -> None:
-        """Start so many workers."""
-        self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(number)]
-        for thread in self.threads:
-            thread.start()
+    def begin(self) -> None:
+        """Start the workers."""
+        for _ in range(self._number):
+            self.threads.append(threading.Thread(target=self._work, daemon=True))
+            self.threads[-1].start()
 
     def close(self) -> None:
         """Have workers answer no further message."""
@@ -352,7 +354,7 @@ class WorkerGrid(InProcessGrid):
             self._changed.wait_for(lambda: self._queue or self.has_ended, timeout)
             if self.has_ended or not self._queue:
                 return None
-            head = list(islice(self._queue.values(), AHEAD * max(1, len(self.threads))))
+            head = list(islice(self._queue.values(), AHEAD * self._number))
             own = (m for m, _ in head if self._before.get(m.metadata.dst_node_id) == thread)
             first = next(own, head[0][0])
             self._before[first.metadata.dst_node_id] = thread
@@ -424,11 +426,12 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
     def put(arrays: dict[str, ArrayRecord]) -> Any:
         return arrays if payload_bytes(RecordDict({**arrays})) < STORED_BYTES else ray.put(arrays)
 
-    grid = WorkerGrid(client_app, num_clients, start=start, put=put)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    at_once = places(runtime, tuple((n.get("CPU", 0), n.get("GPU", 0)) for n in nodes))
+    number = min(num_clients, at_once)
+    grid = WorkerGrid(client_app, num_clients, number=number, start=start, put=put)
     try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        at_once = places(runtime, tuple((n.get("CPU", 0), n.get("GPU", 0)) for n in nodes))
-        grid.begin(min(num_clients, at_once))
+        grid.begin()
         yield grid
     finally:
         grid.close()

@@ -151,8 +151,8 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
         yield InProcessGrid(app, config.clients)
         return
     with Forks(sent) as forks:
-        with closing(LocalGrid(app, config.clients, start=forks.start)) as grid:
-            grid.others = number
+        grid = LocalGrid(app, config.clients, number=number, start=forks.start)
+        with closing(grid):
             yield grid
 
 
@@ -167,13 +167,9 @@ def _worker(config_json: str) -> Worker:
 
 
 class LocalGrid(WorkerGrid):
-    """Answers in this process at first, and starts others once that has taken a while.
+    """Answers in this process at first, and starts others once that has taken a while."""
 
-    Attributes:
-        others: How many.
-    """
-
-    others, _spent_s = 1, 0.0
+    _spent_s = 0.0
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there; while there are no workers, that of one client."""
@@ -182,7 +178,7 @@ class LocalGrid(WorkerGrid):
             self._keep(*taken, self._answer_here)
             self._spent_s += time.monotonic() - started
             if self._spent_s > PATIENCE_S and not self.threads:
-                self.begin(self.others)
+                self.begin()
         return super().pull_messages(message_ids)
 
     def _answer_here(self, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:

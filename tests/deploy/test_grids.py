@@ -53,8 +53,9 @@ def make() -> Iterator[Callable[..., WorkerGrid]]:
 
     def make(number: int, act: Callable[[int], None] = lambda client: None) -> WorkerGrid:
         names = itertools.count()
-        grid = WorkerGrid(ClientApp(), CLIENTS, start=lambda: worker_of(next(names), act))
-        grid.begin(number)
+        start = lambda: worker_of(next(names), act)  # noqa: E731
+        grid = WorkerGrid(ClientApp(), CLIENTS, number=number, start=start)
+        grid.begin()
         made.append(grid)
         return grid
 
@@ -113,8 +114,8 @@ def test_workers_that_die_at_their_start_cost_a_reply_each() -> None:
     def start() -> Answer:
         raise LostError
 
-    with closing(WorkerGrid(ClientApp(), CLIENTS, start=start)) as grid:
-        grid.begin(2)
+    with closing(WorkerGrid(ClientApp(), CLIENTS, number=2, start=start)) as grid:
+        grid.begin()
         assert told(grid, asked(grid, [0, 1, 2])) == [DIED] * 3
         assert grid.num_workers == 0
 
