@@ -407,15 +407,11 @@ def _growth(
         return []
     most = max(clients, key=lambda client: of_splits(client, PRV) or math.inf)
     schedule, records = schedules[most["client"]], tuple(sorted(most["records"].items()))
-    rounds = {stage: len(asked) for stage, asked in turns[most["client"]].items()}
+    order = [stage for stage, asked in turns[most["client"]].items() for _ in asked]
     points: list[tuple[int, float | None]] = []
-    whole = sum(rounds.values())
-    for reached in sorted({round(whole * k / GROWTH_POINTS) for k in range(1, GROWTH_POINTS + 1)}):
-        left = reached
-        done = {}
-        for stage, number in rounds.items():
-            done[stage] = min(left, number) / max(1, number)
-            left -= min(left, number)
+    parts = range(1, GROWTH_POINTS + 1)
+    for reached in sorted({round(len(order) * k / GROWTH_POINTS) for k in parts}):
+        done = {stage: order[:reached].count(stage) / order.count(stage) for stage in set(order)}
         steps = [math.ceil(p.steps * done.get(p.stage, 1)) for p in schedule]
         pairs = zip(schedule, steps, strict=True)
         released = tuple(replace(planned, steps=number) for planned, number in pairs if number)
