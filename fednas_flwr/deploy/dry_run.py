@@ -110,7 +110,7 @@ def estimate(config: Config) -> Estimate:
         ConfigError: The clients' data lies on other machines.
         QuorumError: Clients refuse, as they would in the run.
     """
-    _, factor = _rehearsed(config)
+    _, factor = config.algorithm.rehearsed(config.search_space.name)  # of the server's own work
     device, free = make_device(config.runtime.device), free_bytes(config)
     torch.set_num_threads(config.runtime.threads)
     if device.type == "cuda":
@@ -184,20 +184,15 @@ def described_at_random(run: Run) -> dict[str, Any]:
 
 def _moved(config: Config, folder: Path) -> Config:
     """Return the configuration of the run that is measured, whose folder is made."""
-    (config, _), privacy = _rehearsed(config), config.privacy
+    config, privacy = config.algorithm.whole_search(config), config.privacy
+    algorithm, _ = config.algorithm.rehearsed(config.search_space.name)
+    config = replace(config, algorithm=algorithm)
     if isinstance(privacy, DifferentialPrivacy) and privacy.sites is not None:
         sites = expanded("privacy.sites", privacy.sites)
         if sites.exists():  # whose real budgets pay nothing
             shutil.copytree(sites, folder / "sites")
         config = replace(config, privacy=replace(privacy, sites=str(folder / "sites")))
     return create_run_folder(replace(config, run_dir=str(folder / "run")))
-
-
-def _rehearsed(config: Config) -> tuple[Config, float]:
-    """The configuration with little work of the server, and the factor by which it has more."""
-    config = config.algorithm.whole_search(config)
-    algorithm, factor = config.algorithm.rehearsed(config.search_space.name)
-    return replace(config, algorithm=algorithm), factor
 
 
 def _promised(run: Run) -> str:
