@@ -228,9 +228,9 @@ def _evaluate(
     device = networks.make_device(config.runtime.device)
     with run.stage("evaluate"):
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
-        threshold, central, validation = None, None, None
-        if released := _released_scores(run, description, states):
-            threshold = released.threshold
+        central, validation = None, None
+        released = _released_scores(run, description, states)
+        threshold = released.threshold if released else None
         objective = make_objective(config, prepared, torch.device("cpu"))
         metric = _metric(run)
         holds_out = config.retrain.evaluate_every > 0
@@ -389,9 +389,8 @@ def _ask_tests(
     )
     try:
         for client, reply in cohort.ask(exchange):
-            fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
-            if client == TOTAL:
-                fields = {"sites": reply.sites, "num_examples": reply.num_examples}
+            whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
+            fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
             fields |= reply.properties.get("scores", {})
             if threshold is not None and "histogram" in reply.properties:
                 fields |= metrics.shares_at(reply.properties["histogram"], threshold)
