@@ -153,17 +153,17 @@ def finish_only_with_a_reply() -> None:
     replied = threading.Event()
 
     def noting(push: Callable[..., None]) -> Callable[..., None]:
-        def push_and_note(*reply: Any) -> None:
-            push(*reply)
+        def push_and_note(*reply: Any, **named: Any) -> None:
+            push(*reply, **named)
             replied.set()
 
         return push_and_note
 
+    def finishing(finish: Callable[..., None]) -> Callable[..., None]:
+        return lambda *of, **named: finish(*of, **named) if replied.is_set() else None
+
     _wrap(run_clientapp, "push_message", noting)
-    _wrap(
-        *(run_clientapp, "push_task_output"),
-        lambda finish: lambda **output: finish(**output) if replied.is_set() else None,
-    )
+    _wrap(run_clientapp, "push_task_output", finishing)
 
 
 def send_along(grid: Grid, values: dict[str, str]) -> None:
