@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Message
-from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
@@ -44,15 +43,14 @@ from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.statistics import largest_norm
-from fednas_flwr.deploy.dry_run import begun, described_at_random
-from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.dry_run import SteppedGrid, begun, described_at_random
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.pipeline.stages import retrain, start_search
 from fednas_flwr.privacy import audit
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import KINDS, STATISTICS, release_key
 from fednas_flwr.protocol import requests as rq
-from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_reply
+from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states, pack, unpack
 from fednas_flwr.protocol.sum_encoding import Sizes, Summands, sizes_of
 from fednas_flwr.protocol.sum_requests import Summed, answer_sum, by_text
@@ -68,7 +66,6 @@ LOUD = 30.0  # clipping norms of a canary's gradient, at least
 SAMPLES = 24  # replies by the run's own rate
 LEAST_REPLIES, MOST_REPLIES = 8, 200  # without canaries, and as many with them
 LEAST_CANARIES, REPEATED = 8, 500  # of each client at first; values of two steps together
-FEW = 4  # records of a client in the run that is begun
 QUIET = {"sparse": False, "drop_path_prob": 0.0}  # settings of audited requests
 MOMENT_OF = {"weights": ("momentum_buffer", 1.0), "alphas": ("exp_avg", 0.5)}  # over a gradient
 MOST_STEPS = 2000  # that are committed to of each kind
@@ -119,7 +116,7 @@ class _AllAskedError(Exception):
     """Every kind of release of a stage was asked for."""
 
 
-class _Recorder(InProcessGrid):
+class _Recorder(SteppedGrid):
     """Clients that take one step where they are asked for many; keeps the requests.
 
     Attributes:
@@ -128,12 +125,11 @@ class _Recorder(InProcessGrid):
     """
 
     def __init__(self, config: Config) -> None:
-        """Make the clients, each with a few of its records: what they tell is declared."""
-        super().__init__(ClientApp(), config.clients)
+        """See the class."""
+        super().__init__(config)
         privacy = config.privacy
         assert isinstance(privacy, DifferentialPrivacy)
         self._kinds = partial(asked_kinds, of_client=privacy.unit == CLIENT)
-        self._clients = [_with_few_records(one) for one in _clients(config, config.clients)]
         self.asked: dict[str, Request] = {}
         self.awaited: set[str] = set()
 
@@ -148,9 +144,7 @@ class _Recorder(InProcessGrid):
             self.record(request)
             if self.awaited and self.awaited <= self.asked.keys():
                 raise _AllAskedError
-        settings = request.settings.with_steps(1)
-        reply = answer(self._clients[request.header.client], replace(request, settings=settings))
-        return Message(encode_reply(request.header, reply), reply_to=message)
+        return self.after(message, request, 1)
 
     def record(self, request: Request) -> None:
         """Keep a request unless another one has asked for more kinds."""
@@ -161,12 +155,6 @@ class _Recorder(InProcessGrid):
         for key in keys:
             if key not in self.asked or len(self._kinds(self.asked[key])) < len(keys):
                 self.asked[key] = request
-
-
-def _with_few_records(client: Client) -> Client:
-    parts = (client.data.train, client.data.validation, client.data.test)
-    few = ClientData(*(replace(part, rows=part.rows[:FEW], persons=None) for part in parts))
-    return replace(client, data=few)
 
 
 def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:

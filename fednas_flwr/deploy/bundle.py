@@ -1,7 +1,7 @@
 """The Flower app bundle of a run: what the launcher sends, and the check that a site makes of it.
 
 The bundle is what ``flwr build`` makes of the project's root: it only names the two apps of the
-installed package, so no code of ours travels; a site that runs ``client_process`` executes nothing
+installed package, so no code of ours travels; a site that runs ``sites.executor`` executes nothing
 of a bundle and refuses any other. Main functions: :func:`write_bundle`, :func:`check_bundle`.
 """
 
@@ -108,11 +108,8 @@ def _read_bundle(fab: bytes) -> dict[str, bytes]:
 
 def _digest(files: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of files, names included, in hex."""
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        content = _values(files[name]) if name == PROJECT_FILE else files[name]
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
+    contents = {n: _values(of) if n == PROJECT_FILE else of for n, of in sorted(files.items())}
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 def _values(toml: bytes) -> bytes:

@@ -60,9 +60,8 @@ def make_client_app(config_json: str | None = None, *, mods: Sequence[Mod] = ())
     """
     app, entries = ClientApp(mods=list(mods)), registered()
     for action in ACTIONS:
-        category, action = action.split(".")
-        register = {"train": app.train, "evaluate": app.evaluate, "query": app.query}[category]
-        register(action)(_handler(config_json, entries))
+        category, name = action.split(".")
+        getattr(app, category)(name)(_handler(config_json, entries))
     return app
 
 

@@ -42,7 +42,7 @@ from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.run_settings import RayRuntime
 
 FEW = 4  # steps that tell what one takes
-G = TypeVar("G", bound=InProcessGrid)
+G = TypeVar("G", bound="SteppedGrid")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def estimate(config: Config) -> Estimate:
         ConfigError: The clients' data lies on other machines.
         QuorumError: Clients refuse, as they would in the run.
     """
-    _, factor = _rehearsed(config)
+    _, factor = config.algorithm.rehearsed(config.search_space.name)  # of the server's own work
     device, free = make_device(config.runtime.device), free_bytes(config)
     torch.set_num_threads(config.runtime.threads)
     if device.type == "cuda":
@@ -149,7 +149,7 @@ def private_terms(config: Config) -> list[str]:
     """
     if not isinstance(config.privacy, DifferentialPrivacy):
         raise ConfigError("privacy=none: nothing is to be calibrated; set privacy=dp.")
-    with begun(config, _grid) as (run, _):
+    with begun(config, SteppedGrid) as (run, _):
         return [*explained(run), f"(epsilon, delta) at most {_promised(run)}"]
 
 
@@ -184,24 +184,15 @@ def described_at_random(run: Run) -> dict[str, Any]:
 
 def _moved(config: Config, folder: Path) -> Config:
     """Return the configuration of the run that is measured, whose folder is made."""
-    (config, _), privacy = _rehearsed(config), config.privacy
+    config, privacy = config.algorithm.whole_search(config), config.privacy
+    algorithm, _ = config.algorithm.rehearsed(config.search_space.name)
+    config = replace(config, algorithm=algorithm)
     if isinstance(privacy, DifferentialPrivacy) and privacy.sites is not None:
         sites = expanded("privacy.sites", privacy.sites)
         if sites.exists():  # whose real budgets pay nothing
             shutil.copytree(sites, folder / "sites")
         config = replace(config, privacy=replace(privacy, sites=str(folder / "sites")))
     return create_run_folder(replace(config, run_dir=str(folder / "run")))
-
-
-def _rehearsed(config: Config) -> tuple[Config, float]:
-    """The configuration with little work of the server, and the factor by which it has more."""
-    config = config.algorithm.whole_search(config)
-    algorithm, factor = config.algorithm.rehearsed(config.search_space.name)
-    return replace(config, algorithm=algorithm), factor
-
-
-def _grid(config: Config) -> InProcessGrid:
-    return InProcessGrid(make_client_app(dump_config(config)), config.clients)
 
 
 def _promised(run: Run) -> str:
@@ -233,7 +224,22 @@ def _stage(
     return StageEstimate(name, rounds, round_s, sent, left)
 
 
-class MeasuringGrid(InProcessGrid):
+class SteppedGrid(InProcessGrid):
+    """The clients of a run in this process, each of whose answers may be of fewer steps."""
+
+    def __init__(self, config: Config) -> None:
+        """Make them."""
+        super().__init__(make_client_app(dump_config(config)), config.clients)
+
+    def after(self, message: Message, request: Request, steps: int) -> Message:
+        """Return the reply to a request, decoded from the message, for that many steps."""
+        own = replace(request, settings=request.settings.with_steps(steps))
+        states = encode_states(own.states)
+        message.content = encode(own.header, own.settings, states, own.statistics, own.summed)
+        return super().answer(message)
+
+
+class MeasuringGrid(SteppedGrid):
     """Clients that take one step where they are asked for many; estimates the time of all steps.
 
     Args:
@@ -248,7 +254,7 @@ class MeasuringGrid(InProcessGrid):
 
     def __init__(self, config: Config) -> None:
         """See the class."""
-        super().__init__(make_client_app(dump_config(config)), config.clients)
+        super().__init__(config)
         self.properties: Mapping[int, Mapping[str, Any]] = {}
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}
         self.spent_s = 0.0
@@ -267,28 +273,22 @@ class MeasuringGrid(InProcessGrid):
         header = request.header
         exchange = (header.stage, header.round, header.phase, action)
         steps = request.settings.num_steps(self.properties[header.client]["splits"])
-        if request.summed is not None or steps <= 2 * FEW:
-            taken = steps if request.summed is None else 1  # of a sum each client answers once
-            reply, seconds = self._timed(message, request, taken)
-            seconds *= steps / taken
-        else:
-            is_first = exchange not in self._step_s
-            if is_first:
-                self._timed(message, request, 1)  # builds what later ones find
-            reply, seconds = self._timed(message, request, 1)
-            if is_first:
-                few_s = self._timed(message, request, FEW)[1]
-                self._step_s[exchange] = max(0.0, few_s - seconds) / (FEW - 1)
-            seconds += self._step_s[exchange] * (steps - 1)
+        taken = steps if request.summed is None and steps <= 2 * FEW else 1
+        few_s = None
+        if taken < steps and request.summed is None and exchange not in self._step_s:
+            self._timed(message, request, 1)  # builds what later ones find
+            few_s = self._timed(message, request, FEW)[1]
+        reply, seconds = self._timed(message, request, taken)
+        if few_s is not None:
+            self._step_s[exchange] = max(0.0, few_s - seconds) / (FEW - 1)
+        # of a sum each client answers once
+        seconds += self._step_s.get(exchange, seconds) * (steps - taken)
         self.clients_s.setdefault(exchange, []).append(seconds)
         self.spent_s += time.monotonic() - began
         return reply
 
     def _timed(self, message: Message, request: Request, steps: int) -> tuple[Message, float]:
         """Return the reply to a request for that many steps, and the seconds it took."""
-        own = replace(request, settings=request.settings.with_steps(steps))
-        states = encode_states(own.states)
-        message.content = encode(own.header, own.settings, states, own.statistics, own.summed)
         began = time.monotonic()
-        reply = super().answer(message)
+        reply = self.after(message, request, steps)
         return reply, time.monotonic() - began

@@ -34,7 +34,7 @@ begin_task                 ``TaskIdentity``, which Flower's processes     messag
 set_message_id             ``Metadata._message_id``, which a grid sets    replies name no request
 =========================  =============================================  =========================
 
-``sites.client_process`` calls ``run_clientapp`` and ``deploy.deployment`` the command ``flwr``:
+``sites.executor`` calls ``run_clientapp`` and ``deploy.deployment`` the command ``flwr``:
 they change nothing. Nothing is imported here before it is needed, so that commands start fast.
 """
 
@@ -153,18 +153,14 @@ def finish_only_with_a_reply() -> None:
     replied = threading.Event()
 
     def noting(push: Callable[..., None]) -> Callable[..., None]:
-        def push_and_note(client: Any, message: Any, context: Any) -> None:
-            push(client, message, context)
+        def push_and_note(*reply: Any, **named: Any) -> None:
+            push(*reply, **named)
             replied.set()
 
         return push_and_note
 
     def finishing(finish: Callable[..., None]) -> Callable[..., None]:
-        def finish_if_replied(client: Any, context: Any, sub_status: str, details: str) -> None:
-            if replied.is_set():
-                finish(client, context, sub_status, details)
-
-        return finish_if_replied
+        return lambda *of, **named: finish(*of, **named) if replied.is_set() else None
 
     _wrap(run_clientapp, "push_message", noting)
     _wrap(run_clientapp, "push_task_output", finishing)

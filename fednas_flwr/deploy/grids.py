@@ -1,4 +1,4 @@
-"""Flower Grids whose clients run here, or in actors of Ray or other processes of this machine.
+"""Flower Grids whose clients run here, or in workers: actors of Ray or processes of this machine.
 
 In actors of Ray, what the messages of one exchange share, their arrays, is put into Ray's object
 store once, unless it is small: it travels once to each machine. Machines do not add up their
@@ -18,16 +18,16 @@ import os
 import socket
 import subprocess
 import sys
-import time
+import threading
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -226,94 +226,17 @@ def _nodes(address: str) -> Nodes:
     return tuple((float(cpus), float(gpus)) for cpus, gpus in json.loads(done.stdout))
 
 
-SHORT_S = 0.2  # longest work of several messages that a worker is handed at once
-AHEAD = 4  # messages per worker, from the head of the queue, among which it finds its clients'
-SHARE = 2  # handfuls per worker that the queue is divided into, so that all end at about one time
-KEPT = 0.7  # of the longest time that an action has taken, one answer later
-
-
-class Dispatcher:
-    """A queue of messages, and the workers that answer them; any hashable names a worker.
-
-    A message goes to the worker that answered its client before if that one is free, since the
-    client's records and networks are in its memory, else to any free one: no message waits for one
-    worker while another is idle. Messages leave the queue nearly in order, so that the server need
-    not hold many replies. A worker is handed as many messages at once as take ``SHORT_S``, and no
-    more than a share of the queue; where messages take longer, another worker might be idle
-    earlier, so that it is handed one.
-    """
-
-    def __init__(self) -> None:
-        """Start without workers and messages."""
-        self._queue: dict[str, Message] = {}
-        self._held: dict[Any, list[Message]] = {}
-        self._before: dict[int, Any] = {}  # who was last dealt a message of a client's node
-        self._seconds: dict[str, float] = {}  # that an action's messages have lately taken
-
-    def queue(self, message: Message) -> None:
-        """Put a message, which has its id, at the end of the queue."""
-        self._queue[message.metadata.message_id] = message
-
-    def join(self, worker: Any) -> None:
-        """Let a worker take part."""
-        self._held[worker] = []
-
-    @property
-    def num_workers(self) -> int:
-        """How many take part."""
-        return len(self._held)
-
-    def deal(self) -> list[tuple[Any, list[Message]]]:
-        """Return the messages to hand to each idle worker now, at least one each."""
-        idle = {worker: held for worker, held in self._held.items() if not held}
-        most = math.ceil(len(self._queue) / (SHARE * max(len(self._held), 1)))
-        for room in (1, most):  # nobody stays idle while another is handed a second one
-            for own in (True, False):
-                for worker, held in idle.items():
-                    while len(held) < room and (message := self._first(worker, own=own)):
-                        del self._queue[message.metadata.message_id]
-                        held.append(message)
-                        self._before[message.metadata.dst_node_id] = worker
-        return [(worker, held) for worker, held in idle.items() if held]
-
-    def finish(self, worker: Any, seconds: Sequence[float]) -> list[Message]:
-        """Return the messages that a worker held, and has answered in so many seconds each."""
-        held, self._held[worker] = self._held[worker], []
-        for message, taken in zip(held, seconds, strict=True):
-            action = message.metadata.message_type
-            self._seconds[action] = max(taken, KEPT * self._seconds.get(action, 0.0))
-        return held
-
-    def lose(self, worker: Any) -> list[Message]:
-        """Return the messages that a worker held when it died."""
-        return self._held.pop(worker)
-
-    def give_up(self) -> Message | None:
-        """Take the first message from the queue, if there is one."""
-        first = next(iter(self._queue), "")
-        return self._queue.pop(first, None)
-
-    def _first(self, worker: Any, *, own: bool) -> Message | None:
-        """Return the first message that a worker has time for, with ``own`` of its clients."""
-        held = self._held[worker]
-        left = SHORT_S - sum(map(self._expected, held))
-        for message in islice(self._queue.values(), AHEAD * len(self._held)):
-            if own and self._before.get(message.metadata.dst_node_id) != worker:
-                continue
-            if not held or self._expected(message) <= left:
-                return message
-        return None
-
-    def _expected(self, message: Message) -> float:
-        """Return the seconds that a message may take."""
-        return self._seconds.get(message.metadata.message_type, math.inf)
-
-
 POLL_S = 0.1
+AHEAD = 4  # messages per worker, from the head of the queue, among which it finds its clients'
 STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster
 REPLY_BYTES = 4_000_000  # replies of fewer do without the store: a tenth of a small round's time
+DIED = "the client's process has died, perhaps for want of memory"
 
-Messages = Sequence[tuple[Message, int]]  # without their arrays, with the index of these
+Answer = Callable[[Message, Any], Message]  # of a message without its arrays, and these
+
+
+class LostError(Exception):
+    """A worker has died, or is not waited for any more."""
 
 
 class Worker:
@@ -324,188 +247,134 @@ class Worker:
         flower_patches.begin_task(grid.server_node_id)
         self._grid = grid
 
-    def answer(
-        self, messages: Messages, *arrays: Mapping[str, ArrayRecord]
-    ) -> list[tuple[Message, float]]:
-        """Return the replies of the clients that messages are for, and the seconds of each.
+    def answer(self, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:
+        """Return the reply of the client that a message is for.
 
         Args:
-            messages: Without their arrays; with each the index of these.
-            arrays: By their names in a message's content.
+            message: Without its arrays.
+            arrays: By their names in the message's content.
         """
-        replies = []
-        for message, index in messages:
-            started = time.perf_counter()
-            message.content.update(arrays[index])
-            replies.append((self._grid.answer(message), time.perf_counter() - started))
-        return replies
+        message.content.update(arrays)
+        return self._grid.answer(message)
 
 
-class Actors(Protocol):
-    """What :class:`ActorGrid` asks of Ray, or of this machine's processes.
+class WorkerGrid(InProcessGrid):
+    """Hands messages to workers, a thread for each; replies come as they are ready.
 
-    An actor is a :class:`Worker` elsewhere.
-    """
-
-    def put(self, value: Any) -> Any:
-        """A reference to a value, or the value itself, which goes to actors in its place."""
-
-    def start(self) -> tuple[Any, Any]:
-        """A new actor, and a reference whose result, True, is there once the actor is."""
-
-    def answer(self, actor: Any, messages: Messages, *arrays: Any) -> Any:
-        """A reference to what :meth:`Worker.answer` of an actor returns."""
-
-    def done(self, references: list[Any], *, timeout: float) -> list[Any]:
-        """Those of some references whose results are there, after waiting for the first."""
-
-    def result(self, reference: Any) -> Any | None:
-        """The result of an actor; None if its process is lost."""
-
-
-class ActorGrid(InProcessGrid):
-    """Hands messages to actors, see :class:`Dispatcher`; replies come as they are ready.
-
-    An actor that dies gives errors in place of the replies that it worked on, and another is
-    started in its place. It takes part as soon as a machine has room for it.
+    A worker takes the next message when it is idle: near the head of the queue rather that of a
+    client that it has answered before, whose records and networks are in its memory. So no message
+    waits while a worker is idle, and the server need not hold many replies. A worker that dies
+    gives an error in place of the reply that it worked on, and another is started in its place. It
+    takes part as soon as it is there.
 
     Args:
         client_app: Answers every message.
         num_clients: Number of nodes; node ``i + 2`` has ``partition-id = i``.
-        actors: Starts them.
-        num_actors: How many clients answer at a time.
+        number: Of workers.
+        start: Starts a worker, waits until it is there, and returns what it answers by; both raise
+            :class:`LostError`.
+        put: Makes of arrays, which many messages may share, what goes to workers in their place.
+
+    Attributes:
+        num_workers: How many there are now.
+        threads: Of the workers that have been started.
+        has_ended: True if no worker is to answer any further message.
     """
 
     def __init__(
-        self, client_app: ClientApp, num_clients: int, *, actors: Actors, num_actors: int
+        self,
+        client_app: ClientApp,
+        num_clients: int,
+        *,
+        number: int,
+        start: Callable[[], Answer],
+        put: Callable[[dict[str, ArrayRecord]], Any] = lambda arrays: arrays,
     ) -> None:
-        """Start the actors."""
+        """Begin without workers."""
         super().__init__(client_app, num_clients)
-        self._actors = actors
-        self._dispatcher = Dispatcher()
-        self._starting: dict[Any, Any] = {}  # actor by what tells that it is there
-        self._arrays: dict[str, Any] = {}  # or a reference to them, by message without a reply
-        self._answers: dict[Any, Any] = {}  # by actor that is not idle: reference to its replies
+        self._number, self._start, self._put = number, start, put
+        self._queue: dict[str, tuple[Message, Any]] = {}  # without arrays, and these
         self._replies: dict[str, Message] = {}
-        for _ in range(num_actors):
-            self._start_actor()
+        self._before: dict[int, int] = {}  # thread that has last taken a message of a client's node
+        self._changed = threading.Condition()
+        self.threads: list[threading.Thread] = []
+        self.num_workers, self.has_ended = 0, False
+
+    def begin(self) -> None:
+        """Start the workers."""
+        for _ in range(self._number):
+            self.threads.append(threading.Thread(target=self._work, daemon=True))
+            self.threads[-1].start()
+
+    def close(self) -> None:
+        """Have workers answer no further message."""
+        with self._changed:
+            self.has_ended = True
+            self._changed.notify_all()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Queue the messages, begin with those that an actor is free for, and return their ids."""
-        messages, stored = list(messages), dict[tuple[tuple[str, int], ...], Any]()
-        for message in messages:
-            small, arrays = without_arrays(message)
-            same = tuple((name, id(record)) for name, record in arrays.items())
-            if same not in stored:
-                is_small = payload_bytes(message.content) < STORED_BYTES
-                stored[same] = arrays if is_small else self._actors.put(arrays)
-            self._arrays[self.number(small)] = stored[same]
-            self._dispatcher.queue(small)
-        self._hand_out()
+        """Queue the messages, and return their ids."""
+        messages, put = list(messages), dict[tuple[tuple[str, int], ...], Any]()
+        with self._changed:
+            for message in messages:
+                small, arrays = without_arrays(message)
+                same = tuple((name, id(record)) for name, record in arrays.items())
+                if same not in put:
+                    put[same] = self._put(arrays)
+                self._queue[self.number(small)] = small, put[same]
+            self._changed.notify_all()
         return [message.metadata.message_id for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there; waits a tenth of a second for the first."""
-        message_ids, awaited = list(message_ids), list(self._awaited())
-        if awaited and not any(message_id in self._replies for message_id in message_ids):
-            self._actors.done(awaited, timeout=POLL_S)
-        self._collect()
-        self._hand_out()
-        found = [self._replies.pop(i, None) for i in message_ids]
-        return [reply for reply in found if reply is not None]
+        wanted = list(message_ids)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._replies.keys().isdisjoint(wanted), POLL_S)
+            return [self._replies.pop(one) for one in wanted if one in self._replies]
 
-    def _start_actor(self) -> None:
-        actor, begun = self._actors.start()
-        self._starting[begun] = actor
+    def _work(self) -> None:
+        """Let a worker answer messages, and another one when it has died."""
+        while not self.has_ended:
+            worker = None
+            with suppress(LostError):
+                worker = self._start()
+                self._count(1)
+            while (taken := self._next(None if worker else 0.0)) and self._keep(*taken, worker):
+                pass
+            self._count(-1 if worker else 0)
 
-    def _hand_out(self) -> None:
-        """Give queued messages to actors that are free."""
-        for actor, messages in self._dispatcher.deal():
-            arrays = [self._arrays[message.metadata.message_id] for message in messages]
-            different = {id(one): one for one in arrays}
-            index = {key: number for number, key in enumerate(different)}
-            pairs = [(m, index[id(one)]) for m, one in zip(messages, arrays, strict=True)]
-            self._answers[actor] = self._actors.answer(actor, pairs, *different.values())
+    def _count(self, more: int) -> None:
+        with self._changed:
+            self.num_workers += more
 
-    def _awaited(self) -> dict[Any, Any]:
-        """Return each actor by the reference of its current task."""
-        return self._starting | {answer: actor for actor, answer in self._answers.items()}
+    def _next(self, timeout: float | None) -> tuple[Message, Any] | None:
+        """Take the next message for this thread; None at the end, or if there is none in time."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self.has_ended, timeout)
+            if self.has_ended or not self._queue:
+                return None
+            head = list(islice(self._queue.values(), AHEAD * self._number))
+            own = (m for m, _ in head if self._before.get(m.metadata.dst_node_id) == thread)
+            first = next(own, head[0][0])
+            self._before[first.metadata.dst_node_id] = thread
+            return self._queue.pop(first.metadata.message_id)
 
-    def _collect(self) -> None:
-        """Keep the replies that are ready; start an actor for each that has died."""
-        while awaited := self._awaited():
-            if not (done := self._actors.done(list(awaited), timeout=0)):
-                return
-            for reference in done:
-                actor, found = awaited[reference], self._actors.result(reference)
-                begins = self._starting.pop(reference, None) is not None
-                self._answers.pop(actor, None)
-                if begins and found is not None:
-                    self._dispatcher.join(actor)
-                elif found is not None:
-                    replies, seconds = zip(*found, strict=True)
-                    held = self._dispatcher.finish(actor, seconds)
-                    for message, reply in zip(held, replies, strict=True):
-                        self._reply(message, reply)
-                else:
-                    lost = [self._dispatcher.give_up()] if begins else self._dispatcher.lose(actor)
-                    reason = "the client's process has died, perhaps for want of memory"
-                    for message in filter(None, lost):
-                        error = Error(flower_patches.CLIENT_RAISED, reason)
-                        self._reply(message, Message(error, reply_to=message))
-                    self._start_actor()
-
-    def _reply(self, message: Message, reply: Message) -> None:
-        """Keep the reply to a message, and nothing else of it."""
-        message_id = message.metadata.message_id
-        del self._arrays[message_id]
-        self._replies[message_id] = reply
-
-
-class RayActors:
-    """:class:`Actors` of Ray, which has been started.
-
-    Args:
-        client_app: Answers every message.
-        num_clients: Number of clients.
-        resources: What Ray reserves for each actor, as ``ray.remote`` takes it.
-    """
-
-    def __init__(
-        self, client_app: ClientApp, num_clients: int, resources: dict[str, float]
-    ) -> None:
-        """Store the clients once, for all actors."""
-        ray = self._ray = import_module("ray")
-        self._make_actor = ray.remote(**resources)(Worker).remote
-        self._clients = ray.put(InProcessGrid(client_app, num_clients))
-
-    def put(self, value: Any) -> Any:
-        """See :class:`Actors`."""
-        return self._ray.put(value)
-
-    def start(self) -> tuple[Any, Any]:
-        """See :class:`Actors`."""
-        actor = self._make_actor(self._clients)
-        return actor, actor.__ray_ready__.remote()
-
-    def answer(self, actor: Any, messages: Messages, *arrays: Any) -> Any:
-        """See :class:`Actors`."""
-        return actor.answer.remote(messages, *arrays)
-
-    def done(self, references: list[Any], *, timeout: float) -> list[Any]:
-        """See :class:`Actors`."""
-        number = len(references) if timeout == 0 else 1
-        done: list[Any] = self._ray.wait(references, num_returns=number, timeout=timeout)[0]
-        return done
-
-    def result(self, reference: Any) -> Any | None:
-        """See :class:`Actors`."""
+    def _keep(self, message: Message, arrays: Any, worker: Answer | None) -> bool:
+        """Keep a worker's reply, or why there is none; True if the worker lives."""
+        lives = True
         try:
-            return self._ray.get(reference)
-        except self._ray.exceptions.RayTaskError:  # it has raised, and lives
-            raise
-        except self._ray.exceptions.RayError:
-            return None
+            if worker is None:
+                raise LostError
+            reply = worker(message, arrays)
+        except Exception as error:
+            lives = not isinstance(error, LostError)
+            reason = f"{type(error).__name__}: {error}" if lives else DIED
+            reply = Message(Error(flower_patches.CLIENT_RAISED, reason), reply_to=message)
+        with self._changed:
+            self._replies[message.metadata.message_id] = reply
+            self._changed.notify_all()
+        return lives
 
 
 def without_arrays(message: Message) -> tuple[Message, dict[str, ArrayRecord]]:
@@ -517,7 +386,7 @@ def without_arrays(message: Message) -> tuple[Message, dict[str, ArrayRecord]]:
 
 
 @contextmanager
-def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> Iterator[ActorGrid]:
+def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> Iterator[WorkerGrid]:
     """Start Ray, or join the cluster that ``runtime`` names, and leave it at the end.
 
     As many clients answer at a time as the machines hold ``client_cpus`` and ``client_gpus``.
@@ -535,12 +404,37 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
         settings["_system_config"] = {"max_direct_call_object_size": REPLY_BYTES}
     # null would join what RAY_ADDRESS or a file in /tmp/ray names, be it there or not
     ray.init(address=runtime.ray_address or "local", **settings)
+    make_actor = ray.remote(num_cpus=runtime.client_cpus, num_gpus=runtime.client_gpus)(Worker)
+    clients = ray.put(InProcessGrid(client_app, num_clients))
+
+    def result(reference: Any) -> Any:
+        while not ray.wait([reference], timeout=POLL_S)[0]:
+            if grid.has_ended:
+                raise LostError
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayTaskError:  # it has raised, and lives
+            raise
+        except ray.exceptions.RayError as error:
+            raise LostError from error
+
+    def start() -> Answer:
+        actor = make_actor.remote(clients)
+        result(actor.__ray_ready__.remote())
+        return lambda message, arrays: result(actor.answer.remote(message, arrays))
+
+    def put(arrays: dict[str, ArrayRecord]) -> Any:
+        return arrays if payload_bytes(RecordDict({**arrays})) < STORED_BYTES else ray.put(arrays)
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    at_once = places(runtime, tuple((n.get("CPU", 0), n.get("GPU", 0)) for n in nodes))
+    number = min(num_clients, at_once)
+    grid = WorkerGrid(client_app, num_clients, number=number, start=start, put=put)
     try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        at_once = places(runtime, tuple((n.get("CPU", 0), n.get("GPU", 0)) for n in nodes))
-        resources = {"num_cpus": runtime.client_cpus, "num_gpus": runtime.client_gpus}
-        actors = RayActors(client_app, num_clients, resources)
-        number = min(num_clients, at_once)
-        yield ActorGrid(client_app, num_clients, actors=actors, num_actors=number)
+        grid.begin()
+        yield grid
     finally:
+        grid.close()
+        for thread in grid.threads:
+            thread.join()
         ray.shutdown()

@@ -54,10 +54,7 @@ def main(grid: Grid, context: Context) -> None:
 def _run_launched(grid: Grid, context: Context) -> None:
     """Run the configuration that ``fednas run runtime=deployment`` has sent, and print events."""
     config = load_config(str(context.run_config[CONFIG_KEY]))
-    if config.run_dir is None:
-        raise ValueError("the launcher names the run folder")
-    resumed = bool(context.run_config[RESUMED_KEY])
-    folder = Path(config.run_dir)
+    resumed, folder = bool(context.run_config[RESUMED_KEY]), Path(str(config.run_dir))
     if not resumed and (folder / EVENTS_FILE).exists():
         raise ConfigError(
             f"run_dir={folder} already holds a run on the SuperLink's machine: choose another."
@@ -201,11 +198,9 @@ def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
     if isinstance(runtime, Deployment):
         deploy(config, listeners=listeners, resumed=resumed)
         return
+    grids = local_grid(config)
     if isinstance(runtime, RayRuntime):
         check_cluster(config)
-        app = make_client_app(dump_config(config))
-        with ray_grid(app, config.clients, runtime) as grid:
-            serve(config, grid, listeners=listeners, resumed=resumed)
-        return
-    with local_grid(config) as grid:
+        grids = ray_grid(make_client_app(dump_config(config)), config.clients, runtime)
+    with grids as grid:
         serve(config, grid, listeners=listeners, resumed=resumed)

@@ -5,13 +5,16 @@ What is compared is a run of its own, in a folder of the run's.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.deploy.beside import train_all
+from fednas_flwr.deploy.grids import LostError
+from fednas_flwr.deploy.local_actors import Forks, packed
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.models.prediction import MODEL_FILE
 from fednas_flwr.pipeline import baselines
@@ -19,7 +22,9 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.templates import percent, score
 from fednas_flwr.runs.events import Listener
 from fednas_flwr.runs.leaderboard import chosen
-from fednas_flwr.runs.numbers import is_complete, is_whole, read_run
+from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, is_whole, read_run
+from fednas_flwr.runs.run_folder import open_run_folder
+from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import Config, with_runtime
 from fednas_flwr.settings.names import FOUND
 from fednas_flwr.settings.parser import seconds
@@ -53,49 +58,83 @@ def run_whole(
         _deliver_best(config, listeners, resumed, tell)
 
 
-class _Budget:
-    """What is left of a run's ``time_limit``, shared out by what its steps cost."""
-
-    def __init__(self, config: Config) -> None:
-        """Begin with all of it."""
-        limit = config.runtime.time_limit
-        self._ends_at = None if limit is None else time.monotonic() + seconds(limit)
-
-    def share(self, step: str, number: int = 1) -> str | None:
-        """The time that each of a step's runs may take, at least 1 s; None is any."""
-        if self._ends_at is None:
-            return None
-        to_come = list(COSTS.values())[list(COSTS).index(step) :]
-        left = self._ends_at - time.monotonic()
-        return f"{max(1.0, left * COSTS[step] / sum(to_come) / number):.1f}s"
-
-
 def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell: Tell) -> None:
     """Search, train the candidates, and then the one that validation records choose."""
-    folder, budget = Path(str(config.run_dir)), _Budget(config)
+    folder, limit, begun = Path(str(config.run_dir)), config.runtime.time_limit, time.monotonic()
+
+    def share(step: str, number: int = 1) -> str | None:
+        """The time that each of a step's runs may take, at least 1 s; None is any."""
+        if limit is None:
+            return None
+        to_come = list(COSTS.values())[list(COSTS).index(step) :]
+        left = begun + seconds(limit) - time.monotonic()
+        return f"{max(1.0, left * COSTS[step] / sum(to_come) / number):.1f}s"
+
     if not (resumed and read_run(folder).last("derived")):
         search = replace(config, stages=["search"])
-        search = with_runtime(search, time_limit=budget.share("search"))
+        search = with_runtime(search, time_limit=share("search"))
         launch(search, listeners=listeners, resumed=resumed)
         if not read_run(folder).last("derived"):  # out of time
             return
     for step in ("candidates", "finalists"):
         folders = baselines.prepare_candidates(config, last=step == "finalists")
-        _train_beside(config, folders, budget.share(step, len(folders)), tell)
+        _train_beside(config, folders, share(step, len(folders)), tell)
     best = chosen(folder)
     if best is None:
         raise ConfigError(f"no candidate of {folder} could be trained: see the reports below it.")
     tell(f"delivered: {best.name}")
-    final = with_runtime(baselines.delivered(config, best), time_limit=budget.share("delivered"))
+    final = with_runtime(baselines.delivered(config, best), time_limit=share("delivered"))
     launch(final, listeners=listeners, resumed=True)
 
 
 def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: Tell) -> None:
     """Train networks beside the run's, those that are not done, and tell their test scores."""
-    for folder, reason in train_all(config, dict.fromkeys(folders, limit)):
+    for folder, reason in train_all(config, folders, limit):
         run = read_run(folder)
         told = reason or (score(run.test_score()) if run.is_regression else percent(run.accuracy()))
         tell(f"{folder.parent.name} {folder.name}: {told}")
+
+
+def train_all(
+    config: Config, folders: Sequence[Path], limit: str | None = None
+) -> Iterator[tuple[Path, str]]:
+    """Train the runs of some folders, side by side where this machine has cores for it.
+
+    Yields each folder when it is done, with why it has failed.
+
+    Args:
+        config: Of the run that they stand beside.
+        folders: Of runs.
+        limit: The time that each may take; None is any.
+    """
+    number = min(len(folders), len(os.sched_getaffinity(0)))
+    alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
+    if alone or number < 2 or (sent := packed(train)) is None:
+        yield from ((folder, train(folder, limit)) for folder in folders)
+        return
+    with ThreadPoolExecutor(number) as threads, Forks(sent) as forks:
+        started = {threads.submit(lambda one: forks.start()(one, limit), f): f for f in folders}
+        try:
+            for done in as_completed(started):
+                yield started[done], done.result()
+        except LostError as error:
+            raise ConfigError(
+                "a process that trains the networks to compare with has ended: the machine may "
+                "be out of memory; go on with resume=<run folder>."
+            ) from error
+
+
+def train(folder: Path, limit: str | None) -> str:
+    """Begin the run in a folder or go on with it; returns why it has failed, else an empty text."""
+    if is_complete(folder):
+        return ""
+    begun = (folder / EVENTS_FILE).exists()
+    try:
+        config = with_runtime(open_run_folder(str(folder)), time_limit=limit)
+        launch(config, listeners=(), resumed=begun)
+    except (ConfigError, QuorumError) as error:
+        return str(error)
+    return ""
 
 
 def _train_baselines(config: Config, tell: Tell) -> None:

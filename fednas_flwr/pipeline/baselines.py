@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -120,25 +119,19 @@ def _candidates(config: Config) -> dict[str, Config]:
     folder = Path(str(config.run_dir))
     derived = read_run(folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
-    others = dict(_baselines(alike, num_random(config), derived, linear=True))
-    others |= dict(_fine_tuned(alike))
-    found = {"found": replace(alike, stages=STAGES)}
+    found = partial(from_json, json.dumps(derived["network"]["genotype"]))
+    candidates = dict([_given(alike, "found", found)])
     if len(derived["network"]["input_shape"]) == 1 and config.search_space.skip == NO_SKIP:
-        space = replace(config.search_space, skip=LINEAR)
-        found["found_skip"] = replace(found["found"], search_space=space)
-    files = {name: folder / BASELINES_FOLDER / name / GENOTYPE_FILE for name in (*found, *others)}
-    for name in found:
-        if not files[name].is_file():  # the run's own will be of the network that it delivers
-            files[name].parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / GENOTYPE_FILE, files[name])
-    return {
-        name: replace(
-            alike, stages=STAGES, genotype=str(files[name].resolve()), search_space=own.search_space
-        )
-        if files[name].is_file()
-        else own
-        for name, own in (found | others).items()
-    }
+        skipping = replace(alike, search_space=replace(config.search_space, skip=LINEAR))
+        candidates |= dict([_given(skipping, "found_skip", found)])
+    candidates |= dict(_baselines(alike, num_random(config), derived, linear=True))
+    candidates |= dict(_fine_tuned(alike))
+    file = folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
+    if file.is_file():  # its search is done
+        space = candidates[DATA_FREE].search_space
+        given = replace(alike, stages=STAGES, genotype=str(file.resolve()))
+        candidates[DATA_FREE] = replace(given, search_space=space)
+    return candidates
 
 
 def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:

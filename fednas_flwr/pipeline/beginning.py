@@ -99,6 +99,7 @@ def begin(
         splits = _declared_at_first(cohort, earlier)
         cohort.sampling = make_sampling(config, splits)
     cohort.predicts_numbers = prepared.train.is_regression
+    cohort.names = _names(config, cohort, prepared)
     _tell_partition(config, cohort, prepared, log)
     checkpoints = make_checkpoints(folder, log)
     run = Run(
@@ -151,8 +152,8 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
     records: dict[str, Any] = {"summary": summarised(splits)}
     if whole:
         records = {"splits": splits, "clients": sorted(cohort.properties)}
-        if names := _names(config, cohort, prepared):
-            records["names"] = names
+        if cohort.names:
+            records["names"] = list(cohort.names.values())
     log.emit(
         "partition",
         class_names=list(prepared.train.class_names),
@@ -168,20 +169,21 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
             log.emit("data", found=lines)
 
 
-def _names(config: Config, cohort: Cohort, prepared: Prepared) -> list[str]:
+def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]:
     """Names of the connected clients, which no record of a private run decides; empty without.
 
     A real site says its own, as ``sites.yaml`` has it.
     """
+    clients = sorted(cohort.properties)
     if has_real_sites(config):
-        names = [known.get("tag", "") for known in cohort.properties.values()]
-        return names if all(names) and len({*names}) == len(names) else []
+        names = {client: cohort.properties[client].get("tag", "") for client in clients}
+        return names if all(names.values()) and len({*names.values()}) == len(names) else {}
     column = getattr(config.partition, "column", None)
     declared = column is None or column in getattr(config.dataset, "categories", ())
     if isinstance(config.privacy, DifferentialPrivacy) and not declared:
-        return []
+        return {}
     found = client_names(prepared.train, config.partition)
-    return [found[client] for client in sorted(cohort.properties)] if found else []
+    return {client: found[client] for client in clients} if found else {}
 
 
 def _agree(
@@ -301,18 +303,13 @@ def _cost(own: Schedule, reply: Reply) -> dict[str, Any]:
     Raises:
         ReplyError: It leaves out one of these, or a split.
     """
-    silent = [name for name in ("epsilon", "covered_steps") if name not in reply.properties]
+    said, splits = reply.properties, {split for planned in own for split in planned.splits}
+    silent = [name for name in ("epsilon", "covered_steps") if name not in said]
+    covered = said.get("epsilon", {PRV: splits})[PRV]
+    silent += [f"epsilon of {split}" for split in sorted(splits.difference(covered))]
     if silent:
         raise ReplyError(f"does not say its {silent[0]}")
-    cost = {
-        name: reply.properties[name]
-        for name in ("epsilon", "uncounted")
-        if name in reply.properties
-    }
-    missing = {split for planned in own for split in planned.splits} - set(cost["epsilon"][PRV])
-    if missing:
-        raise ReplyError(f"does not say its epsilon of {', '.join(sorted(missing))}")
-    return cost
+    return {name: said[name] for name in ("epsilon", "uncounted") if name in said}
 
 
 def _agreed(
@@ -327,7 +324,11 @@ def _agreed(
     replies = dict(cohort.ask(exchange))
     deadline = time.monotonic() + approval_s
     told: dict[int, str] = {}
-    while waiting := _awaited(replies):
+    while waiting := {
+        c: reply.properties["awaits"]
+        for c, reply in replies.items()
+        if "awaits" in reply.properties
+    }:
         if waiting != told:
             schedules = [{"client": c, "schedule": awaited} for c, awaited in waiting.items()]
             cohort.emit("approval_awaited", run=cohort.run, clients=schedules)
@@ -346,18 +347,12 @@ def _agreed(
         cohort.dismiss(client, reason, COMMIT)
         del replies[client]
     if waiting and len(replies) < cohort.quorum:
-        reasons = "; ".join(f"client {c}: {why}" for c, why in cohort.left.items())
+        reasons = "; ".join(f"{cohort.named(c)}: {why}" for c, why in cohort.left.items())
         raise QuorumError(
             f"{reasons} ({len(replies)} of {cohort.num_clients} clients have agreed to the "
             f"schedule, {cohort.quorum} are needed). Nothing was released."
         )
     return sorted(replies.items())
-
-
-def _awaited(replies: Mapping[int, Reply]) -> dict[int, str]:
-    """The schedule that each client waits to have approved."""
-    said = {client: reply.properties for client, reply in replies.items()}
-    return {client: of["awaits"] for client, of in said.items() if "awaits" in of}
 
 
 def awaited_run(events: Sequence[Event]) -> str | None:
@@ -410,15 +405,11 @@ def _growth(
         return []
     most = max(clients, key=lambda client: of_splits(client, PRV) or math.inf)
     schedule, records = schedules[most["client"]], tuple(sorted(most["records"].items()))
-    rounds = {stage: len(asked) for stage, asked in turns[most["client"]].items()}
+    order = [stage for stage, asked in turns[most["client"]].items() for _ in asked]
     points: list[tuple[int, float | None]] = []
-    whole = sum(rounds.values())
-    for reached in sorted({round(whole * k / GROWTH_POINTS) for k in range(1, GROWTH_POINTS + 1)}):
-        left = reached
-        done = {}
-        for stage, number in rounds.items():
-            done[stage] = min(left, number) / max(1, number)
-            left -= min(left, number)
+    parts = range(1, GROWTH_POINTS + 1)
+    for reached in sorted({round(len(order) * k / GROWTH_POINTS) for k in parts}):
+        done = {stage: order[:reached].count(stage) / order.count(stage) for stage in set(order)}
         steps = [math.ceil(p.steps * done.get(p.stage, 1)) for p in schedule]
         pairs = zip(schedule, steps, strict=True)
         released = tuple(replace(planned, steps=number) for planned, number in pairs if number)

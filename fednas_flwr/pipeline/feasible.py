@@ -116,45 +116,39 @@ def check_sites(
                 f"{', '.join(policy.data_sets)}."
             )
         making.check_unit(policy.data_sets[privacy.data_set].unit, made.records)
-    declared = [policy.data_sets[privacy.data_set].by_split for policy in policies]
+    rules = [policy.data_sets[privacy.data_set] for policy in policies]
+    declared = [allowed.by_split for allowed in rules]
     sampling = make_sampling(config, declared)
-    least = [p.data_sets[privacy.data_set].least_noise_multiplier for p in policies]
     schedules = schedule.make_schedules(
         schedule.for_classes(config, made.records),
         declared,
         done={},
         sampling=sampling,
-        least_noise=least,
+        least_noise=[allowed.least_noise_multiplier for allowed in rules],
     )
-    turns = schedule.turns_of(config, sampling)
     sizes = {
         (stage, kind): sum(tensor.numel() for tensor in state.values())
         for stage, network in made.networks.items()
         for kind, state in network_states(network).items()
     }
     covers: dict[str, dict[int, dict[str, Any]]] = {}
-    secure = privacy.test_seed is None
-    for index, (policy, releases) in enumerate(zip(policies, schedules, strict=True)):
-        allowed = policy.data_sets[privacy.data_set]
+    noise = {"secure_noise": privacy.test_seed is None, "test_seed": privacy.test_seed is not None}
+    for index, turns in enumerate(schedule.turns_of(config, sampling)):
         stages: dict[str, list[Reading]] = {}
-        for planned in releases:
+        for planned in schedules[index]:
             try:
-                check_action(
-                    *(policy, privacy.data_set, planned.action),
-                    secure_noise=secure,
-                    test_seed=not secure,
-                )
+                check_action(policies[index], privacy.data_set, planned.action, **noise)
                 num_values = sizes.get((planned.stage, planned.kind), 1)
-                check_planned(allowed, planned, num_values=num_values)
+                check_planned(rules[index], planned, num_values=num_values)
             except ConfigError as error:
                 named = _settings(privacy, planned)
                 raise ConfigError(f"{named}: client {index}: {error}") from error
             # which may be charged to more splits, as the site finds out by its records
-            reading = (planned.release(allowed.by_split), planned.splits)
+            reading = (planned.release(declared[index]), planned.splits)
             stages.setdefault(planned.stage, []).append(reading)
-        to_do = {stage: len(rounds) for stage, rounds in turns[index].items()}
-        covered = covered_steps(_left(config, allowed, client=index), stages)
-        for cover in schedule.covered_rounds(releases, covered, to_do):
+        to_do = {stage: len(rounds) for stage, rounds in turns.items()}
+        covered = covered_steps(_left(config, rules[index], client=index), stages)
+        for cover in schedule.covered_rounds(schedules[index], covered, to_do):
             covers.setdefault(cover["stage"], {})[index] = cover
     for of_stage in covers.values():
         quorum = max(1, math.ceil(config.runtime.quorum * len(of_stage) - 1e-9))
@@ -256,7 +250,12 @@ def check_buildable(config: Config) -> Made:
     if "retrain" in config.stages:
         networks["retrain"] = network
     for stage, network in networks.items():
-        _check_values_per_norm(config, stage, network, shape=prepared.input_shape)
+        if error := _error_of_one_record(network.eval(), prepared.input_shape):
+            sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")
+            raise ConfigError(
+                f"{stage}: of a single record a group norm of the network has one value only, "
+                f"which it makes 0: raise its sizes ({', '.join(sizes)})."
+            ) from error
     check_features(prepared, clients())
     if not isinstance(config.privacy, DifferentialPrivacy):
         check_parts(config, prepared, clients(), trained | networks)
@@ -380,8 +379,15 @@ def check_parts(
         smallest = {"search": min(sizes.values()), "retrain": trained}
         for stage, network in networks.items():
             batch_size = _batch_size(config, stage)
-            if smallest[stage] == 1 or batch_size == 1:
-                _check_single_record(network, stage, index, batch_size, shape=prepared.input_shape)
+            if smallest[stage] != 1 and batch_size != 1:
+                continue
+            if error := _error_of_one_record(network.train(), prepared.input_shape):
+                norm = "search_space.norm" if stage == "search" else "retrain.norm"
+                raise ConfigError(
+                    f"{norm}=batch normalises no batch of one record, which client {index} trains "
+                    f"on in {stage} (batch_size={batch_size}): set {norm}=group, or give clients "
+                    "more records."
+                ) from error
 
 
 def check_linear_baseline(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
@@ -417,32 +423,6 @@ def _batch_size(config: Config, stage: str) -> int | None:
     algorithm = config.algorithm.whole_search(config).algorithm
     size: int | None = getattr(algorithm, "batch_size", retraining)
     return size
-
-
-def _check_values_per_norm(
-    config: Config, stage: str, network: nn.Module, *, shape: tuple[int, ...]
-) -> None:
-    """Refuse a network in which a group norm has one value to normalise, which it forgets."""
-    error = _error_of_one_record(network.eval(), shape)
-    if error is not None:
-        sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")
-        raise ConfigError(
-            f"{stage}: of a single record a group norm of the network has one value only, which "
-            f"it makes 0: raise its sizes ({', '.join(sizes)})."
-        ) from error
-
-
-def _check_single_record(
-    network: nn.Module, stage: str, client: int, batch_size: int | None, *, shape: tuple[int, ...]
-) -> None:
-    """Refuse a network that cannot be trained on a batch of one record."""
-    error = _error_of_one_record(network.train(), shape)  # of batch normalisation
-    if error is not None:
-        norm = "search_space.norm" if stage == "search" else "retrain.norm"
-        raise ConfigError(
-            f"{norm}=batch normalises no batch of one record, which client {client} trains on in "
-            f"{stage} (batch_size={batch_size}): set {norm}=group, or give clients more records."
-        ) from error
 
 
 def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:

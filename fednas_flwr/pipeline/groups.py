@@ -23,7 +23,7 @@ from fednas_flwr.algorithms.fdnas import CFDNASSettings, all_hardware, group_nam
 from fednas_flwr.algorithms.fdnas.strategy import FDNAS
 from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.base.foreign import dump_yaml, load_json
+from fednas_flwr.base.foreign import load_json
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, make_checkpoints
 from fednas_flwr.protocol.states import Packed
@@ -31,17 +31,14 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
 from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
-from fednas_flwr.runs.run_folder import GROUPS_FILE
+from fednas_flwr.runs.run_folder import GROUPS_FILE, create_run_folder
 from fednas_flwr.server.cohort import CONNECT, QuorumError
-from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config
+from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.spaces.costs import check_hardware
 
 Groups = dict[str, list[int]]
-_FAILURE = ("action", "client", "expelled", "reason", "round", "stage")
-REPEATED = {  # of a group's events in those of the run, with these fields
-    **dict.fromkeys(("client_failed", "client_left", "client_back"), _FAILURE),
-    "out_of_time": ("stage", "round", "rounds"),
-}
+# of a group's events, those that the run has, too
+REPEATED = {"client_failed", "client_left", "client_back", "out_of_time"}
 
 
 def run_groups(
@@ -181,9 +178,8 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
     config = replace(
         run.config, algorithm=search, rounds=algorithm.group_rounds, run_dir=str(folder)
     )
-    folder.mkdir(parents=True, exist_ok=True)
     if not (folder / CONFIG_FILE).exists():
-        write_atomically(folder / CONFIG_FILE, dump_yaml(json.loads(dump_config(config))))
+        create_run_folder(config)
     log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
     # private clients have committed to all that the run asks of them, under its name
     private = isinstance(run.config.privacy, DifferentialPrivacy)
@@ -202,16 +198,19 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
 def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
     """Record in a group's own events the guarantee of privacy, which is of the whole run."""
     if promised := read_run(run.folder).privacy:
-        fields = {k: v for k, v in promised.items() if k not in ("event", "time", "elapsed")}
-        own = [promise for promise in fields["clients"] if promise["client"] in clients]
-        part.log.emit("privacy", **{**fields, "clients": own})
+        own = [promise for promise in promised["clients"] if promise["client"] in clients]
+        part.log.emit("privacy", **(_fields(promised) | {"clients": own}))
+
+
+def _fields(event: Event) -> Event:
+    return {k: v for k, v in event.items() if k not in ("event", "time", "elapsed")}
 
 
 def _tell(log: EventLog, name: str, event: Event) -> None:
     """Repeat in the run's own events those of a group that whoever watches the run must know."""
     kind = event["event"]
     if kind in REPEATED:
-        log.emit(kind, group=name, **{f: event[f] for f in REPEATED[kind] if f in event})
+        log.emit(kind, group=name, **_fields(event))
     elif kind == "warning":
         log.emit("warning", message=f"group {name}: {event['message']}")
     elif kind == "stage_finished":

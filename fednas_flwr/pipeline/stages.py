@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import flwr
-import numpy as np
 import torch
 from flwr.serverapp import Grid
 from torch import nn
@@ -84,11 +83,9 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
         circumstances["device"] = str(networks.make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
-        if config.run_dir is None:
-            raise ValueError("config.run_dir must name the run folder")
         # A resumed run books under another name, since what it repeats is released again; but one
         # that people have approved meanwhile keeps the name that they have approved.
-        earlier = read_events(Path(config.run_dir) / EVENTS_FILE) if resumed else []
+        earlier = read_events(Path(str(config.run_dir)) / EVENTS_FILE) if resumed else []
         run = begin(config, grid, log, circumstances, earlier=earlier)
         with suppress(OutOfTimeError):
             _run_and_report_spending(run)
@@ -231,9 +228,9 @@ def _evaluate(
     device = networks.make_device(config.runtime.device)
     with run.stage("evaluate"):
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
-        threshold, central, validation = None, None, None
-        if released := _released_scores(run, description, states):
-            threshold = released.threshold
+        central, validation = None, None
+        released = _released_scores(run, description, states)
+        threshold = released.threshold if released else None
         objective = make_objective(config, prepared, torch.device("cpu"))
         metric = _metric(run)
         holds_out = config.retrain.evaluate_every > 0
@@ -392,9 +389,8 @@ def _ask_tests(
     )
     try:
         for client, reply in cohort.ask(exchange):
-            fields: dict[str, Any] = {"client": client, "num_examples": reply.num_examples}
-            if client == TOTAL:
-                fields = {"sites": reply.sites, "num_examples": reply.num_examples}
+            whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
+            fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
             fields |= reply.properties.get("scores", {})
             if threshold is not None and "histogram" in reply.properties:
                 fields |= metrics.shares_at(reply.properties["histogram"], threshold)
@@ -434,7 +430,7 @@ def _hand_over(run: Run) -> None:
         except ConfigError as error:
             run.log.emit("warning", message=f"the model does not return to the sites: {error}")
             return
-        values = torch.from_numpy(np.frombuffer(model, dtype=np.uint8).copy())
+        values = torch.frombuffer(bytearray(model), dtype=torch.uint8)
         receivers, states = [], {"model": {"uint8": values}}
         exchange = Exchange(
             "query.keep_model", stage="hand over", settings=request, states=states, among=keeping

@@ -81,6 +81,7 @@ class Cohort:
         bytes_received: Bytes of all arrays in replies so far.
         bytes_dense: Bytes that whole states, unrounded, would have taken in both directions.
         properties: Properties of each connected client, by client.
+        names: Those that people know clients by, as far as they have some.
         statistics: Statistics by which all clients standardise a table; None: declared ones.
         predicts_numbers: True if closeness is in the place of accuracy.
         sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
@@ -102,6 +103,7 @@ class Cohort:
     bytes_received: int = field(default=0, init=False)
     bytes_dense: int = field(default=0, init=False)
     properties: dict[int, ExactClientProperties] = field(default_factory=dict, init=False)
+    names: Mapping[int, str] = field(default_factory=dict, init=False)
     statistics: Statistics | None = field(default=None, init=False)
     predicts_numbers: bool = field(default=False, init=False)
     sampling: Sampling | None = field(default=None, init=False)
@@ -164,10 +166,10 @@ class Cohort:
         fit = {index: described[of[0]] for index, of in sorted(owners.items()) if len(of) == 1}
 
         def leave_out(unfit: Mapping[int, str]) -> None:
+            self.names = {i: fit[i].properties.get("tag", "") for i in unfit}
             for index, reason in unfit.items():
-                tag = fit.pop(index).properties.get("tag")
-                name = f"{index} ({tag})" if tag else f"{index}"
-                reasons.append(f"client {name}: {terminal(reason[:LONGEST_REASON])}")
+                del fit[index]
+                reasons.append(f"{self.named(index)}: {terminal(reason[:LONGEST_REASON])}")
 
         leave_out(misfits({index: reply.properties for index, reply in fit.items()}, alike))
         declared: dict[int, dict[str, float]] = {}
@@ -252,10 +254,16 @@ class Cohort:
         """The reason for each client that has left, by client, ascending."""
         return dict(sorted(self._left.items()))
 
+    def named(self, client: int) -> str:
+        """A client's number, with its name if it has one."""
+        name = self.names.get(client)
+        return f"client {client} ({name})" if name else f"client {client}"
+
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
         """Make a cohort of some of the connected clients, with their own quorum and counts."""
         part = replace(self, run=run, num_clients=len(clients), emit=emit, wait=time.sleep)
         part.statistics, part._num_classes = self.statistics, self._num_classes
+        part.names = self.names
         part._grid, part._refused = self._grid, self._refused
         part._nodes = {client: self._nodes[client] for client in clients}
         part._left = {client: why for client, why in self._left.items() if client in clients}
@@ -318,7 +326,7 @@ class Cohort:
         if accepted < (quorum := self.quorum_of(wanted)):
             may = self.left if participants is None else participants.candidates
             failures = {c: why for c, why in self.left.items() if c in may} | failures
-            first, *others = [f"client {c}: {why}" for c, why in sorted(failures.items())]
+            first, *others = [f"{self.named(c)}: {why}" for c, why in sorted(failures.items())]
             raise QuorumError(
                 f"{first} ({exchange}: {accepted} of {wanted} "
                 f"clients answered, {quorum} are needed{'; '.join(['', *others])})"
@@ -347,9 +355,9 @@ class Cohort:
         missing = sorted(set(survivors) - set(signed))
         if missing:
             raise QuorumError(
-                f"{failed}: clients {missing} "
-                "have answered, but not signed the list of survivors, so that no mask may be "
-                "opened; continue the run with resume=<run folder>."
+                f"{failed}: some have answered, but not signed the list of survivors "
+                f"({', '.join(map(self.named, missing))}), so that no mask may be opened; continue "
+                "the run with resume=<run folder>."
             )
         signatures = {client: properties["signature"] for client, properties in signed.items()}
         requests = pending.open_requests(signatures)

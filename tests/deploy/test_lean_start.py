@@ -26,7 +26,7 @@ HEAVY = {
 PROCESS = """
 import json, sys
 from pathlib import Path
-import fednas_flwr.deploy.sites.client_process
+import fednas_flwr.deploy.sites.executor
 from flwr.common.serde import recorddict_from_proto
 from flwr.proto.recorddict_pb2 import RecordDict
 from fednas_flwr.deploy.client_app import make_client_app

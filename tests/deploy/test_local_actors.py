@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from fednas_flwr.api import run
 from fednas_flwr.deploy import local_actors
-from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.local_actors import LocalGrid, local_grid
+from fednas_flwr.deploy.grids import InProcessGrid, LostError
+from fednas_flwr.deploy.local_actors import Forks, LocalGrid, local_grid, packed
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.settings import Config, with_runtime
 
@@ -102,6 +102,24 @@ def test_a_worker_that_dies_costs_its_reply_and_another_takes_its_place(
     assert record.status == "completed"
     assert killed
     assert all("process has died" in str(event["reason"]) for event in record.failures())
+
+
+@pytest.mark.run
+def test_a_process_that_forks_others_is_replaced_when_it_has_died() -> None:
+    sent = packed(len)
+    assert sent is not None
+    with Forks(sent) as forks:
+        first = forks.start()
+        assert first("abc") == 3
+        assert forks._process is not None
+        forks._process.kill()
+        forks._process.wait()
+        assert first("abcd") == 4  # which lives
+        other = forks.start()
+        assert other("ab") == 2
+    for call in (other, forks.start):
+        with pytest.raises(LostError):
+            call()
 
 
 @pytest.mark.run

@@ -169,7 +169,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
     recommended: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the search, between candidates, and before what is delivered."""
-    from fednas_flwr.deploy import beside, whole_run
+    from fednas_flwr.deploy import whole_run
 
     launch, launched = whole_run.launch, list[str]()
 
@@ -180,8 +180,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
         launch(config, **options)
 
     monkeypatch.setattr(whole_run, "launch", stopping)
-    monkeypatch.setattr(beside, "launch", stopping)
-    monkeypatch.setattr(beside.os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: {0})
     with pytest.raises(KeyboardInterrupt):
         run(recommended)
     folder = Path(str(recommended.run_dir))

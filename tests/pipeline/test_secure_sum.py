@@ -235,7 +235,7 @@ def test_the_total_of_survivors_is_theirs_alone(compose_config, tmp_path):
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        (lost_at("query.sign_survivors", {3}), "clients [3] have answered, but not signed"),
+        (lost_at("query.sign_survivors", {3}), "not signed the list of survivors (client 3)"),
         (lost_at("query.open_masks", {0, 1, 2}), "with 1 of 4 survivors' openings"),
         (lost_at("query.open_masks", {0, 1, 2, 3}), "with 0 of 4 survivors' openings"),
         (lost_at("train.search", {0, 1}), "rule secure_sum: survivors=[2, 3], not 3 or more"),

@@ -273,9 +273,11 @@ def test_clients_of_a_turn_that_fail_are_replaced_by_the_next_in_its_order(
 def test_the_quorum_of_a_turn_is_one_of_its_clients(federation):
     shaky = federation(10, damage=dict.fromkeys([1, 4, 9], fail_by_error), quorum_share=0.6)
     shaky.cohort.connect(shaky.grid)
+    shaky.cohort.names = {4: "charite"}
     with pytest.raises(QuorumError, match=r"1 of 3 clients answered, 2 are needed") as error:
         list(shaky.ask(participants=Participants((1, 4, 6), (9,))))
-    assert all(f"client {client}: RuntimeError" in str(error.value) for client in (1, 4, 9))
+    for client in ("1", "4 (charite)", "9"):
+        assert f"client {client}: RuntimeError" in str(error.value)
     shaky.cohort.dismiss(7, "it has left")
     assert [c for c, _ in shaky.ask(participants=Participants((6, 7), (8,)))] == [6, 8]
 

@@ -17,8 +17,7 @@ from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExec
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResultStatus
 
 from fednas_flwr.deploy import flower_patches
-from fednas_flwr.deploy.sites.client_process import NAME
-from fednas_flwr.deploy.sites.executor import IMPORTED
+from fednas_flwr.deploy.sites.executor import IMPORTED, NAME
 
 
 def spec(task: TaskType) -> ExecutionSpec:

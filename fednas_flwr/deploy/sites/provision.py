@@ -49,15 +49,13 @@ def make_authority(folder: Path, *, name: str) -> None:
     Raises:
         FileExistsError: There is a key already: an authority is never replaced.
     """
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = _name(f"{name} authority")
-    certificate = (
-        _builder(subject, subject, key, "key_cert_sign", "crl_sign", days=AUTHORITY_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    _write(folder / "ca", key, certificate)
+    key, subject = ec.generate_private_key(ec.SECP256R1()), _name(f"{name} authority")
+    extensions = [
+        x509.BasicConstraints(ca=True, path_length=0),
+        _usage("key_cert_sign", "crl_sign"),
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+    ]
+    _write(folder / "ca", key, subject, (subject, key), extensions, days=AUTHORITY_DAYS)
 
 
 def issue_certificate(
@@ -78,22 +76,16 @@ def issue_certificate(
     issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
     assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = (
-        _builder(_name(addresses[0]), issuer.subject, key, "digital_signature", days=days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(
-            x509.SubjectAlternativeName([general_name(address) for address in addresses]),
-            critical=False,
-        )
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
-            critical=False,
-        )
-        .sign(issuer_key, hashes.SHA256())
-    )
+    extensions = [
+        x509.BasicConstraints(ca=False, path_length=None),
+        _usage("digital_signature"),
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.SubjectAlternativeName([general_name(address) for address in addresses]),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
+    ]
     (folder / "server.key").unlink(missing_ok=True)
-    _write(folder / "server", key, certificate)
+    issuers = (issuer.subject, issuer_key)
+    _write(folder / "server", key, _name(addresses[0]), issuers, extensions, days=days)
 
 
 def make_node_key(path: Path) -> Path:
@@ -154,33 +146,35 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
+def _usage(*usages: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**dict.fromkeys(_USAGES, False) | dict.fromkeys(usages, True))
+
+
+def _write(
+    path: Path,
     key: ec.EllipticCurvePrivateKey,
-    *usages: str,
+    subject: x509.Name,
+    issuer: tuple[x509.Name, ec.EllipticCurvePrivateKey],
+    extensions: Sequence[x509.ExtensionType],
+    *,
     days: float,
-) -> x509.CertificateBuilder:
-    """Return a certificate for some usages that begins now, or a day before it expired."""
+) -> None:
+    """Write ``<path>.key`` and ``<path>.crt``, which begins now, or a day before it expired."""
     now = datetime.now(UTC)
     end = now + timedelta(days=days)
-    return (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(issuer)
+        .issuer_name(issuer[0])
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(min(now - _CLOCK_SLACK, end - timedelta(days=1)))
         .not_valid_after(end)
-        .add_extension(
-            x509.KeyUsage(**dict.fromkeys(_USAGES, False) | dict.fromkeys(usages, True)),
-            critical=True,
-        )
     )
-
-
-def _write(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
-    """Write ``<path>.key`` and ``<path>.crt``."""
+    for extension in extensions:
+        critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(extension, critical=critical)
+    certificate = builder.sign(issuer[1], hashes.SHA256())
     pem = serialization.Encoding.PEM
     plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     write_secret(path.with_suffix(".key"), key.private_bytes(pem, *plain))
@@ -192,7 +186,8 @@ SERVER_FILE, SITE_FILE = "server.env", "site.env"
 ROSTER_FILE = "roster.json"
 SIGNING_KEY_FILE = "signing.key"  # beside it signing.pub, by which sites know models that return
 CERTIFICATE_DAYS = 365
-SETTINGS = (SERVER_FILE, SITE_FILE, "policy.yaml", "dataset.yaml")  # for people to edit
+POLICY_FILE = "policy.yaml"
+SETTINGS = (SERVER_FILE, SITE_FILE, POLICY_FILE, "dataset.yaml")  # for people to edit
 UNIT = "fednas.service"
 SCRIPTS = ("start.sh", "operate")  # which one starts
 _MACHINE = Path(__file__).parent / "folder"  # scripts, the same for all, and patterns of settings
@@ -268,9 +263,22 @@ def provision(deployment: Deployment, output: Path, *, roster: Roster | None = N
         make_authority(authority, name=deployment.federation)
     if not (authority / SIGNING_KEY_FILE).exists():
         make_signing_key(authority / SIGNING_KEY_FILE)
-    machines = [_write_server(deployment, authority, server)]
+    port, (first, *_) = deployment.server.port, deployment.server.addresses
+    facts: dict[str, object] = {"federation": deployment.federation, "port": port}
+    _write_machine("server", authority, server, facts | {"name": SERVER})
+    # its own processes and its operator reach it by loopback
+    addresses = list(dict.fromkeys([*deployment.server.addresses, "localhost", "127.0.0.1"]))
+    issue_certificate(authority, server, addresses=addresses, days=CERTIFICATE_DAYS)
+    (server / SIGNING_KEY_FILE).unlink(missing_ok=True)
+    write_secret(server / SIGNING_KEY_FILE, (authority / SIGNING_KEY_FILE).read_bytes())
+    facts["superlink"] = f"[{first}]:{port}" if ":" in first else f"{first}:{port}"
+    facts["partitions"] = len(deployment.sites)
+    machines = [server]
     for index, name in enumerate(deployment.sites):
-        machines.append(_write_site(deployment, index, authority, output / name))
+        machines.append(output / name)
+        _write_machine("site", authority, output / name, facts | {"name": name, "partition": index})
+        if not (output / name / POLICY_FILE).exists():
+            (output / name / POLICY_FILE).write_text(template())
         if roster is not None:
             roster.write(output / name / ROSTER_FILE)
     for folder in (authority, *machines):
@@ -313,42 +321,8 @@ def load_sites(path: Path) -> Deployment:
     return deployment
 
 
-def _write_server(deployment: Deployment, authority: Path, folder: Path) -> Path:
-    """Write the server's folder; its own processes and its operator reach it by loopback."""
-    kept = _copy(SERVER, authority, folder)
-    addresses = list(dict.fromkeys([*deployment.server.addresses, "localhost", "127.0.0.1"]))
-    issue_certificate(authority, folder, addresses=addresses, days=CERTIFICATE_DAYS)
-    (folder / SIGNING_KEY_FILE).unlink(missing_ok=True)
-    write_secret(folder / SIGNING_KEY_FILE, (authority / SIGNING_KEY_FILE).read_bytes())
-    facts = {"federation": deployment.federation, "port": deployment.server.port, "name": SERVER}
-    if SERVER_FILE not in kept:
-        _fill(folder / SERVER_FILE, folder / SERVER_FILE, facts)
-    _fill(_MACHINE / UNIT, folder / f"fednas-{SERVER}.service", facts)
-    return folder
-
-
-def _write_site(deployment: Deployment, index: int, authority: Path, folder: Path) -> Path:
-    """Write a site's folder, with a policy and settings for its engineer to edit."""
-    kept = _copy("site", authority, folder)
-    address, name = deployment.server.addresses[0], deployment.sites[index]
-    host = f"[{address}]" if ":" in address else address
-    facts = {
-        "federation": deployment.federation,
-        "name": name,
-        "superlink": f"{host}:{deployment.server.port}",
-        "partition": index,
-        "partitions": len(deployment.sites),
-    }
-    if SITE_FILE not in kept:
-        _fill(folder / SITE_FILE, folder / SITE_FILE, facts)
-    _fill(_MACHINE / UNIT, folder / f"fednas-{name}.service", facts)
-    if "policy.yaml" not in kept:
-        (folder / "policy.yaml").write_text(template())
-    return folder
-
-
-def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
-    """Write the files that all machines of a kind share; return the settings left as they were."""
+def _write_machine(kind: str, authority: Path, folder: Path, facts: Mapping[str, object]) -> None:
+    """Write what all machines of a kind get; settings that are there stay as they are."""
     kept = {name for name in SETTINGS if (folder / name).exists()}
     folder.mkdir(exist_ok=True)
     for path in (*(_MACHINE / kind).iterdir(), _MACHINE / "parts.sh"):
@@ -361,7 +335,10 @@ def _copy(kind: str, authority: Path, folder: Path) -> set[str]:
         shutil.copyfile(authority / public, folder / public)
     make_folder(folder / "state")
     (folder / "state").chmod(0o700)
-    return kept
+    settings = folder / f"{kind}.env"
+    if settings.name not in kept:
+        _fill(settings, settings, facts)
+    _fill(_MACHINE / UNIT, folder / f"fednas-{facts['name']}.service", facts)
 
 
 def _fill(pattern: Path, path: Path, facts: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fednas_flwr.deploy import beside
+from fednas_flwr.deploy import whole_run
 from fednas_flwr.runs.numbers import is_complete, read_run
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import Config
@@ -46,13 +46,13 @@ def test_networks_are_the_same_however_many_are_trained_at_once(
     compose_config: Callable[..., Config],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(beside.os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: set(range(cores)))
     config = compose_config(*LINEAR)
     first = folders("a", "b", "c", "d", "e")  # more than are trained at once
-    done = dict(beside.train_all(config, dict.fromkeys(first)))
+    done = dict(whole_run.train_all(config, first))
     assert done == dict.fromkeys(first, "")
     again = folders("f", "g")
-    assert [beside.train(folder, None) for folder in again] == ["", ""]
+    assert [whole_run.train(folder, None) for folder in again] == ["", ""]
     for one, other in zip(first[:2], again, strict=True):
         assert (one / "model.onnx").read_bytes() == (other / "model.onnx").read_bytes()
 
@@ -63,11 +63,11 @@ def test_one_that_fails_says_why_and_the_others_go_on(
     compose_config: Callable[..., Config],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(beside.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: {0, 1})
     whole, broken = folders("whole", "broken")
     text = (broken / "config.yaml").read_text()
     (broken / "config.yaml").write_text(text.replace("network: linear", "network: cubic"))
-    done = dict(beside.train_all(compose_config(*LINEAR), dict.fromkeys((whole, broken))))
+    done = dict(whole_run.train_all(compose_config(*LINEAR), [whole, broken]))
     assert done[whole] == ""
     assert "cubic" in done[broken]
     assert is_complete(whole)
@@ -79,11 +79,11 @@ def test_no_process_outlives_the_one_that_has_started_it(
 ) -> None:
     names = [str(folder) for folder in folders("a", "b", rounds=100_000)]
     script = (
-        "import json, os, sys; from pathlib import Path; from fednas_flwr.deploy import beside;"
+        "import json, os, sys; from pathlib import Path; from fednas_flwr.deploy import whole_run;"
         "from fednas_flwr import compose;"
-        "beside.os.sched_getaffinity = lambda process: {0, 1};"
+        "whole_run.os.sched_getaffinity = lambda process: {0, 1};"
         "names = json.loads(sys.argv[1]);"
-        "list(beside.train_all(compose(), dict.fromkeys(map(Path, names))))"
+        "list(whole_run.train_all(compose(), list(map(Path, names))))"
     )
     parent = subprocess.Popen([sys.executable, "-c", script, json.dumps(names)])
     while not all((Path(name) / "events.jsonl").exists() for name in names):
