@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.files import make_folder, sync
+from fednas_flwr.base.files import make_folder, sync, walk
 from fednas_flwr.data.features import make_transform, transform_of, transformed
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
@@ -255,9 +255,8 @@ def fingerprint(name: str, source: Path) -> list[tuple[str, int, int]]:
     if not entry.roots:
         return []
     place = os.path.realpath(source / entry.folder)
-    below = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
-    files = sorted(filter(os.path.isfile, below or [place]))
-    stats = [(path, os.stat(path)) for path in files]
+    below = [os.path.join(folder, name) for folder, _, names in walk(Path(place)) for name in names]
+    stats = [(path, os.stat(path)) for path in sorted(below or [place]) if os.path.isfile(path)]
     return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 

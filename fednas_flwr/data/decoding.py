@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.base.files import walk
 from fednas_flwr.base.memory import check_fits
 from fednas_flwr.data.features import load_backbone
 from fednas_flwr.data.records import ID, record_id
@@ -24,8 +24,8 @@ from fednas_flwr.settings.data_settings import EncodedImages
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".jfif", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".dcm"}
-SUFFIXES |= {".pgm", ".ppm"}
+SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".dcm")
+SUFFIXES += (".pgm", ".ppm")
 _GRAY, _COLOUR = "gray", "colour"
 _GRAY_MODES = {"1", "L", "LA"}  # as Pillow calls them
 _KINDS = {"I": "16 bit", "F": "float"}  # by the first letter of other modes
@@ -38,12 +38,13 @@ _MOST_NAMED = 20
 Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded image
 
 
-def source_of(files: Sequence[Path]) -> Source:
+def source_of(files: Sequence[Path | str]) -> Source:
     """Return the source of images in files; one that cannot be opened is broken, too."""
 
     def content(index: int) -> tuple[str, bytes]:
         try:
-            return str(files[index]), files[index].read_bytes()
+            with open(files[index], "rb") as file:  # noqa: PTH123 (Path takes longer)
+                return str(files[index]), file.read()
         except OSError as error:
             return f"{files[index]}: {error.strerror}", b""
 
@@ -88,11 +89,11 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     for i in range(count):
         name, content = source(i)
         try:
-            image, pixels, said = _open(content, name, settings.intensity)
+            image, own_pixels, said = _open(content, name, settings.intensity)
         except _BrokenError as error:
             broken.append(f"{name} ({error})")
             continue
-        sizes[image.size] += 1
+        sizes[image.shape[1], image.shape[0]] += 1
         kinds.update(said)
         wanted = channels or (3 if _COLOUR in said else 1)
         if len(images) == 0 or wanted > images.shape[1]:
@@ -106,7 +107,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             of_one_form[: len(rows)] = images[: len(rows)]
             images = of_one_form
         images[len(rows)] = _fitted(image, images.shape[1:])
-        ids.append(record_id(pixels))
+        ids.append(record_id(own_pixels))
         rows.append(i)
     if side is None and len(sizes) > 1:
         raise ConfigError(
@@ -160,15 +161,19 @@ class _BrokenError(Exception):
 
 def _open(
     content: bytes, name: str, intensity: Sequence[float] | None
-) -> tuple[Image, bytes, list[str]]:
-    """Return an upright image of mode L or RGB, its own pixels, and what its file is."""
+) -> tuple[np.ndarray, bytes, list[str]]:
+    """Return an upright image, its own pixels, and what is to be said of its file.
+
+    The image is uint8 ``[H, W]`` or ``[H, W, 3]``; its own pixels are as they are in the file, on
+    white where it is transparent, channel by channel, and one channel where these are equal.
+    """
     from PIL import Image as Pillow
     from PIL import ImageOps
 
     try:
         if name.lower().endswith(".dcm"):
             pixels = _dicom(content, intensity)
-            return Pillow.fromarray(pixels), pixels.tobytes(), [_GRAY]
+            return pixels, pixels.tobytes(), [_GRAY]
         with Pillow.open(io.BytesIO(content)) as opened:
             orientation = opened.getexif().get(_ORIENTATION, 1)
             is_clear = opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info
@@ -181,23 +186,28 @@ def _open(
             kind = _KINDS.get(opened.mode[0], _GRAY if opened.mode in _GRAY_MODES else _COLOUR)
             if kind in _RANGES:
                 pixels = np.asarray(opened)
-                image = Pillow.fromarray(_shades(pixels, intensity, _RANGES[kind]))
+                shown = _shades(pixels, intensity, _RANGES[kind])
             else:
-                image = opened.convert("RGBA") if is_clear else opened
+                image: Image = opened
                 if is_clear:
+                    image = image.convert("RGBA")
                     image = Pillow.alpha_composite(Pillow.new("RGBA", image.size, "white"), image)
-                image = _of_mode(image, "L" if kind == _GRAY else "RGB")
-                pixels = np.asarray(image)
+                mode = "L" if kind == _GRAY else "RGB"
+                shown = pixels = np.asarray(image if image.mode == mode else image.convert(mode))
             if _TURNED in said:
+                image = Pillow.fromarray(shown)
                 image.getexif()[_ORIENTATION] = orientation
-                image = ImageOps.exif_transpose(image)
+                shown = np.asarray(ImageOps.exif_transpose(image))
     except _BrokenError:
         raise
     except Exception as error:  # whatever a broken file makes of a parser of many formats
         reason = " ".join(str(error).split())  # without the address of the bytes that were read
         reason = "of no known image format" if "cannot identify" in reason else reason
         raise _BrokenError(reason) from error
-    return image, _pixel_bytes(pixels), [kind, *said]
+    channels = pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels
+    own, size = channels.tobytes(), pixels[..., :1].nbytes
+    is_gray = own[:size] == own[size : 2 * size] == own[2 * size :]
+    return shown, own[:size] if is_gray else own, [kind, *said]
 
 
 _ORIENTATION = 0x0112  # EXIF's tag
@@ -241,28 +251,17 @@ def _dicom(content: bytes, intensity: Sequence[float] | None) -> np.ndarray:
     return 255 - pixels if is_inverse else pixels
 
 
-def _of_mode(image: Image, mode: str) -> Image:
-    return image if image.mode == mode else image.convert(mode)
-
-
-def _fitted(image: Image, shape: Sequence[int]) -> np.ndarray:
+def _fitted(image: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Return uint8 ``[C, H, W]`` of an image, resized where it has another size."""
     from PIL import Image as Pillow
 
     channels, height, width = shape
-    fitted = _of_mode(image, "L" if channels == 1 else "RGB")
-    if fitted.size != (width, height):
-        fitted = fitted.resize((width, height), Pillow.Resampling.BILINEAR)
-    return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
-
-
-def _pixel_bytes(pixels: np.ndarray) -> bytes:
-    """Return the bytes of an image ``[H, W]`` or ``[H, W, 3]`` channel by channel, gray as one."""
-    if pixels.ndim == 2:
-        return pixels.tobytes()
-    red, green, blue = pixels.transpose(2, 0, 1)
-    is_gray = np.array_equal(red, green) and np.array_equal(red, blue)
-    return (red if is_gray else pixels.transpose(2, 0, 1)).tobytes()
+    if image.shape != (height, width, 3)[: 2 if channels == 1 else 3]:
+        fitted = Pillow.fromarray(image).convert("L" if channels == 1 else "RGB")
+        if fitted.size != (width, height):
+            fitted = fitted.resize((width, height), Pillow.Resampling.BILINEAR)
+        image = np.asarray(fitted)
+    return image.reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
@@ -281,21 +280,24 @@ def part_folders(root: Path) -> tuple[Path, Path | None]:
     return train, test if test is not None and test.is_dir() else None
 
 
-def is_image(path: Path) -> bool:
-    """Return whether a file is an image by its name; those that a Mac hides are none."""
-    return path.suffix.lower() in SUFFIXES and path.name[0] != "."
-
-
-def image_files(root: Path, *, hidden: bool = False) -> list[Path]:
-    """All images in a folder and its sub-folders, by path.
+def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], list[str]]:
+    """Names of the images in a folder and in its sub-folders, by their paths in it, both sorted.
 
     Args:
         root: The folder.
         hidden: True if folders and files that begin with an underscore count.
     """
     left_out = "." if hidden else "._"
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
+    found: dict[tuple[str, ...], list[str]] = {}
+    for folder, folders, names in walk(root):
         folders[:] = [name for name in folders if name[0] not in left_out]
-        found += [Path(folder, name) for name in names if name[0] not in left_out]
-    return sorted((p for p in found if p.suffix.lower() in SUFFIXES), key=lambda path: path.parts)
+        named = [n for n in (*names, *folders) if n.lower().endswith(SUFFIXES)]
+        if images := sorted(name for name in named if name[0] not in left_out):
+            found[Path(folder).relative_to(root).parts] = images
+    return dict(sorted(found.items()))
+
+
+def image_files(root: Path) -> list[Path]:
+    """All images in a folder and its sub-folders, by path."""
+    files = [root.joinpath(*at, n) for at, names in image_folders(root).items() for n in names]
+    return sorted(files, key=lambda path: path.parts)
