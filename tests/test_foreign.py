@@ -55,7 +55,7 @@ MERGES = [
 CHAIN = ["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 60))]
 BAD_YAML = {
     "\n".join(ALIASES): "its aliases and values make more than 50,000 nodes",
-    "\n".join(MERGES): "its aliases and values make more than 50,000 nodes",
+    "\n".join(MERGES): "<< is not read: write the keys themselves",
     "\n".join(CHAIN): "it is more than 50 levels deep",
     "a: &a [*a]": "it is more than 50 levels deep",
     "&a {b: *a}": "it is more than 50 levels deep",
@@ -106,10 +106,10 @@ def test_the_package_has_no_other_reader_of_yaml() -> None:
     assert found == [PACKAGE / "base" / "foreign.py"]
 
 
-@pytest.mark.parametrize("text", ["a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}", "a: [&b 1, *b, *b]"])
+@pytest.mark.parametrize("text", ["a: &a {x: 1}\nb: *a", "a: [&b 1, *b, *b]"])
 def test_a_few_aliases_are_read(text: str) -> None:
     assert json.dumps(load_yaml(text, "text")) in (
-        '{"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}',
+        '{"a": {"x": 1}, "b": {"x": 1}}',
         '{"a": [1, 1, 1]}',
     )
 
