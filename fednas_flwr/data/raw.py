@@ -21,7 +21,15 @@ from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
 from fednas_flwr.data.notation import NEARLY, distinct, places_among
-from fednas_flwr.data.npz import channels_first, cut, named, read_arrays
+from fednas_flwr.data.npz import (
+    channels_first,
+    cut,
+    named,
+    read_arrays,
+    usual_labels,
+    usual_names,
+    usual_pixels,
+)
 from fednas_flwr.data.records import (
     CATEGORY,
     DATE,
@@ -135,11 +143,11 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
 
 
 def _numpy_file(path: Path, inputs: Inputs) -> RawData:
-    arrays = read_arrays(path)
+    arrays = usual_names(read_arrays(path))
     for part in ("", "_test", "_val", "_train"):
         labels = _label_names(arrays.get(f"y{part}"), inputs)
         if f"x{part}" in arrays:
-            return _array(arrays[f"x{part}"], inputs, where=str(path), labels=labels)
+            return _array(usual_pixels(arrays[f"x{part}"]), inputs, where=str(path), labels=labels)
         encoded = part.removeprefix("_")
         if f"{encoded}_bytes" in arrays:
             contents = cut(arrays[f"{encoded}_bytes"], arrays[f"{encoded}_off"], origin=str(path))
@@ -149,6 +157,9 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
 
 
 def _label_names(labels: np.ndarray | None, inputs: Inputs) -> Sequence[Label] | None:
+    labels = None if labels is None else usual_labels(labels)
+    if labels is not None and labels.dtype.kind == "U":
+        return labels.tolist() if {*labels.tolist()} <= {*inputs.class_names} else None
     if labels is not None and inputs.target and labels.dtype.kind in "biuf" and labels.ndim == 1:
         return [float(label) for label in labels]
     if labels is None or inputs.target or labels.dtype.kind not in "biu":
