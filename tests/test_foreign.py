@@ -23,7 +23,6 @@ from fednas_flwr.base.foreign import (
     csv_cell,
     dump_yaml,
     load_yaml,
-    mapped,
     markdown,
     terminal,
 )
@@ -220,12 +219,6 @@ def test_no_dialect_makes_a_link_of_a_bare_address(text: str) -> None:
 @pytest.mark.parametrize("name", ["fed_darts", "cuda:0", "2024-05-31T10:00:00+00:00", "1e-05, x"])
 def test_ordinary_words_stay_as_they_are(name: str) -> None:
     assert markdown(name) == terminal(name) == csv_cell(name) == name
-
-
-def test_keys_are_escaped_too() -> None:
-    assert mapped({"<": ["<", {"a": ("<", 1, None)}]}, markdown) == {
-        "&#60;": ["&#60;", {"a": ["&#60;", 1, None]}]
-    }
 
 
 @pytest.mark.parametrize("start", list("=+-@\t\r\n") + ["＝", "＋", "－", "＠"])

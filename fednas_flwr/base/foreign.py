@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -75,15 +75,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def mapped(value: Any, escape: Callable[[object], str]) -> Any:
-    """Return lists and mappings with every text in them escaped, keys included."""
-    if isinstance(value, Mapping):
-        return {mapped(key, escape): mapped(item, escape) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [mapped(item, escape) for item in value]
-    return escape(value) if isinstance(value, str) else value
 
 
 def load_json(text: str | bytes, **options: Any) -> Any:

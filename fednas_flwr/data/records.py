@@ -117,10 +117,7 @@ class Inputs(Checked):
         Raises:
             ConfigError: The text says none.
         """
-        values = json.loads(text)
-        if isinstance(values, dict) and (sizes := values.pop("scattering", ())):  # as it once was
-            values["transform"] = ["scattering", *map(str, sizes)]
-        inputs: Inputs = parse(Inputs, values, key="inputs", defaults=True)
+        inputs: Inputs = parse(Inputs, json.loads(text), key="inputs", defaults=True)
         return inputs
 
 
