@@ -9,7 +9,6 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -181,25 +180,49 @@ def _numbered(labels: np.ndarray, names: Sequence[str], origin: str) -> np.ndarr
 
 
 def _part(
-    settings: Arrays, arrays: Mapping[str, np.ndarray], name: str, *, origin: str
+    settings: Arrays, arrays: Mapping[str, np.ndarray], part: str, *, origin: str
 ) -> tuple[_Features, np.ndarray, tuple[str, ...]]:
     """Features and labels of one part without the records that cannot be read, and notes."""
-    skip = settings.corrupt == "skip"
-    features, labels = _features(settings, arrays, name, origin=origin), arrays[f"y_{name}"]
-    notes: tuple[str, ...] = ()
-    if skip and len(features) == len(labels):
-        rows, notes = readable(_unreadable(features, labels, len(settings.class_names)))
-        labels = labels[rows]
-        features = [features[i] for i in rows] if isinstance(features, list) else features[rows]
-    if isinstance(features, np.ndarray) and np.isinf(features).any():
-        raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
-    labels = _whole_labels(labels, origin=origin, part=name)
+    labels, skip = arrays[f"y_{part}"], settings.corrupt == "skip"
+    features: _Features
+    if f"x_{part}" in arrays:
+        for name in ("image_size", "channels", "intensity"):
+            if (value := getattr(settings, name)) is not None:
+                raise ConfigError(
+                    f"dataset.{name}={show(value)} has no effect on {origin}, whose x_{part} holds "
+                    "plain arrays and no encoded images: remove it, or change the arrays."
+                )
+        features = channels_first(arrays[f"x_{part}"], origin=origin)
+    else:
+        contents = cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
+        features = [named(contents, f"{origin}, part {part}", i) for i in range(len(contents))]
     if len(features) != len(labels) or (len(labels) == 0 and not skip):
         raise ConfigError(
-            f"{origin} holds {len(features)} records and {len(labels)} labels in its part {name}: "
+            f"{origin} holds {len(features)} records and {len(labels)} labels in its part {part}: "
             "it needs as many labels as records, at least one."
         )
-    return features, labels, notes
+    several, kind = labels.ndim == 2 and labels.shape[1] > 1, labels.dtype.kind
+    is_whole = kind in "biu" if several else kind in "iu" and labels.ndim == 1
+    most = 2 if several else (skip and len(settings.class_names)) or 2**63
+    unknown = np.logical_or(labels < 0, labels >= most) if is_whole else np.ones(1, dtype=bool)
+    if not is_whole or (unknown.any() and not skip):
+        span = f" from {labels.min()} to {labels.max()}" if is_whole else ""
+        raise ConfigError(
+            f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}{span}: expected the "
+            "class numbers 0, 1, ... as one integer per record, or [N, L] of 0 and 1 for several "
+            "labels."
+        )
+    unknown = unknown.any(axis=1) if several else unknown
+    infinite = np.zeros(len(labels), dtype=bool)
+    if isinstance(features, np.ndarray) and features.ndim == 2:
+        infinite = np.isinf(features).any(axis=1)
+    if not skip:
+        if infinite.any():
+            raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
+        return features, labels.astype(np.int64), ()
+    rows, notes = readable({"a label of no class": unknown, "an infinite number": infinite})
+    read = [features[i] for i in rows] if isinstance(features, list) else features[rows]
+    return read, labels[rows].astype(np.int64), notes
 
 
 def _class_names(settings: Arrays, labels: Sequence[np.ndarray], *, origin: str) -> tuple[str, ...]:
@@ -230,35 +253,6 @@ def named(contents: list[bytes], origin: str, index: int) -> tuple[str, bytes]:
     return f"image {index} of {origin}", contents[index]
 
 
-def _features(
-    settings: Arrays, arrays: Mapping[str, np.ndarray], part: str, *, origin: str
-) -> _Features:
-    """A part's images or rows, or its encoded images with their names."""
-    if f"x_{part}" in arrays:
-        for name in ("image_size", "channels", "intensity"):
-            if (value := getattr(settings, name)) is not None:
-                raise ConfigError(
-                    f"dataset.{name}={show(value)} has no effect on {origin}, whose x_{part} holds "
-                    "plain arrays and no encoded images: remove it, or change the arrays."
-                )
-        return channels_first(arrays[f"x_{part}"], origin=origin)
-    contents = cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
-    return [named(contents, f"{origin}, part {part}", i) for i in range(len(contents))]
-
-
-def _unreadable(features: _Features, labels: np.ndarray, num_classes: int) -> dict[str, np.ndarray]:
-    """Return which records cannot be read, each by itself, bool ``[N]``, by the reason."""
-    unknown: Any = np.zeros(len(labels), dtype=bool)
-    infinite = unknown
-    if labels.dtype.kind in "biu" and labels.ndim == 2:
-        unknown = ~np.isin(labels, (0, 1)).all(axis=1)
-    elif labels.dtype.kind in "iu" and labels.ndim == 1:
-        unknown = np.logical_or(labels < 0, labels >= (num_classes or 2**63))
-    if isinstance(features, np.ndarray) and features.ndim == 2:
-        infinite = np.isinf(features).any(axis=1)
-    return {"a label of no class": unknown, "an infinite number": infinite}
-
-
 def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> dict[str, set[str]]:
     """Return ``train`` and, if there is one, the other part, each with the names of its arrays."""
     present = {}
@@ -281,23 +275,6 @@ def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> dict[str, set[st
     return present
 
 
-def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:
-    """Return the labels as int64 after checking that they are class numbers, or 0 and 1."""
-    several = labels.ndim == 2 and labels.shape[1] > 1 and labels.dtype.kind in "biu"
-    whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
-    low, high = 0, 0
-    if (several or whole) and labels.size:
-        low, high = int(labels.min()), int(labels.max())
-    if not (several or whole) or not 0 <= low <= high < (2 if several else 2**63):
-        span = f" from {low} to {high}" if low < high else ""
-        raise ConfigError(
-            f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}{span}: expected the "
-            "class numbers 0, 1, ... as one integer per record, or [N, L] of 0 and 1 for several "
-            "labels."
-        )
-    return labels.astype(np.int64)
-
-
 def channels_first(
     images: np.ndarray, *, origin: str, kinds: Sequence[type] = (np.uint8,)
 ) -> np.ndarray:
@@ -312,8 +289,10 @@ def channels_first(
         first, last = images.shape[1] in (1, 3), images.shape[3] in (1, 3)
         if first != last:
             return images if first else images.transpose(0, 3, 1, 2)
+    is_number = images.dtype.kind in "fiu" and images.size
+    span = f" from {images.min():g} to {images.max():g}" if is_number else ""
     raise ConfigError(
-        f"{origin} holds features {images.dtype} of shape {images.shape}: expected uint8 "
+        f"{origin} holds features {images.dtype} of shape {images.shape}{span}: expected uint8 "
         "images [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 channels, whole numbers from 0 "
         "to 255 or shares from 0 to 1, or a table [N, F]."
     )
