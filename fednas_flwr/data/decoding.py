@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image, ImageOps
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.base.files import walk
@@ -21,11 +21,9 @@ from fednas_flwr.data.features import load_backbone
 from fednas_flwr.data.records import ID, record_id
 from fednas_flwr.settings.data_settings import EncodedImages
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".dcm")
-SUFFIXES += (".pgm", ".ppm")
+SUFFIXES += (".pgm", ".ppm", ".pbm", ".pnm", ".jpe", ".jp2")
+_BESIDE = (".txt", ".csv", ".json", ".xml", ".md", ".db", ".ini")  # what may lie beside images
 _GRAY, _COLOUR = "gray", "colour"
 _GRAY_MODES = {"1", "L", "LA"}  # as Pillow calls them
 _KINDS = {"I": "16 bit", "F": "float"}  # by the first letter of other modes
@@ -33,6 +31,11 @@ _RANGES = {"16 bit": (0.0, 65535.0), "float": (0.0, 1.0)}  # that become 0 and 2
 _TURNED = "images turned upright as their EXIF orientation says"
 _PAGED = "files have several pages, of which only the first is read"
 _CLEAR = "images with an alpha channel are laid on white"
+_UNWINDOWED = (
+    "DICOM images have no window, so that the range of each becomes 0..255: with "
+    "dataset.intensity=[low,high] all are read alike"
+)
+_BEYOND = 1e12  # all intensities
 _MOST_NAMED = 20
 
 Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded image
@@ -135,7 +138,9 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     if any(number for kind, number in shades.items() if kind != become):
         told = " and ".join(f"{number} {kind}" for kind, number in shades.items() if number)
         notes.append(f"{told} images: all become {become}")
-    notes += [f"{kinds[told]} {told}" for told in (_TURNED, _PAGED, _CLEAR) if kinds[told]]
+    notes += [
+        f"{kinds[told]} {told}" for told in (_TURNED, _PAGED, _CLEAR, _UNWINDOWED) if kinds[told]
+    ]
     chosen = np.array(rows, dtype=np.int64)
     return Decoded(images[: len(rows)], np.array(ids, dtype=ID), chosen, tuple(notes))
 
@@ -167,14 +172,11 @@ def _open(
     The image is uint8 ``[H, W]`` or ``[H, W, 3]``; its own pixels are as they are in the file, on
     white where it is transparent, channel by channel, and one channel where these are equal.
     """
-    from PIL import Image as Pillow
-    from PIL import ImageOps
-
     try:
         if name.lower().endswith(".dcm"):
-            pixels = _dicom(content, intensity)
-            return pixels, pixels.tobytes(), [_GRAY]
-        with Pillow.open(io.BytesIO(content)) as opened:
+            pixels, said = _dicom(content, intensity)
+            return pixels, pixels.tobytes(), [_GRAY, *said]
+        with Image.open(io.BytesIO(content)) as opened:
             orientation = opened.getexif().get(_ORIENTATION, 1)
             is_clear = opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info
             facts = {
@@ -188,14 +190,14 @@ def _open(
                 pixels = np.asarray(opened)
                 shown = _shades(pixels, intensity, _RANGES[kind])
             else:
-                image: Image = opened
+                image: Image.Image = opened
                 if is_clear:
                     image = image.convert("RGBA")
-                    image = Pillow.alpha_composite(Pillow.new("RGBA", image.size, "white"), image)
+                    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
                 mode = "L" if kind == _GRAY else "RGB"
                 shown = pixels = np.asarray(image if image.mode == mode else image.convert(mode))
             if _TURNED in said:
-                image = Pillow.fromarray(shown)
+                image = Image.fromarray(shown)
                 image.getexif()[_ORIENTATION] = orientation
                 shown = np.asarray(ImageOps.exif_transpose(image))
     except _BrokenError:
@@ -230,36 +232,41 @@ def _shades(
     return pixels
 
 
-def _dicom(content: bytes, intensity: Sequence[float] | None) -> np.ndarray:
-    """Return a DICOM image as its own window shows it, uint8 ``[H, W]``, black 0 and white 255.
+def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarray, list[str]]:
+    """Return a DICOM image as its own window shows it, and what is to be said of it.
 
-    With a given range of intensities, such as Hounsfield units, that is the window.
+    It is uint8 ``[H, W]``, black 0 and white 255. With a given range of intensities, such as
+    Hounsfield units, that is the window.
     """
     try:
         import pydicom
-        from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut
+        from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut, apply_windowing
     except ImportError as error:
         raise _BrokenError("DICOM needs pydicom: install fednas_flwr[dicom] with pip") from error
     opened = pydicom.dcmread(io.BytesIO(content))
     values = apply_modality_lut(opened.pixel_array, opened)
     if values.ndim != 2:
         raise _BrokenError(f"one gray image was expected, got shape {values.shape}")
+    said: list[str] = []
+    ends = values
     if not intensity:
-        values = apply_voi_lut(values, opened)
-    pixels = _shades(values, intensity, (values.min(), values.max()))
+        values = ends = apply_voi_lut(values, opened)
+        if "VOILUTSequence" not in opened and "WindowCenter" in opened:
+            ends = apply_windowing(np.array([-_BEYOND, _BEYOND]), opened)
+        elif "VOILUTSequence" not in opened:
+            said = [_UNWINDOWED]
+    pixels = _shades(values, intensity, (ends.min(), ends.max()))
     is_inverse = opened.get("PhotometricInterpretation") == "MONOCHROME1"  # where 0 is white
-    return 255 - pixels if is_inverse else pixels
+    return 255 - pixels if is_inverse else pixels, said
 
 
 def _fitted(image: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Return uint8 ``[C, H, W]`` of an image, resized where it has another size."""
-    from PIL import Image as Pillow
-
     channels, height, width = shape
     if image.shape != (height, width, 3)[: 2 if channels == 1 else 3]:
-        fitted = Pillow.fromarray(image).convert("L" if channels == 1 else "RGB")
+        fitted = Image.fromarray(image).convert("L" if channels == 1 else "RGB")
         if fitted.size != (width, height):
-            fitted = fitted.resize((width, height), Pillow.Resampling.BILINEAR)
+            fitted = fitted.resize((width, height), Image.Resampling.BILINEAR)
         image = np.asarray(fitted)
     return image.reshape(height, width, channels).transpose(2, 0, 1)
 
@@ -295,6 +302,17 @@ def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], 
         if images := sorted(name for name in named if name[0] not in left_out):
             found[Path(folder).relative_to(root).parts] = images
     return dict(sorted(found.items()))
+
+
+def other_files(root: Path) -> list[str]:
+    """A sentence on files in a folder that have no image's suffix, if there are any."""
+    others: Counter[str] = Counter()
+    for _, folders, names in walk(root):
+        folders[:] = [name for name in folders if name[0] not in "._"]
+        suffixes = [Path(n).suffix.lower() or "no suffix" for n in names if n[0] not in "._"]
+        others.update(suffix for suffix in suffixes if suffix not in (*SUFFIXES, *_BESIDE))
+    listing = listed(f"{suffix}: {number}" for suffix, number in others.most_common())
+    return [f"{others.total()} files are not read as images ({listing})"] if others else []
 
 
 def image_files(root: Path) -> list[Path]:

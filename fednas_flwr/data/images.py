@@ -21,10 +21,12 @@ from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import tables
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.decoding import (
+    SUFFIXES,
     Source,
     decode_images,
     image_files,
     image_folders,
+    other_files,
     part_folders,
     source_of,
 )
@@ -162,13 +164,15 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
         rows, notes = readable({"a folder of no class or no person": np.array(of_none, dtype=bool)})
         images = [images[i] for i in rows]
     elif not read:
-        raise ConfigError(f"{folder} has no images: expected {form}.")
+        others = "; ".join([*_left_out(found), *other_files(folder)])
+        raise ConfigError(f"{folder} has no images: expected {form}{others and f'; {others}'}.")
     elif stray:
         path = folder.joinpath(*stray[0], found[stray[0]][0])
         raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
     else:
         images = [(at, name) for at in read for name in found[at]]
-        notes = tuple(_left_out({at: names for at, names in found.items() if at not in read}))
+        left_out = {at: names for at, names in found.items() if at not in read}
+        notes = (*_left_out(left_out), *other_files(folder))
     labels = encode_labels(Cells(at[0] for at, _ in images), names, where=str(folder))
     persons = {}
     if id_column is not None:
@@ -266,7 +270,7 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     by_path = {file.relative_to(path.parent).as_posix(): file for file in files}
     times = Counter(file.name for file in files)
     by_name = {file.name: file for file in files if times[file.name] == 1}
-    cells = [Path(text).as_posix() for text in texts[column].tolist()]
+    cells = [text and Path(text).as_posix() for text in texts[column].tolist()]
     known = by_name | by_path
     missing = [cell or "an empty cell" for cell in cells if cell not in known]
     if skip:  # a name that images share would change its meaning with one of them
@@ -297,6 +301,8 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
             f"{path} begins with the column {first}, which is to name the images: put the column "
             "with the files' names first."
         )
+    if first.lower().endswith(SUFFIXES) and not skip:
+        raise ConfigError(f"{path} begins with the image {first}: give it a first line of names.")
     paths = files_of(texts, path, skip=skip)
     if skip:
         wrong = tables.unreadable_cells(settings, texts, ())

@@ -146,8 +146,9 @@ def usual_pixels(array: np.ndarray) -> np.ndarray:
     """
     if array.ndim < 3 or not array.size:
         return array
-    if array.ndim > 4:
-        array = array.reshape([len(array), *(n for n in array.shape[1:] if n > 1)])
+    sides = [side for side in array.shape[1:] if side > 1]
+    if array.ndim > 4 and (array.shape[-1] > 1 or len(sides) == 2):  # else of several gray frames
+        array = array.reshape([len(array), *sides])
     kind, low, high = array.dtype.kind, array.min(), array.max()
     whole = kind in "iu" or (kind == "f" and (array % 1 == 0).all())
     if array.dtype != np.uint8 and whole and 0 <= low < 2 <= high <= 255:

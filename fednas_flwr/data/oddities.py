@@ -5,6 +5,7 @@ Each sentence depends on records, so that whoever reads it learns of them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +27,8 @@ _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
 _ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record)$", re.I)
 _AFFIXED = re.compile(r"[^A-Za-z\d]{0,2}\d")  # as 80%, $1,200, <0.5, 3 days, 12:30 and 1/2/24
+_SEPARATED = re.compile(r"\s*[;|,]\s*")  # names, as in a|b
+_FEWEST_PIXELS = 64
 _YES_NO = {
     **dict.fromkeys(("yes", "y", "true", "1", "j", "ja"), "yes"),
     **dict.fromkeys(("no", "n", "false", "0", "nein"), "no"),
@@ -47,7 +50,7 @@ def oddities(records: Records) -> list[str]:
 def _of_labels(records: Records) -> Iterator[str]:
     counts = count_labels(records.labels, len(records.class_names))
     empty = [name for name, n in zip(records.class_names, counts, strict=True) if not n]
-    if empty and len(records) >= _FEWEST:
+    if empty and (len(records) >= _FEWEST or not records.schema):
         more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
         yield f"no record has the label {', '.join(empty[:5])}{more}: do labels begin at 1?"
     if records.multi_label and bool((records.labels.sum(1) == 1).all()):
@@ -60,6 +63,11 @@ def _of_labels(records: Records) -> Iterator[str]:
     if len(counts) == 1:
         yield f"every record has the label {records.class_names[0]}: there is nothing to tell apart"
     yield from _spelled_alike("the label", records.class_names)
+    several = [
+        n for n in records.class_names if {*_SEPARATED.split(n)[1:]} & {*records.class_names}
+    ]
+    if several and not records.multi_label:
+        yield f"the label holds {several[0]}: several labels? Then set dataset.label_separator"
     numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
     if numbers and records.schema and not records.multi_label:
         yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
@@ -70,7 +78,8 @@ def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
     alike: dict[str, list[str]] = {}
     spoken = _YES_NO if all(code.lower() in _YES_NO for code in codes) else {}
     for code in codes:
-        alike.setdefault(spoken.get(code.lower(), code.lower()), []).append(code)
+        plain = code.strip().lower()
+        alike.setdefault(spoken.get(plain, plain), []).append(code)
     for spellings in [found for found in alike.values() if len(found) > 1][:1]:
         yield f"{what} holds {' and '.join(spellings)}: join them by dataset.map if they are one"
 
@@ -93,6 +102,13 @@ def _of_columns(records: Records) -> Iterator[str]:
     if len(records) < _FEWEST:
         return
     names = list(records.feature_names)
+    side = math.isqrt(len(names))
+    whole = records.features.amax() > 127 and not (records.features % 1).any()
+    if side**2 == len(names) >= _FEWEST_PIXELS and whole and 0 <= records.features.amin():
+        yield (
+            f"{len(names)} columns of whole numbers look like images of {side}x{side} pixels: "
+            "networks of images take an npz file of [N, H, W]"
+        )
     rows = slice(None, None, max(1, len(records) // _SAMPLE))
     features, labels = records.features[rows].double().numpy(), records.labels[rows].numpy()
     tells: list[str] = []
