@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -90,10 +90,20 @@ def _of_images(images: Tensor) -> Iterator[str]:
             f"all {len(images)} images are one picture once they are read: see whether they are "
             "drawn in transparency, on a later page, or in a range that dataset.intensity cuts."
         )
-    is_dark = images.dtype == torch.uint8 and all(int(image.max()) < _DARK for image in images)
-    if is_dark and len(images):
+    if images.dtype == torch.uint8:
+        yield from of_brightness(images)
+
+
+def of_brightness(images: Iterable[Tensor]) -> Iterator[str]:
+    """Yield a sentence on uint8 images that are all dark, of which there are any."""
+    brightest = -1
+    for image in images:
+        brightest = max(brightest, int(image.max()))
+        if brightest >= _DARK:
+            return
+    if brightest >= 0:
         yield (
-            f"the brightest pixel is {int(images.max())} of 255: set dataset.intensity=[low,high] "
+            f"the brightest pixel is {brightest} of 255: set dataset.intensity=[low,high] "
             "of images of more than 8 bits, or multiply arrays to reach 255"
         )
 

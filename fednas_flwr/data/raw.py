@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
-from fednas_flwr.data.decoding import decode_like, image_files, source_of
+from fednas_flwr.data.decoding import decode_like, image_files, other_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
 from fednas_flwr.data.notation import NEARLY, distinct, places_among
 from fednas_flwr.data.npz import (
@@ -139,6 +139,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         names,
         [classes.pop() for classes in parents] if labelled else None,
         _decoded(source_of(files), len(files), inputs),
+        tuple(other_files(path)),
     )
 
 
