@@ -87,8 +87,8 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     ids: list[str] = []
     rows: list[int] = []
     broken: list[str] = []
-    sizes: Counter[tuple[int, int]] = Counter()
-    kinds: Counter[str] = Counter()
+    found: list[tuple[int, int]] = []
+    facts: list[str] = []
     for i in range(count):
         name, content = source(i)
         try:
@@ -96,11 +96,11 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         except _BrokenError as error:
             broken.append(f"{name} ({error})")
             continue
-        sizes[image.shape[1], image.shape[0]] += 1
-        kinds.update(said)
+        found.append((image.shape[1], image.shape[0]))
+        facts += said
         wanted = channels or (3 if _COLOUR in said else 1)
         if len(images) == 0 or wanted > images.shape[1]:
-            width, height = (side, side) if side else next(iter(sizes))
+            width, height = (side, side) if side else found[0]
             check_fits(
                 count * wanted * width * height,
                 f"{count} images of {wanted}x{height}x{width} pixels",
@@ -112,6 +112,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         images[len(rows)] = _fitted(image, images.shape[1:])
         ids.append(record_id(own_pixels))
         rows.append(i)
+    sizes, kinds = Counter(found), Counter(facts)
     if side is None and len(sizes) > 1:
         raise ConfigError(
             f"the images have {len(sizes)} different sizes ({_listed_sizes(sizes)}): set "
@@ -309,8 +310,9 @@ def other_files(root: Path) -> list[str]:
     others: Counter[str] = Counter()
     for _, folders, names in walk(root):
         folders[:] = [name for name in folders if name[0] not in "._"]
-        suffixes = [Path(n).suffix.lower() or "no suffix" for n in names if n[0] not in "._"]
-        others.update(suffix for suffix in suffixes if suffix not in (*SUFFIXES, *_BESIDE))
+        known = (*SUFFIXES, *_BESIDE)
+        more = [n for n in names if n[0] not in "._" and not n.lower().endswith(known)]
+        others.update(Path(name).suffix.lower() or "no suffix" for name in more)
     listing = listed(f"{suffix}: {number}" for suffix, number in others.most_common())
     return [f"{others.total()} files are not read as images ({listing})"] if others else []
 
