@@ -90,9 +90,9 @@ class Pretrained(nn.Module):
             ConfigError: They cannot be read or fetched, or are not of this network.
         """
         state, own = self._read(path), self.network.state_dict()
-        if self.name == LITE0 and next(iter(state)) == LITE0_FIRST:
-            heads = (f"{head}.{kind}" for head in self._heads for kind in ("weight", "bias"))
-            state = dict(zip(dict.fromkeys([*own, *heads]), state.values(), strict=False))
+        if self.name == LITE0 and next(iter(state), "") == LITE0_FIRST:
+            head = (f"{head}.{kind}" for head in self._heads for kind in ("weight", "bias"))
+            state = dict(zip(dict.fromkeys([*own, *head]), state.values(), strict=False))
             self.get_buffer("mean").fill_(LITE0_MEAN)
             self.get_buffer("std").fill_(LITE0_STD)
         fits = {k: v for k, v in state.items() if k in own and v.shape == own[k].shape}
@@ -169,22 +169,17 @@ class Frozen(Pretrained):
         return functional.layer_norm(super().forward(x), self.output_shape)
 
 
-def load_frozen(
-    name: str, image_size: int | None, path: Path | None, *, empty: bool = False
-) -> Frozen:
+def load_frozen(name: str, image_size: int | None, path: Path | None) -> Frozen:
     """Return a frozen network with its weights, which are read once per process.
 
     Args:
         name: See :class:`Pretrained`.
         image_size: The same.
         path: See :meth:`Pretrained.load_weights`.
-        empty: True for a network of its own, into which weights are loaded later.
 
     Raises:
         ConfigError: They cannot be read, or are not of that network.
     """
-    if empty:
-        return Frozen(name, image_size)
     changed_ns = path.stat().st_mtime_ns if path is not None and path.is_file() else 0
     return _loaded(name, image_size, path, changed_ns)
 
