@@ -21,8 +21,8 @@ from fednas_flwr.data.features import load_backbone
 from fednas_flwr.data.records import ID, record_id
 from fednas_flwr.settings.data_settings import EncodedImages
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".dcm")
-SUFFIXES += (".pgm", ".ppm", ".pbm", ".pnm", ".jpe", ".jp2")
+SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".tif", ".tiff")
+SUFFIXES += (".bmp", ".gif", ".webp", ".dcm", ".pgm", ".ppm", ".pbm", ".pnm")
 _BESIDE = (".txt", ".csv", ".json", ".xml", ".md", ".db", ".ini")  # what may lie beside images
 _GRAY, _COLOUR = "gray", "colour"
 _GRAY_MODES = {"1", "L", "LA"}  # as Pillow calls them

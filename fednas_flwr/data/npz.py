@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,11 +93,11 @@ def records_from_npz(
         renamed = {old: new for old, new in zip(given, arrays, strict=True) if old != new}
         if renamed:
             told = [f"{' and '.join(renamed)} are taken as {' and '.join(renamed.values())}"]
-        labels = {name: usual_labels(y) for name, y in arrays.items() if name.startswith("y_")}
-        texts = [y.tolist() for y in labels.values() if y.dtype.kind == "U" and y.ndim == 1]
+        said = {name: usual_labels(y) for name, y in arrays.items() if name.startswith("y_")}
+        texts = [y.tolist() for y in said.values() if y.dtype.kind == "U" and y.ndim == 1]
         found = sorted({text for of in texts for text in of})
         settings = replace(settings, class_names=settings.class_names or found)
-        changed = {n: _numbered(y, settings.class_names, origin) for n, y in labels.items()}
+        changed = {n: _numbered(y, settings.class_names, origin) for n, y in said.items()}
         changed |= {name: usual_pixels(x) for name, x in arrays.items() if name.startswith("x_")}
         for name, array in changed.items():
             if array is not arrays[name]:
@@ -205,7 +206,7 @@ def _part(
     several, kind = labels.ndim == 2 and labels.shape[1] > 1, labels.dtype.kind
     is_whole = kind in "biu" if several else kind in "iu" and labels.ndim == 1
     most = 2 if several else (skip and len(settings.class_names)) or 2**63
-    unknown = np.logical_or(labels < 0, labels >= most) if is_whole else np.ones(1, dtype=bool)
+    unknown: Any = np.logical_or(labels < 0, labels >= most) if is_whole else None
     if not is_whole or (unknown.any() and not skip):
         span = f" from {labels.min()} to {labels.max()}" if is_whole else ""
         raise ConfigError(
@@ -214,7 +215,7 @@ def _part(
             "labels."
         )
     unknown = unknown.any(axis=1) if several else unknown
-    infinite = np.zeros(len(labels), dtype=bool)
+    infinite: Any = np.zeros(len(labels), dtype=bool)
     if isinstance(features, np.ndarray) and features.ndim == 2:
         infinite = np.isinf(features).any(axis=1)
     if not skip:
