@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.base.files import walk
@@ -173,6 +172,8 @@ def _open(
     The image is uint8 ``[H, W]`` or ``[H, W, 3]``; its own pixels are as they are in the file, on
     white where it is transparent, channel by channel, and one channel where these are equal.
     """
+    from PIL import Image, ImageOps
+
     try:
         if name.lower().endswith(".dcm"):
             pixels, said = _dicom(content, intensity)
@@ -265,6 +266,8 @@ def _fitted(image: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Return uint8 ``[C, H, W]`` of an image, resized where it has another size."""
     channels, height, width = shape
     if image.shape != (height, width, 3)[: 2 if channels == 1 else 3]:
+        from PIL import Image
+
         fitted = Image.fromarray(image).convert("L" if channels == 1 else "RGB")
         if fitted.size != (width, height):
             fitted = fitted.resize((width, height), Image.Resampling.BILINEAR)
