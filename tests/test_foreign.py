@@ -23,7 +23,6 @@ from fednas_flwr.base.foreign import (
     csv_cell,
     dump_yaml,
     load_yaml,
-    mapped,
     markdown,
     terminal,
 )
@@ -55,7 +54,7 @@ MERGES = [
 CHAIN = ["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 60))]
 BAD_YAML = {
     "\n".join(ALIASES): "its aliases and values make more than 50,000 nodes",
-    "\n".join(MERGES): "its aliases and values make more than 50,000 nodes",
+    "\n".join(MERGES): "<< is not read: write the keys themselves",
     "\n".join(CHAIN): "it is more than 50 levels deep",
     "a: &a [*a]": "it is more than 50 levels deep",
     "&a {b: *a}": "it is more than 50 levels deep",
@@ -106,10 +105,10 @@ def test_the_package_has_no_other_reader_of_yaml() -> None:
     assert found == [PACKAGE / "base" / "foreign.py"]
 
 
-@pytest.mark.parametrize("text", ["a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}", "a: [&b 1, *b, *b]"])
+@pytest.mark.parametrize("text", ["a: &a {x: 1}\nb: *a", "a: [&b 1, *b, *b]"])
 def test_a_few_aliases_are_read(text: str) -> None:
     assert json.dumps(load_yaml(text, "text")) in (
-        '{"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}',
+        '{"a": {"x": 1}, "b": {"x": 1}}',
         '{"a": [1, 1, 1]}',
     )
 
@@ -220,12 +219,6 @@ def test_no_dialect_makes_a_link_of_a_bare_address(text: str) -> None:
 @pytest.mark.parametrize("name", ["fed_darts", "cuda:0", "2024-05-31T10:00:00+00:00", "1e-05, x"])
 def test_ordinary_words_stay_as_they_are(name: str) -> None:
     assert markdown(name) == terminal(name) == csv_cell(name) == name
-
-
-def test_keys_are_escaped_too() -> None:
-    assert mapped({"<": ["<", {"a": ("<", 1, None)}]}, markdown) == {
-        "&#60;": ["&#60;", {"a": ["&#60;", 1, None]}]
-    }
 
 
 @pytest.mark.parametrize("start", list("=+-@\t\r\n") + ["＝", "＋", "－", "＠"])

@@ -8,10 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 
-MEANT = {  # names that others use, or that have been
-    "gpu": "cuda",
-    "feathers_paper_faithful": "experiment=feathers/paper_faithful",
-}
+MEANT = {"gpu": "cuda"}  # names that others use
 
 
 class ConfigError(ValueError):

@@ -104,6 +104,15 @@ def make_folder(folder: Path) -> None:
         sync(folder.parent)
 
 
+def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield what ``os.walk`` does, also through links, but for those to a folder around them."""
+    for folder, folders, names in os.walk(root, followlinks=True):
+        place = os.path.realpath(folder)
+        links = {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
+        folders[:] = [n for n in folders if os.path.commonpath([place, links[n]]) != links[n]]
+        yield folder, folders, names
+
+
 @contextmanager
 def umask(mask: int) -> Iterator[None]:
     """Within the block, create files and folders of this process without the modes in ``mask``."""

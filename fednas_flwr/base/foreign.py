@@ -9,11 +9,10 @@ interpolation, and limited in size, depth, and nodes that aliases multiply.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
-from itertools import chain
+from collections.abc import Hashable, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from fednas_flwr.base.errors import ConfigError, show
 LARGEST_BYTES = 2**21  # of a YAML file
 MOST_NODES = 50_000  # of a YAML file, each alias counting as what it stands for
 DEEPEST = 50  # levels of YAML and JSON
+_NESTED = (dict, list, tuple)
 _MARKDOWN = re.compile(
     r"&#\d+;|[\\`*\[\]<>|~$@#&]|(?<![^\W_])_|_(?![^\W_])"
     r"|:(?=//)|(?<=mailto):|(?<=xmpp):|(?<=www)\.",
@@ -77,15 +77,6 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def mapped(value: Any, escape: Callable[[object], str]) -> Any:
-    """Return lists and mappings with every text in them escaped, keys included."""
-    if isinstance(value, Mapping):
-        return {mapped(key, escape): mapped(item, escape) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [mapped(item, escape) for item in value]
-    return escape(value) if isinstance(value, str) else value
-
-
 def load_json(text: str | bytes, **options: Any) -> Any:
     """Return the value that JSON holds; ``options`` are those of ``json.loads``.
 
@@ -96,13 +87,22 @@ def load_json(text: str | bytes, **options: Any) -> Any:
         value = json.loads(text, **options)
     except RecursionError:
         raise _too_deep() from None
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(DEEPEST):
-        nested = (v.values() if isinstance(v, dict) else v for v in level)
-        level = [v for v in chain.from_iterable(nested) if isinstance(v, dict | list)]
-    if level:
-        raise _too_deep()
+    _check_size(value)
     return value
+
+
+def _check_size(value: Any, most: int | None = None) -> None:
+    """Raise ValueError for a value of more than ``DEEPEST`` levels, or of so many values."""
+    number, level = 0, [value]
+    for _ in range(DEEPEST + 1):
+        nested = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, _NESTED)]
+        if not nested:
+            return
+        level = list(islice(chain.from_iterable(nested), most))
+        number += len(level)
+        if most is not None and number >= most:
+            raise ValueError(f"its aliases and values make more than {most:,} nodes")
+    raise _too_deep()
 
 
 def read_yaml(path: Path, what: str) -> Any:
@@ -130,9 +130,12 @@ def load_yaml(text: str, what: str) -> Any:
     try:
         if len(text) > LARGEST_BYTES:
             raise yaml.YAMLError(f"it has more than {LARGEST_BYTES:,} characters")
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from error
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        _check_size(value, MOST_NODES)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = _too_deep() if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{what} is not valid YAML: {' '.join(str(reason).split())}.") from error
+    return value
 
 
 def dump_yaml(value: Any) -> str:
@@ -167,33 +170,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-5 as a number, refuses a key given twice, and has limits."""
+    """SafeLoader that reads 1e-5 as a number and refuses a key given twice, or keys by ``<<``."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._open: list[tuple[float, float]] = [
-            (0, 0)
-        ]  # nodes and levels of each node that is being composed
-        self._sizes: dict[int, tuple[float, float]] = {}  # of those that are, by identity
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return the next node; one alias counts as all that it stands for."""
-        is_alias = self.check_event(yaml.AliasEvent)
-        if len(self._open) > DEEPEST:
-            raise yaml.YAMLError(str(_too_deep()))
-        self._open.append((1, 1))
-        node = super().compose_node(parent, index)
-        size = self._open.pop()
-        if is_alias:  # of a node around itself the size is not known
-            size = self._sizes.get(id(node), (math.inf, math.inf))
-        self._sizes[id(node)] = size
-        nodes, levels = self._open.pop()
-        self._open.append((nodes + size[0], max(levels, 1 + size[1])))
-        if self._open[-1][1] > DEEPEST:
-            raise yaml.YAMLError(str(_too_deep()))
-        if self._open[-1][0] > MOST_NODES:
-            raise yaml.YAMLError(f"its aliases and values make more than {MOST_NODES:,} nodes")
-        return node
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Refuse to merge mappings, of which aliases could make any number."""
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.YAMLError(f"<< is not read: write the keys themselves{node.start_mark}")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Return the mapping of a node."""

@@ -96,8 +96,11 @@ def depthwise(
 
 def pointwise(x_BCHW: Tensor, weight: Tensor, *, groups: int = 1) -> Tensor:
     """Return a 1x1 convolution in ``groups`` blocks; the weight is [O, C / groups, 1, 1]."""
-    out: Tensor = _Pointwise.apply(*_autocast(x_BCHW, weight), groups)
-    return out
+    x_BCHW, weight = _autocast(x_BCHW, weight)
+    batch, _, height, width = x_BCHW.shape
+    blocks = weight.reshape(*weight.shape[:-4], groups, -1, weight.shape[-3])
+    out = blocks @ x_BCHW.reshape(batch, groups, -1, height * width)
+    return out.view(batch, -1, height, width)
 
 
 def convolution(
@@ -110,8 +113,10 @@ def convolution(
     groups: int = 1,
 ) -> Tensor:
     """Return any convolution without bias; arguments as of :func:`conv2d`."""
-    read = _autocast(x_BCHW, weight)
-    out: Tensor = _Convolution.apply(*read, stride, padding, dilation, groups)
+    x_BCHW, weight = _autocast(x_BCHW, weight)
+    if weight.dim() == 4:
+        return F.conv2d(x_BCHW, weight, None, stride, padding, dilation, groups)
+    out: Tensor = _Convolution.apply(x_BCHW, weight, stride, padding, dilation, groups)
     return out
 
 
@@ -219,36 +224,8 @@ class _Depthwise(torch.autograd.Function):
         return x_gradient, None, None, *gradients
 
 
-class _Pointwise(torch.autograd.Function):
-    """:func:`pointwise`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-        kernel = weight[0] if weight.dim() == 5 else weight
-        blocks = kernel.reshape(groups, -1, kernel.shape[1])
-        ctx.save_for_backward(x, blocks)
-        ctx.shape = weight.shape
-        batch, _, height, width = x.shape
-        out = blocks @ x.reshape(batch, groups, -1, height * width)
-        return out.view(batch, -1, height, width)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, blocks = ctx.saved_tensors
-        batch, _, height, width = x.shape
-        g = g.reshape(batch, len(blocks), -1, height * width)
-        x_gradient = weight_gradient = None
-        if ctx.needs_input_grad[0]:
-            x_gradient = (blocks.mT @ g).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            per_record = g @ x.reshape(batch, len(blocks), -1, height * width).mT
-            weight_gradient = _as_weight(per_record, ctx.shape)
-        return x_gradient, weight_gradient, None
-
-
 class _Convolution(torch.autograd.Function):
-    """:func:`convolution`."""
+    """:func:`convolution` by a weight per record."""
 
     @staticmethod
     def forward(
@@ -260,32 +237,29 @@ class _Convolution(torch.autograd.Function):
         dilation: tuple[int, int],
         groups: int,
     ) -> Tensor:
-        kernel = weight[0] if weight.dim() == 5 else weight
-        ctx.save_for_backward(x, kernel)
-        ctx.shape, ctx.arguments = weight.shape, (stride, padding, dilation, groups)
-        return F.conv2d(x, kernel, None, stride, padding, dilation, groups)
+        ctx.save_for_backward(x, weight[0])
+        ctx.arguments = (stride, padding, dilation, groups)
+        return F.conv2d(x, weight[0], None, *ctx.arguments)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, kernel = ctx.saved_tensors
-        stride, padding, dilation, groups = ctx.arguments
-        by_x, by_weight = ctx.needs_input_grad[:2]
-        arguments = (None, stride, padding, dilation, False, (0, 0))
+        *sizes, groups = ctx.arguments
+        arguments = (None, *sizes, False, (0, 0))
         x_gradient = weight_gradient = None
-        per_record = by_weight and len(ctx.shape) == 5
-        if by_x or not per_record:
-            x_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
-                g, x, kernel, *arguments, groups, (by_x, by_weight and not per_record, False)
+        if ctx.needs_input_grad[0]:
+            x_gradient, _, _ = torch.ops.aten.convolution_backward(
+                g, x, kernel, *arguments, groups, (True, False, False)
             )
-        if per_record:
+        if ctx.needs_input_grad[1]:
             # With all records' channels side by side, every record is a group of its own.
             batch, sides = len(x), [_side_by_side(t) for t in (g, x)]
             kernels = kernel.new_empty(1).expand(batch * len(kernel), *kernel.shape[1:])
             _, weight_gradient, _ = torch.ops.aten.convolution_backward(
                 *sides, kernels, *arguments, batch * groups, (False, True, False)
             )
-            weight_gradient = weight_gradient.view(ctx.shape)
+            weight_gradient = weight_gradient.view(batch, *kernel.shape)
         return x_gradient, weight_gradient, None, None, None, None
 
 

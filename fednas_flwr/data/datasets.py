@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.files import make_folder, sync
+from fednas_flwr.base.files import make_folder, sync, walk
 from fednas_flwr.data.features import make_transform, transform_of, transformed
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
@@ -43,7 +43,7 @@ from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torch
 from fednas_flwr.settings.parser import parse
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 10
+_CACHE_VERSION = 11
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -255,9 +255,8 @@ def fingerprint(name: str, source: Path) -> list[tuple[str, int, int]]:
     if not entry.roots:
         return []
     place = os.path.realpath(source / entry.folder)
-    below = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
-    files = sorted(filter(os.path.isfile, below or [place]))
-    stats = [(path, os.stat(path)) for path in files]
+    below = [os.path.join(folder, name) for folder, _, names in walk(Path(place)) for name in names]
+    stats = [(path, os.stat(path)) for path in sorted(below or [place]) if os.path.isfile(path)]
     return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
@@ -446,7 +445,7 @@ def _read(folder: Path) -> dict[str, Records] | None:
         if not all(_is_whole(folder / name, facts) for name, facts in index["files"].items()):
             return None
         return {part: _mapped(folder, part, about) for part, about in index["parts"].items()}
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except (ValueError, LookupError, TypeError, AttributeError):  # another form: damaged
         return None
@@ -469,28 +468,18 @@ def _mapped(folder: Path, part: str, description: dict[str, Any]) -> Records:
 
 
 def _facts(path: Path) -> list[object]:
-    """A file's size in bytes, time of change in ns and hash."""
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, _digest(path)]
+    """A file's time of change in ns, and its hash."""
+    with path.open("rb") as file:
+        return [path.stat().st_mtime_ns, hashlib.file_digest(file, "blake2b").hexdigest()]
 
 
 def _is_whole(path: Path, facts: list[object]) -> bool:
     """True if a file is as it was written; its bytes are read only if its time differs."""
-    stat, (size, time_ns, digest) = path.stat(), facts
-    return stat.st_size == size and (stat.st_mtime_ns == time_ns or _digest(path) == digest)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
+    return path.stat().st_mtime_ns == facts[0] or _facts(path)[1] == facts[1]
 
 
 def _discard(folder: Path) -> None:
-    """Remove a damaged folder in one step, so that nobody reads half of it."""
-    if folder.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            os.rename(folder, aside / "damaged")
-        except FileNotFoundError:
-            pass  # another process removed it first
-        shutil.rmtree(aside, ignore_errors=True)
+    """Remove what is there; of half a folder nothing is read, since all of its files count."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_file():
+        folder.unlink(missing_ok=True)

@@ -6,40 +6,47 @@
 from __future__ import annotations
 
 import io
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.base.files import walk
 from fednas_flwr.base.memory import check_fits
 from fednas_flwr.data.features import load_backbone
-from fednas_flwr.data.records import record_ids
+from fednas_flwr.data.records import ID, record_id
 from fednas_flwr.settings.data_settings import EncodedImages
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-SUFFIXES = {".png", ".jpg", ".jpeg", ".jfif", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".dcm"}
-SUFFIXES |= {".pgm", ".ppm"}
-FULL_RANGE = (0.0, 65535.0)  # of 16 bits
+SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".tif", ".tiff")
+SUFFIXES += (".bmp", ".gif", ".webp", ".dcm", ".pgm", ".ppm", ".pbm", ".pnm")
+_BESIDE = (".txt", ".csv", ".json", ".xml", ".md", ".db", ".ini")  # what may lie beside images
+_GRAY, _COLOUR = "gray", "colour"
+_GRAY_MODES = {"1", "L", "LA"}  # as Pillow calls them
+_KINDS = {"I": "16 bit", "F": "float"}  # by the first letter of other modes
+_RANGES = {"16 bit": (0.0, 65535.0), "float": (0.0, 1.0)}  # that become 0 and 255
+_TURNED = "images turned upright as their EXIF orientation says"
+_PAGED = "files have several pages, of which only the first is read"
+_CLEAR = "images with an alpha channel are laid on white"
+_UNWINDOWED = (
+    "DICOM images have no window, so that the range of each becomes 0..255: with "
+    "dataset.intensity=[low,high] all are read alike"
+)
+_BEYOND = 1e12  # all intensities
 _MOST_NAMED = 20
 
-T = TypeVar("T")
 Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded image
 
 
-def source_of(files: Sequence[Path]) -> Source:
+def source_of(files: Sequence[Path | str]) -> Source:
     """Return the source of images in files; one that cannot be opened is broken, too."""
 
     def content(index: int) -> tuple[str, bytes]:
         try:
-            return str(files[index]), files[index].read_bytes()
+            with open(files[index], "rb") as file:  # noqa: PTH123 (Path takes longer)
+                return str(files[index]), file.read()
         except OSError as error:
             return f"{files[index]}: {error.strerror}", b""
 
@@ -72,85 +79,70 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         ConfigError: Images cannot be read and are not to be skipped, differ in size without
             ``image_size``, or do not fit into memory; or none is left, and their form not given.
     """
-    broken: dict[int, str] = {}
-
-    def whole(read: Callable[[bytes, str], T]) -> Iterator[tuple[int, T]]:
-        """Yield what is read of every image, and its number; those that cannot be are broken."""
-        for i in range(count):
-            if i not in broken:
-                name, content = source(i)
-                try:
-                    result = read(content, name)
-                except _BrokenError as error:
-                    broken[i] = f"{name} ({error})"
-                else:
-                    yield i, result
-
-    size = settings.image_size
+    side, channels = settings.image_size, settings.channels
     if settings.backbone is not None:
-        size = load_backbone(settings.backbone).image_size
-    is_known = None not in (size, settings.channels)
-    headers = [] if is_known else [header for _, header in whole(_header)]
-    sizes = Counter(header.size for header in headers)
-    channels = settings.channels or (3 if any(h.mode == "colour" for h in headers) else 1)
-    if size is None and len(sizes) > 1:
+        side = load_backbone(settings.backbone).image_size
+    images = np.empty((0, channels or 1, side or 1, side or 1), dtype=np.uint8)
+    ids: list[str] = []
+    rows: list[int] = []
+    broken: list[str] = []
+    found: list[tuple[int, int]] = []
+    facts: list[str] = []
+    for i in range(count):
+        name, content = source(i)
+        try:
+            image, own_pixels, said = _open(content, name, settings.intensity)
+        except _BrokenError as error:
+            broken.append(f"{name} ({error})")
+            continue
+        found.append((image.shape[1], image.shape[0]))
+        facts += said
+        wanted = channels or (3 if _COLOUR in said else 1)
+        if len(images) == 0 or wanted > images.shape[1]:
+            width, height = (side, side) if side else found[0]
+            check_fits(
+                count * wanted * width * height,
+                f"{count} images of {wanted}x{height}x{width} pixels",
+                "set a smaller dataset.image_size",
+            )
+            of_one_form = np.empty((count, wanted, height, width), dtype=np.uint8)
+            of_one_form[: len(rows)] = images[: len(rows)]
+            images = of_one_form
+        images[len(rows)] = _fitted(image, images.shape[1:])
+        ids.append(record_id(own_pixels))
+        rows.append(i)
+    sizes, kinds = Counter(found), Counter(facts)
+    if side is None and len(sizes) > 1:
         raise ConfigError(
             f"the images have {len(sizes)} different sizes ({_listed_sizes(sizes)}): set "
             "dataset.image_size."
         )
-    images = np.empty((0, channels, 1, 1), dtype=np.uint8)
-    if sizes or size is not None:
-        width, height = next(iter(sizes)) if size is None else (size, size)
-        check_fits(
-            count * channels * width * height,
-            f"{count} images of {channels}x{height}x{width} pixels",
-            "set a smaller dataset.image_size",
-        )
-        images = np.empty((count, channels, height, width), dtype=np.uint8)
-    ids: list[bytes] = []
-    rows: list[int] = []
-    more: list[_Header] = []
-    for i, (image, pixels) in whole(partial(_open, intensity=settings.intensity, said=more)):
-        images[len(rows)] = _fitted(image, channels, images.shape[2:])
-        ids.append(pixels)
-        rows.append(i)
-    formless = not rows and None in (size, settings.channels)
-    named = listed(broken.values(), _MOST_NAMED)
-    if (broken and settings.corrupt != "skip") or formless:
+    named = listed(broken, _MOST_NAMED)
+    if (broken and settings.corrupt != "skip") or (not rows and None in (side, channels)):
         raise ConfigError(
             f"{len(broken)} of {count} files cannot be read as an image: "
             f"{named}: repair or remove them, or set dataset.corrupt=skip."
         )
-    headers = more if is_known else headers
-    sizes = Counter(header.size for header in headers)
-    modes = Counter(header.mode for header in headers)
-    turned, paged, clear = (
-        sum(getattr(header, name) for header in headers)
-        for name in ("is_turned", "has_pages", "is_clear")
-    )
     notes = []
     if broken:
         share = f"{len(broken) / count:.1%} of {count:,}"
         notes = [f"{len(broken)} broken images left out: {named}; {share}"]
-    if size is not None and set(sizes) - {(size, size)}:
-        notes.append(f"resized to {size}x{size} (bilinear) from {_listed_sizes(sizes)}")
-    for kind, usual in (("16 bit", FULL_RANGE), ("float", (0.0, 1.0))):
-        if modes[kind]:
+    if side is not None and set(sizes) - {(side, side)}:
+        notes.append(f"resized to {side}x{side} (bilinear) from {_listed_sizes(sizes)}")
+    for kind, usual in _RANGES.items():
+        if kinds[kind]:
             low, high = settings.intensity or usual
-            notes.append(f"{modes[kind]} {kind} images: {low:g}..{high:g} become 0..255")
-    gray = modes["gray"] + modes["16 bit"] + modes["float"]
-    if modes["colour"] if channels == 1 else gray:
-        kinds = [f"{n} {kind}" for kind, n in (("gray", gray), ("colour", modes["colour"])) if n]
-        become = "gray" if channels == 1 else "colour"
-        notes.append(f"{' and '.join(kinds)} images: all become {become}")
-    if turned:
-        notes.append(f"{turned} images turned upright as their EXIF orientation says")
-    if paged:
-        notes.append(f"{paged} files have several pages, of which only the first is read")
-    if clear:
-        notes.append(f"{clear} images with an alpha channel are laid on white")
+            notes.append(f"{kinds[kind]} {kind} images: {low:g}..{high:g} become 0..255")
+    shades = {_GRAY: sum(kinds[kind] for kind in (_GRAY, *_RANGES)), _COLOUR: kinds[_COLOUR]}
+    become = _GRAY if images.shape[1] == 1 else _COLOUR
+    if any(number for kind, number in shades.items() if kind != become):
+        told = " and ".join(f"{number} {kind}" for kind, number in shades.items() if number)
+        notes.append(f"{told} images: all become {become}")
+    notes += [
+        f"{kinds[told]} {told}" for told in (_TURNED, _PAGED, _CLEAR, _UNWINDOWED) if kinds[told]
+    ]
     chosen = np.array(rows, dtype=np.int64)
-    return Decoded(images[: len(rows)], record_ids(ids), chosen, tuple(notes))
+    return Decoded(images[: len(rows)], np.array(ids, dtype=ID), chosen, tuple(notes))
 
 
 def decode_like(
@@ -162,157 +154,125 @@ def decode_like(
         ConfigError: It cannot be read.
     """
     try:
-        image, _ = _open(content, name, intensity, [])
+        image, *_ = _open(content, name, intensity)
     except _BrokenError as error:
         raise ConfigError(f"{name} cannot be read as an image: {error}.") from error
-    return _fitted(image, shape[0], tuple(shape[1:]))
+    return _fitted(image, shape)
 
 
 class _BrokenError(Exception):
     """An image that cannot be read."""
 
 
-class _Header(NamedTuple):
-    """What a file says of its image.
+def _open(
+    content: bytes, name: str, intensity: Sequence[float] | None
+) -> tuple[np.ndarray, bytes, list[str]]:
+    """Return an upright image, its own pixels, and what is to be said of its file.
 
-    Attributes:
-        size: Width and height, upright.
-        mode: ``gray``, ``colour``, ``16 bit`` or ``float``.
-        is_turned: True if it must be turned.
-        has_pages: True if there are further pages.
-        is_clear: True if it has an alpha channel.
+    The image is uint8 ``[H, W]`` or ``[H, W, 3]``; its own pixels are as they are in the file, on
+    white where it is transparent, channel by channel, and one channel where these are equal.
     """
+    from PIL import Image, ImageOps
 
-    size: tuple[int, int]
-    mode: str
-    is_turned: bool = False
-    has_pages: bool = False
-    is_clear: bool = False
-
-
-def _header(content: bytes, name: str) -> _Header:
-    from PIL import Image
-
-    if name.lower().endswith(".dcm"):
-        return _said(Image.fromarray(_dicom(content)))
     try:
+        if name.lower().endswith(".dcm"):
+            pixels, said = _dicom(content, intensity)
+            return pixels, pixels.tobytes(), [_GRAY, *said]
         with Image.open(io.BytesIO(content)) as opened:
-            return _said(opened)
+            orientation = opened.getexif().get(_ORIENTATION, 1)
+            is_clear = opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info
+            facts = {
+                _TURNED: orientation in range(2, 9),
+                _PAGED: getattr(opened, "n_frames", 1) > 1,
+                _CLEAR: is_clear,
+            }
+            said = [fact for fact, is_so in facts.items() if is_so]
+            kind = _KINDS.get(opened.mode[0], _GRAY if opened.mode in _GRAY_MODES else _COLOUR)
+            if kind in _RANGES:
+                pixels = np.asarray(opened)
+                shown = _shades(pixels, intensity, _RANGES[kind])
+            else:
+                image: Image.Image = opened
+                if is_clear:
+                    image = image.convert("RGBA")
+                    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+                mode = "L" if kind == _GRAY else "RGB"
+                shown = pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+            if _TURNED in said:
+                image = Image.fromarray(shown)
+                image.getexif()[_ORIENTATION] = orientation
+                shown = np.asarray(ImageOps.exif_transpose(image))
+    except _BrokenError:
+        raise
     except Exception as error:  # whatever a broken file makes of a parser of many formats
-        raise _BrokenError(_reason(error)) from error
-
-
-def _said(opened: Image) -> _Header:
-    """What an image's file says of it."""
-    width, height = opened.size
-    kinds = {"I": "16 bit", "F": "float"}
-    orientation = opened.getexif().get(_ORIENTATION, 1)
-    return _Header(
-        (height, width) if orientation in range(5, 9) else (width, height),
-        kinds.get(opened.mode[0], "gray" if _is_gray(opened) else "colour"),
-        orientation in range(2, 9),
-        getattr(opened, "n_frames", 1) > 1,
-        _is_clear(opened),
-    )
-
-
-def _reason(error: Exception) -> str:
-    """Return a parser's reason in one line, without the address of the bytes that it read."""
-    text = " ".join(str(error).split())
-    return "of no known image format" if "cannot identify" in text else text
+        reason = " ".join(str(error).split())  # without the address of the bytes that were read
+        reason = "of no known image format" if "cannot identify" in reason else reason
+        raise _BrokenError(reason) from error
+    channels = pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels
+    own, size = channels.tobytes(), pixels[..., :1].nbytes
+    is_gray = own[:size] == own[size : 2 * size] == own[2 * size :]
+    return shown, own[:size] if is_gray else own, [kind, *said]
 
 
 _ORIENTATION = 0x0112  # EXIF's tag
 
 
-def _is_clear(image: Image) -> bool:
-    return image.mode in ("LA", "RGBA", "PA") or "transparency" in image.info
-
-
-def _is_gray(image: Image) -> bool:
-    return image.mode in ("1", "L", "LA")
-
-
-def _open(
-    content: bytes, name: str, intensity: Sequence[float] | None, said: list[_Header]
-) -> tuple[Image, bytes]:
-    """Return an upright image of mode L or RGB, and the bytes of its own pixels; add its header."""
-    from PIL import Image as Pillow
-    from PIL import ImageOps
-
-    if name.lower().endswith(".dcm"):
-        pixels = _dicom(content)
-        said.append(_said(Pillow.fromarray(pixels)))
-        return Pillow.fromarray(pixels), pixels.tobytes()
-    try:
-        with Pillow.open(io.BytesIO(content)) as opened:
-            said.append(_said(opened))
-            if opened.mode.startswith(("I", "F")):
-                deep = np.asarray(opened).astype(np.float64)
-                low, high = intensity or ((0, 1) if opened.mode[0] == "F" else FULL_RANGE)
-                if not intensity and not low <= deep.min() <= deep.max() <= high:
-                    raise _BrokenError(
-                        f"its values are {deep.min():g} to {deep.max():g}: set "
-                        "dataset.intensity=[low,high]"
-                    )
-                shares = np.clip((deep - low) / (high - low), 0, 1)
-                pixels = np.asarray(opened)
-                image = Pillow.fromarray(np.rint(shares * 255).astype(np.uint8))
-            else:
-                upper = opened.convert("RGBA") if _is_clear(opened) else opened
-                if upper is not opened:
-                    upper = Pillow.alpha_composite(Pillow.new("RGBA", upper.size, "white"), upper)
-                image = upper.convert("L" if _is_gray(opened) else "RGB")
-                pixels = np.asarray(image)
-            if said[-1].is_turned:
-                image.getexif()[_ORIENTATION] = opened.getexif()[_ORIENTATION]
-                image = ImageOps.exif_transpose(image)
-    except _BrokenError:
-        raise
-    except Exception as error:  # whatever a broken file makes of a parser of many formats
-        raise _BrokenError(_reason(error)) from error
-    return image, _pixel_bytes(pixels)
-
-
-def _dicom(content: bytes) -> np.ndarray:
-    """Return a DICOM image as its own window shows it, uint8 ``[H, W]``, black 0 and white 255."""
-    try:
-        import pydicom
-        from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut
-    except ImportError as error:
-        raise _BrokenError("DICOM needs pydicom: install fednas_flwr[dicom] with pip") from error
-    try:
-        opened = pydicom.dcmread(io.BytesIO(content))
-        shown = apply_voi_lut(apply_modality_lut(opened.pixel_array, opened), opened)
-    except Exception as error:  # as above
-        raise _BrokenError(_reason(error)) from error
-    if shown.ndim != 2:
-        raise _BrokenError(f"one gray image was expected, got shape {shown.shape}")
-    values = shown.astype(np.float64)
-    span = values.max() - values.min()
-    shares = (values - values.min()) / (span or 1.0)
-    if opened.get("PhotometricInterpretation") == "MONOCHROME1":  # where 0 is white
-        shares = 1 - shares
-    pixels: np.ndarray = np.rint(shares * 255).astype(np.uint8)
+def _shades(
+    values: np.ndarray, intensity: Sequence[float] | None, usual: tuple[float, float]
+) -> np.ndarray:
+    """Return uint8: 0 and 255 for the ends of a range, which values exceed only if it is given."""
+    low, high = intensity or usual
+    least, most = values.min(), values.max()
+    if np.isnan(least):
+        raise _BrokenError("it holds pixels that are no numbers")
+    if not intensity and not low <= least <= most <= high:
+        raise _BrokenError(
+            f"its values are {least:g} to {most:g}: set dataset.intensity=[low,high]"
+        )
+    shares = (values.astype(np.float64) - low) / ((high - low) or 1.0)
+    pixels: np.ndarray = np.rint(np.clip(shares, 0, 1) * 255).astype(np.uint8)
     return pixels
 
 
-def _fitted(image: Image, channels: int, size: tuple[int, ...]) -> np.ndarray:
+def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarray, list[str]]:
+    """Return a DICOM image as its own window shows it, and what is to be said of it.
+
+    It is uint8 ``[H, W]``, black 0 and white 255. With a given range of intensities, such as
+    Hounsfield units, that is the window.
+    """
+    try:
+        import pydicom
+        from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut, apply_windowing
+    except ImportError as error:
+        raise _BrokenError("DICOM needs pydicom: install fednas_flwr[dicom] with pip") from error
+    opened = pydicom.dcmread(io.BytesIO(content))
+    values = apply_modality_lut(opened.pixel_array, opened)
+    if values.ndim != 2:
+        raise _BrokenError(f"one gray image was expected, got shape {values.shape}")
+    said: list[str] = []
+    ends = values
+    if not intensity:
+        values = ends = apply_voi_lut(values, opened)
+        if "VOILUTSequence" not in opened and "WindowCenter" in opened:
+            ends = apply_windowing(np.array([-_BEYOND, _BEYOND]), opened)
+        elif "VOILUTSequence" not in opened:
+            said = [_UNWINDOWED]
+    pixels = _shades(values, intensity, (ends.min(), ends.max()))
+    is_inverse = opened.get("PhotometricInterpretation") == "MONOCHROME1"  # where 0 is white
+    return 255 - pixels if is_inverse else pixels, said
+
+
+def _fitted(image: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Return uint8 ``[C, H, W]`` of an image, resized where it has another size."""
-    from PIL import Image as Pillow
+    channels, height, width = shape
+    if image.shape != (height, width, 3)[: 2 if channels == 1 else 3]:
+        from PIL import Image
 
-    height, width = size
-    fitted = image.convert("L" if channels == 1 else "RGB")
-    if fitted.size != (width, height):
-        fitted = fitted.resize((width, height), Pillow.Resampling.BILINEAR)
-    return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
-
-
-def _pixel_bytes(pixels: np.ndarray) -> bytes:
-    """Return the bytes of an image ``[H, W]`` or ``[H, W, 3]`` channel by channel, gray as one."""
-    if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
-        pixels = pixels[:, :, 0]
-    return np.moveaxis(pixels, -1, 0).tobytes() if pixels.ndim == 3 else pixels.tobytes()
+        fitted = Image.fromarray(image).convert("L" if channels == 1 else "RGB")
+        if fitted.size != (width, height):
+            fitted = fitted.resize((width, height), Image.Resampling.BILINEAR)
+        image = np.asarray(fitted)
+    return image.reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
@@ -331,21 +291,36 @@ def part_folders(root: Path) -> tuple[Path, Path | None]:
     return train, test if test is not None and test.is_dir() else None
 
 
-def is_image(path: Path) -> bool:
-    """Return whether a file is an image by its name; those that a Mac hides are none."""
-    return path.suffix.lower() in SUFFIXES and path.name[0] != "."
-
-
-def image_files(root: Path, *, hidden: bool = False) -> list[Path]:
-    """All images in a folder and its sub-folders, by path.
+def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], list[str]]:
+    """Names of the images in a folder and in its sub-folders, by their paths in it, both sorted.
 
     Args:
         root: The folder.
         hidden: True if folders and files that begin with an underscore count.
     """
     left_out = "." if hidden else "._"
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
+    found: dict[tuple[str, ...], list[str]] = {}
+    for folder, folders, names in walk(root):
         folders[:] = [name for name in folders if name[0] not in left_out]
-        found += [Path(folder, name) for name in names if name[0] not in left_out]
-    return sorted((p for p in found if p.suffix.lower() in SUFFIXES), key=lambda path: path.parts)
+        named = [n for n in (*names, *folders) if n.lower().endswith(SUFFIXES)]
+        if images := sorted(name for name in named if name[0] not in left_out):
+            found[Path(folder).relative_to(root).parts] = images
+    return dict(sorted(found.items()))
+
+
+def other_files(root: Path) -> list[str]:
+    """A sentence on files in a folder that have no image's suffix, if there are any."""
+    others: Counter[str] = Counter()
+    for _, folders, names in walk(root):
+        folders[:] = [name for name in folders if name[0] not in "._"]
+        known = (*SUFFIXES, *_BESIDE)
+        more = [n for n in names if n[0] not in "._" and not n.lower().endswith(known)]
+        others.update(Path(name).suffix.lower() or "no suffix" for name in more)
+    listing = listed(f"{suffix}: {number}" for suffix, number in others.most_common())
+    return [f"{others.total()} files are not read as images ({listing})"] if others else []
+
+
+def image_files(root: Path) -> list[Path]:
+    """All images in a folder and its sub-folders, by path."""
+    files = [root.joinpath(*at, n) for at, names in image_folders(root).items() for n in names]
+    return sorted(files, key=lambda path: path.parts)

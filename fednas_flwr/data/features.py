@@ -71,7 +71,7 @@ def make_transform(
         )
     if isinstance(settings, ds.Backbone):
         return load_backbone(settings)
-    return load_frozen(sizes[0], int(sizes[1]), None, empty=True)
+    return Frozen(sizes[0], int(sizes[1]))
 
 
 def load_backbone(settings: ds.Backbone) -> Frozen:
@@ -95,11 +95,11 @@ def transformed(records: Records, transform: Scattering | Frozen) -> Records:
     """
     shape, number = transform.output_shape, len(records)
     kind = BACKBONE if isinstance(transform, Frozen) else SCATTERING
-    remedy = "scales or angles, or " if kind == SCATTERING else ""
+    smaller = "lower dataset.scattering.scales or angles, or " if kind == SCATTERING else ""
     check_fits(
         4 * number * math.prod(shape),
         f"dataset.{kind} of {number} images",
-        (f"lower dataset.{kind}.{remedy}" if remedy else "") + "set dataset.limit_train",
+        f"{smaller}set dataset.limit_train",
     )
     started = time.monotonic()
     features = torch.empty(number, *shape)

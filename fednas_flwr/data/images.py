@@ -8,21 +8,25 @@ may say whose each image is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import tables
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.decoding import (
+    SUFFIXES,
+    Source,
     decode_images,
     image_files,
-    is_image,
+    image_folders,
+    other_files,
     part_folders,
     source_of,
 )
@@ -46,6 +50,7 @@ from fednas_flwr.data.table_files import (
 )
 from fednas_flwr.settings.data_settings import (
     ANY_FORM,
+    EncodedImages,
     ImageFolder,
     Images,
     LabelledImages,
@@ -110,23 +115,26 @@ def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
         ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
             image that is not in a person's folder.
     """
-    if not settings.class_names:
-        names = [path.name for path in _folders(part_folders(root)[0])]
-        settings = replace(settings, class_names=names)
     parts = part_folders(root)
+    if not settings.class_names:
+        folders = [path.name for path in parts[0].iterdir() if path.is_dir()]
+        names = sorted(name for name in folders if name[0] not in "._")
+        settings = replace(settings, class_names=names)
     train, test = _read_parts(settings, root, _read_classes)
     if parts[0] != root:
-        inside = [file for part in parts if part for file in image_files(part, hidden=True)]
-        train = replace(train, notes=(*train.notes, *_left_out(root, inside)))
+        inside = {part.name for part in parts if part}
+        found = image_folders(root, hidden=True)
+        others = {at: names for at, names in found.items() if not inside & {*at[:1]}}
+        train = replace(train, notes=(*train.notes, *_left_out(others)))
     return train, test
 
 
-def _left_out(folder: Path, files: Sequence[Path]) -> list[str]:
-    """A sentence on the images in a folder that are not among some files, if there are any."""
-    others = sorted({*image_files(folder, hidden=True)} - {*files})
-    by_folder = Counter(str(path.parent.relative_to(folder)) for path in others)
+def _left_out(images: Mapping[tuple[str, ...], Sequence[str]]) -> list[str]:
+    """A sentence on images that are not read, if there are any, by their folders."""
+    by_folder = Counter({"/".join(at) or ".": len(names) for at, names in images.items()})
     places = listed(f"{name}: {number}" for name, number in by_folder.most_common())
-    return [f"{len(others)} images in other folders are left out ({places})"] if others else []
+    left_out = f"{by_folder.total()} images in other folders are left out ({places})"
+    return [left_out] if by_folder else []
 
 
 def _read_parts(settings: Any, root: Path, read: Callable[[Any, Path], Records]) -> RecordsPair:
@@ -143,54 +151,65 @@ def _read_parts(settings: Any, root: Path, read: Callable[[Any, Path], Records])
 def _read_classes(settings: ImageFolder, folder: Path) -> Records:
     """Images of the classes' folders in one folder."""
     names, id_column = tuple(settings.class_names), settings.id_column
-    skip = settings.corrupt == "skip"
-    files = _images(folder, has_persons=id_column is not None, skip=skip)
-    notes = tuple(_left_out(folder, files)) if not skip else ()
-    if skip:
-        depth = 2 if id_column is None else 3
-        places = [path.relative_to(folder).parts for path in files]
-        stray = np.array([p[0] not in names or len(p) != depth for p in places], dtype=bool)
-        rows, notes = readable({"a folder of no class or no person": stray})
-        files = [files[i] for i in rows]
-    class_folders = Cells(path.relative_to(folder).parts[0] for path in files)
-    labels = encode_labels(class_folders, names, where=str(folder))
-    decoded = decode_images(settings, len(files), source_of(files))
-    records = Records(
-        features=torch.from_numpy(decoded.images),
-        labels=labels[torch.from_numpy(decoded.rows)],
-        ids=decoded.ids,
-        class_names=names,
-        notes=(*notes, *decoded.notes),
-    )
-    if id_column is None:
-        return records
-    persons = np.array([files[i].parent.name for i in decoded.rows], dtype=np.str_)
-    ids = np.array([text_id(person) for person in persons.tolist()], dtype=ID)
-    return replace(records, ids=ids, columns={id_column: persons}, id_column=id_column)
-
-
-def _images(root: Path, *, has_persons: bool, skip: bool) -> list[Path]:
-    """Return the images in the folders of all classes, or of all persons in them.
-
-    With ``skip`` there may be none, and those in no person's folder are among them.
-    """
-    class_folders = _folders(root)
-    persons = [folder for of_class in class_folders for folder in _folders(of_class)]
-    files, stray = (
-        [p for f in folders for p in sorted(f.iterdir()) if is_image(p)]
-        for folders in ((persons, class_folders) if has_persons else (class_folders, ()))
-    )
-    form = "<class>/<person>/<image>.png" if has_persons else "<class>/<image>.png"
-    if not files and not skip:
-        raise ConfigError(f"{root} has no images: expected {form}.")
-    for path in stray if not skip else ():
+    found = image_folders(folder, hidden=True)
+    visible = [at for at in found if at and not any(name[0] == "_" for name in at)]
+    depth, form = 1, "<class>/<image>.png"
+    if id_column is not None:
+        depth, form = 2, "<class>/<person>/<image>.png"
+    read = [at for at in visible if len(at) == depth]
+    stray = [at for at in visible if len(at) < depth]
+    if settings.corrupt == "skip":
+        images = [(at, name) for at in read + stray for name in found[at]]
+        of_none = [at[0] not in names or len(at) != depth for at, _ in images]
+        rows, notes = readable({"a folder of no class or no person": np.array(of_none, dtype=bool)})
+        images = [images[i] for i in rows]
+    elif not read:
+        others = "; ".join([*_left_out(found), *other_files(folder)])
+        raise ConfigError(f"{folder} has no images: expected {form}{others and f'; {others}'}.")
+    elif stray:
+        path = folder.joinpath(*stray[0], found[stray[0]][0])
         raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
-    return files + stray
+    else:
+        images = [(at, name) for at in read for name in found[at]]
+        left_out = {at: names for at, names in found.items() if at not in read}
+        notes = (*_left_out(left_out), *other_files(folder))
+    labels = encode_labels(Cells(at[0] for at, _ in images), names, where=str(folder))
+    persons = {}
+    if id_column is not None:
+        persons = {id_column: np.array([at[1] for at, _ in images], dtype=np.str_)}
+    ids = [np.array(list(map(text_id, of.tolist())), dtype=ID) for of in persons.values()]
+    source = source_of(["/".join((str(folder), *at, name)) for at, name in images])
+    decoded = decoded_fields(settings, source, labels, notes, persons, *ids)
+    return Records(**decoded, class_names=names, id_column=id_column or "")
 
 
-def _folders(root: Path) -> list[Path]:
-    """Return the visible folders in a folder, by name."""
-    return sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] not in "._")
+def decoded_fields(
+    settings: EncodedImages,
+    source: Source,
+    labels: Tensor,
+    notes: Sequence[str],
+    columns: Mapping[str, np.ndarray],
+    ids: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """Fields of the records of encoded images; those that cannot be decoded are left out.
+
+    Args:
+        settings: How they are decoded.
+        source: Of as many images as there are labels.
+        labels: See :class:`Records`, and so are ``notes`` and ``columns``.
+        notes: What is known before.
+        columns: Of all images.
+        ids: The same; None for those of the images' pixels.
+    """
+    decoded = decode_images(settings, len(labels), source)
+    rows = decoded.rows
+    return {
+        "features": torch.from_numpy(decoded.images),
+        "labels": labels[torch.from_numpy(rows)],
+        "ids": decoded.ids if ids is None else ids[rows],
+        "columns": {name: cells[rows] for name, cells in columns.items()},
+        "notes": (*notes, *decoded.notes),
+    }
 
 
 def records_from_arrays(
@@ -251,7 +270,7 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     by_path = {file.relative_to(path.parent).as_posix(): file for file in files}
     times = Counter(file.name for file in files)
     by_name = {file.name: file for file in files if times[file.name] == 1}
-    cells = [Path(text).as_posix() for text in texts[column].tolist()]
+    cells = [text and Path(text).as_posix() for text in texts[column].tolist()]
     known = by_name | by_path
     missing = [cell or "an empty cell" for cell in cells if cell not in known]
     if skip:  # a name that images share would change its meaning with one of them
@@ -282,6 +301,8 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
             f"{path} begins with the column {first}, which is to name the images: put the column "
             "with the files' names first."
         )
+    if first.lower().endswith(SUFFIXES) and not skip:
+        raise ConfigError(f"{path} begins with the image {first}: give it a first line of names.")
     paths = files_of(texts, path, skip=skip)
     if skip:
         wrong = tables.unreadable_cells(settings, texts, ())
@@ -294,20 +315,10 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
         twice = Counter(files).most_common(1)[0][0]
         raise ConfigError(f"{path} names the image {twice.name} in more than one row: keep one.")
     labels, classes = tables.read_labels(settings, texts, path)
-    decoded = decode_images(settings, len(files), source_of(files))
     others = len(image_files(path.parent)) - len(set(files))
     if others:
         notes = (*notes, f"{others} images that {path.name} does not name are left out")
-    ids = decoded.ids
-    if settings.id_column is not None:
-        ids = tables.person_ids(settings, texts, path)[decoded.rows]
+    ids = None if settings.id_column is None else tables.person_ids(settings, texts, path)
     further = names_in(texts, [name for name in list(texts)[1:] if name not in columns])
-    return tables.labelled_records(
-        settings,
-        features=torch.from_numpy(decoded.images),
-        labels=labels[torch.from_numpy(decoded.rows)],
-        ids=ids,
-        class_names=classes,
-        columns={name: cells[decoded.rows] for name, cells in further.items()},
-        notes=(*notes, *decoded.notes),
-    )
+    decoded = decoded_fields(settings, source_of(files), labels, notes, further, ids)
+    return tables.labelled_records(settings, **decoded, class_names=classes)

@@ -236,13 +236,12 @@ def epoch_batches(
             all examples in their order, which draws nothing.
         generator: A CPU generator.
     """
-    size = _checked_size(num_examples, batch_size)
-    if batch_size is None:
-        yield torch.arange(num_examples)
-        return
-    order = torch.randperm(num_examples, generator=generator)
-    for position in range(_num_batches(num_examples, size)):
-        yield _batch(order, position, size)
+    number = _num_batches(num_examples, batch_size)
+    order = torch.arange(num_examples)
+    if batch_size is not None:
+        order = torch.randperm(num_examples, generator=generator)
+    for position in range(number):
+        yield _batch(order, batch_size, position, number)
 
 
 def step_batch(
@@ -268,23 +267,27 @@ def step_batch(
     Returns:
         int64 ``[B]`` indices.
     """
-    size = _checked_size(num_examples, batch_size)
+    number = _num_batches(num_examples, batch_size)
     if batch_size is None:
         return torch.arange(num_examples)
-    epoch, position = divmod(step, _num_batches(num_examples, size))
+    epoch, position = divmod(step, number)
     order = torch.randperm(num_examples, generator=make_generator(seed, *purpose, epoch))
-    return _batch(order, position, size)
+    return _batch(order, batch_size, position, number)
 
 
-def _num_batches(num_examples: int, size: int) -> int:
+def _num_batches(num_examples: int, batch_size: int | None) -> int:
+    """Number of an epoch's batches."""
+    size = num_examples if batch_size is None else batch_size
+    if num_examples < 1 or size < 1:
+        raise ValueError(f"{num_examples=} and {batch_size=} must be at least 1.")
     whole, rest = divmod(num_examples, size)
     return max(1, whole + (rest > 1))
 
 
-def _batch(order: Tensor, position: int, size: int) -> Tensor:
-    """Cut one batch out of an epoch; the last one has what is left over."""
-    last = position == _num_batches(len(order), size) - 1
-    return order[position * size : None if last else (position + 1) * size]
+def _batch(order: Tensor, batch_size: int | None, position: int, number: int) -> Tensor:
+    """Cut one of a number of batches out of an epoch; the last one has what is left over."""
+    size = batch_size or len(order)
+    return order[position * size : None if position == number - 1 else (position + 1) * size]
 
 
 def augment(
@@ -350,12 +353,3 @@ def _statistics(
         return mean, std
     of_rows = pooled([column_moments(records, rows)], records)
     return of_rows.mean, of_rows.std
-
-
-def _checked_size(num_examples: int, batch_size: int | None) -> int:
-    """Return the batch size after checking both numbers."""
-    if num_examples < 1 or (batch_size is not None and batch_size < 1):
-        raise ValueError(
-            f"num_examples={num_examples} and batch_size={batch_size} must be at least 1."
-        )
-    return num_examples if batch_size is None else batch_size

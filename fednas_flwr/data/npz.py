@@ -5,7 +5,6 @@ Nothing is normalised here, and nothing is unpickled.
 
 from __future__ import annotations
 
-import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.data.decoding import decode_images
-from fednas_flwr.data.images import records_from_arrays
-from fednas_flwr.data.records import Records, RecordsPair, readable
+from fednas_flwr.base.errors import ConfigError, listed, show
+from fednas_flwr.data.cells import Cells
+from fednas_flwr.data.images import decoded_fields, records_from_arrays
+from fednas_flwr.data.records import Records, RecordsPair, encode_labels, readable
 from fednas_flwr.settings.data_settings import Arrays, Dataset, ImageFolder, LabelledImages, Npz
 
 _Features = np.ndarray | list[tuple[str, bytes]]  # images or rows, or encoded images with names
-
-
-_NAMED = re.compile(  # X, images, train_images, data, ...; y, labels, train_labels, target, ...
-    r"(?:(?P<part>train|test|val)_)?(?:(?P<x>x|images?|data)|y|labels?|targets?)", re.IGNORECASE
-)
+_PARTS = ("train", "test", "val")
+_WORDS = {  # in the names of arrays, such as X, train_images and X_test
+    **dict.fromkeys(("x", "image", "images", "data"), "x"),
+    **dict.fromkeys(("y", "label", "labels", "target", "targets"), "y"),
+}
 
 
 def read_npz(settings: Npz, path: Path) -> RecordsPair:
@@ -71,7 +71,8 @@ def records_from_npz(
     Plain: ``x_train``, ``y_train`` and optionally ``x_test``, ``y_test``, with ``x`` uint8
     ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, or numbers ``[N, F]`` for a table.
     ``y`` are class numbers [N], or [N, L] of 0 and 1 where a record can have several labels. What
-    has one reading is taken, and told: see :func:`_in_usual_form`.
+    has one reading is taken, and told: see :func:`usual_names`, :func:`usual_pixels` and
+    :func:`usual_labels`.
     Encoded: ``train_bytes``, ``train_off``, ``y_train`` and optionally the same with ``test`` or
     ``val``; image ``i`` is the JPEG or PNG in ``bytes[off[i]:off[i + 1]]``.
 
@@ -88,96 +89,142 @@ def records_from_npz(
     """
     told: list[str] = []
     if settings.corrupt != "skip":
-        arrays, texts, told = _in_usual_form(arrays)
-        settings = replace(settings, class_names=settings.class_names or texts)
-    parts = [_part(settings, arrays, name, origin=origin) for name in _parts(arrays, origin=origin)]
-    names = _class_names(settings, [labels for _, labels, _ in parts], origin=origin)
+        given, arrays = [*arrays], usual_names(arrays)
+        renamed = {old: new for old, new in zip(given, arrays, strict=True) if old != new}
+        if renamed:
+            told = [f"{' and '.join(renamed)} are taken as {' and '.join(renamed.values())}"]
+        said = {name: usual_labels(y) for name, y in arrays.items() if name.startswith("y_")}
+        texts = [y.tolist() for y in said.values() if y.dtype.kind == "U" and y.ndim == 1]
+        found = sorted({text for of in texts for text in of})
+        settings = replace(settings, class_names=settings.class_names or found)
+        changed = {n: _numbered(y, settings.class_names, origin) for n, y in said.items()}
+        changed |= {name: usual_pixels(x) for name, x in arrays.items() if name.startswith("x_")}
+        for name, array in changed.items():
+            if array is not arrays[name]:
+                forms = (f"{of.dtype} {list(of.shape)}" for of in (arrays[name], array))
+                told.append(f"{name}: {' is read as '.join(forms)}")
+        arrays = {**arrays, **changed}
+    needed = _parts(arrays, origin=origin)
+    if others := sorted(arrays.keys() - {name for names in needed.values() for name in names}):
+        told.append(f"{listed(others)} of {origin} are not read")
+    parts = [_part(settings, arrays, name, origin=origin) for name in needed]
+    class_names = _class_names(settings, [labels for _, labels, _ in parts], origin=origin)
     read: list[Records] = []
     for features, labels, notes in parts:
-        ids = None
         if isinstance(features, list):
-            decoded = decode_images(settings, len(features), features.__getitem__)
-            features, labels, ids = decoded.images, labels[decoded.rows], decoded.ids
-            notes += decoded.notes
-        read.append(replace(records_from_arrays(features, labels, names, ids=ids), notes=notes))
-        if read[0].features.dim() == 4:
+            source, marks = features.__getitem__, torch.from_numpy(labels)
+            fields = decoded_fields(settings, source, marks, notes, {})
+            read.append(Records(**fields, class_names=class_names))
             settings = replace(settings, channels=read[0].features.shape[1])
+        else:
+            read.append(replace(records_from_arrays(features, labels, class_names), notes=notes))
     read[0] = replace(read[0], notes=(*told, *read[0].notes))
     return read[0], read[1] if len(read) > 1 else None
 
 
-def _in_usual_form(
-    arrays: Mapping[str, np.ndarray],
-) -> tuple[dict[str, np.ndarray], list[str], list[str]]:
-    """Arrays in the form that is documented, the names of classes if labels are texts, and notes.
+def usual_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays by the names that are documented, where theirs have one reading.
 
-    ``X`` and ``y``, ``images`` and ``labels``, and the like are the train part; whole pixels from 0
-    to 255 of any type, truth values, and fractions from 0 to 1, become uint8; an alpha channel that
-    is opaque goes, and axes of one value; labels may be whole floats, texts, or in a column.
+    ``X`` and ``y``, ``images`` and ``labels``, ``X_train``, ``test_labels`` and the like are those
+    of a part, without its name the train part's.
     """
-    found = {name: match for name in arrays if (match := _NAMED.fullmatch(name))}
-    plain = {n: f"{'xy'[not m['x']]}_{(m['part'] or 'train').lower()}" for n, m in found.items()}
-    if len({*plain.values()} - arrays.keys()) < len(plain) or "y_train" not in plain.values():
-        plain = {}  # unless each is the only one of its kind
-    given = {plain.get(name, name): array for name, array in arrays.items()}
-    usual = dict(given)
-    names: list[str] = []
-    notes = [f"{' and '.join(plain)} are taken as {' and '.join(plain.values())}"] if plain else []
-    for name in [name for name in usual if name.startswith("y_")]:
-        if usual[name].ndim == 2 and usual[name].shape[1] == 1:
-            usual[name] = usual[name][:, 0]
-        if usual[name].dtype.kind == "S":
-            usual[name] = np.char.decode(usual[name])
-    texts = [a for n, a in usual.items() if n[:2] == "y_" and a.dtype.kind == "U" and a.ndim == 1]
-    if texts:
-        names = sorted({name for array in texts for name in array.tolist()})
-    for name, array in usual.items():
-        changed, kind = array, array.dtype.kind
-        if name.startswith("x_") and array.ndim > 2 and array.size:
-            if array.ndim > 4:
-                changed = array.reshape([len(array), *(n for n in array.shape[1:] if n > 1)])
-                array = changed
-            low, high = array.min(), array.max()
-            whole = kind in "iu" or (kind == "f" and (array % 1 == 0).all())
-            if array.dtype != np.uint8 and whole and 0 <= low < 2 <= high <= 255:
-                changed = array.astype(np.uint8)
-            elif kind == "f" and not whole and 0 <= low <= high <= 1:
-                changed = np.rint(array * 255).astype(np.uint8)
-            elif kind == "b":
-                changed = array * np.uint8(255)
-            if changed.ndim == 4 and changed.shape[3] == 4 and (changed[..., 3] == 255).all():
-                changed = changed[..., :3]
-        elif name.startswith("y_") and kind in "bf" and (kind == "b" or (array % 1 == 0).all()):
-            changed = array.astype(np.int64)
-        elif name.startswith("y_") and kind == "U" and names:
-            changed = np.searchsorted(names, array)
-        if changed is not given[name]:
-            forms = (f"{of.dtype} {list(of.shape)}" for of in (given[name], changed))
-            notes.append(f"{name}: {' is read as '.join(forms)}")
-        usual[name] = changed
-    return usual, names, notes
+    usual: dict[str, str] = {}
+    for name in arrays:
+        words = name.lower().split("_")
+        kinds = [_WORDS[word] for word in words if word in _WORDS]
+        parts = [word for word in words if word in _PARTS]
+        if len(kinds) == 1 and len(kinds + parts) == len(words) and len(parts) < 2:
+            usual[name] = "_".join((*kinds, *(parts or _PARTS[:1])))
+    is_clear = len({*usual.values()}) == len(usual) and "y_train" in usual.values()
+    return {usual.get(name, name) if is_clear else name: array for name, array in arrays.items()}
+
+
+def usual_pixels(array: np.ndarray) -> np.ndarray:
+    """Images as uint8 from 0 to 255, where they have one reading; else the array itself.
+
+    Whole pixels from 0 to 255 of any type, truth values, and fractions from 0 to 1, become uint8;
+    an alpha channel that is opaque goes, and axes of one value.
+    """
+    if array.ndim < 3 or not array.size:
+        return array
+    sides = [side for side in array.shape[1:] if side > 1]
+    if array.ndim > 4 and (array.shape[-1] > 1 or len(sides) == 2):  # else of several gray frames
+        array = array.reshape([len(array), *sides])
+    kind, low, high = array.dtype.kind, array.min(), array.max()
+    whole = kind in "iu" or (kind == "f" and (array % 1 == 0).all())
+    if array.dtype != np.uint8 and whole and 0 <= low < 2 <= high <= 255:
+        array = array.astype(np.uint8)
+    elif kind == "f" and not whole and 0 <= low <= high <= 1:
+        array = np.rint(array * 255).astype(np.uint8)
+    elif kind == "b":
+        array = array * np.uint8(255)
+    is_opaque = array.ndim == 4 and array.shape[3] == 4 and (array[..., 3] == 255).all()
+    return array[..., :3] if is_opaque else array
+
+
+def usual_labels(labels: np.ndarray) -> np.ndarray:
+    """Labels ``[N]`` that are in a column, and texts without blanks around them."""
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.dtype.kind == "S":
+        labels = np.char.decode(labels)
+    return np.char.strip(labels) if labels.dtype.kind == "U" else labels
+
+
+def _numbered(labels: np.ndarray, names: Sequence[str], origin: str) -> np.ndarray:
+    """Labels that are texts, truth values or whole floats as class numbers; else as they are."""
+    kind = labels.dtype.kind
+    if kind == "U" and names and labels.ndim == 1:
+        return encode_labels(Cells(labels.tolist()), names, where=origin).numpy()
+    if kind == "b" or (kind == "f" and (labels % 1 == 0).all()):
+        return labels.astype(np.int64)
+    return labels
 
 
 def _part(
-    settings: Arrays, arrays: Mapping[str, np.ndarray], name: str, *, origin: str
+    settings: Arrays, arrays: Mapping[str, np.ndarray], part: str, *, origin: str
 ) -> tuple[_Features, np.ndarray, tuple[str, ...]]:
     """Features and labels of one part without the records that cannot be read, and notes."""
-    skip = settings.corrupt == "skip"
-    features, labels = _features(settings, arrays, name, origin=origin), arrays[f"y_{name}"]
-    notes: tuple[str, ...] = ()
-    if skip and len(features) == len(labels):
-        rows, notes = readable(_unreadable(features, labels, len(settings.class_names)))
-        labels = labels[rows]
-        features = [features[i] for i in rows] if isinstance(features, list) else features[rows]
-    if isinstance(features, np.ndarray) and np.isinf(features).any():
-        raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
-    labels = _whole_labels(labels, origin=origin, part=name)
+    labels, skip = arrays[f"y_{part}"], settings.corrupt == "skip"
+    features: _Features
+    if f"x_{part}" in arrays:
+        for name in ("image_size", "channels", "intensity"):
+            if (value := getattr(settings, name)) is not None:
+                raise ConfigError(
+                    f"dataset.{name}={show(value)} has no effect on {origin}, whose x_{part} holds "
+                    "plain arrays and no encoded images: remove it, or change the arrays."
+                )
+        features = channels_first(arrays[f"x_{part}"], origin=origin)
+    else:
+        contents = cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
+        features = [named(contents, f"{origin}, part {part}", i) for i in range(len(contents))]
     if len(features) != len(labels) or (len(labels) == 0 and not skip):
         raise ConfigError(
-            f"{origin} holds {len(features)} records and {len(labels)} labels in its part {name}: "
+            f"{origin} holds {len(features)} records and {len(labels)} labels in its part {part}: "
             "it needs as many labels as records, at least one."
         )
-    return features, labels, notes
+    several, kind = labels.ndim == 2 and labels.shape[1] > 1, labels.dtype.kind
+    is_whole = kind in "biu" if several else kind in "iu" and labels.ndim == 1
+    most = 2 if several else (skip and len(settings.class_names)) or 2**63
+    unknown: Any = np.logical_or(labels < 0, labels >= most) if is_whole else None
+    if not is_whole or (unknown.any() and not skip):
+        span = f" from {labels.min()} to {labels.max()}" if is_whole else ""
+        raise ConfigError(
+            f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}{span}: expected the "
+            "class numbers 0, 1, ... as one integer per record, or [N, L] of 0 and 1 for several "
+            "labels."
+        )
+    unknown = unknown.any(axis=1) if several else unknown
+    infinite: Any = np.zeros(len(labels), dtype=bool)
+    if isinstance(features, np.ndarray) and features.ndim == 2:
+        infinite = np.isinf(features).any(axis=1)
+    if not skip:
+        if infinite.any():
+            raise ConfigError(f"{origin} holds infinite features: replace or remove them.")
+        return features, labels.astype(np.int64), ()
+    rows, notes = readable({"a label of no class": unknown, "an infinite number": infinite})
+    read = [features[i] for i in rows] if isinstance(features, list) else features[rows]
+    return read, labels[rows].astype(np.int64), notes
 
 
 def _class_names(settings: Arrays, labels: Sequence[np.ndarray], *, origin: str) -> tuple[str, ...]:
@@ -208,43 +255,14 @@ def named(contents: list[bytes], origin: str, index: int) -> tuple[str, bytes]:
     return f"image {index} of {origin}", contents[index]
 
 
-def _features(
-    settings: Arrays, arrays: Mapping[str, np.ndarray], part: str, *, origin: str
-) -> _Features:
-    """A part's images or rows, or its encoded images with their names."""
-    if f"x_{part}" in arrays:
-        for name in ("image_size", "channels", "intensity"):
-            if (value := getattr(settings, name)) is not None:
-                raise ConfigError(
-                    f"dataset.{name}={show(value)} has no effect on {origin}, whose x_{part} holds "
-                    "plain arrays and no encoded images: remove it, or change the arrays."
-                )
-        return channels_first(arrays[f"x_{part}"], origin=origin)
-    contents = cut(arrays[f"{part}_bytes"], arrays[f"{part}_off"], origin=origin)
-    return [named(contents, f"{origin}, part {part}", i) for i in range(len(contents))]
-
-
-def _unreadable(features: _Features, labels: np.ndarray, num_classes: int) -> dict[str, np.ndarray]:
-    """Return which records cannot be read, each by itself, bool ``[N]``, by the reason."""
-    unknown: Any = np.zeros(len(labels), dtype=bool)
-    infinite = unknown
-    if labels.dtype.kind in "biu" and labels.ndim == 2:
-        unknown = ~np.isin(labels, (0, 1)).all(axis=1)
-    elif labels.dtype.kind in "iu" and labels.ndim == 1:
-        unknown = np.logical_or(labels < 0, labels >= (num_classes or 2**63))
-    if isinstance(features, np.ndarray) and features.ndim == 2:
-        infinite = np.isinf(features).any(axis=1)
-    return {"a label of no class": unknown, "an infinite number": infinite}
-
-
-def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
-    """Return ``train`` and, if there is one, the other part, each with all arrays that it needs."""
-    present = []
-    for part in ("train", "test", "val"):
+def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> dict[str, set[str]]:
+    """Return ``train`` and, if there is one, the other part, each with the names of its arrays."""
+    present = {}
+    for part in _PARTS:
         forms = {f"x_{part}", f"y_{part}"}, {f"{part}_bytes", f"{part}_off", f"y_{part}"}
         names = set.union(*forms) & arrays.keys()
         if names or part == "train":
-            present.append(part)
+            present[part] = names
             if names not in forms:
                 raise ConfigError(
                     f"{origin} holds {', '.join(sorted(names or arrays))}: a part needs x_{part} "
@@ -257,23 +275,6 @@ def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> list[str]:
             "(validation records are taken from train by dataset.fractions)."
         )
     return present
-
-
-def _whole_labels(labels: np.ndarray, *, origin: str, part: str) -> np.ndarray:
-    """Return the labels as int64 after checking that they are class numbers, or 0 and 1."""
-    several = labels.ndim == 2 and labels.shape[1] > 1 and labels.dtype.kind in "biu"
-    whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
-    low, high = 0, 0
-    if (several or whole) and labels.size:
-        low, high = int(labels.min()), int(labels.max())
-    if not (several or whole) or not 0 <= low <= high < (2 if several else 2**63):
-        span = f" from {low} to {high}" if low < high else ""
-        raise ConfigError(
-            f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}{span}: expected the "
-            "class numbers 0, 1, ... as one integer per record, or [N, L] of 0 and 1 for several "
-            "labels."
-        )
-    return labels.astype(np.int64)
 
 
 def channels_first(
@@ -290,8 +291,10 @@ def channels_first(
         first, last = images.shape[1] in (1, 3), images.shape[3] in (1, 3)
         if first != last:
             return images if first else images.transpose(0, 3, 1, 2)
+    is_number = images.dtype.kind in "fiu" and images.size
+    span = f" from {images.min():g} to {images.max():g}" if is_number else ""
     raise ConfigError(
-        f"{origin} holds features {images.dtype} of shape {images.shape}: expected uint8 "
+        f"{origin} holds features {images.dtype} of shape {images.shape}{span}: expected uint8 "
         "images [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 channels, whole numbers from 0 "
         "to 255 or shares from 0 to 1, or a table [N, F]."
     )

@@ -5,9 +5,10 @@ Each sentence depends on records, so that whoever reads it learns of them.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
 _ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record)$", re.I)
 _AFFIXED = re.compile(r"[^A-Za-z\d]{0,2}\d")  # as 80%, $1,200, <0.5, 3 days, 12:30 and 1/2/24
+_SEPARATED = re.compile(r"\s*[;|,]\s*")  # names, as in a|b
+_FEWEST_PIXELS = 64
 _YES_NO = {
     **dict.fromkeys(("yes", "y", "true", "1", "j", "ja"), "yes"),
     **dict.fromkeys(("no", "n", "false", "0", "nein"), "no"),
@@ -50,7 +53,7 @@ def oddities(records: Records) -> list[str]:
 def _of_labels(records: Records) -> Iterator[str]:
     counts = count_labels(records.labels, len(records.class_names))
     empty = [name for name, n in zip(records.class_names, counts, strict=True) if not n]
-    if empty and len(records) >= _FEWEST:
+    if empty and (len(records) >= _FEWEST or not records.schema):
         more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
         yield f"no record has the label {', '.join(empty[:5])}{more}: do labels begin at 1?"
     if records.multi_label and bool((records.labels.sum(1) == 1).all()):
@@ -67,6 +70,11 @@ def _of_labels(records: Records) -> Iterator[str]:
     yield from _spelled_alike("the label", records.class_names)
     for name in [name for name in records.class_names if _UNKNOWN.fullmatch(name)][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
+    several = [
+        n for n in records.class_names if {*_SEPARATED.split(n)[1:]} & {*records.class_names}
+    ]
+    if several and not records.multi_label:
+        yield f"the label holds {several[0]}: several labels? Then set dataset.label_separator"
     numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
     if numbers and records.schema and not records.multi_label:
         yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
@@ -95,10 +103,20 @@ def _of_images(images: Tensor) -> Iterator[str]:
             f"all {len(images)} images are one picture once they are read: see whether they are "
             "drawn in transparency, on a later page, or in a range that dataset.intensity cuts."
         )
-    is_dark = images.dtype == torch.uint8 and all(int(image.max()) < _DARK for image in images)
-    if is_dark and len(images):
+    if images.dtype == torch.uint8:
+        yield from of_brightness(images)
+
+
+def of_brightness(images: Iterable[Tensor]) -> Iterator[str]:
+    """Yield a sentence on uint8 images that are all dark, of which there are any."""
+    brightest = -1
+    for image in images:
+        brightest = max(brightest, int(image.max()))
+        if brightest >= _DARK:
+            return
+    if brightest >= 0:
         yield (
-            f"the brightest pixel is {int(images.max())} of 255: set dataset.intensity=[low,high] "
+            f"the brightest pixel is {brightest} of 255: set dataset.intensity=[low,high] "
             "of images of more than 8 bits, or multiply arrays to reach 255"
         )
 
@@ -107,6 +125,13 @@ def _of_columns(records: Records) -> Iterator[str]:
     if len(records) < _FEWEST:
         return
     names = list(records.feature_names)
+    side = math.isqrt(len(names))
+    whole = records.features.amax() > 127 and not (records.features % 1).any()
+    if side**2 == len(names) >= _FEWEST_PIXELS and whole and 0 <= records.features.amin():
+        yield (
+            f"{len(names)} columns of whole numbers look like images of {side}x{side} pixels: "
+            "networks of images take an npz file of [N, H, W]"
+        )
     rows = slice(None, None, max(1, len(records) // _SAMPLE))
     features, labels = records.features[rows].double().numpy(), records.labels[rows].numpy()
     tells: list[str] = []

@@ -18,10 +18,18 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
-from fednas_flwr.data.decoding import decode_like, image_files, source_of
+from fednas_flwr.data.decoding import decode_like, image_files, other_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
 from fednas_flwr.data.notation import NEARLY, distinct, places_among
-from fednas_flwr.data.npz import channels_first, cut, named, read_arrays
+from fednas_flwr.data.npz import (
+    channels_first,
+    cut,
+    named,
+    read_arrays,
+    usual_labels,
+    usual_names,
+    usual_pixels,
+)
 from fednas_flwr.data.records import (
     CATEGORY,
     DATE,
@@ -135,15 +143,16 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         names,
         torch.tensor([inputs.class_names.index(min(of)) for of in parents]) if labelled else None,
         _decoded(source_of(files), len(files), inputs),
+        tuple(other_files(path)),
     )
 
 
 def _numpy_file(path: Path, inputs: Inputs) -> RawData:
-    arrays = read_arrays(path)
+    arrays = usual_names(read_arrays(path))
     for part in ("", "_test", "_val", "_train"):
         labels = _checked_labels(arrays.get(f"y{part}"), inputs)
         if f"x{part}" in arrays:
-            return _array(arrays[f"x{part}"], inputs, where=str(path), labels=labels)
+            return _array(usual_pixels(arrays[f"x{part}"]), inputs, where=str(path), labels=labels)
         encoded = part.removeprefix("_")
         if f"{encoded}_bytes" in arrays:
             contents = cut(arrays[f"{encoded}_bytes"], arrays[f"{encoded}_off"], origin=str(path))
@@ -154,6 +163,11 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
 
 def _checked_labels(labels: np.ndarray | None, inputs: Inputs) -> Tensor | None:
     """Labels as ``RawData`` has them; None where they are of another form."""
+    labels = None if labels is None else usual_labels(labels)
+    if labels is not None and labels.dtype.kind == "U":
+        if not {*labels.tolist()} <= {*inputs.class_names}:
+            return None
+        return torch.tensor([inputs.class_names.index(label) for label in labels.tolist()])
     classes = len(inputs.class_names)
     form = (classes,) if inputs.multi_label else ()
     kinds = "biuf" if inputs.target else "biu"

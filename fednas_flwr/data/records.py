@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -117,10 +117,7 @@ class Inputs(Checked):
         Raises:
             ConfigError: The text says none.
         """
-        values = json.loads(text)
-        if isinstance(values, dict) and (sizes := values.pop("scattering", ())):  # as it once was
-            values["transform"] = ["scattering", *map(str, sizes)]
-        inputs: Inputs = parse(Inputs, values, key="inputs", defaults=True)
+        inputs: Inputs = parse(Inputs, json.loads(text), key="inputs", defaults=True)
         return inputs
 
 
@@ -232,23 +229,17 @@ RecordsPair = tuple[Records, Records | None]  # train part, and the official tes
 
 def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
-    digests = _digests(contents, hashlib.blake2b(digest_size=16))
-    return np.frombuffer(bytearray(digests.hex(), "ascii"), dtype=ID)
+    return np.array([record_id(content) for content in contents], dtype=ID)
 
 
-def _digests(contents: Iterable[bytes], begun: hashlib.blake2b) -> bytes:
-    """The hashes of some contents, one after the other, each as it is begun."""
-    digests = []
-    for content in contents:
-        hasher = begun.copy()
-        hasher.update(content)
-        digests.append(hasher.digest())
-    return b"".join(digests)
+def record_id(content: bytes) -> str:
+    """Return one of :func:`record_ids`."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def text_id(text: str) -> bytes:
     """Hash an id that is a text, such as a person's name, as :func:`record_ids` does."""
-    return bytes(record_ids([text.encode("utf-8", "surrogatepass")])[0])
+    return record_id(text.encode("utf-8", "surrogatepass")).encode()
 
 
 def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -414,8 +405,8 @@ def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
     """
     if not 1 <= len(key) <= 64:
         raise ValueError(f"a split key needs 1 to 64 bytes, got {len(key)}.")
-    keyed = hashlib.blake2b(key=key, digest_size=8, person=b"fednas split")
-    digests = _digests(ids.tolist(), keyed)
+    options: Any = {"key": key, "digest_size": 8, "person": b"fednas split"}
+    digests = b"".join(hashlib.blake2b(one, **options).digest() for one in ids.tolist())
     # 53 bits are what a float64 in [0, 1) holds exactly; with 64 the largest would round to 1.
     return (np.frombuffer(digests, dtype=">u8") >> np.uint64(11)).astype(float) * 2.0**-53
 

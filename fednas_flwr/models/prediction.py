@@ -23,6 +23,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.base.pretrained import Frozen
 from fednas_flwr.data.features import make_transform
+from fednas_flwr.data.oddities import of_brightness
 from fednas_flwr.data.raw import Label, named_labels, read_raw
 from fednas_flwr.data.records import Inputs, normalised
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, objective_of
@@ -241,14 +242,17 @@ class Model(nn.Module):
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
         outputs: list[Tensor] = [torch.zeros(0, classes)]
+        brightest: list[Tensor] = []
         done = 0
         for x in raw.batches(batch_size):
+            brightest += [x.max()] if x.dtype == torch.uint8 else []
             outputs.append(self.logits(x.to(device)).float().cpu())
             done += len(x)
             if progress is not None:
                 progress(done, len(raw))
         logits = torch.cat(outputs)
-        for note in raw.notes:
+        notes = (*raw.notes, *of_brightness(brightest))
+        for note in notes:
             warnings.warn(note, stacklevel=2)
         return Predictions(
             self.class_names,
@@ -256,7 +260,7 @@ class Model(nn.Module):
             objective.probabilities(logits).numpy(),
             raw.labels,
             objective.multi_label,
-            raw.notes,
+            notes,
             None if raw.ids is None else tuple(raw.ids),
             self.inputs.id_column,
             logits,

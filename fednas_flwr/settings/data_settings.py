@@ -255,8 +255,8 @@ class EncodedImages(Images):
         class_names: Names of the classes in their order; empty finds them in the data.
         corrupt: Records that cannot be read: ``refuse`` ends the run and names them, ``skip``
             leaves each out by itself, as private sites always do.
-        intensity: Intensities of 16-bit images that become 0 and 255, those beyond being cut; null
-            is 0 to 65535.
+        intensity: Intensities that become 0 and 255, those beyond being cut: of images of 16 bits
+            (null is 0 to 65535), of floats (0 to 1) and of DICOM (null is each image's own window).
     """
 
     image_size: ImageSize | None

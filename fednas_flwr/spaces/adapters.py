@@ -54,8 +54,9 @@ class AdapterSpace(SearchSpace):
 
     def frozen(self) -> Frozen:
         """Return the frozen network, the same object at each call."""
-        path = None if self.weights is None else Path(self.weights).expanduser()
-        return load_frozen(self.backbone, self.image_size, path, empty=path is None)
+        if self.weights is None:
+            return Frozen(self.backbone, self.image_size)
+        return load_frozen(self.backbone, self.image_size, Path(self.weights).expanduser())
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]

@@ -112,8 +112,6 @@ def test_the_inputs_of_a_model_that_was_written_before_a_key_existed_are_read():
     for name in ("label", "multi_label", "label_separator", "intensity", "transform"):
         del values[name]
     assert Inputs.from_json(json.dumps(values)) == inputs
-    older = Inputs.from_json(json.dumps({**values, "scattering": [2, 8]}))
-    assert older.transform == ("scattering", "2", "8")
     del values["mean"]
     with pytest.raises(ConfigError, match=r"inputs\.mean is missing"):
         Inputs.from_json(json.dumps(values))
