@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.spaces.dp_cells import DPCellNetwork
-from fednas_flwr.spaces.nasbench201 import NASBench201Body, NASBench201Space
+from fednas_flwr.spaces.nasbench201 import NASBench201Network, NASBench201Space
 from fednas_flwr.spaces.space import CELL, Supernet
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class GumbelPath(nn.Module):
             ValueError: The supernet is of another space.
         """
         super().__init__()
-        if not isinstance(supernet.body, NASBench201Body):
+        if not isinstance(supernet.body, NASBench201Network):
             raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
         self.supernet, self.body, self.training = supernet, supernet.body, supernet.training
         self.temperature = temperature

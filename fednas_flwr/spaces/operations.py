@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError, check_choice
-from fednas_flwr.base.layers import Stack, depthwise, linear
+from fednas_flwr.base.layers import called, depthwise
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
 from fednas_flwr.settings.registry import TABLES
-from fednas_flwr.spaces.genotype import Edge
 
 MAX_GROUPS = 8
+Compute = Callable[[nn.Module, Tensor], Tensor]
 NOTHING = ("none", "zero")  # ops without a module
 
 
@@ -235,42 +235,6 @@ def discrete_states(
     return summed_states(inputs, edges, compute, nodes=nodes, empty=torch.zeros_like(inputs[0]))
 
 
-class TwoInputCell(nn.Module):
-    """A derived cell whose inputs are the cells before: its output joins its later nodes."""
-
-    def __init__(
-        self,
-        inputs: tuple[nn.Module, nn.Module],
-        edges: Sequence[Edge],
-        ops: Iterable[nn.Module],
-        *,
-        nodes: range,
-    ) -> None:
-        """Take the modules.
-
-        Args:
-            inputs: Modules for the outputs of the cell before the last and of the last.
-            edges: Those of the genotype.
-            ops: The module of each; made after those of the inputs.
-            nodes: The nodes that are no inputs.
-        """
-        super().__init__()
-        self.preprocess0, self.preprocess1 = inputs
-        self.wiring, self.nodes = edges, nodes
-        self.edges = nn.ModuleList(ops)
-
-    def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
-        """Return the nodes' states, side by side in dimension 1."""
-        states = discrete_states(
-            [self.preprocess0(before), self.preprocess1(last)],
-            [edge.pair for edge in self.wiring],
-            self.edges,
-            nodes=self.nodes,
-            drop_path_prob=drop_path_prob,
-        )
-        return torch.cat(states[self.nodes.start :], dim=1)
-
-
 def mixed_states(
     inputs: Sequence[Tensor],
     edges: Sequence[tuple[int, int]],
@@ -316,13 +280,7 @@ def path_states(
 
 
 class OwnOp(nn.Sequential):
-    """An op that a user has registered, and a norm behind it.
-
-    Attributes:
-        calls_layers: True, as a supernet that takes a stack for all else calls its layers.
-    """
-
-    calls_layers = True
+    """An op that a user has registered, and a norm behind it."""
 
     def __init__(
         self, name: str, channels: int, norm: nn.Module, *, stride: int = 1, sides: Sequence[int]
@@ -501,33 +459,31 @@ class SkipNetwork(nn.Module):
         skip: The classifier, whose logits are added; None for none.
         drop_path_prob: Probability of drop-path, in [0, 1), on every edge but identities, on every
             block with a residual connection; a trainer raises it from 0.
+        takes_stack: True of supernets' bodies whose weights come from ``base.layers.stacked``.
     """
 
     skip: nn.Linear | None
     drop_path_prob: float
+    takes_stack: bool
 
     def __init__(self) -> None:
         """Begin without a skip and without drop-path."""
         super().__init__()
         self.skip = None
         self.drop_path_prob = 0.0
+        self.takes_stack = False
 
     @property
     def dropped(self) -> float:
         """Probability of drop-path at the moment: 0 in evaluation mode."""
         return self.drop_path_prob if self.training else 0.0
 
-    def joined(self, logits: Tensor, x: Tensor, stack: Stack | None = None) -> Tensor:
+    def joined(self, logits: Tensor, x: Tensor, compute: Compute = called) -> Tensor:
         """Return the logits [B, classes] after adding the skip's.
 
         Args:
             logits: Those of everything else.
             x: What the network was called with, [B, ...].
-            stack: Of a supernet whose records have weights each; None for one set of weights.
+            compute: Computes the skip.
         """
-        if self.skip is None:
-            return logits
-        if stack is None:
-            added: Tensor = self.skip(x.flatten(1))
-            return logits + added
-        return logits + linear(x.flatten(1), stack([self.skip.weight]), stack([self.skip.bias]))
+        return logits if self.skip is None else logits + compute(self.skip, x.flatten(1))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from fednas_flwr.base.layers import stacked
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
@@ -394,9 +395,9 @@ def test_a_supernet_that_stacks_a_weight_twice_is_an_error():
             super().__init__()
             self.first, self.second = nn.Linear(4, CLASSES), nn.Linear(4, CLASSES)
 
-        def forward(self, x, stack):
-            both = stack([self.first.weight, self.second.weight])
-            alone = stack([self.first.weight])
+        def forward(self, x):
+            both = stacked([self.first.weight, self.second.weight])
+            alone = stacked([self.first.weight])
             return torch.einsum("bi,boi->bo", x, both[:, :CLASSES] + both[:, CLASSES:] + alone)
 
     network = Twice()

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces.darts import EDGES, OPS, AuxiliaryHead, DARTSSpace
+from fednas_flwr.spaces.darts import EDGES, OPS, DARTSSpace
 from fednas_flwr.spaces.genotype import Edge, Genotype, load_genotype, skip_share
+from fednas_flwr.spaces.two_input_cells import AuxiliaryHead
 
 # Liu et al. (2019), the cells of the published second-order search on CIFAR-10.
 PUBLISHED = load_genotype(Path(__file__).parent / "darts_v2.json")
