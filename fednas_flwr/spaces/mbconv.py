@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, unknown_choice
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.parser import Between
 from fednas_flwr.spaces import operations as ops
@@ -209,6 +209,17 @@ class MBConvSpace(SearchSpace):
         pairs = zip(self.plan.blocks, self.path(genotype), strict=True)
         chosen = tuple((row[op],) for row, op in pairs)
         return MBConvNetwork(self.plan._replace(blocks=chosen), norm=self.norm)
+
+
+def named_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvSpace:
+    """Return the space with a skeleton and candidates by their names.
+
+    Raises:
+        ConfigError: There are none of these names.
+    """
+    check_choice("search_space.skeleton", skeleton, SKELETONS)
+    check_choice("search_space.candidates", candidates, CANDIDATES)
+    return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
 
 
 def make_plan(space: MBConvSpace) -> Plan:

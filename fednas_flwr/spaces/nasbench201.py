@@ -3,7 +3,6 @@
 Dong & Yang (2020), arXiv 2001.00326. :class:`NASBench201Space` gives the supernet, the way from
 alphas to a genotype and the discrete network. In a cell, node 0 is the input, every other node the
 sum of the edges from all earlier nodes, node 3 the output. The network has three stages of cells.
-:func:`to_arch_string` and :func:`from_arch_string` speak the benchmark's own notation.
 
 A supernet computes from each state the edges to all later nodes at once
 (``operations.node_states``), with the parameters and the result of a module for each op of each
@@ -15,7 +14,6 @@ Tensor suffixes: B batch, E edges, O ops.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.layers import called, computed, convolution, pointwise, stacked
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import Count
@@ -68,35 +65,6 @@ class NASBench201Space(SearchSpace):
     def discrete(self, genotype: Genotype, *, auxiliary: bool) -> NASBench201Network:
         """Build a discrete network."""
         return NASBench201Network(self, genotype.cells[CELL])
-
-
-def to_arch_string(genotype: Genotype) -> str:
-    """Return the cell in the benchmark's notation, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
-    edges = genotype.cells[CELL]
-    return "+".join(
-        "|" + "".join(f"{edge.op}~{edge.source}|" for edge in edges if edge.target == node)
-        for node in NODES
-    )
-
-
-def from_arch_string(text: str) -> Genotype:
-    """Return the genotype of a cell in the benchmark's notation.
-
-    Raises:
-        ConfigError: If the text is not of the form ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|`` with ops
-            of this space.
-    """
-    pattern = r"\+".join(
-        r"\|" + "".join(rf"(\w+)~{source}\|" for source in range(node)) for node in NODES
-    )
-    match = re.fullmatch(pattern, text)
-    if match is None or not set(match.groups()) <= set(OPS):
-        raise ConfigError(
-            f"{text!r} is not a NAS-Bench-201 cell: expected |op~0|+|op~0|op~1|+|op~0|op~1|op~2| "
-            f"with the ops {', '.join(OPS)}."
-        )
-    edges = (Edge(op, *edge) for op, edge in zip(match.groups(), EDGES, strict=True))
-    return Genotype(NASBench201Space.name, {CELL: tuple(edges)})
 
 
 def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Module:
@@ -255,7 +223,15 @@ class SearchCell(nn.Module):
         """
         edges: Any = self.edges
         if isinstance(chosen, tuple):
-            return operations.path_states([x], EDGES, edges, *chosen)[-1]
+            columns, gates_E = chosen
+            ops = [edge.op(column) for edge, column in zip(edges, columns, strict=True)]
+
+            def compute(index: int, state: Tensor | None) -> Tensor | None:
+                op = ops[index]
+                return None if op is None or state is None else gates_E[index] * op(state)
+
+            *_, out = operations.summed_states([x], EDGES, compute, nodes=NODES, empty=None)
+            return torch.zeros_like(x) if out is None else out
         weights_BEO = chosen
 
         def leave(state: Tensor, indices: list[int]) -> Tensor:

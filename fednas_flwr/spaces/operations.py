@@ -235,50 +235,6 @@ def discrete_states(
     return summed_states(inputs, edges, compute, nodes=nodes, empty=torch.zeros_like(inputs[0]))
 
 
-def mixed_states(
-    inputs: Sequence[Tensor],
-    edges: Sequence[tuple[int, int]],
-    ops: Sequence[nn.Module],
-    weights_EO: Tensor,
-) -> list[Tensor]:
-    """Compute the states of a cell's inputs and nodes, all edges with their mixed ops."""
-
-    def compute(index: int, state: Tensor) -> Tensor:
-        out: Tensor = ops[index](state, weights_EO[..., index, :])
-        return out
-
-    nodes = range(len(inputs), edges[-1][1] + 1)
-    return summed_states(inputs, edges, compute, nodes=nodes, empty=None)
-
-
-def path_states(
-    inputs: Sequence[Tensor],
-    edges: Sequence[tuple[int, int]],
-    ops: Iterable[MixedOp],
-    columns: Sequence[int],
-    gates_E: Tensor,
-) -> list[Tensor]:
-    """Compute the states of a cell's inputs and nodes, with one op on each edge; of stride 1.
-
-    Args:
-        inputs: States of the first nodes.
-        edges: (source, target) of every edge; every later node has one.
-        ops: Of every edge.
-        columns: For every edge the column of its op; ``none`` and what is zero without it are left
-            out.
-        gates_E: What each op's output is multiplied by.
-    """
-    modules = [op.op(column) for op, column in zip(ops, columns, strict=True)]
-
-    def compute(index: int, state: Tensor | None) -> Tensor | None:
-        op = modules[index]
-        return None if op is None or state is None else gates_E[index] * op(state)
-
-    nodes = range(len(inputs), edges[-1][1] + 1)
-    states = summed_states(inputs, edges, compute, nodes=nodes, empty=None)
-    return [torch.zeros_like(inputs[0]) if state is None else state for state in states]
-
-
 class OwnOp(nn.Sequential):
     """An op that a user has registered, and a norm behind it."""
 

@@ -99,6 +99,8 @@ SUPERNETS = tuple(name for name in NETWORKS if name.endswith(("supernet", "refer
 def route(request, monkeypatch):
     """Take per-sample gradients through the package's own layers, and through Opacus' hooks."""
     if request.param == "hooks":
+        if {"darts supernet", "nasbench201 supernet"} & set(request.node.callspec.params.values()):
+            pytest.skip("what a supernet joins has leaves only")
         monkeypatch.setattr(record_gradients, "_is_covered", lambda layer: False)
     return request.param
 
