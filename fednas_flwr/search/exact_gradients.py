@@ -29,9 +29,37 @@ MICRO_BATCH = 128  # records whose gradients are in memory at a time
 Passes = Callable[[], Iterator[bg.Batch]]  # begins another pass over some records
 
 
+@dataclass(kw_only=True)
+class Measured:
+    """What gradients of batches are taken of, and what is seen on the way.
+
+    Attributes:
+        objective: The objective whose losses and hits are taken.
+        auxiliary_weight: Weight of an auxiliary head's loss.
+        precision: Number format, see :func:`computed_in`.
+        train_tally: Tally of train batches, taken before the steps on them.
+        validation_tally: Tally of validation batches.
+    """
+
+    objective: Objective = CLASSIFICATION
+    auxiliary_weight: float = 0.0
+    precision: str = FLOAT32
+    train_tally: bg.Tally = field(default_factory=bg.Tally, init=False)
+    validation_tally: bg.Tally = field(default_factory=bg.Tally, init=False)
+
+    def metrics(self) -> dict[str, float]:
+        """Loss and accuracy on train batches, and loss on validation batches, if there are any."""
+        train, validation, metrics = self.train_tally, self.validation_tally, dict[str, float]()
+        if train.num_examples:
+            metrics |= {"train_loss": train.loss, "train_accuracy": train.accuracy}
+        if validation.num_examples:
+            metrics["validation_loss"] = validation.loss
+        return metrics
+
+
 @dataclass
-class ExactGradients:
-    """Mean gradients of batches, a new one of each kind in every step.
+class ExactGradients(Measured):
+    """Mean gradients of batches, a new one of each kind in every step; tallies of the last pass.
 
     Attributes:
         train: Function that begins a pass over train records.
@@ -39,13 +67,8 @@ class ExactGradients:
             pass over the train records need; None where alphas stay.
         epochs: Passes over the train records, where no number of steps is given.
         num_steps: Number of steps, over as many passes as they need; None takes ``epochs``.
-        objective: The objective whose losses and hits are taken.
-        auxiliary_weight: Weight of an auxiliary head's loss.
-        precision: Number format, see :func:`computed_in`.
         train_batch: The train batch of the step.
         validation_batch: Its validation batch, where there are validation records.
-        train_tally: Tally of the train batches of the last pass, taken before the steps on them.
-        validation_tally: Tally of its validation batches.
     """
 
     train: Passes
@@ -53,13 +76,8 @@ class ExactGradients:
     _: KW_ONLY
     epochs: int | None = 1
     num_steps: int | None = None
-    objective: Objective = CLASSIFICATION
-    auxiliary_weight: float = 0.0
-    precision: str = FLOAT32
     train_batch: bg.Batch = field(init=False)
     validation_batch: bg.Batch = field(init=False)
-    train_tally: bg.Tally = field(default_factory=bg.Tally, init=False)
-    validation_tally: bg.Tally = field(default_factory=bg.Tally, init=False)
     _validation_batches: Iterator[bg.Batch] = field(default=iter(()), init=False)
 
     def steps(self) -> Iterator[None]:
@@ -140,10 +158,6 @@ class ExactGradients:
         self.validation_tally.add(losses)
         return alpha_gradient(gradients_EK, supernet.alphas()[CELL], paths_EK)
 
-    def metrics(self) -> dict[str, float]:
-        """Loss and accuracy on the batches of the last pass."""
-        return metrics_of(self.train_tally, self.validation_tally)
-
 
 @dataclass(kw_only=True)
 class ClippedGradients(ExactGradients):
@@ -205,7 +219,7 @@ class LookAhead:
 
 
 @dataclass
-class ExactSums:
+class ExactSums(Measured):
     """Sums of gradients over the next batches: what the clients of FNAS and FedSGD return.
 
     Attributes:
@@ -213,21 +227,11 @@ class ExactSums:
         validation: The next validation batches; None where no alphas are asked for.
         look_ahead: For alphas of second order, whose gradients are of batch means (Eq. 5), times
             the batch size; None is first order.
-        objective: The objective whose losses and hits are taken.
-        auxiliary_weight: Weight of an auxiliary head's loss.
-        precision: Number format, see :func:`computed_in`.
     """
 
     train: Iterator[bg.Batch]
     validation: Iterator[bg.Batch] | None = None
     look_ahead: LookAhead | None = None
-    objective: Objective = CLASSIFICATION
-    auxiliary_weight: float = 0.0
-    precision: str = FLOAT32
-
-    def __post_init__(self) -> None:
-        """Begin to count."""
-        self.train_tally, self.validation_tally = bg.Tally(), bg.Tally()
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """The sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
@@ -265,20 +269,6 @@ class ExactSums:
             sums = {kind: gradient * size for kind, gradient in means.items()}
         self.validation_tally.add(losses)
         return sums
-
-    def metrics(self) -> dict[str, float]:
-        """Loss, and of the weights' batches accuracy, on the batches so far."""
-        return metrics_of(self.train_tally, self.validation_tally)
-
-
-def metrics_of(train: bg.Tally, validation: bg.Tally) -> dict[str, float]:
-    """Loss and accuracy on train batches, and loss on validation batches, where there are any."""
-    metrics: dict[str, float] = {}
-    if train.num_examples:
-        metrics |= {"train_loss": train.loss, "train_accuracy": train.accuracy}
-    if validation.num_examples:
-        metrics["validation_loss"] = validation.loss
-    return metrics
 
 
 @contextmanager

@@ -270,8 +270,8 @@ def space_costs(space: MBConvSpace, table: lt.LatencyTable | None) -> Costs:
             return count_multiply_adds(make_layer(layer, norm=space.norm), layer.input_shape)
 
     unit, cost_of = ("multiply_adds", multiply_adds) if table is None else ("ms", table.latency_ms)
-    fixed = math.fsum(cost_of(layer) for layer in (*plan.before, *plan.after))
     rows = [[None if one is None else cost_of(one) for one in row] for row in plan.blocks]
+    fixed = math.fsum(cost_of(layer) for layer in (*plan.before, *plan.after))
     return Costs(unit, fixed, rows)
 
 

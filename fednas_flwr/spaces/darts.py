@@ -148,17 +148,17 @@ def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: b
         case "skip_connect":
             return operations.FactorizedReduce(channels, channels, norm=norm, affine=affine)
         case "sep_conv_3x3" | "sep_conv_5x5" | "dil_conv_3x3" | "dil_conv_5x5":
-            convolution = functools.partial(
-                operations.depthwise_separable,
-                channels,
-                kernel_size=int(op[-1]),
-                norm=norm,
-                affine=affine,
-            )
-            if op.startswith("dil"):
-                return convolution(stride=stride, dilation=2)
-            both = (*convolution(stride=stride, dilation=1), *convolution(stride=1, dilation=1))
-            return nn.Sequential(*both)
+            dilation, size = (2 if op.startswith("dil") else 1), int(op[-1])
+            padding, layers = dilation * (size // 2), list[nn.Module]()
+            for step in (stride,) if dilation == 2 else (stride, 1):
+                sizes: Any = {"stride": step, "padding": padding, "dilation": dilation}
+                layers += [
+                    nn.ReLU(),
+                    nn.Conv2d(channels, channels, size, **sizes, groups=channels, bias=False),
+                    nn.Conv2d(channels, channels, 1, bias=False),
+                    operations.make_norm(channels, norm=norm, affine=affine),
+                ]
+            return nn.Sequential(*layers)
         case _:
             after = operations.make_norm(channels, norm=norm, affine=affine)
             return operations.OwnOp(op, channels, after, stride=stride, sides=(5, 5))

@@ -85,27 +85,6 @@ def relu_conv_norm(
     )
 
 
-def depthwise_separable(
-    channels: int, *, kernel_size: int, stride: int, dilation: int, norm: Norm, affine: bool
-) -> nn.Sequential:
-    """Return ReLU, depthwise convolution, pointwise convolution, norm."""
-    return nn.Sequential(
-        nn.ReLU(),
-        nn.Conv2d(
-            channels,
-            channels,
-            kernel_size,
-            stride=stride,
-            padding=dilation * (kernel_size // 2),
-            dilation=dilation,
-            groups=channels,
-            bias=False,
-        ),
-        nn.Conv2d(channels, channels, 1, bias=False),
-        make_norm(channels, norm=norm, affine=affine),
-    )
-
-
 class FactorizedReduce(nn.Module):
     """Halve height and width: ReLU, two 1x1 stride-2 convolutions side by side, norm.
 

@@ -32,23 +32,16 @@ CELL = "cell"  # the kind of cell, where there is only one
 AXES = {"images": ("channels", "height", "width"), "tables": ("features",)}
 
 
-class Alphas(nn.Module):
-    """The architecture parameters: one tensor [edges, ops] per kind of cell, ``1e-3 * randn``.
+class Alphas(nn.ParameterDict):
+    """The architecture parameters: one tensor [edges, ops] per kind of cell.
 
     Calling it returns them by kind. A module of its own, so that they are in the state_dict
     (``alphas.<kind>``) and can be exchanged by ``torch.func.functional_call`` like any parameter.
     """
 
-    def __init__(self, num_edges: Mapping[str, int], *, num_ops: int) -> None:
-        """Draw the alphas from torch's global generator."""
-        super().__init__()
-        for kind, edges in num_edges.items():
-            alphas_EO = ALPHA_STD * torch.randn(edges, num_ops)
-            self.register_parameter(kind, nn.Parameter(alphas_EO))
-
-    def __call__(self) -> dict[str, nn.Parameter]:
+    def __call__(self) -> dict[str, nn.Parameter]:  # type: ignore[override]
         """Return the alphas by kind of cell."""
-        return dict(self.named_parameters())
+        return dict(self.items())
 
 
 class Supernet(nn.Module):
@@ -60,7 +53,7 @@ class Supernet(nn.Module):
     """
 
     def __init__(self, body: SkipNetwork, *, num_edges: Mapping[str, int], num_ops: int) -> None:
-        """Put alphas beside a body.
+        """Put alphas beside a body, ``1e-3 * randn`` of torch's global generator.
 
         Args:
             body: Module with ``forward(x, op_weights)``.
@@ -69,7 +62,8 @@ class Supernet(nn.Module):
         """
         super().__init__()
         self.body = body
-        self.alphas = Alphas(num_edges, num_ops=num_ops)
+        drawn = {k: ALPHA_STD * torch.randn(edges, num_ops) for k, edges in num_edges.items()}
+        self.alphas = Alphas(drawn)
 
     @property
     def takes_stack(self) -> bool:

@@ -206,10 +206,8 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
                 auxiliary_weight=retrain.auxiliary_weight,
                 drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
             )
-            answers = self.ask(
-                "train.network_gradient", request, states=self.states, layouts=self.layouts
-            )
-            replies += self.step_along(answers, ("weights",), clip_norm=sgd.clip_norm)
+            action = "train.network_gradient"
+            replies += self.take_step(action, request, ("weights",), clip_norm=sgd.clip_norm)
         every = retrain.evaluate_every
         return mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
 
