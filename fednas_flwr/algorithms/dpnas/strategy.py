@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
@@ -12,7 +12,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search.optimizer_step import path_states
-from fednas_flwr.search.samplers import Controller, Evolution, Path, Sampler
+from fednas_flwr.search.samplers import Controller, Path, Sampler
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.space import Supernet
@@ -116,12 +116,9 @@ class DPNAS(RoundStrategy[DPNASSettings]):
 def make_sampler(seed: int, settings: DPNASSettings, space: DPCellSpace) -> Sampler:
     """A sampler of candidates that are not degenerate, initialised from the run's seed."""
     choices = tuple(map(len, space.offered))
-    samplers: dict[str, Callable[[], Sampler]] = {
-        "controller": lambda: Controller(choices, settings.controller),
-        "evolution": lambda: Evolution(choices, settings.evolution),
-        "random": lambda: Sampler(choices),
-    }
     with seeded(seed, "sampler"):
-        sampler = samplers[settings.sampler]()
+        sampler = Sampler(choices)
+        if settings.sampler == "controller":
+            sampler = Controller(choices, settings.controller)
     sampler.rejects = lambda path: space.is_degenerate(space.genotype(path))
     return sampler
