@@ -270,9 +270,7 @@ class Controller(Sampler):
         self.baseline = float(tensors["baseline"])
         self.seen = Moments(*tensors["seen"].tolist()) if "seen" in tensors else None
         self.policy.load_state_dict(after_prefix(tensors, "policy."))
-        state = self._optimizer.state_dict()
-        indices = range(len(state["param_groups"][0]["params"]))
-        moments = {index: after_prefix(tensors, f"adam.{index}.") for index in indices}
-        # without moments before the first step
-        state["state"] = {index: named for index, named in moments.items() if named}
-        self._optimizer.load_state_dict(state)
+        self._optimizer.state.clear()  # without moments before the first step
+        for index, parameter in enumerate(self.policy.parameters()):
+            if moments := after_prefix(tensors, f"adam.{index}."):
+                self._optimizer.state[parameter] = moments

@@ -117,17 +117,15 @@ class NASBench201Network(operations.SkipNetwork):
             blocks += stage.children()
         return blocks
 
-    def path(
-        self, x: Tensor, columns: Mapping[str, Sequence[int]], gates: Mapping[str, Tensor]
-    ) -> Tensor:
+    def path(self, x: Tensor, columns: Sequence[int], gates_E: Tensor) -> Tensor:
         """Return logits [B, classes] with one op on every edge; nothing else is computed.
 
         Args:
             x: Images.
-            columns: By kind of cell the column of each edge's op.
-            gates: By kind of cell what its output is multiplied by, [E].
+            columns: For every edge the column of its op.
+            gates_E: What each edge's output is multiplied by.
         """
-        return self.joined(self.skeleton(x, (columns[CELL], gates[CELL])), x)
+        return self.joined(self.skeleton(x, (columns, gates_E)), x)
 
     def choices(self) -> list[operations.MixedOp]:
         """Return the edges of all cells."""

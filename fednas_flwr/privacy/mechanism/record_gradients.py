@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.layers import conv2d, group_norm, linear, own_linear_layers, stacking
+from fednas_flwr.base.layers import computed, group_norm, linear, own_linear_layers, stacking
 from fednas_flwr.privacy.self_test import Watch
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
@@ -294,13 +294,10 @@ def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
     is_large = layer.weight.requires_grad and layer.weight.numel() >= LARGE
     if is_large and isinstance(layer, nn.Linear) and x.dim() == 2:
         return stack.linear(x, layer.weight, _own(layer.bias, stack))
-    weight, bias = _own(layer.weight, stack), _own(layer.bias, stack)
-    if isinstance(layer, nn.Conv2d):
-        sizes = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
-        return conv2d(x, weight, bias, **sizes)
     if isinstance(layer, nn.GroupNorm):
+        weight, bias = _own(layer.weight, stack), _own(layer.bias, stack)
         return group_norm(x, layer.num_groups, weight, bias, eps=layer.eps)
-    return linear(x, weight, bias)
+    return computed(layer, x)
 
 
 def _own(parameter: Any, stack: RecordWeights) -> Any:
