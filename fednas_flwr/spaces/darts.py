@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from fednas_flwr.base.layers import computed, depthwise, pointwise, stacked
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import Count
-from fednas_flwr.settings.parser import check_range
+from fednas_flwr.settings.parser import Between
 from fednas_flwr.spaces import operations
 from fednas_flwr.spaces.cell_graph import candidate_edges
 from fednas_flwr.spaces.two_input_cells import CellPlan, SearchCell, TwoInputSpace
@@ -47,6 +47,11 @@ EDGES = candidate_edges(NODES)
 STEM_MULTIPLIER = 3
 POOLS = ("max_pool_3x3", "avg_pool_3x3")
 SEPARABLE = ("sep_conv_3x3", "sep_conv_5x5")
+CELLS = Between(
+    3,
+    reason="for darts, as with fewer there is no normal cell; set search_space.num_cells and "
+    "retrain.num_cells",
+)
 DILATED = ("dil_conv_3x3", "dil_conv_5x5")
 
 
@@ -103,16 +108,7 @@ class DARTSSpace(TwoInputSpace):
     takes_stack: ClassVar[bool] = True
 
     channels: Count = 16
-    num_cells: int = 8
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be built."""
-        super().__post_init__()
-        expected = (
-            "at least 3 for darts, as with fewer there is no normal cell; set "
-            "search_space.num_cells and retrain.num_cells"
-        )
-        check_range(self.num_cells >= 3, "num_cells", self.num_cells, expected)
+    num_cells: Annotated[int, CELLS] = 8
 
     def stem(self, *, affine: bool) -> tuple[nn.Module, int]:
         """Build conv3x3 to 3C and norm, at stride 1: the paper's form for small images."""

@@ -10,7 +10,6 @@ from fednas_flwr.algorithms.dpnas import DPNASSettings
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
-from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search.optimizer_step import path_states
 from fednas_flwr.search.samplers import Controller, Path, Sampler
 from fednas_flwr.spaces.dp_cells import DPCellSpace
@@ -47,7 +46,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             del states["alphas"]  # paths are sampled without
         assert isinstance(self.space, DPCellSpace)  # as the configuration has it
         self.cells = self.space
-        self.sampler = make_sampler(self.config.seed, self.settings, self.cells)
+        self.keeper = self.sampler = make_sampler(self.config.seed, self.settings, self.cells)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train candidates, then teach the controller; after the last round choose."""
@@ -92,14 +91,6 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         if "path" not in self.values:
             raise ValueError("the candidate is chosen after the last round")
         return self.cells.genotype(self.values["path"])
-
-    def server_tensors(self) -> Tensors:
-        """The controller's learnt tensors."""
-        return self.sampler.tensors()
-
-    def load_server_tensors(self, tensors: Tensors) -> None:
-        """Take back the controller's learnt tensors."""
-        self.sampler.load(tensors)
 
     @classmethod
     def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
