@@ -22,10 +22,8 @@ from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradie
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
 from fednas_flwr.search.batch_gradients import (
-    Tally,
-    alpha_gradient_sum,
+    BatchGradients,
     trainable_weights,
-    weight_gradient_sum,
 )
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mlp import MLPSpace
@@ -238,8 +236,8 @@ def test_nothing_clipped_gives_the_gradients_of_the_non_private_search():
     supernet, shape = make_network("nasbench201 supernet", torch.float64)
     x, y = make_batch(shape, torch.float64, batch=4)
     weights, alphas = (summed(supernet, x, y, max_norm=1e3) for summed in (weight_sum, alpha_sum))
-    assert max(error(weights, weight_gradient_sum(supernet, (x, y), Tally()))) < 1e-10
-    assert max(error(alphas, alpha_gradient_sum(supernet, (x, y))[0])) < 1e-10
+    assert max(error(weights, BatchGradients().weight_gradient_sum(supernet, (x, y)))) < 1e-10
+    assert max(error(alphas, BatchGradients().alpha_gradient_sum(supernet, (x, y))[0])) < 1e-10
 
 
 @pytest.mark.usefixtures("uncut")
