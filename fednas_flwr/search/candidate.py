@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.spaces.dp_cells import DPCellNetwork
+from fednas_flwr.spaces.dp_cells import EDGES, DPCellNetwork
 from fednas_flwr.spaces.nasbench201 import NASBench201Network, NASBench201Space
 from fednas_flwr.spaces.space import CELL, Supernet
 
@@ -48,7 +48,12 @@ class Candidate(nn.Module):
         if not isinstance(supernet.body, DPCellNetwork):
             raise ValueError("candidates are paths of search_space=dp_cells: set it")
         self.supernet, self.body = supernet, supernet.body
-        self.path = supernet.body.checked_path(path)
+        columns, sizes = list(path), [len(edge.names) for edge in self.body.choices()[: len(EDGES)]]
+        offered = zip(columns, map(range, sizes), strict=False)
+        fit = all(type(column) is int and column in ops for column, ops in offered)
+        if not fit or len(columns) != len(sizes):
+            raise ValueError(f"a path must be {len(sizes)} columns of ops, got {str(columns)[:80]}")
+        self.path = columns
         self.training = supernet.training
 
     def weights(self) -> dict[str, nn.Parameter]:

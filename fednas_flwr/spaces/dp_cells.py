@@ -211,26 +211,6 @@ class DPCellNetwork(SkipNetwork):
         """Return the stem and the cells, in the order of computation."""
         return [self.stem, *self.blocks]
 
-    def choices(self) -> list[MixedOp]:
-        """Return the edges of all cells."""
-        return [module for module in self.modules() if isinstance(module, MixedOp)]
-
-    def checked_path(self, path: Sequence[int]) -> list[int]:
-        """Return a path as a list.
-
-        Raises:
-            ValueError: It is not one column of an op for each edge.
-        """
-        sizes = [len(edge.names) for edge in self.choices()[: len(EDGES)]]
-        columns = list(path)
-        fits = len(columns) == len(sizes) and all(
-            type(column) is int and 0 <= column < size
-            for column, size in zip(columns, sizes, strict=True)
-        )
-        if not fits:
-            raise ValueError(f"a path must be {len(sizes)} columns of ops, got {str(columns)[:80]}")
-        return columns
-
 
 class Block(nn.Module):
     """A cell and the max-pool behind it.

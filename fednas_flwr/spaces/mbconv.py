@@ -327,7 +327,7 @@ class MBConvNetwork(ops.SkipNetwork):
             x = block(x, gates_K, path, self.dropped)
         return self.joined(self.after(x), images)
 
-    def choices(self) -> list[Block]:
+    def choices(self) -> list[ops.Choice]:
         """Return the searchable blocks."""
         return [block for block in self.blocks if isinstance(block, Block)]
 

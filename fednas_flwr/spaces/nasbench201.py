@@ -127,10 +127,6 @@ class NASBench201Network(operations.SkipNetwork):
         """
         return self.joined(self.skeleton(x, (columns, gates_E)), x)
 
-    def choices(self) -> list[operations.MixedOp]:
-        """Return the edges of all cells."""
-        return [module for module in self.modules() if isinstance(module, operations.MixedOp)]
-
 
 class _Skeleton(nn.Module):
     """Stem, three stages of cells with a residual block before the second and third, classifier.

@@ -413,6 +413,10 @@ class SkipNetwork(nn.Module):
         """Probability of drop-path at the moment: 0 in evaluation mode."""
         return self.drop_path_prob if self.training else 0.0
 
+    def choices(self) -> list[Choice]:
+        """Return the edges, or blocks, whose ops a path chooses."""
+        return [module for module in self.modules() if isinstance(module, Choice)]
+
     def joined(self, logits: Tensor, x: Tensor, compute: Compute = called) -> Tensor:
         """Return the logits [B, classes] after adding the skip's.
 

@@ -25,7 +25,7 @@ from fednas_flwr.settings.parser import Checked, OneOf
 from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.cell_graph import has_weights, nearest_trained
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
-from fednas_flwr.spaces.operations import Choice, SkipNetwork
+from fednas_flwr.spaces.operations import SkipNetwork
 
 ALPHA_STD = 1e-3
 CELL = "cell"  # the kind of cell, where there is only one
@@ -80,7 +80,7 @@ class Supernet(nn.Module):
         Args:
             path: For every edge, or block, the column of its op; the same in every cell.
         """
-        choices: list[Choice] = self.body.choices()  # type: ignore[operator]
+        choices = self.body.choices()
         chosen = [edge.op(column) for edge, column in zip(choices, cycle(path), strict=False)]
         along = {id(weight) for op in chosen if op is not None for weight in op.parameters()}
         beside = {id(weight) for edge in choices for weight in edge.parameters()} - along
