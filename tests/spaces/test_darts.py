@@ -70,7 +70,7 @@ def test_reduction_cells_stand_at_thirds(num_cells, sizes):
 
 
 def test_a_supernet_without_normal_cell_is_refused():
-    with pytest.raises(ConfigError, match="num_cells=2 is out of range: expected at least 3"):
+    with pytest.raises(ConfigError, match="num_cells=2 is out of range: expected 3 or more"):
         DARTSSpace(input_shape=(1, 8, 8), num_classes=10, num_cells=2)
 
 
