@@ -27,13 +27,14 @@ from fednas_flwr.algorithms.dpnas import DPNASSettings
 from fednas_flwr.algorithms.dpnas.strategy import make_sampler
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.models.networks import make_space
 from fednas_flwr.report.comparison import markdown_table
 from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.numbers import CONFIG_FILE, VARIANTS_FOLDER, Run, is_complete, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder, open_run_folder
 from fednas_flwr.settings import Config
-from fednas_flwr.spaces.dp_cells import ACTIVATIONS, DP_CELL_SPACES, EDGES, POOLS, DPCellSpace
+from fednas_flwr.spaces.dp_cells import ACTIVATIONS, EDGES, POOLS, DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype, load_genotype, save_genotype
 
 SAMPLES = 1000
@@ -111,7 +112,8 @@ def samples(config: Config) -> dict[str, Any] | None:
     checkpoint = CheckpointFolder(Path(str(config.run_dir)) / "checkpoints", warn).latest("search")
     if not isinstance(config.algorithm, DPNASSettings) or checkpoint is None:
         return None
-    space = DP_CELL_SPACES[config.search_space.name](input_shape=(1, 1, 1), num_classes=1)
+    space = make_space(config.search_space.name, input_shape=(1, 1, 1), num_classes=1)
+    assert isinstance(space, DPCellSpace)
     sampler = make_sampler(config.seed, config.algorithm, space)
     sampler.load(server_state(checkpoint))
     paths_NE = torch.tensor(sampler.sample(SAMPLES, make_generator(config.seed, "analysis")))

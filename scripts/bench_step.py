@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from fednas_flwr.base.memory import keep_freed_memory
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
-from fednas_flwr.search.batch_gradients import Tally, alpha_gradient_sum, weight_gradient_sum
+from fednas_flwr.search.batch_gradients import BatchGradients
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mbconv import SKELETONS, MBConvSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
@@ -121,15 +121,15 @@ def make_steps(space: Space, batch_size: int) -> dict[str, Step]:
     names = ("reference, batch norm", "plain, batch norm")  # weight steps
     return {
         **{
-            name: functools.partial(weight_gradient_sum, network, (x, y), Tally())
+            name: functools.partial(BatchGradients().weight_gradient_sum, network, (x, y))
             for name, network in zip(names, batch_normed, strict=True)
         },
-        "reference weights": lambda: weight_gradient_sum(reference, (x, y), Tally()),
-        "plain weights": lambda: weight_gradient_sum(fast, (x, y), Tally()),
+        "reference weights": lambda: BatchGradients().weight_gradient_sum(reference, (x, y)),
+        "plain weights": lambda: BatchGradients().weight_gradient_sum(fast, (x, y)),
         "private weights": lambda: clipped_gradient_sum(fast, x, y, parameters=weights, **private),
         "opacus weights": opacus_step(space, x, y, by_alphas=False),
-        "reference alphas": lambda: alpha_gradient_sum(reference, (x, y)),
-        "plain alphas": lambda: alpha_gradient_sum(fast, (x, y)),
+        "reference alphas": lambda: BatchGradients().alpha_gradient_sum(reference, (x, y)),
+        "plain alphas": lambda: BatchGradients().alpha_gradient_sum(fast, (x, y)),
         "private alphas": lambda: clipped_alpha_gradient_sum(fast, x, y, alphas=alphas, **private),
         "opacus alphas": opacus_step(space, x, y, by_alphas=True),
     }
@@ -180,7 +180,7 @@ def measure_networks(repeats: int) -> None:
     for title, network in networks.items():
         weights = dict(network.train().named_parameters())
         steps: dict[str, Step] = {
-            "plain": functools.partial(weight_gradient_sum, network, (x, y), Tally()),
+            "plain": functools.partial(BatchGradients().weight_gradient_sum, network, (x, y)),
             "private": functools.partial(
                 *(clipped_gradient_sum, network, x, y),
                 loss=cross_entropy,

@@ -34,7 +34,7 @@ from table_runs import TEST_ACCURACY, arguments, cpu_seconds, make_all, measure
 from tables import start_results
 
 from fednas_flwr.spaces.genotype import to_json
-from fednas_flwr.spaces.nasbench201 import from_arch_string
+from fednas_flwr.spaces.nasbench201 import EDGES, OPS, NASBench201Space
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dp")
@@ -58,9 +58,6 @@ PRIVATE = ("privacy=dp", "privacy.micro_batch_size=64")
 LINEAR = (*GIVEN, *DATA, "algorithm.network=linear", *PRIVATE)
 ON_FEATURES = (*GIVEN, SCATTERING, SPLITS, "algorithm.network=linear", *PRIVATE)
 CNN_TANH = (*GIVEN, *DATA, "dataset.scattering=null", "algorithm.network=cnn_tanh", *PRIVATE)
-ALL_3X3 = "+".join(
-    "|" + "".join(f"nor_conv_3x3~{source}|" for source in range(node)) for node in (1, 2, 3)
-)
 CELL = RUNS / "all_3x3.json"
 WITHOUT_SEARCH = (
     *(*GIVEN, *DATA, "search_space.skip=linear", "retrain=small", "retrain.channels=8"),
@@ -229,7 +226,8 @@ def main() -> None:
     if options.root is None:
         parser.error("--root is needed to run: the folder with FashionMNIST")
     CELL.parent.mkdir(parents=True, exist_ok=True)
-    CELL.write_text(to_json(from_arch_string(ALL_3X3)))
+    space = NASBench201Space(input_shape=(1, 1, 1), num_classes=1)
+    CELL.write_text(to_json(space.genotype([OPS.index("nor_conv_3x3")] * len(EDGES))))
     of_root = [table for table in TITLES if table != CIFAR10]
     tables = of_root if options.table is None else [options.table]
     for table in tables:

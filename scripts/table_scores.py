@@ -30,8 +30,10 @@ from torch.nn import functional as F
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.report.lookup import CellTable, read_cell, read_table
 from fednas_flwr.search.data_free_scores import AZ_NAS, SCORES, combine, measure, naswot
+from fednas_flwr.spaces.genotype import Edge
 from fednas_flwr.spaces.latency_tables import machine_name
-from fednas_flwr.spaces.nasbench201 import NASBench201Space, to_arch_string
+from fednas_flwr.spaces.nasbench201 import NODES, NASBench201Space
+from fednas_flwr.spaces.space import CELL
 
 RESULTS = Path(__file__).parent / "results" / "scores.json"
 RUNS = Path("runs/table_scores")
@@ -117,6 +119,14 @@ def measure_records(network: nn.Module, images: Tensor, labels: Tensor) -> dict[
     return dict(zip(OF_RECORDS, (naswot(network, images), norm), strict=True))
 
 
+def notation(edges: Sequence[Edge]) -> str:
+    """Return a cell in the benchmark's notation, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
+    return "+".join(
+        "|" + "".join(f"{edge.op}~{edge.source}|" for edge in edges if edge.target == node)
+        for node in NODES
+    )
+
+
 def score_cells(seed: int, records: tuple[Tensor, Tensor]) -> dict[str, dict[str, float]]:
     """Return the scores of different random cells by their notation, from a file as far as known.
 
@@ -129,7 +139,7 @@ def score_cells(seed: int, records: tuple[Tensor, Tensor]) -> dict[str, dict[str
     generator, cells = make_generator(seed, "pool"), {}
     while len(cells) < CELLS:
         genotype = space.random_genotype(generator)
-        cells[to_arch_string(genotype)] = genotype
+        cells[notation(genotype.cells[CELL])] = genotype
     path = RUNS / f"c{CHANNELS}_n{NUM_CELLS}_s{seed}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     known: dict[str, dict[str, Any]] = {}

@@ -5,31 +5,27 @@ from __future__ import annotations
 import torch
 
 from fednas_flwr.spaces import darts, nasbench201
-from fednas_flwr.spaces.operations import channels_last, mixed_states
+from fednas_flwr.spaces.operations import summed_states
 
 ENGINES = FAST, REFERENCE = ("fast", "reference")
 
 
-class _DARTSBody(darts.DARTSBody):
-    takes_stack = False
+def mixed_states(inputs, edges, ops, weights_EO):
+    def compute(index, state):
+        return ops[index](state, weights_EO[..., index, :])
 
-    def forward(self, x, op_weights):
-        before = last = channels_last(self.stem(x))
-        for kind, cell in zip(self.kinds, self.cells, strict=True):
-            before, last = last, cell(before, last, op_weights[kind])
-        return self.joined(self.classifier(last.mean(dim=(2, 3))), x)
+    nodes = range(len(inputs), edges[-1][1] + 1)
+    return summed_states(inputs, edges, compute, nodes=nodes, empty=None)
 
 
-class _DARTSCell(darts.SearchCell):
+class _DARTSCell(darts.DARTSCell):
     def forward(self, before, last, weights_EO):
         inputs = [self.preprocess0(before), self.preprocess1(last)]
         states = mixed_states(inputs, darts.EDGES, self.edges, weights_EO)
         return torch.cat(states[len(inputs) :], dim=1)
 
 
-class _NASBench201Body(nasbench201.NASBench201Body):
-    takes_stack = False
-
+class _NASBench201Network(nasbench201.NASBench201Network):
     def forward(self, x, op_weights):
         return self.joined(self.skeleton(x, op_weights["cell"]), x)
 
@@ -41,12 +37,13 @@ class _NASBench201Cell(nasbench201.SearchCell):
         return mixed_states([x], nasbench201.EDGES, self.edges, ops)[-1]
 
 
-_REFERENCES = {kind.__base__: kind for kind in (_DARTSBody, _DARTSCell)}
-_REFERENCES |= {kind.__base__: kind for kind in (_NASBench201Body, _NASBench201Cell)}
+_REFERENCES = {kind.__base__: kind for kind in (_DARTSCell, _NASBench201Network, _NASBench201Cell)}
 
 
 def by(engine, supernet):
     """Return a supernet computed by an engine; spaces that have one way only stay as they are."""
     for module in supernet.modules() if engine == REFERENCE else ():
         module.__class__ = _REFERENCES.get(type(module), type(module))
+        if hasattr(module, "body"):
+            module.body.takes_stack = False
     return supernet

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, Generic, TypeVar, cast, get_args
+from typing import Any, Generic, Protocol, TypeVar, cast, get_args
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -148,6 +148,16 @@ class PrivateRound:
         return PlannedRelease(self.stage, action, "rewards", ("validation",), None, steps, 1.0)
 
 
+class Keeper(Protocol):
+    """A part of the server with tensors of its own, which a checkpoint holds."""
+
+    def tensors(self) -> st.Tensors:
+        """The tensors by name."""
+
+    def load(self, tensors: st.Tensors) -> None:
+        """Take back what :meth:`tensors` returned."""
+
+
 S = TypeVar("S", bound=AlgorithmSettings)
 
 
@@ -192,6 +202,7 @@ class RoundStrategy(Strategy, Generic[S]):
             where they travel.
         layouts: The tensors of each state.
         values: JSON values that belong to the state and go into checkpoints.
+        keeper: Part of the server that has tensors of its own, such as its optimiser, if any.
         ends_at: End by ``time.monotonic()``: a round that would not end before is not begun, unless
             it is the first; None is no limit.
         rounds_done: Rounds that the state has been through.
@@ -222,6 +233,7 @@ class RoundStrategy(Strategy, Generic[S]):
         self._velocity: st.Packed = {}
         self.values: dict[str, Any] = {}
         self.cohort, self.checkpoints = cohort, checkpoints
+        self.keeper: Keeper | None = None
         self.ends_at: float | None = None
         self.rounds_done = 0
         self._round = 0
@@ -314,10 +326,12 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def server_tensors(self) -> st.Tensors:
         """Further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
-        return {}
+        return {} if self.keeper is None else self.keeper.tensors()
 
     def load_server_tensors(self, tensors: st.Tensors) -> None:
         """Take back what :meth:`server_tensors` returned."""
+        if self.keeper is not None:
+            self.keeper.load(tensors)
 
     def fit_states(self) -> None:
         """Give the states the form that the restored ``values`` name; most models keep theirs."""

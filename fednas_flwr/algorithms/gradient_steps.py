@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fednas_flwr.algorithms.base import RoundStrategy, S
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.states import Tensors, WeightedAverage
+from fednas_flwr.protocol.requests import Settings
+from fednas_flwr.protocol.states import Packed, Tensors, WeightedAverage
 from fednas_flwr.search.optimizer_step import after_prefix, clip_gradients
 
 
@@ -27,22 +28,31 @@ class GradientStrategy(RoundStrategy[S]):
     def _momentum(self) -> str:
         return "reset"
 
-    def step_along(
+    def take_step(
         self,
-        replies: Iterable[tuple[int, Reply]],
+        action: str,
+        request: Settings,
         states: Sequence[str],
         *,
         clip_norm: float | None,
+        reduce: str = "mean",
         added: Mapping[str, Tensor | float] = {},
+        further: Mapping[str, Packed] = {},
     ) -> list[Reply]:
-        """Step along the replies' gradients, and take over the clients' buffers, averaged by batch.
+        """Ask for gradients, and step along them.
+
+        Clients' buffers, averaged by batch, are taken over with the weights.
 
         Args:
-            replies: Each has sums of gradients over a batch, and the batch's size B_k. They are
-                added in their order.
+            action: Action whose replies have sums of gradients over a batch, and the batch's size
+                B_k. They are added in their order.
+            request: The request.
             states: The states that have sums G_k and step, in this order.
             clip_norm: Largest norm of the gradient of the weights; None does not clip.
-            added: By state, to its gradient, which is ``sum_k G_k / sum_k B_k``.
+            reduce: ``mean`` is ``sum_k G_k / sum_k B_k``, ``sum`` is ``sum_k G_k / B_k``.
+            added: By state, to its gradient; with ``sum`` once for every reply, of which each
+                brings a mean.
+            further: States that are sent beside the model.
 
         Returns:
             The replies without their states.
@@ -50,24 +60,27 @@ class GradientStrategy(RoundStrategy[S]):
         Raises:
             ValueError: There is no reply.
         """
+        names = [*states, "buffers"] if "weights" in states else states
+        layouts = {name: self.layouts[name] for name in names if name in self.layouts}
+        replies = self.ask(action, request, states={**self.states, **further}, layouts=layouts)
         totals: dict[str, Tensor] = {}
-        buffers, stripped = WeightedAverage(), list[Reply]()
+        buffers, stripped, by_mean = WeightedAverage(), list[Reply](), reduce == "mean"
         for _, reply in replies:
             for state in states:
                 (gradient,) = reply.states[state].values()
-                first = state not in totals
-                totals[state] = gradient.clone() if first else totals[state].add_(gradient)
+                share = gradient if by_mean else gradient / reply.num_examples
+                totals[state] = totals[state].add_(share) if state in totals else share.clone()
             if "buffers" in reply.states:
                 buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
             stripped.append(replace(reply, states={}))
         if not stripped:
             raise ValueError("no client answered")
-        batches = sum(reply.num_examples for reply in stripped)
+        divisor = sum(reply.num_examples for reply in stripped) if by_mean else 1
         for state, total in totals.items():
             (vector,) = self.states[state].values()
-            vector.grad = total / batches
+            vector.grad = total / divisor
             if state in added:
-                vector.grad = vector.grad + added[state]
+                vector.grad = vector.grad + added[state] * (1 if by_mean else len(stripped))
             optimizer = self.optimizers[state]
             clip_gradients(optimizer, clip_norm if state == "weights" else None)
             optimizer.step()

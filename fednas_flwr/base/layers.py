@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from contextvars import ContextVar
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -29,7 +30,46 @@ from torch.nn import functional as F
 ALIGNED = 16  # elements of a row that starts at a border of 64 bytes, as the row before it does
 # Joins parameters of one shape along dim 0: torch.cat, or one that gives every record a copy.
 Stack = Callable[[list[Tensor]], Tensor]
+_STACK: ContextVar[Stack] = ContextVar("stack", default=torch.cat)
 FEWEST = 4  # columns of a product of matrices; MKL computes fewer apart on processors with AVX-512
+
+
+def stacked(parameters: list[Tensor]) -> Tensor:
+    """Join parameters of one shape along dim 0, by the :data:`Stack` of :func:`stacking`."""
+    return _STACK.get()(parameters)
+
+
+@contextmanager
+def stacking(stack: Stack) -> Iterator[None]:
+    """Let supernets of images join their parameters by ``stack`` inside the block."""
+    token = _STACK.set(stack)
+    try:
+        yield
+    finally:
+        _STACK.reset(token)
+
+
+def called(module: nn.Module, x: Tensor) -> Tensor:
+    """Return a module's output, as it computes it itself."""
+    out: Tensor = module(x)
+    return out
+
+
+def computed(module: nn.Module, x: Tensor) -> Tensor:
+    """Return a layer's output, or that of layers in a row, by the functions here.
+
+    Convolutions and linear layers have their weights from :func:`stacked`; all others are called.
+    """
+    if isinstance(module, nn.Sequential):
+        return reduce(lambda x, part: computed(part, x), module, x)
+    if not isinstance(module, nn.Conv2d | nn.Linear):
+        return called(module, x)
+    weight, bias = (None if p is None else stacked([p]) for p in (module.weight, module.bias))
+    assert weight is not None
+    if isinstance(module, nn.Linear):
+        return linear(x, weight, bias)
+    sizes: Any = {n: getattr(module, n) for n in ("stride", "padding", "dilation", "groups")}
+    return conv2d(x, weight, bias, **sizes)
 
 
 def conv2d(

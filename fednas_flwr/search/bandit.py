@@ -43,7 +43,27 @@ EQUAL = 1e-9  # nats: a smaller excess is rounding, which aggressive steps would
 
 
 @dataclass(frozen=True)
-class Bandit:
+class Learnt:
+    """What a choice has learnt: constants in ``settings``, and a state that changes."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The state that changes, as JSON values for a checkpoint."""
+        names = [field.name for field in fields(self) if field.name != "settings"]
+        state = {name.removesuffix("_N"): getattr(self, name) for name in names}
+        return {n: v.tolist() if isinstance(v, Tensor) else v for n, v in state.items()}
+
+    def with_json(self, values: Mapping[str, Any]) -> Self:
+        """The same with the state that :meth:`to_json` gave."""
+        state = {f.name: values.get(f.name.removesuffix("_N")) for f in fields(self)}
+        del state["settings"]
+        tensors = {
+            n: torch.tensor(v, dtype=torch.float64) for n, v in state.items() if n.endswith("_N")
+        }
+        return replace(self, **state | tensors)
+
+
+@dataclass(frozen=True)
+class Bandit(Learnt):
     """Knowledge about the arms; every change is a new object.
 
     Attributes:
@@ -51,14 +71,14 @@ class Bandit:
         estimates_N: Estimated reward of every arm, float64; 0 at first.
         scale: Running root mean square of the rewards; 0 before the first.
         noise: Standard deviation of the noise on the newest rewards.
-        tried: The arms that have had a reward.
+        tried: The arms that have had a reward, ascending.
     """
 
     settings: opt.BanditSettings
     estimates_N: Tensor
     scale: float = 0.0
     noise: float = 0.0
-    tried: frozenset[int] = frozenset()
+    tried: Sequence[int] = ()
 
     @classmethod
     def of(cls, num_arms: int, settings: opt.BanditSettings) -> Self:
@@ -100,7 +120,7 @@ class Bandit:
         soon as all rewards are negative.
         """
         estimates = self.estimates_N.tolist()
-        return max(sorted(self.tried) or range(len(estimates)), key=estimates.__getitem__)
+        return max(self.tried or range(len(estimates)), key=estimates.__getitem__)
 
     def updated(self, rewards: Mapping[int, float], *, noise: float = 0.0) -> Self:
         """The bandit after a phase (Eq. 6).
@@ -123,7 +143,7 @@ class Bandit:
             before = float(self.estimates_N[arm])
             estimates_N[arm] = before + self.settings.step_size * (reward - before)
         scale = self._scale_after(list(seen.values()))
-        tried = self.tried | set(seen)
+        tried = sorted({*self.tried, *seen})
         return replace(self, estimates_N=estimates_N, scale=scale, noise=noise, tried=tried)
 
     def bounded(self, rewards: Mapping[int, float]) -> dict[int, float]:
@@ -143,21 +163,6 @@ class Bandit:
             return newest
         kept = self.settings.scale_retention
         return math.hypot(math.sqrt(kept) * self.scale, math.sqrt(1 - kept) * newest)
-
-    def to_json(self) -> dict[str, Any]:
-        """The state that changes, as JSON values for a checkpoint."""
-        return {
-            "estimates": self.estimates_N.tolist(),
-            "scale": self.scale,
-            "noise": self.noise,
-            "tried": sorted(self.tried),
-        }
-
-    def with_json(self, values: Mapping[str, Any]) -> Self:
-        """The bandit with the state that :meth:`to_json` gave."""
-        estimates_N = torch.tensor(values["estimates"], dtype=torch.float64)
-        known = {name: values[name] for name in ("scale", "noise")}
-        return replace(self, estimates_N=estimates_N, tried=frozenset(values["tried"]), **known)
 
 
 def make_configurations(choice: opt.ConfigurationChoice, seed: int) -> list[opt.Configuration]:
@@ -194,7 +199,7 @@ class Trial(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Theta:
+class Theta(Learnt):
     """The distribution and what its steps depend on; every change is a new object.
 
     Attributes:
@@ -265,21 +270,6 @@ class Theta:
             loss_sum=discount * self.loss_sum + mean,
             loss_weight=discount * self.loss_weight + 1.0,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """The state that changes, as JSON values for a checkpoint."""
-        return {
-            "log_theta": self.log_theta_N.tolist(),
-            "norm": self.norm,
-            "loss_sum": self.loss_sum,
-            "loss_weight": self.loss_weight,
-        }
-
-    def with_json(self, values: Mapping[str, Any]) -> Theta:
-        """The distribution with the state that :meth:`to_json` gave."""
-        state = dict(values)
-        log_theta_N = torch.tensor(state.pop("log_theta"), dtype=torch.float64)
-        return replace(self, log_theta_N=log_theta_N, **state)
 
 
 def entropy(probabilities_N: Tensor) -> float:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch.func import functional_call
 from fednas_flwr.search.candidate import Relaxed
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, heads
 from fednas_flwr.search.optimizer_step import Tensors, trainable_weights
+from fednas_flwr.settings.names import FLOAT32
 
 Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B] or [B, L]
 
@@ -55,44 +55,164 @@ class Tally:
         return float(self.correct) / self.num_examples if self.num_examples else float("nan")
 
 
-def weight_gradient(
-    network: nn.Module,
-    batch: Batch,
-    tally: Tally,
-    *,
-    objective: Objective = CLASSIFICATION,
-    auxiliary_weight: float = 0.0,
-    reduce: Callable[[Tensor], Tensor] = torch.mean,
-) -> dict[str, Tensor | None]:
-    """The gradient of a batch's mean loss by a network's weights; None where it has none.
+@dataclass(kw_only=True)
+class BatchGradients:
+    """Gradients of batches by an objective, and what is seen on the way.
 
-    Args:
-        network: In training mode; may return auxiliary logits beside its logits.
-        batch: The records.
-        tally: The batch is added to it.
-        objective: The objective whose losses are taken.
-        auxiliary_weight: Weight of the auxiliary head's loss.
-        reduce: Reduction of the records' losses to one, the mean or the sum.
+    Attributes:
+        objective: The objective whose losses and hits are taken.
+        auxiliary_weight: Weight of an auxiliary head's loss.
+        precision: Number format, see ``exact_gradients.computed_in``.
+        train_tally: Tally of train batches, taken before the steps on them.
+        validation_tally: Tally of validation batches.
     """
-    weights, output = trainable_weights(network), network(batch[0])
-    loss, losses = objective.batch_loss(output, batch[1], auxiliary_weight, reduce)
-    tally.add(losses, objective.hits(heads(output)[0], batch[1]))
-    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    return dict(zip(weights, gradients, strict=True))
 
+    objective: Objective = CLASSIFICATION
+    auxiliary_weight: float = 0.0
+    precision: str = FLOAT32
+    train_tally: Tally = field(default_factory=Tally, init=False)
+    validation_tally: Tally = field(default_factory=Tally, init=False)
 
-def weight_gradient_sum(
-    network: nn.Module, batch: Batch, tally: Tally, **options: Any
-) -> dict[str, Tensor]:
-    """The sum over a batch of per-sample gradients of the weights, by parameter name.
+    def metrics(self) -> dict[str, float]:
+        """Loss and accuracy on train batches, and loss on validation batches, if there are any."""
+        train, validation, metrics = self.train_tally, self.validation_tally, dict[str, float]()
+        if train.num_examples:
+            metrics |= {"train_loss": train.loss, "train_accuracy": train.accuracy}
+        if validation.num_examples:
+            metrics["validation_loss"] = validation.loss
+        return metrics
 
-    ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
-    Parameters that the loss does not depend on get zeros. Alphas are left out. Arguments as
-    :func:`weight_gradient`.
-    """
-    weights = trainable_weights(network)
-    sums = weight_gradient(network, batch, tally, reduce=torch.sum, **options)
-    return {name: torch.zeros_like(weights[name]) if g is None else g for name, g in sums.items()}
+    def weight_gradient(
+        self, network: nn.Module, batch: Batch, reduce: Callable[[Tensor], Tensor] = torch.mean
+    ) -> dict[str, Tensor | None]:
+        """The gradient of a batch's mean loss by a network's weights; None where it has none.
+
+        Args:
+            network: In training mode; may return auxiliary logits beside its logits.
+            batch: The records, which are tallied.
+            reduce: Reduction of the records' losses to one, the mean or the sum.
+        """
+        weights, output = trainable_weights(network), network(batch[0])
+        loss, losses = self.objective.batch_loss(output, batch[1], self.auxiliary_weight, reduce)
+        self.train_tally.add(losses, self.objective.hits(heads(output)[0], batch[1]))
+        gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        return dict(zip(weights, gradients, strict=True))
+
+    def weight_gradient_sum(self, network: nn.Module, batch: Batch) -> Tensors:
+        """The sum over a batch of per-sample gradients of the weights, by parameter name.
+
+        ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
+        Parameters that the loss does not depend on get zeros. Alphas are left out.
+        """
+        weights, sums = trainable_weights(network), self.weight_gradient(network, batch, torch.sum)
+        return {n: torch.zeros_like(weights[n]) if g is None else g for n, g in sums.items()}
+
+    def alpha_gradient_sum(
+        self, supernet: Relaxed, batch: Batch
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The sum over a batch of per-sample gradients of the alphas, and the batch's losses.
+
+        ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging).
+        First order: the weights are held fixed.
+
+        Returns:
+            Gradients by cell kind, shaped like the alphas; per-sample losses [B], detached.
+        """
+        alphas = supernet.alphas()
+        losses = self._losses(supernet, {}, batch)
+        return _gradients(losses.sum(), alphas), losses.detach()
+
+    def virtual_step(
+        self, supernet: Relaxed, batch: Batch, *, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Tensor]:
+        """Compute ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
+
+        DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the constants and the momentum v of
+        the weights' SGD, as its authors' experiments do. The weights themselves do not move.
+        """
+        (constants,) = optimizer.param_groups
+        weights = supernet.weights()
+        loss = self._losses(supernet, {}, batch).mean()
+        gradients = _gradients(loss, weights)
+        moved = {}
+        for name, weight in weights.items():
+            velocity = optimizer.state.get(weight, {}).get("momentum_buffer")
+            direction = gradients[name] + constants["weight_decay"] * weight.detach()
+            if velocity is not None:
+                direction = direction + constants["momentum"] * velocity
+            moved[name] = weight.detach() - constants["lr"] * direction
+        return moved
+
+    def second_order_gradient(
+        self,
+        supernet: Relaxed,
+        *,
+        weights: Mapping[str, Tensor],
+        virtual_weights: Mapping[str, Tensor],
+        train_batch: Batch,
+        validation_batch: Batch,
+        inner_lr: float,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The second-order gradient of the alphas, of means over batches.
+
+        ``H = grad_A L_val(A, W') - inner_lr (grad_A L_tr(A, W+) - grad_A L_tr(A, W-)) / (2 r)``
+        with ``W+- = W +- r grad_W' L_val(A, W')`` and ``r = .01 / ||grad_W' L_val||`` (DP-FNAS,
+        Eq. 5; DARTS, Eq. 8). The finite difference is divided by 2 r; two public codes multiply
+        instead. It is exact when the training loss is quadratic in W.
+
+        Args:
+            supernet: The function, with the alphas A.
+            weights: W by parameter name.
+            virtual_weights: W', the weights after one step on the training loss.
+            train_batch: Batch of L_tr.
+            validation_batch: Batch of L_val.
+            inner_lr: Learning rate of the step from W to W'.
+
+        Returns:
+            Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
+        """
+        alphas: dict[str, Tensor] = dict(supernet.alphas())
+        leaves = {name: w.detach().requires_grad_() for name, w in virtual_weights.items()}
+        losses = self._losses(supernet, leaves, validation_batch)
+        gradients = _gradients(losses.mean(), alphas | leaves)
+        direction = {name: gradients[name] for name in leaves}
+        norm = math.sqrt(sum(float(g.square().sum()) for g in direction.values()))
+        if norm == 0:  # W' is a stationary point of the validation loss: no correction
+            return {kind: gradients[kind] for kind in alphas}, losses.detach()
+        r = 0.01 / norm
+
+        def train_gradient(sign: float) -> dict[str, Tensor]:
+            shifted = {name: w.detach() + sign * r * direction[name] for name, w in weights.items()}
+            losses = self._losses(supernet, shifted, train_batch)
+            return _gradients(losses.mean(), alphas)
+
+        plus, minus = train_gradient(1), train_gradient(-1)
+        changes = {kind: inner_lr * (plus[kind] - minus[kind]) / (2 * r) for kind in alphas}
+        return {kind: gradients[kind] - changes[kind] for kind in alphas}, losses.detach()
+
+    def mixed_level_gradient(
+        self,
+        supernet: Relaxed,
+        *,
+        train_batch: Batch,
+        validation_batch: Batch,
+        validation_weight: float,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Compute ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
+
+        MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4), the local rule of FedNAS (arXiv
+        2004.08546). Returns also the losses [B] of the validation batch.
+        """
+        alphas = supernet.alphas()
+        train_loss = self._losses(supernet, {}, train_batch).mean()
+        losses = self._losses(supernet, {}, validation_batch)
+        total = train_loss + validation_weight * losses.mean()
+        return _gradients(total, alphas), losses.detach()
+
+    def _losses(self, network: nn.Module, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        x, y = batch
+        logits = functional_call(network, dict(weights), (x,)) if weights else network(x)
+        return self.objective.losses(logits, y)
 
 
 def periodic_gradients(
@@ -138,119 +258,6 @@ def periodic_gradients(
     return {s: {n: g * size for n, g in total.items()} for s, total in totals.items()}, size
 
 
-def alpha_gradient_sum(
-    supernet: Relaxed, batch: Batch, *, objective: Objective = CLASSIFICATION
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The sum over a batch of per-sample gradients of the alphas, and the batch's losses.
-
-    ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging). First
-    order: the weights are held fixed.
-
-    Returns:
-        Gradients by cell kind, shaped like the alphas; per-sample losses [B], detached.
-    """
-    alphas = supernet.alphas()
-    losses = _losses(supernet, {}, batch, objective)
-    return _gradients(losses.sum(), alphas), losses.detach()
-
-
-def virtual_step(
-    supernet: Relaxed,
-    batch: Batch,
-    *,
-    optimizer: torch.optim.Optimizer,
-    objective: Objective = CLASSIFICATION,
-) -> dict[str, Tensor]:
-    """Compute ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
-
-    DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the constants and the momentum v of the
-    weights' SGD, as its authors' experiments do. The weights themselves do not move.
-    """
-    (constants,) = optimizer.param_groups
-    weights = supernet.weights()
-    loss = _losses(supernet, {}, batch, objective).mean()
-    gradients = _gradients(loss, weights)
-    moved = {}
-    for name, weight in weights.items():
-        velocity = optimizer.state.get(weight, {}).get("momentum_buffer")
-        direction = gradients[name] + constants["weight_decay"] * weight.detach()
-        if velocity is not None:
-            direction = direction + constants["momentum"] * velocity
-        moved[name] = weight.detach() - constants["lr"] * direction
-    return moved
-
-
-def second_order_gradient(
-    supernet: Relaxed,
-    *,
-    weights: Mapping[str, Tensor],
-    virtual_weights: Mapping[str, Tensor],
-    train_batch: Batch,
-    validation_batch: Batch,
-    inner_lr: float,
-    objective: Objective = CLASSIFICATION,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The second-order gradient of the alphas, of means over batches.
-
-    ``H = grad_A L_val(A, W') - inner_lr (grad_A L_tr(A, W+) - grad_A L_tr(A, W-)) / (2 r)`` with
-    ``W+- = W +- r grad_W' L_val(A, W')`` and ``r = .01 / ||grad_W' L_val||`` (DP-FNAS, Eq. 5;
-    DARTS, Eq. 8). The finite difference is divided by 2 r; two public codes multiply instead. It
-    is exact when the training loss is quadratic in W.
-
-    Args:
-        supernet: The function, with the alphas A.
-        weights: W by parameter name.
-        virtual_weights: W', the weights after one step on the training loss.
-        train_batch: Batch of L_tr.
-        validation_batch: Batch of L_val.
-        inner_lr: Learning rate of the step from W to W'.
-        objective: The objective whose losses are taken.
-
-    Returns:
-        Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
-    """
-    alphas: dict[str, Tensor] = dict(supernet.alphas())
-    leaves = {name: w.detach().requires_grad_() for name, w in virtual_weights.items()}
-    losses = _losses(supernet, leaves, validation_batch, objective)
-    gradients = _gradients(losses.mean(), alphas | leaves)
-    direction = {name: gradients[name] for name in leaves}
-    norm = math.sqrt(sum(float(g.square().sum()) for g in direction.values()))
-    if norm == 0:  # W' is a stationary point of the validation loss: no correction
-        return {kind: gradients[kind] for kind in alphas}, losses.detach()
-    r = 0.01 / norm
-
-    def train_gradient(sign: float) -> dict[str, Tensor]:
-        shifted = {name: w.detach() + sign * r * direction[name] for name, w in weights.items()}
-        losses = _losses(supernet, shifted, train_batch, objective)
-        return _gradients(losses.mean(), alphas)
-
-    plus, minus = train_gradient(1), train_gradient(-1)
-    corrected = {
-        kind: gradients[kind] - inner_lr * (plus[kind] - minus[kind]) / (2 * r) for kind in alphas
-    }
-    return corrected, losses.detach()
-
-
-def mixed_level_gradient(
-    supernet: Relaxed,
-    *,
-    train_batch: Batch,
-    validation_batch: Batch,
-    validation_weight: float,
-    objective: Objective = CLASSIFICATION,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Compute ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
-
-    MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4), the local rule of FedNAS (arXiv
-    2004.08546). Returns also the losses [B] of the validation batch.
-    """
-    alphas = supernet.alphas()
-    train_loss = _losses(supernet, {}, train_batch, objective).mean()
-    losses = _losses(supernet, {}, validation_batch, objective)
-    total = train_loss + validation_weight * losses.mean()
-    return _gradients(total, alphas), losses.detach()
-
-
 def beta_gradient(alphas: Mapping[str, Tensor], *, weight: float) -> dict[str, Tensor]:
     """The gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
 
@@ -286,14 +293,6 @@ def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
         for a in alphas.values()
     ]
     return float(torch.cat(entropies).mean())
-
-
-def _losses(
-    network: nn.Module, weights: Mapping[str, Tensor], batch: Batch, objective: Objective
-) -> Tensor:
-    x, y = batch
-    logits = functional_call(network, dict(weights), (x,)) if weights else network(x)
-    return objective.losses(logits, y)
 
 
 def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,8 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.spaces.dp_cells import DPCellNetwork
-from fednas_flwr.spaces.nasbench201 import NASBench201Body, NASBench201Space
+from fednas_flwr.spaces.dp_cells import EDGES, DPCellNetwork
+from fednas_flwr.spaces.nasbench201 import NASBench201Network, NASBench201Space
 from fednas_flwr.spaces.space import CELL, Supernet
 
 T = TypeVar("T")
@@ -48,7 +48,12 @@ class Candidate(nn.Module):
         if not isinstance(supernet.body, DPCellNetwork):
             raise ValueError("candidates are paths of search_space=dp_cells: set it")
         self.supernet, self.body = supernet, supernet.body
-        self.path = supernet.body.checked_path(path)
+        columns, sizes = list(path), [len(edge.names) for edge in self.body.choices()[: len(EDGES)]]
+        offered = zip(columns, map(range, sizes), strict=False)
+        fit = all(type(column) is int and column in ops for column, ops in offered)
+        if not fit or len(columns) != len(sizes):
+            raise ValueError(f"a path must be {len(sizes)} columns of ops, got {str(columns)[:80]}")
+        self.path = columns
         self.training = supernet.training
 
     def weights(self) -> dict[str, nn.Parameter]:
@@ -84,7 +89,7 @@ class GumbelPath(nn.Module):
     drawn again, as often as ``TRIES``: a step on such a path would move nothing.
 
     Attributes:
-        columns: By kind of cell for every edge the column of the drawn op.
+        columns: For every edge the column of the drawn op.
     """
 
     def __init__(
@@ -101,21 +106,16 @@ class GumbelPath(nn.Module):
             ValueError: The supernet is of another space.
         """
         super().__init__()
-        if not isinstance(supernet.body, NASBench201Body):
+        if not isinstance(supernet.body, NASBench201Network):
             raise ValueError("single paths are drawn in search_space=nasbench201 only: set it")
         self.supernet, self.body, self.training = supernet, supernet.body, supernet.training
         self.temperature = temperature
-        alphas = {kind: alpha.detach() for kind, alpha in supernet.alphas().items()}
+        alphas_EO = supernet.alphas()[CELL].detach()
         for _ in range(TRIES):
-            self._noise = {
-                kind: -torch.empty(alpha.shape).exponential_(generator=generator).log().to(alpha)
-                for kind, alpha in alphas.items()
-            }
-            self.columns = {
-                kind: (alpha + self._noise[kind]).argmax(dim=-1).tolist()
-                for kind, alpha in alphas.items()
-            }
-            if not CELL_SPACE.is_degenerate(CELL_SPACE.genotype(self.columns[CELL])):
+            exponential_EO = torch.empty(alphas_EO.shape).exponential_(generator=generator)
+            self._noise_EO = -exponential_EO.log().to(alphas_EO)
+            self.columns: list[int] = (alphas_EO + self._noise_EO).argmax(dim=-1).tolist()
+            if not CELL_SPACE.is_degenerate(CELL_SPACE.genotype(self.columns)):
                 break
 
     def alphas(self) -> dict[str, nn.Parameter]:
@@ -124,18 +124,13 @@ class GumbelPath(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The weights that the path computes with, under their names in the supernet."""
-        return self.supernet.path_weights(self.columns[CELL])
+        return self.supernet.path_weights(self.columns)
 
-    def gates(self) -> dict[str, Tensor]:
+    def gates(self) -> Tensor:
         """The gates [E] of the drawn ops, all 1, differentiable in the alphas."""
-        gates = {}
-        for kind, alphas_EO in self.alphas().items():
-            p_EO = ((alphas_EO + self._noise[kind]) / self.temperature).softmax(dim=-1)
-            p_E = p_EO.gather(-1, torch.tensor(self.columns[kind], device=p_EO.device)[:, None])[
-                :, 0
-            ]
-            gates[kind] = 1 + p_E - p_E.detach()
-        return gates
+        p_EO = ((self.alphas()[CELL] + self._noise_EO) / self.temperature).softmax(dim=-1)
+        p_E = p_EO.gather(-1, torch.tensor(self.columns, device=p_EO.device)[:, None])[:, 0]
+        return 1 + p_E - p_E.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [B, classes]."""

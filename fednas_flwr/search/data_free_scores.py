@@ -40,6 +40,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
 ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SELU, nn.Tanh, nn.Hardtanh, nn.Sigmoid)
 WEIGHTED = (nn.Linear, nn.Conv2d)
 NASWOT_INPUTS = 64
+LEARNING_BATCH, LEARNING_RATE = 32, 0.1  # of the first step
 LARGEST_SIDE = 16  # of images of the made-up task
 Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], float | tuple[float, ...]]
 
@@ -254,47 +255,41 @@ def learning(
     generator: torch.Generator,
     *,
     steps: int = 60,
-    batch_size: int = 32,
-    lr: float = 0.1,
-    strength: float = 1.0,
 ) -> float:
     """Minus the mean loss, in nats, of the last third of some steps on a made-up task.
 
-    An input of a class is ``strength`` times the class' pattern, at a random place, plus noise;
-    pattern and noise are drawn alike, those of images with the 1/f spectrum of natural ones. What
-    a network learns of it tells how well its depth can be trained, of which records are one case.
-    Made-up data rank networks in Such et al. (2020), arXiv 1912.07768, who learn the data, and
-    Rawal et al. (2020), arXiv 2005.13092; the task is ours.
+    An input of a class is the class' pattern, at a random place, plus as strong noise; pattern and
+    noise are drawn alike, those of images with the 1/f spectrum of natural ones. What a network
+    learns of it tells how well its depth can be trained, of which records are one case. Made-up
+    data rank networks in Such et al. (2020), arXiv 1912.07768, who learn the data, and Rawal et al.
+    (2020), arXiv 2005.13092; the task is ours.
 
     Args:
         network: Changed by the call.
         input_shape: Shape of one example; images are (channels, height, width).
         generator: Source of patterns, classes, places and noise.
         steps: Number of steps of SGD with momentum .9, whose learning rate falls linearly to 0.
-        batch_size: Inputs per step.
-        lr: Learning rate of the first step.
-        strength: Standard deviation of the pattern in units of the noise's.
     """
     network.train()
     with torch.no_grad():
         outputs = network(torch.zeros(2, *input_shape)).shape[1]
     num_classes = max(2, outputs)  # a network for numbers tells two apart
     patterns = _noise(num_classes, input_shape, generator)
-    optimizer = torch.optim.SGD(network.parameters(), lr=lr, momentum=0.9)
+    optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE, momentum=0.9)
     losses = []
     for step in range(steps):
-        labels_B = torch.randint(num_classes, (batch_size,), generator=generator)
+        labels_B = torch.randint(num_classes, (LEARNING_BATCH,), generator=generator)
         x = patterns[labels_B]
         for axis, size in enumerate(input_shape[1:], 1):
-            places = torch.randint(size, (batch_size,), generator=generator).tolist()
+            places = torch.randint(size, (LEARNING_BATCH,), generator=generator).tolist()
             x = torch.stack([image.roll(k, axis) for image, k in zip(x, places, strict=True)])
-        x = strength * x + _noise(batch_size, input_shape, generator)
+        x = x + _noise(LEARNING_BATCH, input_shape, generator)
         loss = F.cross_entropy(F.pad(network(x), (num_classes - outputs, 0)), labels_B)
         losses.append(float(loss.detach()))
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(network.parameters(), 5.0)
-        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / steps)
         optimizer.step()
     last = losses[-(steps // 3) :]
     return -sum(last) / len(last)

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
 from fednas_flwr.search import batch_gradients as bg
 from fednas_flwr.search.candidate import Pool, Relaxed, by_member
-from fednas_flwr.search.objective import CLASSIFICATION, Objective
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
 from fednas_flwr.settings.names import FLOAT32
@@ -30,8 +29,8 @@ Passes = Callable[[], Iterator[bg.Batch]]  # begins another pass over some recor
 
 
 @dataclass
-class ExactGradients:
-    """Mean gradients of batches, a new one of each kind in every step.
+class ExactGradients(bg.BatchGradients):
+    """Mean gradients of batches, a new one of each kind in every step; tallies of the last pass.
 
     Attributes:
         train: Function that begins a pass over train records.
@@ -39,13 +38,8 @@ class ExactGradients:
             pass over the train records need; None where alphas stay.
         epochs: Passes over the train records, where no number of steps is given.
         num_steps: Number of steps, over as many passes as they need; None takes ``epochs``.
-        objective: The objective whose losses and hits are taken.
-        auxiliary_weight: Weight of an auxiliary head's loss.
-        precision: Number format, see :func:`computed_in`.
         train_batch: The train batch of the step.
         validation_batch: Its validation batch, where there are validation records.
-        train_tally: Tally of the train batches of the last pass, taken before the steps on them.
-        validation_tally: Tally of its validation batches.
     """
 
     train: Passes
@@ -53,13 +47,8 @@ class ExactGradients:
     _: KW_ONLY
     epochs: int | None = 1
     num_steps: int | None = None
-    objective: Objective = CLASSIFICATION
-    auxiliary_weight: float = 0.0
-    precision: str = FLOAT32
     train_batch: bg.Batch = field(init=False)
     validation_batch: bg.Batch = field(init=False)
-    train_tally: bg.Tally = field(default_factory=bg.Tally, init=False)
-    validation_tally: bg.Tally = field(default_factory=bg.Tally, init=False)
     _validation_batches: Iterator[bg.Batch] = field(default=iter(()), init=False)
 
     def steps(self) -> Iterator[None]:
@@ -83,13 +72,7 @@ class ExactGradients:
         if isinstance(network, Pool):
             return by_member(network, self.weights)
         with computed_in(self.precision, self.train_batch):
-            return bg.weight_gradient(
-                network,
-                self.train_batch,
-                self.train_tally,
-                objective=self.objective,
-                auxiliary_weight=self.auxiliary_weight,
-            )
+            return self.weight_gradient(network, self.train_batch)
 
     def alphas(
         self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
@@ -107,27 +90,19 @@ class ExactGradients:
         """The gradient, and the losses [B] of the validation batch."""
         batches = {"train_batch": self.train_batch, "validation_batch": self.validation_batch}
         if rule == "first_order":
-            sums, losses = bg.alpha_gradient_sum(
-                supernet, self.validation_batch, objective=self.objective
-            )
+            sums, losses = self.alpha_gradient_sum(supernet, self.validation_batch)
             return {kind: g / len(losses) for kind, g in sums.items()}, losses
         if rule == "mixed_level":
-            return bg.mixed_level_gradient(
-                supernet,
-                **batches,
-                validation_weight=validation_weight,
-                objective=self.objective,
+            return self.mixed_level_gradient(
+                supernet, **batches, validation_weight=validation_weight
             )
-        virtual_weights = bg.virtual_step(
-            supernet, self.train_batch, optimizer=weights.torch_optimizer, objective=self.objective
-        )
-        return bg.second_order_gradient(
+        optimizer = weights.torch_optimizer
+        return self.second_order_gradient(
             supernet,
             **batches,
             weights=supernet.weights(),
-            virtual_weights=virtual_weights,
-            inner_lr=weights.torch_optimizer.param_groups[0]["lr"],
-            objective=self.objective,
+            virtual_weights=self.virtual_step(supernet, self.train_batch, optimizer=optimizer),
+            inner_lr=optimizer.param_groups[0]["lr"],
         )
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
@@ -139,10 +114,6 @@ class ExactGradients:
             )
         self.validation_tally.add(losses)
         return alpha_gradient(gradients_EK, supernet.alphas()[CELL], paths_EK)
-
-    def metrics(self) -> dict[str, float]:
-        """Loss and accuracy on the batches of the last pass."""
-        return metrics_of(self.train_tally, self.validation_tally)
 
 
 @dataclass(kw_only=True)
@@ -205,7 +176,7 @@ class LookAhead:
 
 
 @dataclass
-class ExactSums:
+class ExactSums(bg.BatchGradients):
     """Sums of gradients over the next batches: what the clients of FNAS and FedSGD return.
 
     Attributes:
@@ -213,21 +184,11 @@ class ExactSums:
         validation: The next validation batches; None where no alphas are asked for.
         look_ahead: For alphas of second order, whose gradients are of batch means (Eq. 5), times
             the batch size; None is first order.
-        objective: The objective whose losses and hits are taken.
-        auxiliary_weight: Weight of an auxiliary head's loss.
-        precision: Number format, see :func:`computed_in`.
     """
 
     train: Iterator[bg.Batch]
     validation: Iterator[bg.Batch] | None = None
     look_ahead: LookAhead | None = None
-    objective: Objective = CLASSIFICATION
-    auxiliary_weight: float = 0.0
-    precision: str = FLOAT32
-
-    def __post_init__(self) -> None:
-        """Begin to count."""
-        self.train_tally, self.validation_tally = bg.Tally(), bg.Tally()
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """The sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
@@ -241,44 +202,23 @@ class ExactSums:
     def _sums(self, state: str, network: nn.Module, batch: bg.Batch) -> Tensors:
         """The sum over a batch."""
         if state == "weights":
-            return bg.weight_gradient_sum(
-                network,
-                batch,
-                self.train_tally,
-                objective=self.objective,
-                auxiliary_weight=self.auxiliary_weight,
-            )
+            return self.weight_gradient_sum(network, batch)
         supernet = cast(Supernet, network)  # alphas are of one
         ahead, size = self.look_ahead, len(batch[1])
         if ahead is None:
-            sums, losses = bg.alpha_gradient_sum(supernet, batch, objective=self.objective)
+            sums, losses = self.alpha_gradient_sum(supernet, batch)
         else:
-            means, losses = bg.second_order_gradient(
+            means, losses = self.second_order_gradient(
                 supernet,
                 weights=ahead.previous_weights,
                 virtual_weights=supernet.weights(),
                 train_batch=next(self.train),
                 validation_batch=batch,
                 inner_lr=ahead.inner_lr,
-                objective=self.objective,
             )
             sums = {kind: gradient * size for kind, gradient in means.items()}
         self.validation_tally.add(losses)
         return sums
-
-    def metrics(self) -> dict[str, float]:
-        """Loss, and of the weights' batches accuracy, on the batches so far."""
-        return metrics_of(self.train_tally, self.validation_tally)
-
-
-def metrics_of(train: bg.Tally, validation: bg.Tally) -> dict[str, float]:
-    """Loss and accuracy on train batches, and loss on validation batches, where there are any."""
-    metrics: dict[str, float] = {}
-    if train.num_examples:
-        metrics |= {"train_loss": train.loss, "train_accuracy": train.accuracy}
-    if validation.num_examples:
-        metrics["validation_loss"] = validation.loss
-    return metrics
 
 
 @contextmanager

@@ -27,7 +27,8 @@ from fednas_flwr.search.optimizer_step import Gradients, Optimizers
 from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.costs import Costs, HardwareLoss, count_parameters
-from fednas_flwr.spaces.mbconv import CELL, NEVER, Block, MBConvNetwork
+from fednas_flwr.spaces.mbconv import CELL, NEVER, MBConvNetwork
+from fednas_flwr.spaces.operations import Choice
 from fednas_flwr.spaces.space import Supernet
 
 LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER
@@ -130,7 +131,7 @@ def cost_gradient(hardware: HardwareLoss, supernet: Supernet, paths_EK: Tensor) 
     return alpha_gradient(gradients_EK, alphas_EO, paths_EK)
 
 
-def _blocks(supernet: Supernet) -> list[Block]:
+def _blocks(supernet: Supernet) -> list[Choice]:
     if not isinstance(supernet.body, MBConvNetwork):
         raise ValueError("paths are drawn in the MBConv space only: set search_space=mbconv")
     return supernet.body.choices()

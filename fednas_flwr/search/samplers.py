@@ -1,4 +1,4 @@
-"""Samplers of a search's candidates: random draws, evolution, and DPNAS' controller.
+"""Samplers of a search's candidates: random draws, and DPNAS' controller.
 
 A candidate is a path: for each edge the column of its op. No sampler proposes a path that must not
 be a result. Samplers know numbers only, no networks and no clients. In a search with shared weights
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.search.optimizer_step import after_prefix
-from fednas_flwr.settings.optimizers import ControllerSettings, EvolutionSettings
+from fednas_flwr.settings.optimizers import ControllerSettings
 
 Path = list[int]
 
@@ -84,65 +84,6 @@ class Sampler:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of :meth:`tensors`."""
-
-
-class Evolution(Sampler):
-    """Regularised evolution (Real et al. 2019, arXiv 1802.01548, Alg. 1).
-
-    Until as many candidates as the population holds are rewarded, and while none is, paths are
-    drawn at random. Then each is a mutated copy of a parent, the best of a tournament drawn with
-    replacement from the population; a mutation changes the op of one edge. The oldest candidates
-    die, the best included. The paper's other mutation moves an edge, of which this space has all:
-    its ``none`` takes the place. Deviation: several children are born at a time, from the same
-    population.
-    """
-
-    def __init__(self, choices: Sequence[int], settings: EvolutionSettings) -> None:
-        """Start without a population.
-
-        Raises:
-            ValueError: No edge has two ops.
-        """
-        if max(choices, default=1) < 2:
-            raise ValueError(f"nothing can mutate: the edges have {tuple(choices)} ops")
-        super().__init__(choices)
-        self.settings = settings
-        self.paths_NE = torch.empty(0, len(self.choices), dtype=torch.int64)  # the oldest first
-        self.rewards_N = torch.empty(0, dtype=torch.float64)
-
-    def draw(self, count: int, generator: torch.Generator) -> list[Path]:
-        """Draw random paths, or children."""
-        alive = len(self.paths_NE)
-        missing = max(0, self.settings.population - alive) if alive else count
-        random = self.uniform(min(count, missing), generator)
-        return random + [self._child(generator) for _ in range(count - len(random))]
-
-    def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
-        """Let the candidates join the population, and its oldest die."""
-        new_NE, new_N = torch.tensor(paths), torch.tensor(rewards, dtype=torch.float64)
-        self.paths_NE = torch.cat([self.paths_NE, new_NE])[-self.settings.population :]
-        self.rewards_N = torch.cat([self.rewards_N, new_N])[-self.settings.population :]
-        return {"population_reward": float(self.rewards_N.mean())}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The population."""
-        return {"paths": self.paths_NE, "rewards": self.rewards_N}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a population."""
-        self.paths_NE, self.rewards_N = tensors["paths"], tensors["rewards"]
-
-    def _child(self, generator: torch.Generator) -> Path:
-        """A mutated copy of the tournament's best; of equals the first drawn is taken."""
-        size = (self.settings.tournament,)
-        drawn = torch.randint(len(self.paths_NE), size, generator=generator).tolist()
-        parent = max(drawn, key=self.rewards_N.__getitem__)
-        child: Path = self.paths_NE[parent].tolist()
-        mutable = [edge for edge, ops in enumerate(self.choices) if ops > 1]
-        edge = mutable[int(torch.randint(len(mutable), (), generator=generator))]
-        step = 1 + int(torch.randint(self.choices[edge] - 1, (), generator=generator))
-        child[edge] = (child[edge] + step) % self.choices[edge]
-        return child
 
 
 class Policy(nn.Module):
@@ -329,9 +270,7 @@ class Controller(Sampler):
         self.baseline = float(tensors["baseline"])
         self.seen = Moments(*tensors["seen"].tolist()) if "seen" in tensors else None
         self.policy.load_state_dict(after_prefix(tensors, "policy."))
-        state = self._optimizer.state_dict()
-        indices = range(len(state["param_groups"][0]["params"]))
-        moments = {index: after_prefix(tensors, f"adam.{index}.") for index in indices}
-        # without moments before the first step
-        state["state"] = {index: named for index, named in moments.items() if named}
-        self._optimizer.load_state_dict(state)
+        self._optimizer.state.clear()  # without moments before the first step
+        for index, parameter in enumerate(self.policy.parameters()):
+            if moments := after_prefix(tensors, f"adam.{index}."):
+                self._optimizer.state[parameter] = moments

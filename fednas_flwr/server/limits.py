@@ -9,7 +9,7 @@ probability of ``exp(-TAIL)`` per release. A hostile client can still send anyth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -85,9 +85,22 @@ def honest_limits(
     plans = exchange.planned.items() if records else ()
     planned = {kind: plan for kind, plan in plans if plan.num_records(records)}
     sizes = {name: sum(layout.sizes.values()) for name, layout in exchange.layouts.items()}
-    states = ACTIONS[exchange.action].gradients_of
-    if states:
-        return _of_gradients(states, settings, sizes, examples, planned, records)
+    batches = {kind: plan.expected_batch(records) for kind, plan in planned.items()}
+
+    def total(kind: str) -> float:
+        return largest_sum(planned[kind], records, num_values=sizes.get(kind, 0))
+
+    if states := ACTIONS[exchange.action].gradients_of:
+        # sums over local steps, all scaled to the first's batch
+        batch_size: int | None = getattr(settings, "batch_size", None)
+        if batch_size is not None:  # a last batch takes what would be one of a single record
+            examples = min(examples, batch_size + 1)
+        if not planned.keys() >= set(states):
+            ceilings = {s: GROWTH * math.sqrt(sizes.get(s, 0)) * examples for s in states}
+            return Limits(examples, ceilings)
+        steps, first = settings.num_steps(records), batches[states[0]]
+        norms = {s: SLACK * steps * total(s) * (first / batches[s]) for s in states}
+        return Limits(first * (1 + 1e-9), norms)  # a mean of steps may be rounded up
     norms = {
         # running variances are squares of activations, whose scale every skipped sum multiplies
         name: GROWTH ** (2 if name == "buffers" else 1) * (math.sqrt(size) + sent.get(name, 0.0))
@@ -96,18 +109,19 @@ def honest_limits(
     if "rewards" in planned:  # strategies clamp what noise has moved
         norms["rewards"] = math.inf
     if STATISTICS in planned:  # of a norm of 1 per record, in units of its largest norm
-        release, size = planned[STATISTICS], sizes.get(STATISTICS, 0)
-        total = math.sqrt(size) * largest_sum(release, records, num_values=size)
-        norms[STATISTICS] = SLACK * total / release.expected_batch(records)
+        largest = math.sqrt(sizes.get(STATISTICS, 0)) * total(STATISTICS)
+        norms[STATISTICS] = SLACK * largest / batches[STATISTICS]
     training = settings.trained_by(examples * classes)
     if training is None:
-        return Limits(examples, norms, _noise_of_means(planned, records))
+        noise = 0.0
+        if "metrics" in planned:  # on one of two released means of numbers from 0 to 1
+            noise = (planned["metrics"].noise_multiplier or 0.0) * math.sqrt(2)
+            noise = noise * math.sqrt(2 * TAIL) / batches["metrics"]
+        return Limits(examples, norms, noise)
     sgd, steps = training.weights, training.steps
     mean = math.inf if sgd.clip_norm is None else sgd.clip_norm
     if "weights" in planned:
-        release = planned["weights"]
-        total = largest_sum(release, records, num_values=sizes.get("weights", 0))
-        mean = min(mean, total / release.expected_batch(records))
+        mean = min(mean, total("weights") / batches["weights"])
     mean *= math.sqrt(training.members)
     if mean < math.inf and steps <= LONGEST:
         weights, velocity = sent.get("weights", 0.0), sent.get(MOMENTS, 0.0)
@@ -182,40 +196,3 @@ def distance(packed: Packed, sent: Packed) -> float:
     floats = [(dtype, v) for dtype, v in packed.items() if v.dtype.is_floating_point]
     moved = (v - sent[dtype] if dtype in sent else v for dtype, v in floats)
     return math.hypot(*(float(torch.linalg.vector_norm(v)) for v in moved))
-
-
-def _of_gradients(
-    states: Sequence[str],
-    settings: Settings,
-    sizes: Mapping[str, int],
-    examples: float,
-    planned: Mapping[str, PlannedRelease],
-    records: Mapping[str, int],
-) -> Limits:
-    """The limits of sums of gradients: over local steps, all scaled to the first's batch."""
-    batch_size: int | None = getattr(settings, "batch_size", None)
-    if batch_size is not None:  # a last batch takes what would be one of a single record
-        examples = min(examples, batch_size + 1)
-    if not planned.keys() >= set(states):
-        ceilings = {s: GROWTH * math.sqrt(sizes.get(s, 0)) * examples for s in states}
-        return Limits(examples, ceilings)
-    steps = settings.num_steps(records)
-    batches = {state: planned[state].expected_batch(records) for state in states}
-    first = batches[states[0]]
-    norms = {
-        state: SLACK
-        * steps
-        * largest_sum(planned[state], records, num_values=sizes.get(state, 0))
-        * (first / batches[state])
-        for state in states
-    }
-    return Limits(first * (1 + 1e-9), norms)  # a mean of steps may be rounded up
-
-
-def _noise_of_means(planned: Mapping[str, PlannedRelease], records: Mapping[str, int]) -> float:
-    """The most that noise adds to one of two released means of numbers from 0 to 1."""
-    if "metrics" not in planned:
-        return 0.0
-    release = planned["metrics"]
-    noise = (release.noise_multiplier or 0.0) * math.sqrt(2)
-    return noise * math.sqrt(2 * TAIL) / release.expected_batch(records)

@@ -297,19 +297,6 @@ class ControllerSettings(Checked):
 
 
 @dataclass(frozen=True)
-class EvolutionSettings(Checked):
-    """Constants of regularised evolution.
-
-    Attributes:
-        population: Number of the newest candidates that are alive, at least 1.
-        tournament: Number of living candidates of which a parent is the best, at least 1.
-    """
-
-    population: Count
-    tournament: Count
-
-
-@dataclass(frozen=True)
 class ShortlistSettings(Checked):
     """The best of a ranking, which are ranked anew by scores that cost more.
 

@@ -250,7 +250,6 @@ NEEDS = {
     "stages=export": "evaluation.baselines evaluation.deliver",
     "algorithm.rule=mixed_level": "algorithm.validation_weight",
     "algorithm.sampler=controller": "algorithm.controller",
-    "algorithm.sampler=evolution": "algorithm.evolution",
     "algorithm.bandit.scaled=true": "algorithm.bandit.scale_retention",
     "algorithm.group_by=tag": "algorithm.client_tags",
     "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all clients together

@@ -9,7 +9,7 @@ Here is one entry per search space: its settings, and how it is made; torch is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,45 +55,23 @@ class OpEntry(NamedTuple):
     has_weights: bool
 
 
-def _imported(place: str, **settings: Any) -> SearchSpace:
-    """Return the space of a class ``<module>:<class>``."""
+def _make(place: str, **settings: Any) -> SearchSpace:
+    """Return a space by the place of its class or function, ``<module>:<name>``."""
     space: SearchSpace = imported(f"fednas_flwr.spaces.{place}")(**settings)
     return space
 
 
-def _mbconv(*, skeleton: str, candidates: str, **settings: Any) -> SearchSpace:
-    """Return the MBConv space with the named skeleton and candidates."""
-    from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
-
-    check_choice("search_space.skeleton", skeleton, SKELETONS)
-    check_choice("search_space.candidates", candidates, CANDIDATES)
-    return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
-
-
-def _dp_cells(name: str, *, widths: Sequence[int], **settings: Any) -> SearchSpace:
-    """Return a space of DPNAS' cells; JSON knows no tuples."""
-    from fednas_flwr.spaces.dp_cells import DP_CELL_SPACES
-
-    return DP_CELL_SPACES[name](widths=tuple(widths), **settings)
-
-
-register(
-    "search_space",
-    "adapters",
-    SpaceEntry(AdapterSettings, partial(_imported, "adapters:AdapterSpace")),
-)
-register("search_space", "darts", SpaceEntry(CellSpace, partial(_imported, "darts:DARTSSpace")))
-register("search_space", "dp_cells", SpaceEntry(DPCells, partial(_dp_cells, "dp_cells")))
-register(
-    "search_space", "dp_cells_darts", SpaceEntry(DPCells, partial(_dp_cells, "dp_cells_darts"))
-)
-register("search_space", "mbconv", SpaceEntry(BlockSpace, _mbconv))
-register("search_space", "mlp", SpaceEntry(CellSpace, partial(_imported, "mlp:MLPSpace")))
-register(
-    "search_space",
-    "nasbench201",
-    SpaceEntry(CellSpace, partial(_imported, "nasbench201:NASBench201Space")),
-)
+_SPACES: dict[str, tuple[type[SearchSpaceSettings], str]] = {
+    "adapters": (AdapterSettings, "adapters:AdapterSpace"),
+    "darts": (CellSpace, "darts:DARTSSpace"),
+    "dp_cells": (DPCells, "dp_cells:DPCellSpace"),
+    "dp_cells_darts": (DPCells, "dp_cells:DARTSOpsSpace"),
+    "mbconv": (BlockSpace, "mbconv:named_space"),
+    "mlp": (CellSpace, "mlp:MLPSpace"),
+    "nasbench201": (CellSpace, "nasbench201:NASBench201Space"),
+}
+for _name, (_settings, _place) in _SPACES.items():
+    register("search_space", _name, SpaceEntry(_settings, partial(_make, _place)))
 SEARCH_SPACES: dict[str, SpaceEntry] = TABLES["search_space"]
 
 

@@ -130,10 +130,6 @@ class AdaptedNetwork(SkipNetwork):
                 total = total + added
         return total
 
-    def choices(self) -> list[nn.Module]:
-        """Return the adapters of each stage."""
-        return list(self.adapters)
-
     def chain(self) -> list[nn.Module]:
         """Return the stages of the frozen network."""
         return self._frozen[0].stages()

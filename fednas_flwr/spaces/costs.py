@@ -41,12 +41,18 @@ class Costs:
     Attributes:
         unit: One of ``UNITS``.
         fixed: Cost of the layers that all networks share.
-        per_op_EO: Cost of every op, float64; NaN where a block does not offer it.
+        per_op: Cost of every op of every block; None where a block does not offer it.
     """
 
     unit: str
     fixed: float
-    per_op_EO: Tensor
+    per_op: list[list[float | None]]
+
+    @cached_property
+    def per_op_EO(self) -> Tensor:
+        """Cost of every op, float64; NaN where a block does not offer it."""
+        rows = [[math.nan if cost is None else cost for cost in row] for row in self.per_op]
+        return torch.tensor(rows, dtype=torch.float64)
 
     @property
     def lowest(self) -> float:
@@ -68,9 +74,8 @@ class Costs:
 
     def of_path(self, path: Sequence[int]) -> float:
         """Return the cost of the network with one op per block, given by column."""
-        per_op = self.per_op_EO.tolist()
-        chosen = (row[op] for row, op in zip(per_op, path, strict=True))
-        return math.fsum([self.fixed, *chosen])
+        rows: list[list[float]] = self.per_op_EO.tolist()
+        return math.fsum([self.fixed, *(row[op] for row, op in zip(rows, path, strict=True))])
 
 
 @dataclass(frozen=True)
@@ -83,13 +88,11 @@ class HardwareLoss:
 
     Attributes:
         terms: Target T, its unit, the form and its constants; without the file of a table.
-        fixed: Cost of the layers that all networks share.
-        per_op: Cost of every op of every block; None where a block does not offer it.
+        costs: Costs of the supernet.
     """
 
     terms: Hardware
-    fixed: float
-    per_op: list[list[float | None]]
+    costs: Costs
 
     @classmethod
     def of(cls, costs: Costs, terms: Hardware) -> HardwareLoss:
@@ -103,8 +106,7 @@ class HardwareLoss:
                 f"hardware.unit={terms.unit}, but the costs are in {costs.unit}: give the target "
                 f"in {costs.unit}, from {costs.lowest:.4g} to {costs.highest:.4g}."
             )
-        per_op = [[None if math.isnan(c) else c for c in row] for row in costs.per_op_EO.tolist()]
-        loss = cls(replace(terms, table=None), costs.fixed, per_op)
+        loss = cls(replace(terms, table=None), costs)
         loss.check()
         return loss
 
@@ -112,12 +114,6 @@ class HardwareLoss:
     def form(self) -> str:
         """One of ``LOSSES``."""
         return self.terms.loss
-
-    @cached_property
-    def costs(self) -> Costs:
-        """The costs of the supernet."""
-        rows = [[math.nan if c is None else c for c in row] for row in self.per_op]
-        return Costs(self.terms.unit, self.fixed, torch.tensor(rows, dtype=torch.float64))
 
     def check(self) -> None:
         """Raise ConfigError if no network reaches the target, or a logarithm is not positive."""
@@ -274,9 +270,9 @@ def space_costs(space: MBConvSpace, table: lt.LatencyTable | None) -> Costs:
             return count_multiply_adds(make_layer(layer, norm=space.norm), layer.input_shape)
 
     unit, cost_of = ("multiply_adds", multiply_adds) if table is None else ("ms", table.latency_ms)
-    rows = [[math.nan if one is None else cost_of(one) for one in row] for row in plan.blocks]
+    rows = [[None if one is None else cost_of(one) for one in row] for row in plan.blocks]
     fixed = math.fsum(cost_of(layer) for layer in (*plan.before, *plan.after))
-    return Costs(unit, fixed, torch.tensor(rows, dtype=torch.float64))
+    return Costs(unit, fixed, rows)
 
 
 def load_table(hardware: Hardware) -> lt.LatencyTable | None:

@@ -34,7 +34,7 @@ from fednas_flwr.spaces.operations import (
     SkipNetwork,
     discrete_states,
     make_norm,
-    mixed_states,
+    summed_states,
 )
 from fednas_flwr.spaces.space import CELL, SearchSpace
 
@@ -87,6 +87,7 @@ class DPCellSpace(SearchSpace):
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
+        object.__setattr__(self, "widths", tuple(self.widths))  # JSON knows no tuples
         super().__post_init__()
         check_choice("search_space.activation", self.activation, ACTIVATIONS)
         if len(self.widths) != BLOCKS or min(self.widths) < 1:
@@ -119,11 +120,6 @@ class DARTSOpsSpace(DPCellSpace):
 
     name: ClassVar[str] = "dp_cells_darts"
     ops: ClassVar[tuple[str, ...]] = darts.OPS
-
-
-DP_CELL_SPACES: dict[str, type[DPCellSpace]] = {
-    space.name: space for space in (DPCellSpace, DARTSOpsSpace)
-}
 
 
 class DPCellNetwork(SkipNetwork):
@@ -215,26 +211,6 @@ class DPCellNetwork(SkipNetwork):
         """Return the stem and the cells, in the order of computation."""
         return [self.stem, *self.blocks]
 
-    def choices(self) -> list[MixedOp]:
-        """Return the edges of all cells."""
-        return [module for module in self.modules() if isinstance(module, MixedOp)]
-
-    def checked_path(self, path: Sequence[int]) -> list[int]:
-        """Return a path as a list.
-
-        Raises:
-            ValueError: It is not one column of an op for each edge.
-        """
-        sizes = [len(edge.names) for edge in self.choices()[: len(EDGES)]]
-        columns = list(path)
-        fits = len(columns) == len(sizes) and all(
-            type(column) is int and 0 <= column < size
-            for column, size in zip(columns, sizes, strict=True)
-        )
-        if not fits:
-            raise ValueError(f"a path must be {len(sizes)} columns of ops, got {str(columns)[:80]}")
-        return columns
-
 
 class Block(nn.Module):
     """A cell and the max-pool behind it.
@@ -262,7 +238,12 @@ class Block(nn.Module):
             ops = [edge.op(column) for edge, column in zip(edges, columns, strict=True)]
             states = discrete_states(inputs, EDGES, ops, nodes=NODES, drop_path_prob=drop_path_prob)
         else:
-            states = mixed_states(inputs, EDGES, edges, weights_EO)
+
+            def mixed(index: int, state: Tensor) -> Tensor:
+                out: Tensor = edges[index](state, weights_EO[..., index, :])
+                return out
+
+            states = summed_states(inputs, EDGES, mixed, nodes=NODES, empty=None)
         out: Tensor = self.pool(torch.cat(states[1:], dim=1))
         return out
 

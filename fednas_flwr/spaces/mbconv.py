@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.errors import ConfigError, unknown_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, unknown_choice
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.parser import Between
 from fednas_flwr.spaces import operations as ops
@@ -211,6 +211,17 @@ class MBConvSpace(SearchSpace):
         return MBConvNetwork(self.plan._replace(blocks=chosen), norm=self.norm)
 
 
+def named_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvSpace:
+    """Return the space with a skeleton and candidates by their names.
+
+    Raises:
+        ConfigError: There are none of these names.
+    """
+    check_choice("search_space.skeleton", skeleton, SKELETONS)
+    check_choice("search_space.candidates", candidates, CANDIDATES)
+    return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
+
+
 def make_plan(space: MBConvSpace) -> Plan:
     """Return the supernet as layers."""
     skeleton, width = space.skeleton, space.width
@@ -262,10 +273,9 @@ def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
     """Return the newly initialised module of one layer; of a block with its residual connection."""
     if layer.op == "conv":
         inputs, outputs = layer.input_shape[0], layer.output_shape[0]
-        convolution = _convolution(inputs, outputs, kernel=layer.kernel, stride=layer.stride)
-        return nn.Sequential(
-            convolution, ops.make_norm(outputs, norm=norm, affine=True), nn.ReLU6()
-        )
+        sizes = {"kernel": layer.kernel, "stride": layer.stride}
+        parts = _layers("conv", inputs, outputs, norm=norm, relu=True, **sizes)
+        return nn.Sequential(*parts.values())
     if layer.op == "classifier":
         linear = nn.Linear(layer.input_shape[0], layer.output_shape[0])
         nn.init.normal_(linear.weight, std=0.01)
@@ -317,7 +327,7 @@ class MBConvNetwork(ops.SkipNetwork):
             x = block(x, gates_K, path, self.dropped)
         return self.joined(self.after(x), images)
 
-    def choices(self) -> list[Block]:
+    def choices(self) -> list[ops.Choice]:
         """Return the searchable blocks."""
         return [block for block in self.blocks if isinstance(block, Block)]
 
@@ -372,36 +382,35 @@ class Block(ops.Choice):
 
 
 def _candidate(layer: Layer, *, norm: Norm) -> nn.Sequential:
-    """Return the module of a block's op; one that a user has registered is projected, too."""
-    if layer.op in MBCONVS:
-        return _mbconv(layer, norm=norm)
-    inputs, outputs = layer.input_shape[0], layer.output_shape[0]
-    after = ops.make_norm(inputs, norm=norm, affine=True)
-    own = ops.OwnOp(layer.op, inputs, after, stride=layer.stride, sides=layer.input_shape[1:])
-    project_norm = ops.make_norm(outputs, norm=norm, affine=True)
-    return nn.Sequential(own, _convolution(inputs, outputs), project_norm)
+    """Return the module of a block's op; one that a user has registered is projected, too.
 
-
-def _mbconv(layer: Layer, *, norm: Norm) -> nn.Sequential:
-    """Return 1x1 expansion (left out if it is 1), depthwise convolution, 1x1 projection.
-
-    A norm follows each, ReLU6 the first two.
+    A name of ``MBCONVS`` is a 1x1 expansion (left out if it is 1), a depthwise convolution and a
+    1x1 projection.
     """
     inputs, outputs = layer.input_shape[0], layer.output_shape[0]
+    if layer.op not in MBCONVS:
+        after = ops.make_norm(inputs, norm=norm, affine=True)
+        own = ops.OwnOp(layer.op, inputs, after, stride=layer.stride, sides=layer.input_shape[1:])
+        return nn.Sequential(own, *_layers("project", inputs, outputs, norm=norm).values())
     inner = inputs * layer.expansion
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     if layer.expansion > 1:
-        parts["expand"] = _convolution(inputs, inner)
-        parts["expand_norm"] = ops.make_norm(inner, norm=norm, affine=True)
-        parts["expand_relu"] = nn.ReLU6()
-    parts["depthwise"] = _convolution(
-        inner, inner, kernel=layer.kernel, stride=layer.stride, groups=inner
-    )
-    parts["depthwise_norm"] = ops.make_norm(inner, norm=norm, affine=True)
-    parts["depthwise_relu"] = nn.ReLU6()
-    parts["project"] = _convolution(inner, outputs)
-    parts["project_norm"] = ops.make_norm(outputs, norm=norm, affine=True)
-    return nn.Sequential(parts)
+        parts |= _layers("expand", inputs, inner, norm=norm, relu=True)
+    sizes = {"kernel": layer.kernel, "stride": layer.stride, "groups": inner}
+    parts |= _layers("depthwise", inner, inner, norm=norm, relu=True, **sizes)
+    return nn.Sequential(parts | _layers("project", inner, outputs, norm=norm))
+
+
+def _layers(
+    name: str, inputs: int, outputs: int, *, norm: Norm, relu: bool = False, **sizes: int
+) -> OrderedDict[str, nn.Module]:
+    """Return a convolution, its norm and, with ``relu``, ReLU6, by their names in a block."""
+    parts = OrderedDict[str, nn.Module]()
+    parts[name] = _convolution(inputs, outputs, **sizes)
+    parts[f"{name}_norm"] = ops.make_norm(outputs, norm=norm, affine=True)
+    if relu:
+        parts[f"{name}_relu"] = nn.ReLU6()
+    return parts
 
 
 def _convolution(

@@ -17,7 +17,7 @@ Tensor suffixes: B batch, E edges, O ops, W width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -30,9 +30,8 @@ from fednas_flwr.settings.names import GROUP, Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import Between
 from fednas_flwr.spaces.cell_graph import candidate_edges
-from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.operations import OwnOp, SkipNetwork, TwoInputCell, node_states
-from fednas_flwr.spaces.space import CellGraphSpace
+from fednas_flwr.spaces.operations import OwnOp
+from fednas_flwr.spaces.two_input_cells import CellNetwork, CellPlan, SearchCell, TwoInputSpace
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}  # in the order of OPS, for either width
@@ -42,8 +41,27 @@ EDGES = candidate_edges(NODES)
 WIDTHS = Between(8, reason="for mlp, as a norm over one unit leaves nothing of it")
 
 
+class MLPCell(SearchCell):
+    """A cell with all ops on all 9 edges."""
+
+    def __init__(self, space: TwoInputSpace, plan: CellPlan) -> None:
+        """Build all modules; those of the edges that leave one node are one module."""
+        super().__init__(space, plan)
+        sources = [source for source, _ in EDGES]
+        self.leaving = nn.ModuleList(
+            LeavingEdges(sources.count(source), plan.width, norm=space.norm, own=space.own_ops)
+            for source in range(NODES[-1])
+        )
+
+    def leave(self, weights_EO: Tensor, state: Tensor, indices: list[int]) -> Tensor:
+        """Compute the mixed ops of the edges that leave a state, [B, edges, W]."""
+        source, _ = EDGES[indices[0]]
+        out: Tensor = self.leaving[source](state, weights_EO[..., indices, :])
+        return out
+
+
 @dataclass(frozen=True, kw_only=True)
-class MLPSpace(CellGraphSpace):
+class MLPSpace(TwoInputSpace):
     """The search space of dense cells for tables of one shape.
 
     The cells are those of DARTS with three nodes instead of four and dense layers for ops: of the
@@ -64,11 +82,14 @@ class MLPSpace(CellGraphSpace):
     edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
     outputs: ClassVar[range] = NODES
     inputs: ClassVar[str] = "tables"
+    search_cell: ClassVar[type[SearchCell]] = MLPCell
+    growth: ClassVar[float] = 0.5
+    parts: ClassVar[int] = 2
 
     channels: Annotated[int, WIDTHS] = 32
     num_cells: Count = 3
 
-    def body(self) -> MLPBody:
+    def body(self) -> CellNetwork:
         """Build the body of a supernet; its norms have no affine part.
 
         Raises:
@@ -79,11 +100,16 @@ class MLPSpace(CellGraphSpace):
                 f"search_space.num_cells must be at least 2 for mlp, got {self.num_cells}: with "
                 "one there is no normal cell."
             )
-        return MLPBody(self)
+        return super().body()
 
-    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> MLPNetwork:
-        """Build a discrete network."""
-        return MLPNetwork(genotype, self)
+    def preprocess(self, inputs: int, width: int, *, affine: bool, halves: bool) -> nn.Module:
+        """Build a linear layer and a norm."""
+        dense = nn.Linear(inputs, width)
+        return nn.Sequential(dense, make_norm(width, norm=self.norm, affine=affine))
+
+    def operation(self, op: str, plan: CellPlan, *, source: int, affine: bool) -> nn.Module:
+        """Build an op of a discrete cell."""
+        return make_operation(op, plan.width, norm=self.norm)
 
 
 def make_norm(width: int, *, layers: int = 1, norm: Norm, affine: bool) -> nn.Module:
@@ -111,77 +137,6 @@ def make_operation(op: str, width: int, *, norm: Norm) -> nn.Module:
         make_norm(units, norm=norm, affine=True),
         nn.ConstantPad1d((0, width - units), 0.0),
     )
-
-
-class MLPNetwork(SkipNetwork):
-    """A discrete network of MLP cells, to be trained from scratch."""
-
-    def __init__(self, genotype: Genotype, space: MLPSpace) -> None:
-        """Build the network of a genotype that the space has checked."""
-        super().__init__()
-        plans = _plan_cells(space)
-        self.cells = nn.ModuleList()
-        for plan in plans:
-            edges = genotype.cells[plan.kind]
-            ops = (make_operation(edge.op, plan.width, norm=space.norm) for edge in edges)
-            inputs = _preprocessing(plan, norm=space.norm, affine=True)
-            self.cells.append(TwoInputCell(inputs, edges, ops, nodes=NODES))
-        self.classifier = nn.Linear(plans[-1].out_width, space.num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, classes]."""
-        before = last = x
-        for cell in self.cells:
-            before, last = last, cell(before, last, self.dropped)
-        return self.joined(self.classifier(last), x)
-
-    def chain(self) -> list[nn.Module]:
-        """Return the cells, in the order of computation."""
-        return list(self.cells)
-
-
-class MLPBody(SkipNetwork):
-    """Search cells and classifier."""
-
-    def __init__(self, space: MLPSpace) -> None:
-        """Build the body; see :class:`MLPSpace` for the space."""
-        super().__init__()
-        plans = _plan_cells(space)
-        self.kinds = [plan.kind for plan in plans]
-        self.cells = nn.ModuleList(SearchCell(plan, space) for plan in plans)
-        self.classifier = nn.Linear(plans[-1].out_width, space.num_classes)
-
-    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor]) -> Tensor:
-        """Return logits [B, classes]; op weights as in :class:`Supernet`."""
-        before = last = x
-        for kind, cell in zip(self.kinds, self.cells, strict=True):
-            before, last = last, cell(before, last, op_weights[kind])
-        return self.joined(self.classifier(last), x)
-
-
-class SearchCell(nn.Module):
-    """A cell with all ops on all 9 edges."""
-
-    def __init__(self, plan: _CellPlan, space: MLPSpace) -> None:
-        """Build all modules; those of the edges that leave one node are one module."""
-        super().__init__()
-        self.preprocess0, self.preprocess1 = _preprocessing(plan, norm=space.norm, affine=False)
-        sources = [source for source, _ in EDGES]
-        self.leaving = nn.ModuleList(
-            LeavingEdges(sources.count(source), plan.width, norm=space.norm, own=space.own_ops)
-            for source in range(NODES[-1])
-        )
-
-    def forward(self, before: Tensor, last: Tensor, weights_EO: Tensor) -> Tensor:
-        """Return [B, 3 W] from the outputs of the two cells before."""
-        inputs = [self.preprocess0(before), self.preprocess1(last)]
-
-        def leave(state: Tensor, indices: list[int]) -> Tensor:
-            source = EDGES[indices[0]][0]
-            out: Tensor = self.leaving[source](state, weights_EO[..., indices, :])
-            return out
-
-        return torch.cat(node_states(inputs, EDGES, leave)[len(inputs) :], dim=1)
 
 
 class LeavingEdges(nn.Module):
@@ -235,40 +190,3 @@ class ParallelLayers(nn.Module):
         out_BOEW = out.view(len(out), len(activated), weights_EO.shape[-2], -1)
         mixed: Tensor = (out_BOEW * weights_EO.mT[..., None]).sum(1)
         return mixed
-
-
-@dataclass(frozen=True)
-class _CellPlan:
-    """Sizes of one cell: width of the output of the cell before the last, of the last, of nodes."""
-
-    before_width: int
-    last_width: int
-    width: int
-    kind: str
-
-    @property
-    def out_width(self) -> int:
-        return len(NODES) * self.width
-
-
-def _plan_cells(space: MLPSpace) -> list[_CellPlan]:
-    """Return the sizes of all cells; the width is halved at cell L//2 and stays so."""
-    plans: list[_CellPlan] = []
-    before = last = space.input_shape[0]
-    middle = space.num_cells // 2
-    for index in range(space.num_cells):
-        reduction = index == middle
-        width = space.channels // 2 if index >= middle else space.channels
-        plans.append(_CellPlan(before, last, width, "reduction" if reduction else "normal"))
-        before, last = last, plans[-1].out_width
-    return plans
-
-
-def _preprocessing(plan: _CellPlan, *, norm: Norm, affine: bool) -> tuple[nn.Module, nn.Module]:
-    """Return the modules that bring both inputs to the cell's width."""
-
-    def project(in_width: int) -> nn.Module:
-        dense = nn.Linear(in_width, plan.width)
-        return nn.Sequential(dense, make_norm(plan.width, norm=norm, affine=affine))
-
-    return project(plan.before_width), project(plan.last_width)

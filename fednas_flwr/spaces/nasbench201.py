@@ -3,7 +3,6 @@
 Dong & Yang (2020), arXiv 2001.00326. :class:`NASBench201Space` gives the supernet, the way from
 alphas to a genotype and the discrete network. In a cell, node 0 is the input, every other node the
 sum of the edges from all earlier nodes, node 3 the output. The network has three stages of cells.
-:func:`to_arch_string` and :func:`from_arch_string` speak the benchmark's own notation.
 
 A supernet computes from each state the edges to all later nodes at once
 (``operations.node_states``), with the parameters and the result of a module for each op of each
@@ -15,7 +14,6 @@ Tensor suffixes: B batch, E edges, O ops.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.layers import Stack, convolution, linear, pointwise
+from fednas_flwr.base.layers import called, computed, convolution, pointwise, stacked
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.spaces import operations
@@ -61,42 +58,13 @@ class NASBench201Space(SearchSpace):
     channels: Count = 16
     num_cells: Count = 5
 
-    def body(self) -> NASBench201Body:
+    def body(self) -> NASBench201Network:
         """Build the body of a supernet; its norms have no affine part."""
-        return NASBench201Body(self)
+        return NASBench201Network(self)
 
     def discrete(self, genotype: Genotype, *, auxiliary: bool) -> NASBench201Network:
         """Build a discrete network."""
-        return NASBench201Network(genotype, self)
-
-
-def to_arch_string(genotype: Genotype) -> str:
-    """Return the cell in the benchmark's notation, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
-    edges = genotype.cells[CELL]
-    return "+".join(
-        "|" + "".join(f"{edge.op}~{edge.source}|" for edge in edges if edge.target == node)
-        for node in NODES
-    )
-
-
-def from_arch_string(text: str) -> Genotype:
-    """Return the genotype of a cell in the benchmark's notation.
-
-    Raises:
-        ConfigError: If the text is not of the form ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|`` with ops
-            of this space.
-    """
-    pattern = r"\+".join(
-        r"\|" + "".join(rf"(\w+)~{source}\|" for source in range(node)) for node in NODES
-    )
-    match = re.fullmatch(pattern, text)
-    if match is None or not set(match.groups()) <= set(OPS):
-        raise ConfigError(
-            f"{text!r} is not a NAS-Bench-201 cell: expected |op~0|+|op~0|op~1|+|op~0|op~1|op~2| "
-            f"with the ops {', '.join(OPS)}."
-        )
-    edges = (Edge(op, *edge) for op, edge in zip(match.groups(), EDGES, strict=True))
-    return Genotype(NASBench201Space.name, {CELL: tuple(edges)})
+        return NASBench201Network(self, genotype.cells[CELL])
 
 
 def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Module:
@@ -116,26 +84,30 @@ def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Mo
 
 
 class NASBench201Network(operations.SkipNetwork):
-    """A discrete NAS-Bench-201 network, to be trained from scratch.
+    """The fixed network, with all ops on all edges of its cells, or with one on each.
 
-    Weights that the output does not depend on (edges out of a node that nothing enters, or into one
-    that nothing leaves) are kept, as in the benchmark's parameter counts; their gradient is None or
-    zero. With ``none`` on every path to the output the logits do not depend on the image. The
-    benchmark's ``drop_path_prob`` is 0.
+    Weights of a discrete network that the output does not depend on (edges out of a node that
+    nothing enters, or into one that nothing leaves) are kept, as in the benchmark's parameter
+    counts; their gradient is None or zero. With ``none`` on every path to the output the logits do
+    not depend on the image. The benchmark's ``drop_path_prob`` is 0.
     """
 
-    def __init__(self, genotype: Genotype, space: NASBench201Space) -> None:
-        """Build the network of a genotype that the space has checked."""
+    def __init__(self, space: NASBench201Space, edges: Sequence[Edge] | None = None) -> None:
+        """Build the network with the edges of a cell that the space has checked; None is all."""
         super().__init__()
-        self.skeleton = _Skeleton(
-            functools.partial(_DiscreteCell, genotype.cells[CELL], norm=space.norm),
-            space,
-            affine=True,
-        )
+        self.takes_stack = edges is None
+        cell: Callable[..., nn.Module] = functools.partial(SearchCell, ops=space.ops)
+        if edges is not None:
+            cell = functools.partial(_DiscreteCell, edges)
+        make = functools.partial(cell, norm=space.norm)
+        self.skeleton = _Skeleton(make, space, affine=edges is not None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, classes]."""
-        return self.joined(self.skeleton(x, self.dropped), x)
+    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return logits [B, classes]; op weights, of a supernet, as in :class:`Supernet`."""
+        if op_weights is None:
+            return self.joined(self.skeleton(x, self.dropped), x)
+        weights_BEO = op_weights[CELL].expand(len(x), -1, -1)
+        return self.joined(self.skeleton(x, weights_BEO, computed), x, computed)
 
     def chain(self) -> list[nn.Module]:
         """Return the stem, the cells and the residual blocks, in the order of computation."""
@@ -145,53 +117,15 @@ class NASBench201Network(operations.SkipNetwork):
             blocks += stage.children()
         return blocks
 
-
-class NASBench201Body(operations.SkipNetwork):
-    """The fixed network with all ops on all edges of its cells."""
-
-    takes_stack = True
-
-    def __init__(self, space: NASBench201Space) -> None:
-        """Build the body; see :class:`NASBench201Space` for the space."""
-        super().__init__()
-        self.skeleton = _Skeleton(
-            functools.partial(SearchCell, norm=space.norm, ops=space.ops), space, affine=False
-        )
-
-    def forward(
-        self, x: Tensor, op_weights: Mapping[str, Tensor], stack: Stack = torch.cat
-    ) -> Tensor:
-        """Return logits [B, classes]; op weights as in :class:`Supernet`."""
-        net: Any = self.skeleton
-        weights_BEO = op_weights[CELL].expand(len(x), -1, -1)
-        images = x
-        x = operations.normalised(
-            convolution(x, stack([net.stem[0].weight]), padding=(1, 1)), [net.stem[1]]
-        )
-        for reduction, stage in zip(net.reductions, net.stages, strict=True):
-            if isinstance(reduction, ResidualBlock):
-                x = _residual(reduction, x, stack)
-            for cell in stage.children():
-                x = cell.mixed(x, weights_BEO, stack)
-        pooled = F.relu(operations.normalised(x, [net.head_norm])).mean(dim=(2, 3))
-        parameters = (stack([net.classifier.weight]), stack([net.classifier.bias]))
-        return self.joined(linear(pooled, *parameters), images, stack)
-
-    def path(
-        self, x: Tensor, columns: Mapping[str, Sequence[int]], gates: Mapping[str, Tensor]
-    ) -> Tensor:
+    def path(self, x: Tensor, columns: Sequence[int], gates_E: Tensor) -> Tensor:
         """Return logits [B, classes] with one op on every edge; nothing else is computed.
 
         Args:
             x: Images.
-            columns: By kind of cell the column of each edge's op.
-            gates: By kind of cell what its output is multiplied by, [E].
+            columns: For every edge the column of its op.
+            gates_E: What each edge's output is multiplied by.
         """
-        return self.joined(self.skeleton(x, (columns[CELL], gates[CELL])), x)
-
-    def choices(self) -> list[operations.MixedOp]:
-        """Return the edges of all cells."""
-        return [module for module in self.modules() if isinstance(module, operations.MixedOp)]
+        return self.joined(self.skeleton(x, (columns, gates_E)), x)
 
 
 class _Skeleton(nn.Module):
@@ -199,7 +133,7 @@ class _Skeleton(nn.Module):
 
     Args:
         make_cell: Returns a cell for a number of channels; a cell is called with its input and the
-            second argument of the skeleton (a path, or a drop-path probability).
+            second argument of the skeleton (op weights, a path, or a drop-path probability).
     """
 
     def __init__(
@@ -221,14 +155,22 @@ class _Skeleton(nn.Module):
         self.head_norm = operations.make_norm(channels, norm=norm, affine=affine)
         self.classifier = nn.Linear(channels, space.num_classes)
 
-    def forward(self, x: Tensor, cell_argument: tuple[Sequence[int], Tensor] | float) -> Tensor:
-        x = operations.channels_last(self.stem(x))
+    def forward(
+        self,
+        x: Tensor,
+        cell_argument: Tensor | tuple[Sequence[int], Tensor] | float,
+        compute: operations.Compute = called,
+    ) -> Tensor:
+        x = compute(self.stem, x)
+        x = operations.channels_last(x) if compute is called else x
         for reduction, stage in zip(self.reductions, self.stages, strict=True):
-            x = reduction(x)
+            if isinstance(reduction, ResidualBlock) and compute is computed:
+                x = computed(reduction.convolutions, x) + computed(reduction.shortcut, x)
+            else:
+                x = reduction(x)
             for cell in stage.children():
                 x = cell(x, cell_argument)
-        logits: Tensor = self.classifier(F.relu(self.head_norm(x)).mean(dim=(2, 3)))
-        return logits
+        return compute(self.classifier, F.relu(self.head_norm(x)).mean(dim=(2, 3)))
 
 
 class ResidualBlock(nn.Module):
@@ -265,20 +207,32 @@ class SearchCell(nn.Module):
         make = functools.partial(make_operation, channels=channels, norm=norm, affine=False)
         self.edges = nn.ModuleList(operations.MixedOp(ops, make) for _ in EDGES)
 
-    def forward(self, x: Tensor, path: tuple[Sequence[int], Tensor]) -> Tensor:
-        """Return a tensor shaped like ``x``, of each edge's column and gate alone."""
-        edges: Any = self.edges
-        return operations.path_states([x], EDGES, edges, *path)[-1]
+    def forward(self, x: Tensor, chosen: Tensor | tuple[Sequence[int], Tensor]) -> Tensor:
+        """Return a tensor shaped like ``x``.
 
-    def mixed(self, x: Tensor, weights_BEO: Tensor, stack: Stack) -> Tensor:
-        """Return a tensor shaped like ``x``, of all ops of all edges, weighted."""
+        Args:
+            x: Input.
+            chosen: Weights [B, E, O] of all ops; or each edge's column and gate, which alone is
+                computed.
+        """
         edges: Any = self.edges
+        if isinstance(chosen, tuple):
+            columns, gates_E = chosen
+            ops = [edge.op(column) for edge, column in zip(edges, columns, strict=True)]
+
+            def compute(index: int, state: Tensor | None) -> Tensor | None:
+                op = ops[index]
+                return None if op is None or state is None else gates_E[index] * op(state)
+
+            *_, out = operations.summed_states([x], EDGES, compute, nodes=NODES, empty=None)
+            return torch.zeros_like(x) if out is None else out
+        weights_BEO = chosen
 
         def leave(state: Tensor, indices: list[int]) -> Tensor:
             modules = {op: [edges[index].ops[op] for index in indices] for op in CONVOLUTIONS}
             active = F.relu(state)
-            one = pointwise(active, stack([m[1].weight for m in modules["nor_conv_1x1"]]))
-            kernels = stack([m[1].weight for m in modules["nor_conv_3x3"]])
+            one = pointwise(active, stacked([m[1].weight for m in modules["nor_conv_1x1"]]))
+            kernels = stacked([m[1].weight for m in modules["nor_conv_3x3"]])
             three = convolution(active, kernels, padding=(1, 1))
             convolved = operations.normalised(
                 torch.cat([one, three], 1), [m[2] for op in CONVOLUTIONS for m in modules[op]]
@@ -295,20 +249,10 @@ class SearchCell(nn.Module):
         return operations.node_states([x], EDGES, leave)[-1]
 
 
-def _residual(block: Any, x: Tensor, stack: Stack) -> Tensor:
-    out = x
-    for layers in block.convolutions:
-        _, conv, norm = layers
-        out = convolution(F.relu(out), stack([conv.weight]), stride=conv.stride, padding=(1, 1))
-        out = operations.normalised(out, [norm])
-    pool, conv = block.shortcut
-    return out + pointwise(pool(x), stack([conv.weight]))
-
-
 class _DiscreteCell(nn.Module):
     """A cell with one op on every edge; edges with ``none`` are left out."""
 
-    def __init__(self, edges: tuple[Edge, ...], channels: int, *, norm: Norm) -> None:
+    def __init__(self, edges: Sequence[Edge], channels: int, *, norm: Norm) -> None:
         super().__init__()
         wired = [edge for edge in edges if edge.op != "none"]
         self.wiring = [(edge.source, edge.target) for edge in wired]

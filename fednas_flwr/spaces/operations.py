@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError, check_choice
-from fednas_flwr.base.layers import Stack, depthwise, linear
+from fednas_flwr.base.layers import called, depthwise
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
 from fednas_flwr.settings.registry import TABLES
-from fednas_flwr.spaces.genotype import Edge
 
 MAX_GROUPS = 8
+Compute = Callable[[nn.Module, Tensor], Tensor]
 NOTHING = ("none", "zero")  # ops without a module
 
 
@@ -82,27 +82,6 @@ def relu_conv_norm(
             bias=False,
         ),
         make_norm(out_channels, norm=norm, affine=affine),
-    )
-
-
-def depthwise_separable(
-    channels: int, *, kernel_size: int, stride: int, dilation: int, norm: Norm, affine: bool
-) -> nn.Sequential:
-    """Return ReLU, depthwise convolution, pointwise convolution, norm."""
-    return nn.Sequential(
-        nn.ReLU(),
-        nn.Conv2d(
-            channels,
-            channels,
-            kernel_size,
-            stride=stride,
-            padding=dilation * (kernel_size // 2),
-            dilation=dilation,
-            groups=channels,
-            bias=False,
-        ),
-        nn.Conv2d(channels, channels, 1, bias=False),
-        make_norm(channels, norm=norm, affine=affine),
     )
 
 
@@ -235,94 +214,8 @@ def discrete_states(
     return summed_states(inputs, edges, compute, nodes=nodes, empty=torch.zeros_like(inputs[0]))
 
 
-class TwoInputCell(nn.Module):
-    """A derived cell whose inputs are the cells before: its output joins its later nodes."""
-
-    def __init__(
-        self,
-        inputs: tuple[nn.Module, nn.Module],
-        edges: Sequence[Edge],
-        ops: Iterable[nn.Module],
-        *,
-        nodes: range,
-    ) -> None:
-        """Take the modules.
-
-        Args:
-            inputs: Modules for the outputs of the cell before the last and of the last.
-            edges: Those of the genotype.
-            ops: The module of each; made after those of the inputs.
-            nodes: The nodes that are no inputs.
-        """
-        super().__init__()
-        self.preprocess0, self.preprocess1 = inputs
-        self.wiring, self.nodes = edges, nodes
-        self.edges = nn.ModuleList(ops)
-
-    def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
-        """Return the nodes' states, side by side in dimension 1."""
-        states = discrete_states(
-            [self.preprocess0(before), self.preprocess1(last)],
-            [edge.pair for edge in self.wiring],
-            self.edges,
-            nodes=self.nodes,
-            drop_path_prob=drop_path_prob,
-        )
-        return torch.cat(states[self.nodes.start :], dim=1)
-
-
-def mixed_states(
-    inputs: Sequence[Tensor],
-    edges: Sequence[tuple[int, int]],
-    ops: Sequence[nn.Module],
-    weights_EO: Tensor,
-) -> list[Tensor]:
-    """Compute the states of a cell's inputs and nodes, all edges with their mixed ops."""
-
-    def compute(index: int, state: Tensor) -> Tensor:
-        out: Tensor = ops[index](state, weights_EO[..., index, :])
-        return out
-
-    nodes = range(len(inputs), edges[-1][1] + 1)
-    return summed_states(inputs, edges, compute, nodes=nodes, empty=None)
-
-
-def path_states(
-    inputs: Sequence[Tensor],
-    edges: Sequence[tuple[int, int]],
-    ops: Iterable[MixedOp],
-    columns: Sequence[int],
-    gates_E: Tensor,
-) -> list[Tensor]:
-    """Compute the states of a cell's inputs and nodes, with one op on each edge; of stride 1.
-
-    Args:
-        inputs: States of the first nodes.
-        edges: (source, target) of every edge; every later node has one.
-        ops: Of every edge.
-        columns: For every edge the column of its op; ``none`` and what is zero without it are left
-            out.
-        gates_E: What each op's output is multiplied by.
-    """
-    modules = [op.op(column) for op, column in zip(ops, columns, strict=True)]
-
-    def compute(index: int, state: Tensor | None) -> Tensor | None:
-        op = modules[index]
-        return None if op is None or state is None else gates_E[index] * op(state)
-
-    nodes = range(len(inputs), edges[-1][1] + 1)
-    states = summed_states(inputs, edges, compute, nodes=nodes, empty=None)
-    return [torch.zeros_like(inputs[0]) if state is None else state for state in states]
-
-
 class OwnOp(nn.Sequential):
-    """An op that a user has registered, and a norm behind it.
-
-    Attributes:
-        calls_layers: True, as a supernet that takes a stack for all else calls its layers.
-    """
-
-    calls_layers = True
+    """An op that a user has registered, and a norm behind it."""
 
     def __init__(
         self, name: str, channels: int, norm: nn.Module, *, stride: int = 1, sides: Sequence[int]
@@ -501,33 +394,35 @@ class SkipNetwork(nn.Module):
         skip: The classifier, whose logits are added; None for none.
         drop_path_prob: Probability of drop-path, in [0, 1), on every edge but identities, on every
             block with a residual connection; a trainer raises it from 0.
+        takes_stack: True of supernets' bodies whose weights come from ``base.layers.stacked``.
     """
 
     skip: nn.Linear | None
     drop_path_prob: float
+    takes_stack: bool
 
     def __init__(self) -> None:
         """Begin without a skip and without drop-path."""
         super().__init__()
         self.skip = None
         self.drop_path_prob = 0.0
+        self.takes_stack = False
 
     @property
     def dropped(self) -> float:
         """Probability of drop-path at the moment: 0 in evaluation mode."""
         return self.drop_path_prob if self.training else 0.0
 
-    def joined(self, logits: Tensor, x: Tensor, stack: Stack | None = None) -> Tensor:
+    def choices(self) -> list[Choice]:
+        """Return the edges, or blocks, whose ops a path chooses."""
+        return [module for module in self.modules() if isinstance(module, Choice)]
+
+    def joined(self, logits: Tensor, x: Tensor, compute: Compute = called) -> Tensor:
         """Return the logits [B, classes] after adding the skip's.
 
         Args:
             logits: Those of everything else.
             x: What the network was called with, [B, ...].
-            stack: Of a supernet whose records have weights each; None for one set of weights.
+            compute: Computes the skip.
         """
-        if self.skip is None:
-            return logits
-        if stack is None:
-            added: Tensor = self.skip(x.flatten(1))
-            return logits + added
-        return logits + linear(x.flatten(1), stack([self.skip.weight]), stack([self.skip.bias]))
+        return logits if self.skip is None else logits + compute(self.skip, x.flatten(1))

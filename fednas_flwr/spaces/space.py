@@ -19,38 +19,29 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.base.layers import Stack
 from fednas_flwr.settings.names import BATCH, LINEAR, NO_SKIP, NORMS, SKIPS, Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import Checked, OneOf
 from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.cell_graph import has_weights, nearest_trained
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
-from fednas_flwr.spaces.operations import Choice, SkipNetwork
+from fednas_flwr.spaces.operations import SkipNetwork
 
 ALPHA_STD = 1e-3
 CELL = "cell"  # the kind of cell, where there is only one
-INTO_NODE = 2  # edges that a genotype keeps
 AXES = {"images": ("channels", "height", "width"), "tables": ("features",)}
 
 
-class Alphas(nn.Module):
-    """The architecture parameters: one tensor [edges, ops] per kind of cell, ``1e-3 * randn``.
+class Alphas(nn.ParameterDict):
+    """The architecture parameters: one tensor [edges, ops] per kind of cell.
 
     Calling it returns them by kind. A module of its own, so that they are in the state_dict
     (``alphas.<kind>``) and can be exchanged by ``torch.func.functional_call`` like any parameter.
     """
 
-    def __init__(self, num_edges: Mapping[str, int], *, num_ops: int) -> None:
-        """Draw the alphas from torch's global generator."""
-        super().__init__()
-        for kind, edges in num_edges.items():
-            alphas_EO = ALPHA_STD * torch.randn(edges, num_ops)
-            self.register_parameter(kind, nn.Parameter(alphas_EO))
-
-    def __call__(self) -> dict[str, nn.Parameter]:
+    def __call__(self) -> dict[str, nn.Parameter]:  # type: ignore[override]
         """Return the alphas by kind of cell."""
-        return dict(self.named_parameters())
+        return dict(self.items())
 
 
 class Supernet(nn.Module):
@@ -61,23 +52,23 @@ class Supernet(nn.Module):
         body: Everything else; called with images and the op weights, returns logits.
     """
 
-    def __init__(self, body: nn.Module, *, num_edges: Mapping[str, int], num_ops: int) -> None:
-        """Put alphas beside a body.
+    def __init__(self, body: SkipNetwork, *, num_edges: Mapping[str, int], num_ops: int) -> None:
+        """Put alphas beside a body, ``1e-3 * randn`` of torch's global generator.
 
         Args:
-            body: Module with ``forward(x, op_weights)``; with an attribute ``takes_stack`` that is
-                true, ``forward(x, op_weights, stack)``.
+            body: Module with ``forward(x, op_weights)``.
             num_edges: Number of edges per kind of cell.
             num_ops: Number of ops per edge.
         """
         super().__init__()
         self.body = body
-        self.alphas = Alphas(num_edges, num_ops=num_ops)
+        drawn = {k: ALPHA_STD * torch.randn(edges, num_ops) for k, edges in num_edges.items()}
+        self.alphas = Alphas(drawn)
 
     @property
     def takes_stack(self) -> bool:
-        """True if the weights can be given per record."""
-        return getattr(self.body, "takes_stack", False)
+        """True if the body's weights are joined by ``base.layers.stacked``."""
+        return self.body.takes_stack
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return all parameters but the alphas, by their names in the state_dict."""
@@ -89,18 +80,13 @@ class Supernet(nn.Module):
         Args:
             path: For every edge, or block, the column of its op; the same in every cell.
         """
-        choices: list[Choice] = self.body.choices()  # type: ignore[operator]
+        choices = self.body.choices()
         chosen = [edge.op(column) for edge, column in zip(choices, cycle(path), strict=False)]
         along = {id(weight) for op in chosen if op is not None for weight in op.parameters()}
         beside = {id(weight) for edge in choices for weight in edge.parameters()} - along
         return {name: w for name, w in self.weights().items() if id(w) not in beside}
 
-    def forward(
-        self,
-        x: Tensor,
-        op_weights: Mapping[str, Tensor] | None = None,
-        stack: Stack | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the logits [B, classes].
 
         Args:
@@ -108,12 +94,10 @@ class Supernet(nn.Module):
             op_weights: Per kind of cell the weight of every op on every edge, [E, O], or one
                 set per example, [B, E, O], through which per-example gradients of the alphas
                 can be taken; None means ``softmax(alphas)``.
-            stack: How the weights of parallel layers are joined; through it per-example gradients
-                of the weights can be taken (``privacy.mechanism.record_gradients``).
         """
         if op_weights is None:
             op_weights = {kind: alphas.softmax(dim=-1) for kind, alphas in self.alphas().items()}
-        logits: Tensor = self.body(x, op_weights, *([] if stack is None else [stack]))
+        logits: Tensor = self.body(x, op_weights)
         return logits
 
 
@@ -339,61 +323,3 @@ class SearchSpace(Checked):
             nn.init.zeros_(network.skip.weight)
             nn.init.zeros_(network.skip.bias)
         return network
-
-
-class CellGraphSpace(SearchSpace):
-    """Spaces with a normal and a reduction cell, in which a genotype keeps two edges into a node.
-
-    The first op is ``none``, which no genotype has; a cell's output is all of its nodes that are no
-    inputs (Liu et al. 2019, arXiv 1806.09055).
-    """
-
-    kinds: ClassVar[tuple[str, ...]] = ("normal", "reduction")
-
-    def likeliest(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Find the genotype of the strongest edges (Liu et al. 2019, section 2.4).
-
-        Every node keeps the two incoming edges whose best op other than ``none`` has the largest
-        softmax weight, each with that op. Ties go to the lowest op and the lowest source.
-        Deviation, of :meth:`derive`: if none of these ops has weights, the edge on which it costs
-        the least log-probability takes its strongest op that has.
-        """
-        return Genotype(self.name, {kind: self._strongest(alphas[kind]) for kind in self.kinds})
-
-    def _strongest(self, alphas_EO: Tensor) -> tuple[Edge, ...]:
-        weights_EO = alphas_EO.detach().double().cpu().softmax(dim=-1).tolist()
-        strongest = []
-        for pair, weights_O in zip(self.edges, weights_EO, strict=True):
-            op = max(range(1, len(self.ops)), key=weights_O.__getitem__)
-            strongest.append((weights_O[op], Edge(self.ops[op], *pair)))
-        chosen: list[Edge] = []
-        for node in self.outputs:
-            incoming = [pair for pair in strongest if pair[1].target == node]
-            best = sorted(incoming, key=lambda pair: -pair[0])[:INTO_NODE]
-            chosen.extend(sorted((edge for _, edge in best), key=lambda edge: edge.source))
-        return tuple(chosen)
-
-    def draw(self, generator: torch.Generator) -> Genotype:
-        """Draw two distinct sources per node and any op but ``none`` on each, uniformly."""
-        cells = {}
-        for kind in self.kinds:
-            edges = []
-            for target in self.outputs:
-                sources = torch.randperm(target, generator=generator)[:INTO_NODE].sort().values
-                for source in sources.tolist():
-                    op = int(torch.randint(1, len(self.ops), (), generator=generator))
-                    edges.append(Edge(self.ops[op], source, target))
-            cells[kind] = tuple(edges)
-        return Genotype(self.name, cells)
-
-    def check_cell(self, kind: str, edges: Sequence[Edge]) -> None:
-        """Raise ConfigError unless :meth:`derive` could have returned these edges."""
-        self._check_ops(kind, edges, self.ops[1:])
-        pairs = [(edge.target, edge.source) for edge in edges]
-        targets = [target for target in self.outputs for _ in range(INTO_NODE)]
-        if [target for target, _ in pairs] != targets or sorted(set(pairs)) != pairs:
-            raise ConfigError(
-                f"cell {kind!r}: each of the nodes {self.outputs[0]} to {self.outputs[-1]} needs "
-                "two edges from different earlier nodes, ordered by target, then source; got "
-                f"{arrows([edge.pair for edge in edges])}."
-            )

@@ -102,7 +102,7 @@ def run(federation):
 
 @pytest.fixture(scope="module")
 def mean_run(compose_config, federate):
-    """Three unequal clients, full batches, after all rounds."""
+    """Three unequal clients, full batches, ``reduce=mean``, after all rounds."""
     federation = federate(compose_config("algorithm=fnas", *FULL, *UNEQUAL))
     run(federation)
     return federation
@@ -149,6 +149,22 @@ def test_one_client_with_all_records_is_vanilla_nas(mean_run, compose_config, fe
     states = [mean_run.strategy.states, run(vanilla).states]
     for name, close in (("weights", CLOSE), ("alphas", ALPHAS_CLOSE)):
         torch.testing.assert_close(states[0][name]["float32"], states[1][name]["float32"], **close)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_sum_over_unequal_clients_is_the_pooled_sum_of_their_means(beta, compose_config, federate):
+    """The regulariser counts once per client, as the mean losses do."""
+    settings = ["algorithm.reduce=sum", f"algorithm.beta_decay={beta}"]
+    federation = federate(compose_config("algorithm=fnas", *FULL, *UNEQUAL, *settings))
+    strategy = run(federation)
+    plain = Plain(federation.config, federation.data[0])
+    for step in range(ROUNDS):
+        train = [plain.mean_loss(full(client, "train")) for client in federation.clients]
+        plain.step_weights(step, torch.stack(train).sum())
+        validation = [plain.mean_loss(full(client, "validation")) for client in federation.clients]
+        decay = beta * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
+        plain.step_alphas((torch.stack(validation) + decay).sum())
+    plain.assert_equals(strategy)
 
 
 @pytest.mark.parametrize("wrong", ["unweighted mean", "alphas at the old weights"])

@@ -19,7 +19,7 @@ from fednas_flwr.client.answer import answer
 from fednas_flwr.models.networks import describe_network, supernet_space
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
-from fednas_flwr.search.batch_gradients import alpha_gradient_sum
+from fednas_flwr.search.batch_gradients import BatchGradients
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.exchange import Exchange
 
@@ -86,7 +86,7 @@ def test_moments_that_travel_are_those_of_one_optimiser_that_is_kept(compose_con
 
         one = client.epoch(client.data.train, batch_size=16, generator=generator)
         for batch, held_out in zip(one, passes(client.data.validation), strict=False):
-            gradients, _ = alpha_gradient_sum(supernet, held_out)
+            gradients, _ = BatchGradients().alpha_gradient_sum(supernet, held_out)
             for kind, alpha in alphas.items():
                 alpha.grad = gradients[kind] / len(held_out[1])
             adam.step()

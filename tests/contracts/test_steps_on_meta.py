@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from fednas_flwr.models.networks import FIXED_NETWORKS
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
-from fednas_flwr.search.batch_gradients import Tally, alpha_gradient_sum, weight_gradient
+from fednas_flwr.search.batch_gradients import BatchGradients
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import Optimizer, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
@@ -69,10 +69,10 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.run
 def test_plain_steps_of_a_supernet(space: SearchSpace) -> None:
     supernet = on_meta(replace(space, norm="batch").supernet)
-    batch, tally = records(space), Tally()
-    step_weights(supernet.weights(), weight_gradient(supernet, batch, tally))
-    step_alphas(supernet, alpha_gradient_sum(supernet, batch)[0])
-    assert tally.num_examples == 4
+    batch, gradients = records(space), BatchGradients()
+    step_weights(supernet.weights(), gradients.weight_gradient(supernet, batch))
+    step_alphas(supernet, gradients.alpha_gradient_sum(supernet, batch)[0])
+    assert gradients.train_tally.num_examples == 4
 
 
 def test_private_steps_of_a_supernet(space: SearchSpace) -> None:
@@ -114,7 +114,7 @@ def test_plain_and_private_steps_of_a_given_network(name: str) -> None:
 
 def check_network(network: nn.Module, x: Tensor, y: Tensor) -> None:
     weights = dict(network.named_parameters())
-    step_weights(weights, weight_gradient(network, (x, y), Tally()))
+    step_weights(weights, BatchGradients().weight_gradient(network, (x, y)))
     given = clipped_gradient_sum(network, x, y, loss=losses, parameters=weights, max_norm=1.0)
     step_weights(weights, given)
 
@@ -125,7 +125,7 @@ def test_steps_of_a_candidate_that_shares_weights() -> None:
     path = [len(space.ops) - 1] * space.cell_kinds["cell"]
     candidate = Candidate(supernet, path)
     x, y = records(space)
-    step_weights(candidate.weights(), weight_gradient(candidate, (x, y), Tally()))
+    step_weights(candidate.weights(), BatchGradients().weight_gradient(candidate, (x, y)))
     given = clipped_gradient_sum(
         candidate, x, y, loss=losses, parameters=candidate.weights(), max_norm=1.0
     )

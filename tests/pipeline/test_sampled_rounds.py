@@ -350,6 +350,10 @@ def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
         (["sampling.per_round=7"], "sampling.per_round=7 with clients=6: expected a whole"),
         (["sampling.per_round=2", "secure_sum=true"], "with secure_sum=true: every sum is over"),
         (
+            ["sampling.per_round=2", "algorithm=fnas", "algorithm.reduce=sum"],
+            "a sum over some clients is no estimate",
+        ),
+        (
             ["sampling.per_round=2", "aggregate=median"],
             "aggregate=median with a round of 2 clients",
         ),

@@ -350,6 +350,7 @@ REFUSED = [
     ("evaluation.personalised=true", "leave it out"),
     ("clients=1001", "at most 1000"),
     ("algorithm=fedex", "asked different things"),
+    ("algorithm=fnas algorithm.reduce=sum", "set algorithm.reduce=mean"),
     ("secure_sum.colluding=3", "raise clients to 5 or more, or lower secure_sum.colluding"),
     ("clients=2", "clients=2 and secure_sum.colluding=1: a sum must .* raise clients to 3 or"),
     ("secure_sum.least_sites=9", "lower secure_sum.colluding"),

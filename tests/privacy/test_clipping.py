@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from fednas_flwr.base.layers import stacked
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
 from fednas_flwr.search.batch_gradients import (
-    Tally,
-    alpha_gradient_sum,
+    BatchGradients,
     trainable_weights,
-    weight_gradient_sum,
 )
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mlp import MLPSpace
@@ -98,6 +97,8 @@ SUPERNETS = tuple(name for name in NETWORKS if name.endswith(("supernet", "refer
 def route(request, monkeypatch):
     """Take per-sample gradients through the package's own layers, and through Opacus' hooks."""
     if request.param == "hooks":
+        if {"darts supernet", "nasbench201 supernet"} & set(request.node.callspec.params.values()):
+            pytest.skip("what a supernet joins has leaves only")
         monkeypatch.setattr(record_gradients, "_is_covered", lambda layer: False)
     return request.param
 
@@ -235,8 +236,8 @@ def test_nothing_clipped_gives_the_gradients_of_the_non_private_search():
     supernet, shape = make_network("nasbench201 supernet", torch.float64)
     x, y = make_batch(shape, torch.float64, batch=4)
     weights, alphas = (summed(supernet, x, y, max_norm=1e3) for summed in (weight_sum, alpha_sum))
-    assert max(error(weights, weight_gradient_sum(supernet, (x, y), Tally()))) < 1e-10
-    assert max(error(alphas, alpha_gradient_sum(supernet, (x, y))[0])) < 1e-10
+    assert max(error(weights, BatchGradients().weight_gradient_sum(supernet, (x, y)))) < 1e-10
+    assert max(error(alphas, BatchGradients().alpha_gradient_sum(supernet, (x, y))[0])) < 1e-10
 
 
 @pytest.mark.usefixtures("uncut")
@@ -394,9 +395,9 @@ def test_a_supernet_that_stacks_a_weight_twice_is_an_error():
             super().__init__()
             self.first, self.second = nn.Linear(4, CLASSES), nn.Linear(4, CLASSES)
 
-        def forward(self, x, stack):
-            both = stack([self.first.weight, self.second.weight])
-            alone = stack([self.first.weight])
+        def forward(self, x):
+            both = stacked([self.first.weight, self.second.weight])
+            alone = stacked([self.first.weight])
             return torch.einsum("bi,boi->bo", x, both[:, :CLASSES] + both[:, CLASSES:] + alone)
 
     network = Twice()

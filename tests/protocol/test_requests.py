@@ -55,7 +55,7 @@ from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
 from fednas_flwr.settings.parser import constraints
 from fednas_flwr.settings.run_settings import Hardware
-from fednas_flwr.spaces.costs import HardwareLoss
+from fednas_flwr.spaces.costs import Costs, HardwareLoss
 
 from ..asked import smallest
 from ..test_ranges import wrong_values
@@ -100,8 +100,12 @@ hardware = st.builds(
         scale=st.floats(1e-6, 1e6),
         exponent=st.floats(-10, 10),
     ),
-    fixed=numbers,
-    per_op=st.lists(st.lists(st.none() | numbers, max_size=3), max_size=3),
+    costs=st.builds(
+        Costs,
+        unit=names,
+        fixed=numbers,
+        per_op=st.lists(st.lists(st.none() | numbers, max_size=3), max_size=3),
+    ),
 )
 alternating = st.builds(
     Alternating,
@@ -381,7 +385,7 @@ def test_the_cases_above_reach_every_dataclass_and_none_is_left_out():
     names = {kind.__name__ for kind in found - set(REQUESTS.values())}
     assert names == {
         *("Amount", "LocalSearch", "LocalTraining", "Trial", "SGD", "Adam", "DPAware"),
-        *("Alternating", "SampledPaths", "Hardware", "HardwareLoss", "PlannedRelease"),
+        *("Alternating", "SampledPaths", "Hardware", "HardwareLoss", "Costs", "PlannedRelease"),
     }
 
 

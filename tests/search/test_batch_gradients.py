@@ -11,16 +11,12 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.batch_gradients import (
+    BatchGradients,
     Tally,
     alpha_entropy,
-    alpha_gradient_sum,
     beta_gradient,
-    mixed_level_gradient,
     periodic_gradients,
     rising,
-    second_order_gradient,
-    virtual_step,
-    weight_gradient_sum,
 )
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.optimizer_step import (
@@ -94,8 +90,8 @@ def test_adam_has_the_betas_of_darts():
 
 def test_the_weight_gradient_is_the_sum_of_a_loop_over_samples(net, batch, untouched):
     x, y = batch(6, 0)
-    check, tally = untouched(net), Tally()
-    gradients = weight_gradient_sum(net, (x, y), tally)
+    check, measured = untouched(net), BatchGradients()
+    gradients = measured.weight_gradient_sum(net, (x, y))
     check()
     assert set(gradients) == set(net.weights())
     for name, weight in net.weights().items():
@@ -103,6 +99,7 @@ def test_the_weight_gradient_is_the_sum_of_a_loop_over_samples(net, batch, untou
         total = sum(torch.autograd.grad(loss, weight)[0] for loss in losses)
         torch.testing.assert_close(gradients[name], total, **EXACT)
     logits = net(x)
+    tally = measured.train_tally
     assert tally.loss == pytest.approx(F.cross_entropy(logits, y).item())
     assert tally.accuracy == pytest.approx(((logits.argmax(1) == y).double().mean()).item())
 
@@ -113,7 +110,7 @@ def descend(net, batches, *, lr):
 
     def gradient_sums():
         data = next(rest)
-        return {"weights": (weight_gradient_sum(net, data, Tally()), len(data[1]))}
+        return {"weights": (BatchGradients().weight_gradient_sum(net, data), len(data[1]))}
 
     gradients, size = periodic_gradients(
         gradient_sums,
@@ -130,7 +127,7 @@ def test_one_batch_is_its_own_gradient(net, batch, untouched):
     gradients, size = descend(net, [data], lr=0.5)
     check()
     assert size == 6
-    expected = weight_gradient_sum(net, data, Tally())
+    expected = BatchGradients().weight_gradient_sum(net, data)
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
@@ -228,7 +225,7 @@ def step(network, lr):
 def second_order(network, virtual_weights, lr, validation=VALIDATION):
     """Gradient and losses from the training rows and others, all of label 0."""
     labels = torch.zeros(3, dtype=torch.int64)
-    return second_order_gradient(
+    return BatchGradients().second_order_gradient(
         network,
         weights=network.weights(),
         virtual_weights=virtual_weights,
@@ -296,7 +293,7 @@ def test_second_order_of_a_network_equals_finite_differences(net, batch, untouch
         return F.cross_entropy(moved, validation[1]).item()
 
     check = untouched(net)
-    gradients, losses = second_order_gradient(
+    gradients, losses = BatchGradients().second_order_gradient(
         net,
         weights=net.weights(),
         virtual_weights=after_a_step(),
@@ -306,7 +303,7 @@ def test_second_order_of_a_network_equals_finite_differences(net, batch, untouch
     )
     check()
     assert losses.mean().item() == pytest.approx(validation_loss())
-    first_order, _ = alpha_gradient_sum(net, validation)
+    first_order, _ = BatchGradients().alpha_gradient_sum(net, validation)
     for kind, alpha in net.alphas().items():
         numeric = torch.zeros_like(alpha)
         for index in range(alpha.numel()):
@@ -326,7 +323,7 @@ def test_second_order_of_a_network_equals_finite_differences(net, batch, untouch
 def test_first_order_is_the_sum_of_a_loop_over_samples(net, batch, untouched):
     x, y = batch(5, 3)
     check = untouched(net)
-    gradients, losses = alpha_gradient_sum(net, (x, y))
+    gradients, losses = BatchGradients().alpha_gradient_sum(net, (x, y))
     check()
     total = {kind: torch.zeros_like(alpha) for kind, alpha in net.alphas().items()}
     for index in range(5):
@@ -343,13 +340,13 @@ def test_first_order_is_the_sum_of_a_loop_over_samples(net, batch, untouched):
 def test_mixed_level_adds_the_gradients_of_both_means(weight, net, batch, untouched):
     train, validation = batch(7, 4), batch(3, 5)
     check = untouched(net)
-    gradients, losses = mixed_level_gradient(
+    gradients, losses = BatchGradients().mixed_level_gradient(
         net, train_batch=train, validation_batch=validation, validation_weight=weight
     )
     check()
     assert losses.shape == (3,)
-    from_train, _ = alpha_gradient_sum(net, train)
-    from_validation, own = alpha_gradient_sum(net, validation)
+    from_train, _ = BatchGradients().alpha_gradient_sum(net, train)
+    from_validation, own = BatchGradients().alpha_gradient_sum(net, validation)
     torch.testing.assert_close(losses, own)
     for kind, gradient in gradients.items():
         expected = from_train[kind] / 7 + weight * from_validation[kind] / 3
@@ -370,7 +367,7 @@ def test_the_virtual_step_is_the_step_that_sgd_takes(momentum, weight_decay, net
         data = batch(6, seed)
         optimizer.zero_grad()
         check = untouched(net)
-        moved = virtual_step(
+        moved = BatchGradients().virtual_step(
             net,
             data,
             optimizer=optimizer,
@@ -385,7 +382,7 @@ def test_the_virtual_step_is_the_step_that_sgd_takes(momentum, weight_decay, net
 def test_parameters_that_a_loss_does_not_use_get_zeros(quadratic):
     labels = torch.zeros(2, dtype=torch.int64)
     quadratic.forward = lambda x: torch.stack([x[:, 0] * quadratic.w, x[:, 1]], 1)
-    gradients, _ = alpha_gradient_sum(quadratic, (TRAIN, labels))
+    gradients, _ = BatchGradients().alpha_gradient_sum(quadratic, (TRAIN, labels))
     assert gradients["cell"].tolist() == [0.0]
 
 

@@ -164,7 +164,7 @@ def test_a_path_is_the_supernet_with_all_other_ops_at_zero(engine, norm):
     for seed in range(8):
         path, (x, y) = draw(supernet, seed), make_batch(seed)
         x = x.double()
-        columns = torch.tensor(path.columns["cell"])[:, None]
+        columns = torch.tensor(path.columns)[:, None]
         computed |= set(columns[:, 0].tolist())
         gates_E = torch.ones(6, dtype=torch.float64, requires_grad=True)
         weights_EO = torch.zeros(6, 5).double().scatter(1, columns, gates_E[:, None])
@@ -201,10 +201,10 @@ def test_only_the_weights_of_drawn_ops_and_those_that_all_paths_share_are_the_pa
         parts = name.split(".")
         if "edges" in parts:
             edge, op = int(parts[parts.index("edges") + 1]), parts[parts.index("ops") + 1]
-            assert (name in path.weights()) == (path.columns["cell"][edge] == names[op]), name
+            assert (name in path.weights()) == (path.columns[edge] == names[op]), name
         else:
             assert name in path.weights(), name
-    assert any(column in (2, 3) for column in path.columns["cell"])
+    assert any(column in (2, 3) for column in path.columns)
 
 
 def test_cells_that_train_are_drawn_with_the_softmax_of_the_alphas_at_any_temperature():
@@ -213,7 +213,7 @@ def test_cells_that_train_are_drawn_with_the_softmax_of_the_alphas_at_any_temper
     supernet.alphas()["cell"].data[:, 0] += 3  # none, so that many draws are degenerate
     counts = torch.zeros(6, 5)
     for _ in range(3000):
-        columns = GumbelPath(supernet, temperature=0.1, generator=generator).columns["cell"]
+        columns = GumbelPath(supernet, temperature=0.1, generator=generator).columns
         counts[torch.arange(6), columns] += 1
         assert trains(columns)
     shares = supernet.alphas()["cell"].detach().softmax(-1)

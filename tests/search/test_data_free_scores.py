@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.report.lookup import read_cell
 from fednas_flwr.search import data_free_scores
 from fednas_flwr.search.data_free_scores import (
     SCORES,
@@ -30,7 +31,7 @@ from fednas_flwr.search.data_free_scores import (
 )
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.nasbench201 import NASBench201Space, from_arch_string
+from fednas_flwr.spaces.nasbench201 import OPS, NASBench201Space
 
 from ..small_spaces import SPACES as SMALL
 from ..small_spaces import WITH_ZERO
@@ -42,6 +43,10 @@ SPACES = {
 NB201 = SPACES["nasbench201"]
 SPACES["nasbench201_group"] = replace(NB201, norm="group")
 COUNTED = ("synflow", "parameters", "multiply_adds", "zen")
+
+
+def cell(text):
+    return NB201.genotype(OPS.index(op) for op in read_cell(text))
 
 
 class Toy(nn.Module):
@@ -306,7 +311,7 @@ def test_deep_networks_with_a_way_around_every_cell_learn_more():
     found = {}
     for op in ("skip_connect", "nor_conv_3x3"):
         with seeded(1, "network"):
-            network = deep.network(from_arch_string(form.format("nor_conv_3x3", op)))
+            network = deep.network(cell(form.format("nor_conv_3x3", op)))
         found[op] = learning(network, deep.input_shape, make_generator(1, "learning"), steps=30)
     assert found["skip_connect"] > found["nor_conv_3x3"] + 0.03
 
@@ -369,7 +374,7 @@ def test_scores_tell_cells_apart():
     """More convolutions are more of everything that counts weights or what they do."""
     form = "|{0}~0|+|{1}~0|{0}~1|+|{1}~0|{0}~1|{0}~2|"
     wide, thin, skips = (
-        measure(NB201, from_arch_string(form.format(*ops)), COUNTED, seed=0)
+        measure(NB201, cell(form.format(*ops)), COUNTED, seed=0)
         for ops in (
             ("nor_conv_3x3", "nor_conv_3x3"),
             ("nor_conv_1x1", "none"),

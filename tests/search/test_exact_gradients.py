@@ -8,9 +8,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.batch_gradients import (
-    alpha_gradient_sum,
-    mixed_level_gradient,
-    second_order_gradient,
+    BatchGradients,
 )
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
 from fednas_flwr.search.objective import Objective
@@ -195,15 +193,14 @@ def test_alphas_have_the_rules_gradient_of_the_steps_batches(rule, net, records,
         found = gradients.alphas(net, sgd, rule=rule, validation_weight=0.5)
         other = validation.batches[0]
         if rule == "first_order":
-            sums, losses = alpha_gradient_sum(net, other, objective=objective)
+            sums, losses = BatchGradients(objective=objective).alpha_gradient_sum(net, other)
             expected = {kind: g / 4 for kind, g in sums.items()}
         elif rule == "mixed_level":
-            expected, losses = mixed_level_gradient(
+            expected, losses = BatchGradients(objective=objective).mixed_level_gradient(
                 net,
                 train_batch=one,
                 validation_batch=other,
                 validation_weight=0.5,
-                objective=objective,
             )
         else:
             mean = objective.losses(net(one[0]), one[1]).mean()
@@ -212,14 +209,13 @@ def test_alphas_have_the_rules_gradient_of_the_steps_batches(rule, net, records,
             moved = {
                 n: w.detach() - 0.1 * g for (n, w), g in zip(weights.items(), slopes, strict=True)
             }
-            expected, losses = second_order_gradient(
+            expected, losses = BatchGradients(objective=objective).second_order_gradient(
                 net,
                 weights=weights,
                 virtual_weights=moved,
                 train_batch=one,
                 validation_batch=other,
                 inner_lr=0.1,
-                objective=objective,
             )
         for kind, gradient in expected.items():
             torch.testing.assert_close(found[kind], gradient, **EXACT)
@@ -291,16 +287,15 @@ def test_sums_of_second_order_look_ahead_from_the_weights_before_the_last_step(n
         train(), validation(), look_ahead=LookAhead(previous, 0.2), objective=objective
     )
     found, size = sums.sums("alphas", net)
-    expected, losses = second_order_gradient(
+    expected, losses = BatchGradients(objective=objective).second_order_gradient(
         net,
         weights=previous,
         virtual_weights=net.weights(),
         train_batch=train.batches[0],
         validation_batch=validation.batches[0],
         inner_lr=0.2,
-        objective=objective,
     )
-    first, _ = alpha_gradient_sum(net, validation.batches[0], objective=objective)
+    first, _ = BatchGradients(objective=objective).alpha_gradient_sum(net, validation.batches[0])
     assert size == 4
     for kind, gradient in expected.items():
         torch.testing.assert_close(found[kind], 4 * gradient, **EXACT)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.search.batch_gradients import mixed_level_gradient, second_order_gradient
+from fednas_flwr.search.batch_gradients import BatchGradients
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate
 from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd
@@ -52,12 +52,13 @@ def explicit(net, train, validation, rule, beta_decay):
         if rule == "first_order":
             gradients = torch.autograd.grad(validation_loss, alphas)
         elif rule == "mixed_level":
-            gradients = mixed_level_gradient(
+            by_kind, _ = BatchGradients().mixed_level_gradient(
                 net,
                 train_batch=train_batch,
                 validation_batch=validation_batch,
                 validation_weight=0.5,
-            )[0].values()
+            )
+            gradients = by_kind.values()
         else:
             twin = copy.deepcopy(net)
             step = torch.optim.SGD(twin.weights().values(), lr=0.3, momentum=0.9, weight_decay=0.01)
@@ -67,14 +68,15 @@ def explicit(net, train, validation, rule, beta_decay):
                     step.state[weight]["momentum_buffer"] = buffer
             F.cross_entropy(twin(train_batch[0]), train_batch[1]).backward()
             step.step()
-            gradients = second_order_gradient(
+            by_kind, _ = BatchGradients().second_order_gradient(
                 net,
                 weights=net.weights(),
                 virtual_weights=twin.weights(),
                 train_batch=train_batch,
                 validation_batch=validation_batch,
                 inner_lr=0.3,
-            )[0].values()
+            )
+            gradients = by_kind.values()
         decays = torch.autograd.grad(beta_decay * torch.cat(alphas).logsumexp(-1).mean(), alphas)
         for alpha, gradient, decay in zip(alphas, gradients, decays, strict=True):
             alpha.grad = gradient + decay

@@ -14,18 +14,16 @@ import torch
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.samplers import (
     Controller,
-    Evolution,
     Moments,
     Policy,
     Sampler,
     reinforce_loss,
 )
-from fednas_flwr.settings.optimizers import ControllerSettings, EvolutionSettings
+from fednas_flwr.settings.optimizers import ControllerSettings
 
 SETTINGS = ControllerSettings(
     lr=0.01, temperature=1.0, entropy_weight=0.02, baseline_decay=0.9, scaled=False
 )
-EVOLUTION = EvolutionSettings(population=20, tournament=5)
 SMALL, LARGE = (3,) * 4, (4,) * 8  # 81 and 65,536 paths
 
 
@@ -38,7 +36,6 @@ def make_sampler(name, choices, seed=0):
         return {
             "controller": lambda: Controller(choices, SETTINGS),
             "scaled controller": lambda: Controller(choices, replace(SETTINGS, scaled=True)),
-            "evolution": lambda: Evolution(choices, EVOLUTION),
             "random": lambda: Sampler(choices),
         }[name]()
 
@@ -130,18 +127,6 @@ def test_the_controller_finds_the_best_of_a_known_table():
     assert min(differences) > 0.3
 
 
-def test_evolution_finds_better_than_random_draws():
-    """The best of 400 of 65,536; t with 7 degrees of freedom above 5.41 has p < .001."""
-    differences = []
-    for seed in range(8):
-        (_, evolved), (_, drawn) = (
-            search(name, LARGE, seed, rounds=40, count=10) for name in ("evolution", "random")
-        )
-        differences.append(max(evolved) - max(drawn))
-        assert max(evolved) > 0.9
-    assert t_of(differences) > 5.41
-
-
 def test_random_paths_are_uniform():
     """Chi-square over 6 paths: 5 degrees of freedom, below 20.5 with probability .999."""
     drawn = Sampler((2, 3)).sample(600, make_generator(0, "draws"))
@@ -149,7 +134,7 @@ def test_random_paths_are_uniform():
     assert sum((count - 100) ** 2 / 100 for count in counts) < 20.5
 
 
-@pytest.mark.parametrize("name", ["controller", "scaled controller", "evolution", "random"])
+@pytest.mark.parametrize("name", ["controller", "scaled controller", "random"])
 def test_state_goes_through_tensors(name):
     """A new sampler with the tensors of an old one goes on as that does, to the last bit."""
     generator, old = make_generator(0, "draws"), make_sampler(name, SMALL)
@@ -166,31 +151,6 @@ def test_state_goes_through_tensors(name):
         one, other = (step(s, make_generator(number, "next")) for s in (old, new))
         assert one == other
     assert set(old.tensors()) == set(new.tensors())
-
-
-def test_without_a_population_all_paths_are_random():
-    """More are asked for than it will hold, as in the warm-up rounds of DPNAS."""
-    evolution = Evolution(LARGE, EvolutionSettings(population=2, tournament=1))
-    drawn = evolution.sample(30, make_generator(0, "draws"))
-    assert drawn == Sampler(LARGE).sample(30, make_generator(0, "draws"))
-    evolution.learn(drawn[:1], [1.0])
-    first, *children = evolution.sample(30, make_generator(1, "draws"))
-    assert sum(a != b for a, b in zip(first, drawn[0], strict=True)) > 1
-    for child in children:
-        assert sum(a != b for a, b in zip(child, drawn[0], strict=True)) == 1
-
-
-def test_the_oldest_die_and_children_differ_in_one_edge():
-    evolution = Evolution((3, 1, 4), EvolutionSettings(population=2, tournament=50))
-    generator = make_generator(0, "draws")
-    evolution.learn([[0, 0, 0], [1, 0, 1], [2, 0, 3]], [9.0, 1.0, 2.0])
-    assert evolution.paths_NE.tolist() == [[1, 0, 1], [2, 0, 3]]  # the best is too old
-    children = evolution.sample(200, generator)
-    for child in children:
-        assert sum(a != b for a, b in zip(child, [2, 0, 3], strict=True)) == 1
-        assert child[0] in range(3)
-        assert child[2] in range(4)
-    assert len({tuple(child) for child in children}) == 5  # every neighbour
 
 
 def test_the_baseline_is_a_moving_average_of_regularised_rewards():
@@ -278,7 +238,7 @@ def test_moments_are_kept_only_where_rewards_are_scaled():
         assert not any(tensor.isnan().any() for tensor in sampler.tensors().values())
 
 
-@pytest.mark.parametrize("name", ["controller", "evolution", "random"])
+@pytest.mark.parametrize("name", ["controller", "random"])
 def test_what_is_rejected_is_never_proposed(name):
     """Of 81 paths the 16 without the op 0 are left; before, nearly every draw was another."""
     sampler, generator = make_sampler(name, SMALL), make_generator(0, "draws")

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces.darts import EDGES, OPS, AuxiliaryHead, DARTSSpace
+from fednas_flwr.spaces.darts import EDGES, OPS, DARTSSpace
 from fednas_flwr.spaces.genotype import Edge, Genotype, load_genotype, skip_share
+from fednas_flwr.spaces.two_input_cells import AuxiliaryHead
 
 # Liu et al. (2019), the cells of the published second-order search on CIFAR-10.
 PUBLISHED = load_genotype(Path(__file__).parent / "darts_v2.json")
@@ -69,7 +70,7 @@ def test_reduction_cells_stand_at_thirds(num_cells, sizes):
 
 
 def test_a_supernet_without_normal_cell_is_refused():
-    with pytest.raises(ConfigError, match="num_cells=2 is out of range: expected at least 3"):
+    with pytest.raises(ConfigError, match="num_cells=2 is out of range: expected 3 or more"):
         DARTSSpace(input_shape=(1, 8, 8), num_classes=10, num_cells=2)
 
 

@@ -13,7 +13,7 @@ from fednas_flwr.settings.names import PERSON, RECORD
 from fednas_flwr.settings.parser import Between, OneOf
 from fednas_flwr.settings.registry import NO_ALPHAS, Algorithm, Rule, register
 
-SAMPLERS = ("controller", "evolution", "random")
+SAMPLERS = ("controller", "random")
 Candidates = Annotated[int, Between(1, opt.MOST_CANDIDATES)]
 
 
@@ -22,7 +22,7 @@ class DPNASSettings(AlgorithmSettings):
     """DPNAS: sampled candidates with shared weights, and a controller that learns from them.
 
     Attributes:
-        sampler: The sampler of candidates: ``controller``, ``evolution`` or ``random``.
+        sampler: The sampler of candidates: ``controller`` or ``random``.
         trained_candidates: Per round, each for ``local_steps`` steps.
         rewarded_candidates: Per round, measured on validation records.
         final_candidates: Number of candidates of which the best is found.
@@ -31,7 +31,6 @@ class DPNASSettings(AlgorithmSettings):
         batch_size: Records per step of a client.
         weights: The weights' optimiser.
         controller: Constants of the sampler ``controller``.
-        evolution: Constants of the sampler ``evolution``.
         dp_aware: Null trains plainly; with privacy the noise of ``privacy.weights`` takes its
             place.
     """
@@ -46,7 +45,6 @@ class DPNASSettings(AlgorithmSettings):
     weights: opt.SGD
     dp_aware: opt.DPAware | None
     controller: opt.ControllerSettings
-    evolution: opt.EvolutionSettings
 
     def check(self, config: Config) -> None:
         """Refuse other spaces than that of DPNAS, and statistics of batches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
@@ -10,9 +10,8 @@ from fednas_flwr.algorithms.dpnas import DPNASSettings
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
-from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search.optimizer_step import path_states
-from fednas_flwr.search.samplers import Controller, Evolution, Path, Sampler
+from fednas_flwr.search.samplers import Controller, Path, Sampler
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.space import Supernet
@@ -47,7 +46,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             del states["alphas"]  # paths are sampled without
         assert isinstance(self.space, DPCellSpace)  # as the configuration has it
         self.cells = self.space
-        self.sampler = make_sampler(self.config.seed, self.settings, self.cells)
+        self.keeper = self.sampler = make_sampler(self.config.seed, self.settings, self.cells)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train candidates, then teach the controller; after the last round choose."""
@@ -93,14 +92,6 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             raise ValueError("the candidate is chosen after the last round")
         return self.cells.genotype(self.values["path"])
 
-    def server_tensors(self) -> Tensors:
-        """The controller's learnt tensors."""
-        return self.sampler.tensors()
-
-    def load_server_tensors(self, tensors: Tensors) -> None:
-        """Take back the controller's learnt tensors."""
-        self.sampler.load(tensors)
-
     @classmethod
     def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The releases of candidates' steps, and of rewards; the last round measures twice."""
@@ -116,12 +107,9 @@ class DPNAS(RoundStrategy[DPNASSettings]):
 def make_sampler(seed: int, settings: DPNASSettings, space: DPCellSpace) -> Sampler:
     """A sampler of candidates that are not degenerate, initialised from the run's seed."""
     choices = tuple(map(len, space.offered))
-    samplers: dict[str, Callable[[], Sampler]] = {
-        "controller": lambda: Controller(choices, settings.controller),
-        "evolution": lambda: Evolution(choices, settings.evolution),
-        "random": lambda: Sampler(choices),
-    }
     with seeded(seed, "sampler"):
-        sampler = samplers[settings.sampler]()
+        sampler = Sampler(choices)
+        if settings.sampler == "controller":
+            sampler = Controller(choices, settings.controller)
     sampler.rejects = lambda path: space.is_degenerate(space.genotype(path))
     return sampler

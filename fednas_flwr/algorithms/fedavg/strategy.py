@@ -134,6 +134,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
         stepping, settings = self.config.server_optimizer, self.config.algorithm
         self.optimizer = ServerOptimizer(stepping) if isinstance(stepping, ServerAdagrad) else None
+        self.keeper = self.optimizer
         self.proximal = settings.proximal if isinstance(settings, FedAvgSettings) else 0.0
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
@@ -156,15 +157,6 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
             before = self.states["weights"]
             average["weights"] = self.optimizer.step(average["weights"], before, self._round)
         super().move(average, momentum)
-
-    def server_tensors(self) -> Tensors:
-        """The moments of the server's optimiser."""
-        return {} if self.optimizer is None else self.optimizer.tensors()
-
-    def load_server_tensors(self, tensors: Tensors) -> None:
-        """Take them back."""
-        if self.optimizer is not None:
-            self.optimizer.load(tensors)
 
     @classmethod
     def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
@@ -206,10 +198,8 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
                 auxiliary_weight=retrain.auxiliary_weight,
                 drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
             )
-            answers = self.ask(
-                "train.network_gradient", request, states=self.states, layouts=self.layouts
-            )
-            replies += self.step_along(answers, ("weights",), clip_norm=sgd.clip_norm)
+            action = "train.network_gradient"
+            replies += self.take_step(action, request, ("weights",), clip_norm=sgd.clip_norm)
         every = retrain.evaluate_every
         return mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
 

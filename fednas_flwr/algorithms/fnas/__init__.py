@@ -10,7 +10,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.parser import Between
+from fednas_flwr.settings.parser import Between, OneOf
 from fednas_flwr.settings.registry import Algorithm, register
 
 
@@ -20,6 +20,8 @@ class FNASSettings(AlgorithmSettings):
 
     Attributes:
         order: Order of the alphas' gradient (DP-FNAS, Eq. 5).
+        reduce: Reduction of the clients' gradients at the server: their ``mean``, weighted by
+            batch, or their ``sum``, as the text has it.
         fused: If true, one exchange brings the gradients of weights and alphas, at the same
             weights.
         local_steps: Steps per exchange ("periodic updates").
@@ -32,6 +34,7 @@ class FNASSettings(AlgorithmSettings):
     """
 
     order: Annotated[int, Between(1, 2)]
+    reduce: Annotated[str, OneOf(("mean", "sum"))]
     fused: bool
     local_steps: opt.Steps
     batch_size: opt.Count | None
@@ -72,6 +75,10 @@ _entry = partial(
         "algorithm=dp_fnas privacy=none": "set privacy=dp, or use fnas",
         "algorithm.order=2 privacy=dp": "the second order mixes splits and is no sum over records; "
         "set algorithm.order=1",
+        "algorithm.reduce=sum secure_sum!=null": "the batch size of each client is needed; set "
+        "algorithm.reduce=mean",
+        "algorithm.reduce=sum sampling!=null": "a sum over some clients is no estimate of that "
+        "over all; set algorithm.reduce=mean",
     },
 )
 register("algorithm", "vanilla_nas", _entry())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -17,18 +18,17 @@ from fednas_flwr.algorithms.fnas import FNASSettings
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
-from fednas_flwr.protocol.states import Packed, pack
+from fednas_flwr.protocol.states import pack
 from fednas_flwr.search.batch_gradients import beta_gradient, rising
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
-from fednas_flwr.settings.optimizers import SGD
 
 
 class FNAS(GradientStrategy[FNASSettings]):
     """Federated NAS by exchange of gradients.
 
     Clients return sums of per-sample gradients over their batches and the batch sizes B_k; the
-    server forms the update ``sum_k G_k / sum_k B_k``, whose learning rate does not depend on the
-    number of clients; the text's is ``sum_k G_k / B_k``.
+    server forms the update. ``reduce="mean"`` is ``sum_k G_k / sum_k B_k``, whose learning rate
+    does not depend on the number of clients; ``reduce="sum"`` is the text's ``sum_k G_k / B_k``.
     The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
     ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
     deviation from Algorithm 1. Local steps are plain gradient descent at the learning rates of
@@ -40,7 +40,6 @@ class FNAS(GradientStrategy[FNASSettings]):
 
     def set_up(self) -> None:
         """Make the server's optimisers."""
-        self._beta_weight = 0.0
         self.optimizers = {
             "weights": make_sgd(self.states["weights"].values(), self.settings.weights),
             "alphas": make_adam(self.states["alphas"].values(), self.settings.alphas),
@@ -48,54 +47,33 @@ class FNAS(GradientStrategy[FNASSettings]):
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """One iteration: gradients of W, step; gradients of A at the new W, step."""
-        sgd = self.settings.weights.at_round(server_round, num_rounds)
+        settings = self.settings
+        sgd = settings.weights.at_round(server_round, num_rounds)
         request = TakeGradients(
             step=server_round - 1,
-            local_steps=self.settings.local_steps,
-            local_lrs={"weights": sgd.lr, "alphas": self.settings.alphas.lr},
-            batch_size=None if self.is_private else self.settings.batch_size,
-            order=self.settings.order,
+            local_steps=settings.local_steps,
+            local_lrs={"weights": sgd.lr, "alphas": settings.alphas.lr},
+            batch_size=None if self.is_private else settings.batch_size,
+            order=settings.order,
             inner_lr=sgd.lr,
         )
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
-        self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
-        if self.settings.fused:
-            metrics = self._step(("weights", "alphas"), "train.gradients", request, sgd)
+        beta: Tensor | float = 0.0
+        if weight := rising(settings.beta_decay, server_round, num_rounds) * settings.local_steps:
+            (beta,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
+        added = {"alphas": beta}
+        step = partial(self.take_step, clip_norm=sgd.clip_norm, reduce=settings.reduce, added=added)
+        if settings.fused:
+            metrics = mean_metrics(step("train.gradients", request, ("weights", "alphas")))
         else:
-            before = {"previous_weights": {n: v.clone() for n, v in self.states["weights"].items()}}
+            before = {n: v.clone() for n, v in self.states["weights"].items()}
             first_order = replace(request, order=1)
-            metrics = self._step(("weights",), "train.weight_gradient", first_order, sgd)
-            further = before if self.settings.order == 2 else {}
-            metrics |= self._step(("alphas",), "train.alpha_gradient", request, sgd, further)
-        every = self.settings.evaluate_every or num_rounds
+            metrics = mean_metrics(step("train.weight_gradient", first_order, ("weights",)))
+            further = {"previous_weights": before} if settings.order == 2 else {}
+            replies = step("train.alpha_gradient", request, ("alphas",), further=further)
+            metrics |= mean_metrics(replies)
+        every = settings.evaluate_every or num_rounds
         return metrics | self.validation_metrics(every, server_round, num_rounds)
-
-    def _step(
-        self,
-        states: tuple[str, ...],
-        action: str,
-        request: TakeGradients,
-        sgd: SGD,
-        further: Mapping[str, Packed] = {},
-    ) -> dict[str, float]:
-        """Ask for the gradients of some states and let their optimisers step.
-
-        Sums are reduced in client order; metrics, and buffers with the weights, are averaged by
-        batch.
-        """
-        names = [*states, "buffers"] if "weights" in states else states
-        layouts = {name: self.layouts[name] for name in names if name in self.layouts}
-        replies = self.ask(action, request, states={**self.states, **further}, layouts=layouts)
-        added = {"alphas": self._beta_gradient()} if "alphas" in states else {}
-        return mean_metrics(self.step_along(replies, states, clip_norm=sgd.clip_norm, added=added))
-
-    def _beta_gradient(self) -> Tensor | float:
-        """The gradient of the round's regulariser, packed as the alphas are."""
-        if not self._beta_weight:
-            return 0.0
-        weight = self._beta_weight * self.settings.local_steps
-        (gradient,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
-        return gradient
 
     @classmethod
     def releases(cls, settings: FNASSettings, private: PrivateRound) -> list[PlannedRelease]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.layers import conv2d, group_norm, linear, own_linear_layers
+from fednas_flwr.base.layers import computed, group_norm, linear, own_linear_layers, stacking
 from fednas_flwr.privacy.self_test import Watch
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
@@ -122,7 +122,7 @@ def record_gradients(
 
     Args:
         module: In training mode; called with features alone. A module with ``takes_stack`` (a
-            supernet of images) also takes a :class:`RecordWeights` as ``stack``.
+            supernet of images) joins parameters by ``base.layers.stacked``.
         parameters: The module's parameters to differentiate by, which all require gradients; no
             other parameter does.
         loss: Called with the module's output and labels; one loss per record.
@@ -136,13 +136,12 @@ def record_gradients(
     if not module.training:
         raise ValueError("the module must be in training mode: call train() first")
     records = _Records(module, parameters, loss, watch)
-    own = _calling_layers(module) if _takes_stack(module) else module
-    layers = _layers(own, parameters)
+    layers = _layers(module, parameters)
     if any("forward" in vars(layer) for layer in layers):
         raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
     if all(map(_is_covered, layers)):
         return records.from_leaves
-    if own is not module:
+    if getattr(module, "takes_stack", False):
         raise ValueError(
             "an op of your own has layers whose gradients are not known for each record: build it "
             "of nn.Conv2d, nn.Linear and nn.GroupNorm."
@@ -183,12 +182,8 @@ class _Records:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         stack = RecordWeights(len(x_B), names)
         with torch.enable_grad():
-            if _takes_stack(self.module):
-                with _computed_with(stack, _calling_layers(self.module), self.parameters):
-                    output = self.module(x_B, stack=stack)
-            else:
-                with _computed_with(stack, self.module, self.parameters):
-                    output = self.module(x_B)
+            with stacking(stack), _computed_with(stack, self.module, self.parameters):
+                output = self.module(x_B)
             by: dict[Any, Tensor] = {**stack.leaves, **self.parameters}
             for name, calls in stack.factors.items():
                 by |= {(name, i): leaf_BO for i, (leaf_BO, _) in enumerate(calls)}
@@ -236,15 +231,6 @@ def _is_covered(layer: nn.Module) -> bool:
     if type(layer) is nn.Conv2d:
         return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     return type(layer) in (nn.Linear, nn.GroupNorm)
-
-
-def _takes_stack(module: nn.Module) -> bool:
-    return getattr(module, "takes_stack", False) is True
-
-
-def _calling_layers(module: nn.Module) -> nn.ModuleList:
-    """Return the parts of a module that takes a stack that call their layers all the same."""
-    return nn.ModuleList(m for m in module.modules() if getattr(m, "calls_layers", False))
 
 
 def _layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
@@ -308,13 +294,10 @@ def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
     is_large = layer.weight.requires_grad and layer.weight.numel() >= LARGE
     if is_large and isinstance(layer, nn.Linear) and x.dim() == 2:
         return stack.linear(x, layer.weight, _own(layer.bias, stack))
-    weight, bias = _own(layer.weight, stack), _own(layer.bias, stack)
-    if isinstance(layer, nn.Conv2d):
-        sizes = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
-        return conv2d(x, weight, bias, **sizes)
     if isinstance(layer, nn.GroupNorm):
+        weight, bias = _own(layer.weight, stack), _own(layer.bias, stack)
         return group_norm(x, layer.num_groups, weight, bias, eps=layer.eps)
-    return linear(x, weight, bias)
+    return computed(layer, x)
 
 
 def _own(parameter: Any, stack: RecordWeights) -> Any:
