@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -149,7 +149,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
 
     norm = largest_norm(num_columns)
     means = noised_measures.noised_mean(client, request, STATISTICS, split, values, norm=norm)
-    return _released(client, request, {STATISTICS: {STATISTICS: means}})
+    return noised_measures.mean_reply(client, request, STATISTICS, means)
 
 
 @answers("query.keep_model")
@@ -168,8 +168,12 @@ def help_sum(client: Client, request: Request, asked: Settings) -> Reply:
     return Reply(num_examples=1, properties=answer_sum(client.part_of_sums, asked))
 
 
-@answers("train.weight_gradient", "train.alpha_gradient", "train.gradients")
-def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) -> Reply:
+@answers(
+    *("train.weight_gradient", "train.alpha_gradient", "train.gradients"), "train.network_gradient"
+)
+def take_gradients(
+    client: Client, request: Request, asked: rq.TakeGradients | rq.TakeNetworkGradient
+) -> Reply:
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
     The sums over a batch of gradients of the weights (train records) or alphas (validation
@@ -178,75 +182,29 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
     oversampling repeats records stands for no more of them than the split has, and its sums are
     scaled to these. Private clients
     return noised sums over Poisson batches of per-record gradients, each clipped (DP-FNAS, arXiv
-    2110.11025, Eq. 3 and 4), and the public expected batch size.
+    2110.11025, Eq. 3 and 4), and the public expected batch size. With sums of weights go buffers.
+
+    ``train.network_gradient``: the same of a network's weights, for one step. Each exchange is one
+    step of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) at weights that all clients were
+    sent, so that secure sums may share its noise.
     """
     states = ACTIONS[request.action].gradients_of
-    gradients: NoisedGradients | exact.ExactSums
-    with before_reading(request.action):
-        supernet = client.sent_network(request).train()
-        assert isinstance(supernet, Supernet)
-        lrs = {state: asked.local_lrs[state] for state in states}
-        if client.guard is None:
-            gradients = _exact_sums(client, request, asked, supernet)
-        else:
-            gradients = NoisedGradients(client, request)
-            for state in states:
-                gradients.rehearse(state, supernet)
-    split, steps = SPLIT_OF[states[0]], asked.local_steps
-    return _of_sums(client, request, gradients, supernet, split, steps=steps, local_lrs=lrs)
-
-
-@answers("train.network_gradient")
-def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetworkGradient) -> Reply:
-    """``train.network_gradient``: :func:`take_gradients` of a network's weights, for one step.
-
-    Each exchange is one step of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) at weights
-    that all clients were sent, so that secure sums may share its noise.
-    """
-    gradients: NoisedGradients | exact.ExactSums
-    weight, drop_path_prob = asked.auxiliary_weight, asked.drop_path_prob
+    split, auxiliary_weight = SPLIT_OF[states[0]], 0.0
+    chosen: tuple[Any, ...] = ()
     with before_reading(request.action):
         network = client.sent_network(request).train()
-        network.drop_path_prob = drop_path_prob  # type: ignore[assignment]
+        if isinstance(asked, rq.TakeNetworkGradient):
+            split, auxiliary_weight = asked.split, asked.auxiliary_weight
+            network.drop_path_prob = asked.drop_path_prob  # type: ignore[assignment]
+            chosen = (asked.network, asked.drop_path_prob > 0)
+        lrs = {state: asked.local_lrs[state] for state in states}
+        gradients: NoisedGradients | exact.ExactSums
         if client.guard is None:
-            # A round has many steps: what is drawn must differ between them.
-            purpose = (request.action, client.index, asked.step)
-            torch.manual_seed(derive_seed(client.seed, *purpose))
-            generator = make_generator(client.seed, *purpose)
-            gradients = exact.ExactSums(
-                _step_batches(client, asked.split, asked, first=asked.step, generator=generator),
-                objective=client.objective,
-                auxiliary_weight=weight,
-                precision=client.precision,
-            )
+            gradients = _exact_sums(client, request, asked, network)
         else:
-            gradients = NoisedGradients(client, request, auxiliary_weight=weight)
-            gradients.rehearse("weights", network, asked.network, drop_path_prob > 0)
-    return _of_sums(client, request, gradients, network, asked.split)
-
-
-def _of_sums(
-    client: Client,
-    request: Request,
-    gradients: NoisedGradients | exact.ExactSums,
-    network: nn.Module,
-    split: str,
-    *,
-    steps: int = 1,
-    local_lrs: Mapping[str, float] | None = None,
-) -> Reply:
-    """Return the reply of gradient sums over batches; with those of weights, buffers.
-
-    Args:
-        client: The client whose records are read.
-        request: The request; with grids by one step's sum with a share of its noise.
-        gradients: Source of the sums.
-        network: At whose states they are taken.
-        split: That the batches of the first state are of.
-        steps: Number of local steps.
-        local_lrs: Their learning rates, by state.
-    """
-    states = ACTIONS[request.action].gradients_of
+            gradients = NoisedGradients(client, request, auxiliary_weight=auxiliary_weight)
+            for state in states:
+                gradients.rehearse(state, network, *chosen)
     parameters = st.network_states(network)
     if isinstance(gradients, NoisedGradients) and request.grids:
         (state,) = states
@@ -256,8 +214,8 @@ def _of_sums(
     sums, batch_size = periodic_gradients(
         lambda: {state: gradients.sums(state, network) for state in states},
         parameters,
-        steps=steps,
-        local_lrs=local_lrs or {},
+        steps=asked.local_steps,
+        local_lrs=lrs,
     )
     if client.oversample:
         records = min(batch_size, len(client.split(split)))
@@ -342,7 +300,7 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
         if client.guard is not None:
             release = noised_measures.prepare_rewards(client, request, candidates, largest)
     if client.guard is not None:
-        return _released(client, request, {"rewards": {"rewards": release()}})
+        return release()
     measured = [
         evaluate(candidate, split, client.device, objective=client.objective)
         for candidate in candidates
@@ -440,10 +398,10 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
             client.sent_network(request)
             run()
             rewards.append(reward())
-    states = {"rewards": {"rewards": torch.cat(rewards).float()}}
+    means = torch.cat(rewards).float()
     if client.guard is None:
-        return Reply.of(len(split), states)
-    return _released(client, request, states)
+        return Reply.of(len(split), {"rewards": {"rewards": means}})
+    return noised_measures.mean_reply(client, request, "rewards", means)
 
 
 @answers("evaluate.model")
@@ -454,7 +412,7 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
         if client.guard is not None:
             release = noised_measures.prepare_metrics(client, request, network)
     if client.guard is not None:
-        return replace(_released(client, request, {}), metrics=release())
+        return release()
     if asked.statistics_batch_size is not None:
         local_training.refresh_statistics(client, request, network, asked.statistics_batch_size)
     objective = client.objective
@@ -526,12 +484,6 @@ def path_supernet(
     return network, named
 
 
-def _released(client: Client, request: Request, states: Mapping[str, st.Tensors]) -> Reply:
-    """Return the reply of noised means, which stand for a public number of records."""
-    (kind,) = request.releases.keys() & {"rewards", "metrics", STATISTICS}
-    return Reply.of(client.private_guard.expected_batch(request.releases[kind]), states)
-
-
 def _num_records(client: Client, split: str) -> int:
     """Return the number of records of a split, of a private client the declared one."""
     if client.guard is not None:
@@ -540,8 +492,19 @@ def _num_records(client: Client, split: str) -> int:
 
 
 def _exact_sums(
-    client: Client, request: Request, asked: rq.TakeGradients, supernet: Supernet
+    client: Client,
+    request: Request,
+    asked: rq.TakeGradients | rq.TakeNetworkGradient,
+    network: nn.Module,
 ) -> exact.ExactSums:
+    computed: dict[str, Any] = {"objective": client.objective, "precision": client.precision}
+    if isinstance(asked, rq.TakeNetworkGradient):
+        # A round has many steps: what is drawn must differ between them.
+        purpose = (request.action, client.index, asked.step)
+        torch.manual_seed(derive_seed(client.seed, *purpose))
+        generator = make_generator(client.seed, *purpose)
+        batches = _step_batches(client, asked.split, asked, first=asked.step, generator=generator)
+        return exact.ExactSums(batches, auxiliary_weight=asked.auxiliary_weight, **computed)
     first, draws = asked.step * asked.local_steps, partial(client.generator, request.header)
     train, validation = (
         _step_batches(client, name, asked, first=first, generator=draws(name))
@@ -549,17 +512,11 @@ def _exact_sums(
     )
     ahead = None
     if asked.order == 2:
-        layout = st.Layout.of(st.network_states(supernet)["weights"])
+        layout = st.Layout.of(st.network_states(network)["weights"])
         previous = st.unpack(request.states["previous_weights"], layout)
         weights = {name: weight.to(client.device) for name, weight in previous.items()}
         ahead = exact.LookAhead(weights, asked.inner_lr)
-    return exact.ExactSums(
-        train,
-        validation,
-        look_ahead=ahead,
-        objective=client.objective,
-        precision=client.precision,
-    )
+    return exact.ExactSums(train, validation, look_ahead=ahead, **computed)
 
 
 def _candidate_gradients(

@@ -61,6 +61,12 @@ def noised_mean(
     return guard.release(planned, request.header, units)[kind] / guard.expected_batch(planned)
 
 
+def mean_reply(client: Client, request: Request, kind: str, means: Tensor) -> Reply:
+    """Return the reply of noised means, which stand for a public number of records."""
+    batch = client.private_guard.expected_batch(request.releases[kind])
+    return Reply.of(batch, {kind: {kind: means}})
+
+
 def _contributions(
     kind: str, split: Split, values: Callable[[Tensor], Tensor], *, norm: float
 ) -> Contributions:
@@ -128,9 +134,7 @@ def prepare_values(
     return values
 
 
-def prepare_metrics(
-    client: Client, request: Request, network: nn.Module
-) -> Callable[[], dict[str, float]]:
+def prepare_metrics(client: Client, request: Request, network: nn.Module) -> Callable[[], Reply]:
     """Return a function that releases a network's loss and accuracy; reads no record itself.
 
     A record's loss counts for at most twice that of guessing, and so does one that is not finite;
@@ -148,10 +152,11 @@ def prepare_metrics(
     split = client.split("+".join(request.releases["metrics"].splits))
     values = prepare_values(client, split, network, measure, "metrics", request.network)
 
-    def release() -> dict[str, float]:
+    def release() -> Reply:
         means = noised_mean(client, request, "metrics", split, values, norm=METRICS_NORM)
         loss, accuracy = means.tolist()
-        return {"loss": loss * bound, "accuracy": accuracy}
+        batch = client.private_guard.expected_batch(request.releases["metrics"])
+        return Reply(batch, {"loss": loss * bound, "accuracy": accuracy})
 
     return release
 
@@ -206,7 +211,7 @@ def prepare_rewards(
     request: Request,
     candidates: Sequence[nn.Module],
     largest: Sequence[nn.Module],
-) -> Callable[[], Tensor]:
+) -> Callable[[], Reply]:
     """Return a function that releases every candidate's accuracy on validation records, [M].
 
     Accuracies are shares of the declared number of records. Reads no record itself. All are one
@@ -226,7 +231,12 @@ def prepare_rewards(
     both = {"measured": candidates, "tried": largest}
     values = prepare_values(client, split, networks, correct, "rewards", request.network, **both)
     norm = math.sqrt(len(candidates))
-    return lambda: noised_mean(client, request, "rewards", split, values, norm=norm)
+
+    def release() -> Reply:
+        means = noised_mean(client, request, "rewards", split, values, norm=norm)
+        return mean_reply(client, request, "rewards", means)
+
+    return release
 
 
 @contextmanager

@@ -448,6 +448,8 @@ class TakeNetworkGradient(AtSite):
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
 
+    local_steps, local_lrs = 1, {"weights": 0.0}
+
     def released(self, action: str) -> sr.Kinds:
         """One sum of gradients."""
         check_private_batch(self.batch_size)
