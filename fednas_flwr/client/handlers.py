@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator
-from fednas_flwr.client import kept_models, local_training, noised_measures
+from fednas_flwr.client import kept_models, local_training
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.noised_gradients import NoisedGradients
+from fednas_flwr.client.noised_measures import NoisedMeasures
 from fednas_flwr.client.release_guard import before_reading
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
@@ -148,8 +149,8 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
         return bounded_powers(split.features[split.rows[rows], :num_columns], ranges)
 
     norm = largest_norm(num_columns)
-    means = noised_measures.noised_mean(client, request, STATISTICS, split, values, norm=norm)
-    return noised_measures.mean_reply(client, request, STATISTICS, means)
+    measures = NoisedMeasures(client, request)
+    return measures.reply(STATISTICS, measures.mean(STATISTICS, split, values, norm=norm))
 
 
 @answers("query.keep_model")
@@ -298,7 +299,7 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
             candidates = largest = list(network.members)
         client.check_network(request, network.eval())
         if client.guard is not None:
-            release = noised_measures.prepare_rewards(client, request, candidates, largest)
+            release = NoisedMeasures(client, request).prepare_rewards(candidates, largest)
     if client.guard is not None:
         return release()
     measured = [
@@ -335,9 +336,7 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
         for epoch in range(1, epochs + 1):
             sgd = training.weights.at_round(epoch, epochs)
             local = replace(training, amount=of_epoch, weights=sgd)
-            train = local_training.prepare_training(
-                client, request, local, member, generator=generator
-            )
+            train = local_training.prepare(client, request, local, member, generator=generator)
             _, metrics = train()
         losses.append(metrics["train_loss"])
     rewards = torch.tensor(losses).neg().exp().nan_to_num(nan=0.0)
@@ -368,7 +367,8 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
         network = client.sent_network(request)
         runs = [local_training.prepare(client, request, t, network) for t in asked.trainings()]
         if client.guard is not None:
-            noised_losses = noised_measures.prepare_losses(client, request, network)
+            measures = NoisedMeasures(client, request)
+            noised_losses = measures.prepare_losses(network)
 
     def exact_losses() -> Tensor:
         batch_size = asked.trainings()[0].amount.batch_size
@@ -386,9 +386,7 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     def reward() -> Tensor:
         if client.guard is None:
             return local_training.clipped_decreases(before - exact_losses(), bound).mean()[None]
-        return noised_measures.noised_mean(
-            client, request, "rewards", split, noised_decreases, norm=bound
-        )
+        return measures.mean("rewards", split, noised_decreases, norm=bound)
 
     if client.guard is None:
         before = exact_losses()
@@ -401,7 +399,7 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     means = torch.cat(rewards).float()
     if client.guard is None:
         return Reply.of(len(split), {"rewards": {"rewards": means}})
-    return noised_measures.mean_reply(client, request, "rewards", means)
+    return measures.reply("rewards", means)
 
 
 @answers("evaluate.model")
@@ -410,7 +408,7 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
     with before_reading(request.action):
         network = client.sent_network(request)
         if client.guard is not None:
-            release = noised_measures.prepare_metrics(client, request, network)
+            release = NoisedMeasures(client, request).prepare_metrics(network)
     if client.guard is not None:
         return release()
     if asked.statistics_batch_size is not None:
@@ -442,7 +440,7 @@ def count_scores(client: Client, request: Request, asked: rq.CountScores) -> Rep
                 "evaluate.model."
             )
         network = client.sent_network(request)
-        release = noised_measures.prepare_counts(client, request, network)
+        release = NoisedMeasures(client, request).prepare_counts(network)
     return release()
 
 
