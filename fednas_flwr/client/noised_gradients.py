@@ -26,7 +26,6 @@ from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.privacy.mechanism import clipping
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, by_person, sum_of_parts
-from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.secure_sum.masks import Cells
 from fednas_flwr.protocol.states import Tensors
@@ -93,11 +92,7 @@ class NoisedGradients:
         self, state: str, take: TakeSum, network: nn.Module, kind: str, *chosen: Any
     ) -> None:
         """Try a sum; the micro-batches of a state are the smallest that one of its sums needs."""
-
-        def computation(x: Tensor, y: Tensor, watch: Watch) -> object:
-            return take(x, y, watch=watch)
-
-        size = rehearse(self._client, computation, network, kind, *chosen)
+        size = rehearse(self._client, take, network, kind, *chosen)
         self._sizes[state] = min(size, self._sizes.get(state, size))
 
     def steps(self) -> Iterator[None]:

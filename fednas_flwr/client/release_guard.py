@@ -341,13 +341,9 @@ class ReleaseGuard:
         """
         if planned.shared:
             raise ValueError("noise that is shared is no client's whole noise: call share")
-        sums, total = self._booked_sum(planned, header, units)
-        noised = add_noise(
-            total,
-            self._generator,
-            noise_multiplier=planned.release(self.allowed.by_split).noise_multiplier,
-            max_grad_norm=sums.norm,
-        ).float()
+        sums, total, sigma = self._booked_sum(planned, header, units)
+        generator, norm = self._generator, sums.norm
+        noised = add_noise(total, generator, noise_multiplier=sigma, max_grad_norm=norm).float()
         parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
         return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
 
@@ -370,7 +366,7 @@ class ReleaseGuard:
         if not planned.shared or terms is None or grid is None or grid.range < needed:
             width = 0.0 if grid is None else grid.range
             raise refused("secure_sum", f"range of {planned.kind}", width, f"{needed:g} or more")
-        sums, total = self._booked_sum(planned, header, units)
+        sums, total, sigma = self._booked_sum(planned, header, units)
         if sums.norm > planned.max_grad_norm:
             limit = f"at most the {planned.max_grad_norm:g} that all sites have committed to"
             raise refused("secure_sum", f"norm of {planned.kind}", sums.norm, limit)
@@ -378,7 +374,7 @@ class ReleaseGuard:
         noised = add_shared_noise(
             total.clamp(-most, most),  # before the noise: no two totals come to lie further apart
             self._generator,
-            noise_multiplier=planned.release(self.allowed.by_split).noise_multiplier,
+            noise_multiplier=sigma,
             max_grad_norm=planned.max_grad_norm,
             cell=grid.cell,
             honest=terms.honest,
@@ -387,8 +383,8 @@ class ReleaseGuard:
 
     def _booked_sum(
         self, planned: PlannedRelease, header: Header, units: Contributions
-    ) -> tuple[ClippedSum, Tensor]:
-        """Book one step, draw its batch; return the sum over it, and its values, float64 [d]."""
+    ) -> tuple[ClippedSum, Tensor, float]:
+        """Book one step, draw its batch; return the sum over it, its values [d], and sigma."""
         allowed, commitment = self.allowed, self._commitment(header.run)
         assert commitment is not None  # planned is of it
         mechanism, splits = self._reading(replace(planned, steps=1), commitment.by_split)
@@ -410,7 +406,7 @@ class ReleaseGuard:
         if not isinstance(sums, ClippedSum):
             raise TypeError(f"{type(sums).__name__} says no norm that its noise could be scaled by")
         parts = [tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()]
-        return sums, torch.cat(parts)
+        return sums, torch.cat(parts), mechanism.noise_multiplier
 
     def _sharing(self, planned: PlannedRelease) -> str:
         """Return the ledger's note beside a release whose noise is shared.
