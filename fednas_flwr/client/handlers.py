@@ -207,11 +207,6 @@ def take_gradients(
             for state in states:
                 gradients.rehearse(state, network, *chosen)
     parameters = st.network_states(network)
-    if isinstance(gradients, NoisedGradients) and request.grids:
-        (state,) = states
-        cells, batch_size = gradients.share(state, network)
-        digest = st.Layout.of(parameters[state]).digest
-        return Reply(batch_size, digests={state: digest}, shares={state: cells})
     sums, batch_size = periodic_gradients(
         lambda: {state: gradients.sums(state, network) for state in states},
         parameters,
@@ -224,7 +219,7 @@ def take_gradients(
         batch_size = records
     if "weights" in sums and parameters["buffers"]:
         sums["buffers"] = parameters["buffers"]
-    return Reply.of(batch_size, sums, gradients.metrics())
+    return Reply.of(batch_size, sums, gradients.metrics(), like=parameters)
 
 
 @answers("train.search", "train.weights")

@@ -99,16 +99,12 @@ class NoisedGradients:
         """Yield as often as was agreed on; each release draws its own records."""
         yield from repeat(None, self._steps)
 
-    def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
-        """Return a noised sum of gradients, and the expected batch size that it is divided by."""
-        return self._noised(state, partial(self._sum_of(state), network))
+    def sums(self, state: str, network: nn.Module) -> tuple[Any, float]:
+        """Return a noised sum of gradients, and the expected batch size that it is divided by.
 
-    def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
-        """Return :meth:`sums` where clients share the noise."""
-        units = self._contributions(state, partial(self._sum_of(state), network))
-        planned, grid = self._planned[state], self._request.grids.get(state)
-        cells = self._guard.share(planned, self._request.header, units, grid=grid)
-        return cells, self._guard.expected_batch(planned)
+        The sum is tensors by name, or cells where clients share the noise.
+        """
+        return self._noised(state, partial(self._sum_of(state), network))
 
     def _sum_of(self, state: str) -> TakeSum:
         return self._weight_sum if state == "weights" else self._alpha_sum
@@ -155,12 +151,13 @@ class NoisedGradients:
         sums, size = self._noised(state, take)
         return {name: total / size for name, total in sums.items()}
 
-    def _noised(self, state: str, take: TakeSum) -> tuple[Tensors, float]:
+    def _noised(self, state: str, take: TakeSum) -> tuple[Any, float]:
         """Return one release, on the client's device, and the expected size of its batch."""
         planned, units = self._planned[state], self._contributions(state, take)
-        sums = self._guard.release(planned, self._request.header, units)
-        named = {name: value.to(self._client.device) for name, value in sums.items()}
-        return named, self._guard.expected_batch(planned)
+        sums = self._guard.answer(planned, self._request, units)
+        if not isinstance(sums, Cells):
+            sums = {name: value.to(self._client.device) for name, value in sums.items()}
+        return sums, self._guard.expected_batch(planned)
 
     def _contributions(self, state: str, take: TakeSum) -> Contributions:
         """Return what a release sums; one micro-batch is in memory at a time."""

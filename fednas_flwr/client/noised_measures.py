@@ -27,7 +27,6 @@ from fednas_flwr.privacy.mechanism import micro_batches
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, filled
 from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.protocol.messages import Reply, Request
-from fednas_flwr.protocol.states import Layout
 from fednas_flwr.search.objective import heads, log_odds
 
 # Of a network's outputs and of labels: values of every record [B, V].
@@ -113,13 +112,9 @@ class NoisedMeasures:
         units = _contributions("scores", split, values, norm=1.0)
 
         def release() -> Reply:
-            batch, header = self._num_examples("scores"), self._request.header
-            if not planned.shared:
-                return Reply.of(batch, {"scores": self._guard.release(planned, header, units)})
-            grid = self._request.grids.get("scores")
-            cells = self._guard.share(planned, header, units, grid=grid)
-            digest = Layout.of({"scores": torch.zeros(2 * BINS)}).digest
-            return Reply(batch, digests={"scores": digest}, shares={"scores": cells})
+            counts = {"scores": self._guard.answer(planned, self._request, units)}
+            like = {"scores": {"scores": torch.zeros(2 * BINS)}}
+            return Reply.of(self._num_examples("scores"), counts, like=like)
 
         return release
 

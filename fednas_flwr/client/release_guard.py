@@ -30,7 +30,7 @@ from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_noise, add_
 from fednas_flwr.privacy.mechanism.renyi import Release, booked_unit, counted
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
 from fednas_flwr.privacy.policy import Policy, check_action, check_planned, refused
-from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.settings.names import SPLITS
@@ -323,6 +323,15 @@ class ReleaseGuard:
         if num_values > (most := sizes.get(kind, num_values)):
             raise refused("committed values", f"number of {kind}", num_values, f"at most {most}")
         check_planned(self.allowed, planned, num_values=num_values)
+
+    def answer(
+        self, planned: PlannedRelease, request: Request, units: Contributions
+    ) -> Tensors | Cells:
+        """Return :meth:`release`, or :meth:`share` where the plan is that clients share noise."""
+        if planned.shared:
+            grid = request.grids.get(planned.kind)
+            return self.share(planned, request.header, units, grid=grid)
+        return self.release(planned, request.header, units)
 
     def release(self, planned: PlannedRelease, header: Header, units: Contributions) -> Tensors:
         """Book one step, draw its Poisson batch and return the noised sum over it.
