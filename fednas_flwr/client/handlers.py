@@ -92,27 +92,19 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
     Where a person must approve the plan first, tell by which hash; the same request again is
     answered in full once that is done.
     """
-    guard, run = client.private_guard, request.header.run
+    guard, run, sizes = client.private_guard, request.header.run, {}
     with before_reading(request.action):
         covered_steps = guard.covered_steps(asked.releases)
-        guard.commit(run, asked.releases, sizes=_search_sizes(client, asked))
+        searches = any(planned.stage == "search" for planned in asked.releases)
+        if searches and guard.allowed.needs_approval:  # by a person, who is shown them
+            states = st.network_states(client.network({"name": SUPERNET}))
+            sizes = {state: sum(t.numel() for t in states[state].values()) for state in SPLIT_OF}
+        guard.commit(run, asked.releases, sizes=sizes)
         properties: dict[str, Any] = {"awaits": guard.awaited_approval(run)}
         if properties["awaits"] is None:
             properties = {"epsilon": guard.epsilons(run), "covered_steps": covered_steps}
             properties |= guard.uncounted()
     return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
-
-
-def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:
-    """Return the numbers of weights and alphas of a search that a person is to approve."""
-    searches = any(planned.stage == "search" for planned in asked.releases)
-    if not (searches and client.private_guard.allowed.needs_approval):
-        return {}
-    states = st.network_states(client.network({"name": SUPERNET}))
-    return {
-        state: sum(tensor.numel() for tensor in states[state].values())
-        for state in ("weights", "alphas")
-    }
 
 
 @answers("query.latency")

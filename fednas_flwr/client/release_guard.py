@@ -397,13 +397,17 @@ class ReleaseGuard:
         allowed, commitment = self.allowed, self._commitment(header.run)
         assert commitment is not None  # planned is of it
         mechanism, splits = self._reading(replace(planned, steps=1), commitment.by_split)
+        # The row's noise is that of the sum. Whoever breaks the sum gets a release with this site's
+        # share alone: ``1 / sqrt(h)`` of it.
+        terms = allowed.secure_sum if planned.shared else None
+        note = "" if terms is None else f" (noise of {terms.honest} sites)"
         entry = Entry(
             account=allowed.account,
             data_set=self.data_set,
             run=header.run,
             stage=header.stage,
             round=header.round,
-            action=f"{planned.action}:{planned.kind}{self._sharing(planned)}",
+            action=f"{planned.action}:{planned.kind}{note}",
             splits=splits,
             release=mechanism,
             committed_steps=planned.steps,
@@ -416,16 +420,6 @@ class ReleaseGuard:
             raise TypeError(f"{type(sums).__name__} says no norm that its noise could be scaled by")
         parts = [tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()]
         return sums, torch.cat(parts), mechanism.noise_multiplier
-
-    def _sharing(self, planned: PlannedRelease) -> str:
-        """Return the ledger's note beside a release whose noise is shared.
-
-        The row's noise is that of the sum. Whoever breaks the sum gets a release with this site's
-        share alone: ``1 / sqrt(h)`` of it.
-        """
-        if not planned.shared or self.allowed.secure_sum is None:
-            return ""
-        return f" (noise of {self.allowed.secure_sum.honest} sites)"
 
     def _pays_by_split(self) -> bool:
         """Return whether a release is charged only to the splits that it reads."""

@@ -564,13 +564,10 @@ def _booked_filter(
 
 def _row(values: list[Any]) -> Row:
     """Return the row with these values of its columns."""
-    sequence, when, account, data_set, run, stage, number, action, splits = values[:9]
-    noise, rate, steps, run_steps, committed, unit = values[9:]
+    sequence, when, *asked, splits, noise, rate, steps, run_steps, committed, unit = values
     release = Release(noise_multiplier=noise, sample_rate=rate, steps=steps)
-    paying = tuple(splits.split(","))
-    asked = (account, data_set, run, stage, number, action)
-    entry = Entry(*asked, paying, release, committed, unit)
-    return Row(sequence, when, entry, run_steps)
+    booked = [*asked, tuple(splits.split(",")), release, committed, unit]
+    return Row(sequence, when, Entry(*booked), run_steps)
 
 
 def by_kind(rows: Iterable[Row]) -> list[list[Row]]:

@@ -135,7 +135,7 @@ def record_gradients(
     if not module.training:
         raise ValueError("the module must be in training mode: call train() first")
     records = _Records(module, parameters, loss, watch)
-    own = _calling_layers(module) if _takes_stack(module) else module
+    own = _calling_layers(module)
     layers = _layers(own, parameters)
     if any("forward" in vars(layer) for layer in layers):
         raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
@@ -182,12 +182,9 @@ class _Records:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         stack = RecordWeights(len(x_B), names)
         with torch.enable_grad():
-            if _takes_stack(self.module):
-                with _computed_with(stack, _calling_layers(self.module), self.parameters):
-                    output = self.module(x_B, stack=stack)
-            else:
-                with _computed_with(stack, self.module, self.parameters):
-                    output = self.module(x_B)
+            own = _calling_layers(self.module)
+            with _computed_with(stack, own, self.parameters):
+                output = self.module(x_B) if own is self.module else self.module(x_B, stack=stack)
             by: dict[Any, Tensor] = {**stack.leaves, **self.parameters}
             for name, calls in stack.factors.items():
                 by |= {(name, i): leaf_BO for i, (leaf_BO, _) in enumerate(calls)}
@@ -244,12 +241,10 @@ def _is_covered(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, nn.GroupNorm)
 
 
-def _takes_stack(module: nn.Module) -> bool:
-    return getattr(module, "takes_stack", False) is True
-
-
-def _calling_layers(module: nn.Module) -> nn.ModuleList:
-    """Return the parts of a module that takes a stack that call their layers all the same."""
+def _calling_layers(module: nn.Module) -> nn.Module:
+    """Return the module, or of one that takes a stack the parts that call their layers."""
+    if getattr(module, "takes_stack", False) is not True:
+        return module
     return nn.ModuleList(m for m in module.modules() if getattr(m, "calls_layers", False))
 
 
