@@ -44,7 +44,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
@@ -54,8 +54,9 @@ from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.mechanism import renyi
 from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split
 from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.plan import Splits
 from fednas_flwr.settings.names import RECORD, SPLITS
-from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf
+from fednas_flwr.settings.parser import Checked
 
 _ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
 _COLUMNS = (
@@ -102,9 +103,7 @@ class Entry(Checked):
     stage: str
     round: int
     action: str
-    splits: Annotated[
-        tuple[Annotated[str, OneOf(SPLITS)], ...], Length(Between(1, len(SPLITS))), Distinct()
-    ]
+    splits: Splits
     release: Release
     committed_steps: int
     unit: str = RECORD
