@@ -152,7 +152,7 @@ def keep_model(client: Client, request: Request, asked: rq.KeepModel) -> Reply:
         new = kept_models.check(client, request, asked)
     folder = kept_models.keep(client, new)
     print(f"kept the model of run {request.header.run!r} as {folder}", file=sys.stderr)
-    return Reply(num_examples=1, properties={"kept": True})
+    return Reply(num_examples=1)
 
 
 @answers("query.sign_survivors", "query.open_masks")

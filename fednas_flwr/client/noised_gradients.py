@@ -153,25 +153,21 @@ class NoisedGradients:
 
     def _noised(self, state: str, take: TakeSum) -> tuple[Any, float]:
         """Return one release, on the client's device, and the expected size of its batch."""
-        planned, units = self._planned[state], self._contributions(state, take)
-        sums = self._guard.answer(planned, self._request, units)
-        if not isinstance(sums, Cells):
-            sums = {name: value.to(self._client.device) for name, value in sums.items()}
-        return sums, self._guard.expected_batch(planned)
-
-    def _contributions(self, state: str, take: TakeSum) -> Contributions:
-        """Return what a release sums; one micro-batch is in memory at a time."""
         planned, size = self._planned[state], self._sizes[state]
         split = self._client.split("+".join(planned.splits))
 
         def total(units: Tensor) -> ClippedSum:
-            parts = (
+            parts = (  # one micro-batch is in memory at a time
                 take(*self._batch(split, rows), micro_batch_size=size, persons=persons)
                 for rows, persons in _micro_batches(split, units, size)
             )
             return sum_of_parts(parts, bound=planned.max_grad_norm)
 
-        return Contributions(split.num_units, total)
+        units = Contributions(split.num_units, total)
+        sums = self._guard.answer(planned, self._request, units)
+        if not isinstance(sums, Cells):
+            sums = {name: value.to(self._client.device) for name, value in sums.items()}
+        return sums, self._guard.expected_batch(planned)
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
         """Return the augmented batch of some rows; nobody can foresee the draws.

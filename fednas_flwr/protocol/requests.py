@@ -372,13 +372,7 @@ class TellStatistics(AtSite):
         return {STATISTICS: (("train",), 1)}
 
 
-class Kept(TypedDict):
-    """Properties of the reply to ``query.keep_model``."""
-
-    kept: Annotated[bool, ps.Where(bool, "true")]
-
-
-@sr.asks("query.keep_model", reply=Kept)
+@sr.asks("query.keep_model")
 @dataclass(frozen=True, kw_only=True)
 class KeepModel(AtSite):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
