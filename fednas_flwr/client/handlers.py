@@ -327,8 +327,7 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
             _, metrics = train()
         losses.append(metrics["train_loss"])
     rewards = torch.tensor(losses).neg().exp().nan_to_num(nan=0.0)
-    records = _num_records(client, training.split)
-    return Reply.of(records, {"rewards": {"rewards": rewards}}, {})
+    return Reply.of(_num_records(client, training.split), {"rewards": {"rewards": rewards}})
 
 
 @answers("train.probe")

@@ -194,7 +194,7 @@ class ReleaseGuard:
             raise ConfigError("refused: the plan holds a kind of release twice.")
 
     def commit(
-        self, run: str, plan: Sequence[PlannedRelease], *, sizes: Mapping[str, int] | None = None
+        self, run: str, plan: Sequence[PlannedRelease], *, sizes: Mapping[str, int] = {}
     ) -> None:
         """Keep a run's plan for good; all that it asks for later must be in it.
 
@@ -210,7 +210,7 @@ class ReleaseGuard:
         if not self._assignment:
             raise ValueError("a guard commits to nothing before it holds records: call hold first")
         releases = tuple(sorted(plan, key=lambda planned: planned.key))
-        by_split, sizes = self._pays_by_split(), dict(sizes or {})
+        by_split, sizes = self._pays_by_split(), dict(sizes)
         commitment = Commitment(
             releases, self._assignment, by_split, self.data_set, sizes, self.unit
         )
